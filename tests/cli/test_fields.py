@@ -2,7 +2,15 @@
 
 import pytest
 
-from meshwright.cli.fields import check_tokens, dim_sizes, parse_axes, parse_fields, take_axes, with_fields
+from meshwright.cli.fields import (
+    check_tokens,
+    dim_sizes,
+    parse_axes,
+    parse_fields,
+    split_values,
+    take_axes,
+    with_fields,
+)
 from meshwright.cli.shared import read_job
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
@@ -99,3 +107,14 @@ def test_a_model_of_fewer_layers_keeps_those_that_are_left():
 def test_a_sweep_takes_training_jobs_alone(pair):
     with pytest.raises(InputError, match=r"decode|nonsense"):
         read_job("64seq", 512, (pair,))
+
+
+def test_values():
+    assert split_values("batch=1Mi, 4Mi") == ("1Mi", "4Mi")
+    assert split_values("B=3..13") == ("3", "6", "12")
+    assert split_values('offload=[],["optimizer", "activations"]') == ("[]", '["optimizer", "activations"]')
+    for text in ("batch=", "batch=1,,2"):
+        with pytest.raises(InputError, match="is not FIELD=VALUES"):
+            split_values(text)
+    with pytest.raises(InputError, match="ends before it begins"):
+        split_values("B=8..4")

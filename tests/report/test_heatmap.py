@@ -2,17 +2,16 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import save
-from meshwright.report.heatmap import HeatCell, heatmap_figure, short_mesh
-from meshwright.spec.strategy import make_mesh
+from meshwright.report.heatmap import HeatCell, heatmap_figure
 from tests.charts import marks
 
 CELLS = (
-    HeatCell(row="8B", column="1", value=0.5, lines=("fsdp8",)),
-    HeatCell(row="8B", column="2", value=0.1, lines=("dp2 fsdp8",)),
-    HeatCell(row="70B", column="1", value=None, lines=("does not fit",)),
-    HeatCell(row="70B", column="2", value=0.4, lines=("pp2", "tp8")),
+    HeatCell("8B", "1", 0.5, ("50%", "fsdp8")),
+    HeatCell("8B", "2", 0.1, ("10%", "dp2 fsdp8")),
+    HeatCell("70B", "1", None, ("does not fit",)),
+    HeatCell("70B", "2", 0.4, ("40%", "pp2", "tp8")),
 )
-TITLES = {"row_title": "model", "column_title": "nodes", "value_title": "MFU", "title": "Best plans"}
+TITLES = {"axes": ("model", "nodes"), "value_title": "MFU", "unit": "%", "title": "Best plans"}
 
 
 def test_rows_and_columns_keep_their_order():
@@ -29,6 +28,13 @@ def test_text_is_white_on_dark_cells_alone():
     assert [row["ink"] == "white" for row in filled["rows"]] == [True, False, True]
 
 
+def test_values_have_a_prefix_or_stay_as_they_are():
+    bytes_each = HeatCell("8B", "1", 4e9, ("4 GB", "fsdp8"))
+    for unit, title, value in (("B", "MFU (GB)", 4.0), (None, "MFU", 4e9)):
+        _, filled = marks(heatmap_figure([bytes_each], **TITLES | {"unit": unit}), "rect")
+        assert (filled["encoding"]["color"]["title"], filled["rows"][0]["value"]) == (title, value)
+
+
 def test_it_is_drawn(tmp_path):
     assert save(heatmap_figure(CELLS, **TITLES), tmp_path / "grid.png").stat().st_size > 5000
 
@@ -36,10 +42,3 @@ def test_it_is_drawn(tmp_path):
 def test_what_cannot_be_drawn():
     with pytest.raises(InputError, match="There is no cell to draw"):
         heatmap_figure((), **TITLES)
-    with pytest.raises(InputError, match="601 cells are too many"):
-        heatmap_figure([HeatCell(row=str(n), column="1", value=0.1) for n in range(601)], **TITLES)
-
-
-def test_short_meshes():
-    assert short_mesh(make_mesh({"fsdp": 64, "tensor": 4, "pipeline": 2})) == "pp2 fsdp64 tp4"
-    assert short_mesh(make_mesh({})) == "1 chip"

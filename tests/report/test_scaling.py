@@ -2,21 +2,21 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import save
-from meshwright.report.scaling import ScalingPoint, bandwidth_figure, scaling_figure
+from meshwright.report.scaling import bandwidth_figure, scaling_figure
 from tests.charts import marks, panels
 
 
-def point(chips, rate, *, bubble=0.0, limit=80e9):
-    return ScalingPoint(
-        num_chips=chips,
-        step_s=1e6 / rate,
-        tokens_per_s=rate,
-        mfu=0.5,
-        exposed_share=0.1,
-        bubble_share=bubble,
-        hbm_bytes=60e9,
-        limit_bytes=limit,
-    )
+def point(chips, rate, *, bubble=0.0, values=None):
+    return {
+        "values": values or {"on": str(chips)},
+        "num_chips": chips,
+        "step_s": 1e6 / rate,
+        "tokens_per_s": rate,
+        "mfu": 0.5,
+        "exposed_share": 0.1,
+        "bubble_share": bubble,
+        "hbm_bytes_per_chip": 60e9,
+    }
 
 
 POINTS = (point(8, 1e4), point(16, 1.8e4), point(32, 3e4))
@@ -27,7 +27,7 @@ def lines(panel):
 
 
 def test_four_panels():
-    throughput, step, shares, memory = panels(scaling_figure(POINTS, title="t"))
+    throughput, step, shares, memory = panels(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"))
     assert lines(throughput) == {"best plan", "perfect scaling"}
     assert lines(step) == {"time per step"}
     assert lines(shares) == {"MFU", "exposed communication"}
@@ -35,34 +35,48 @@ def test_four_panels():
 
 
 def test_perfect_scaling_starts_from_the_first_point():
-    perfect, best = marks(panels(scaling_figure(POINTS, title="t"))[0], "line")
+    perfect, best = marks(panels(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"))[0], "line")
     assert perfect["rows"][0]["name"] == "perfect scaling"
     assert best["encoding"]["color"]["scale"]["domain"] == ["best plan", "perfect scaling"]
     assert [(row["x"], row["y"]) for row in perfect["rows"]] == [(8, 10.0), (16, 20.0), (32, 40.0)]
 
 
 def test_a_bubble_and_a_limit_are_drawn_where_there_are_any():
-    points = (point(8, 1e4, bubble=0.2, limit=None), point(16, 2e4, limit=None))
-    _, _, shares, memory = panels(scaling_figure(points, title="t"))
+    points = (point(8, 1e4, bubble=0.2), point(16, 2e4))
+    _, _, shares, memory = panels(scaling_figure(points, over="on", title="t"))
     assert "bubble" in lines(shares)
     assert lines(memory) == {"best plan"}
 
 
+def test_another_field_has_its_values_side_by_side():
+    points = [point(8, 1e4, values={"remat": name}) for name in ("none", "block")]
+    throughput, step, *_ = panels(scaling_figure(points, over="remat", title="t"))
+    assert lines(throughput) == {"best plan"}
+    (line,) = marks(step, "line")
+    assert [row["x"] for row in line["rows"]] == [0, 1]
+    axis = line["encoding"]["x"]
+    assert (axis["title"], axis["axis"]["labelExpr"]) == ("remat", '["none", "block"][datum.value]')
+    # a short range has an axis from zero
+    assert "scale" not in line["encoding"]["y"]
+
+
 def test_collectives_that_coincide_share_a_line():
-    both = [(2, 4e11), (4, 3e11)]
-    figure = bandwidth_figure({"all-gather": both, "all-reduce": both, "all-to-all": [(2, 4e11), (4, 1e11)]}, title="t")
+    both = [4e11, 3e11]
+    figure = bandwidth_figure([2, 4], {"all-gather": both, "all-reduce": both, "all-to-all": [4e11, 1e11]}, title="t")
     encoding = marks(figure)[0]["encoding"]
     assert encoding["color"]["scale"]["domain"] == ["all-gather, all-reduce", "all-to-all"]
     assert encoding["y"]["title"] == "GB/s and chip"
 
 
 def test_they_are_drawn(tmp_path):
-    assert save(scaling_figure(POINTS, title="t"), tmp_path / "a.png").stat().st_size > 5000
-    assert save(bandwidth_figure({"all-gather": [(2, 4e11), (4, 3e11)]}, title="t"), tmp_path / "b.svg").exists()
+    assert (
+        save(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"), tmp_path / "a.png").stat().st_size > 5000
+    )
+    assert save(bandwidth_figure([2, 4], {"all-gather": [4e11, 3e11]}, title="t"), tmp_path / "b.svg").exists()
 
 
 def test_nothing_to_draw():
-    with pytest.raises(InputError, match="nothing runs on any of the clusters"):
-        scaling_figure((), title="t")
+    with pytest.raises(InputError, match="nothing runs anywhere in the sweep"):
+        scaling_figure((), over="on", title="t")
     with pytest.raises(InputError, match="Give clusters of several chips"):
-        bandwidth_figure({"all-gather": []}, title="t")
+        bandwidth_figure([], {"all-gather": []}, title="t")

@@ -14,6 +14,7 @@ from meshwright.spec.strategy import (
     make_mesh,
     require_runnable_assumptions,
     require_runnable_strategy,
+    short_mesh,
     standard_assignment,
 )
 
@@ -196,3 +197,8 @@ def test_what_is_planned_and_does_not_run(axes, fields, words):
     with pytest.raises(CannotRunError) as raised:
         require_runnable_strategy(strategy(axes, **fields))
     assert str(raised.value).startswith(words)
+
+
+def test_short_meshes():
+    assert short_mesh(make_mesh({"fsdp": 64, "tensor": 4, "pipeline": 2})) == "pp2 fsdp64 tp4"
+    assert short_mesh(make_mesh({})) == "1 chip"

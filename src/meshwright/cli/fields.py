@@ -1,5 +1,6 @@
 """What is given as text on the command line: fields (``--set section.key=value``), mesh axes and sizes of dims."""
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, standard_assignment
 
 SECTIONS: tuple[str, ...] = ("model", "job", "strategy", "assumptions", "train")
+_COMMAS = re.compile(r",(?![^\[{]*[\]}])")
+"""Commas outside of brackets."""
 MAX_SIZE = 10**15
 """Of one dim: products of a few of them stay finite and readable."""
 MAX_TRAIN_TOKENS = 10**24
@@ -119,6 +122,24 @@ def _parse_sizes(text: str, *, what: str, example: str) -> dict[str, int]:
     if not sizes:
         raise InputError(f"no {what} sizes in {text!r}. Write {example}.")
     return sizes
+
+
+def split_values(text: str, *, form: str = "FIELD=VALUES") -> tuple[str, ...]:
+    """The values of ``"batch=1Mi,4Mi"``, ``"B=1..4096"`` (doubling) or ``"offload=[],[optimizer]"``.
+
+    Raises InputError for a text that is not of this ``form``.
+    """
+    name, _, values = text.partition("=")
+    first, dots, last = values.partition("..")
+    found = [part.strip() for part in _COMMAS.split(values)]
+    if dots:
+        low, high = (parse_count(part.strip(), what=f"{name} of {text}:") for part in (first, last))
+        found = [f"{low << power}" for power in range(64) if low << power <= high]
+        if low < 1 or not found:
+            raise InputError(f"{text!r} ends before it begins. Write the smaller size first.")
+    if not all(found):
+        raise InputError(f"{text!r} is not {form}. Write for example B=1,16 or B=1..16.")
+    return tuple(found)
 
 
 def parse_axes(text: str | None) -> dict[str, int]:

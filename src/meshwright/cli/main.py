@@ -4,12 +4,12 @@ import errno
 import os
 import sys
 import traceback
-from importlib import import_module
 
 import click
 
 from meshwright import __version__
-from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.cli.group import VerbGroup
+from meshwright.core.errors import CannotRunError, InputError
 
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("meshwright.cli.verbs.plan", "Find how to split a training job over a cluster."),
@@ -56,28 +56,7 @@ VERBS: dict[str, tuple[str, str]] = {
 """Verb -> (module with the function `command`, what `--help` says of it). A verb's module is imported when it runs."""
 
 
-class _Verbs(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            return None
-        return import_module(VERBS[cmd_name][0]).command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            raise click.UsageError(f"there is no verb {args[0]!r}.{nearest(args[0], VERBS)}", ctx)
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
-
-
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=VerbGroup, verbs=VERBS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="meshwright")
 def cli() -> None:
     """From a model and a cluster to a running, measured system: plan it, prove it, run it."""

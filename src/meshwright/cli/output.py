@@ -18,14 +18,14 @@ def emit_json(value: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     if isinstance(value, msgspec.Struct):
         return _plain(msgspec.structs.asdict(value))
-    if hasattr(value, "item") and not isinstance(value, str | bytes):
-        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value) if isinstance(value, Path) else value

@@ -24,14 +24,13 @@ class Table(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(records: Iterable[Any], columns: Mapping[str, str | tuple[str, Show]], title: str = "") -> "Table":
-        """A row for each record (struct or dictionary): column -> its field, and how a person reads that."""
+        """A row for each record (struct or dictionary): column -> its field, and how a person reads that.
+
+        ``"memory/weights"`` is a key of a dictionary in a field; None where the field is None.
+        """
         fields = [field if isinstance(field, str) else field[0] for field in columns.values()]
         shown = [name if isinstance(field, str) else (name, field[1]) for name, field in columns.items()]
-        return Table(
-            shown,
-            [[one[field] if isinstance(one, dict) else getattr(one, field) for field in fields] for one in records],
-            title,
-        )
+        return Table(shown, [[_field(one, field) for field in fields] for one in records], title)
 
     @property
     def names(self) -> list[str]:
@@ -45,6 +44,12 @@ class Table(msgspec.Struct, frozen=True):
             [cell if show is None or cell is None else show(cell) for cell, show in zip(row, shows, strict=True)]
             for row in self.rows
         ]
+
+
+def _field(record: Any, path: str) -> Any:
+    name, _, key = path.partition("/")
+    value = record[name] if isinstance(record, dict) else getattr(record, name)
+    return value[key] if key and value is not None else value
 
 
 class Fact(msgspec.Struct, frozen=True):

@@ -321,6 +321,14 @@ def mesh_words(mesh: Mapping[str, int], join: str = ", ", *, alone: str = "one d
     return join.join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or alone
 
 
+SHORT_AXES = {"pipeline": "pp", "data": "dp", "fsdp": "fsdp", "expert": "ep", "context": "cp", "tensor": "tp"}
+
+
+def short_mesh(mesh: Mapping[str, int]) -> str:
+    """Returns ``"dp8 fsdp64 tp4"``: axes larger than 1, major to minor; ``"1 chip"`` without any."""
+    return " ".join(f"{SHORT_AXES[axis]}{size}" for axis, size in mesh.items() if size > 1) or "1 chip"
+
+
 def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
     """Returns a mesh with every axis in its order, 1 where not given.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, bandwidth_sweep, growing
+from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, bandwidth_sweep
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 
@@ -10,19 +10,9 @@ LARGE = 1e12
 """Bytes beside which no latency counts."""
 
 
-def shapes(text):
-    return [cluster.short_name.partition(":")[2] for cluster in growing(parse_cluster(text))]
-
-
-def test_how_clusters_grow():
-    assert shapes("h100:8x4") == ["2x1", "4x1", "8x1", "8x2", "8x4"]
-    assert shapes("v5p:4x4x8")[-4:] == ["2x2x4", "2x4x4", "4x4x4", "4x4x8"]
-    assert growing(parse_cluster("2*v5e:4x4"))[-1].num_slices == 2
-
-
 def rates(text, num_bytes=LARGE, calibration=None):
     found = bandwidth_sweep([parse_cluster(text)], num_bytes, calibration=calibration)
-    return {point.kind: point.bytes_per_s for point in found}
+    return {point.collective: point.bytes_per_s for point in found}
 
 
 def test_inside_a_domain_every_chip_has_its_port():
@@ -46,7 +36,7 @@ def test_a_torus_gathers_over_all_axes():
 
 def test_small_collectives_are_bound_by_latency():
     points = bandwidth_sweep([parse_cluster("h100:8x64")], 1e3)
-    assert {point.bound_by for point in points if point.kind != "all_to_all"} == {"latency"}
+    assert {point.bound_by for point in points if point.collective != "all_to_all"} == {"latency"}
     assert rates("h100:8x64", 1e3)["all_gather"] < 0.01 * rates("h100:8x64")["all_gather"]
 
 

@@ -6,7 +6,6 @@ import pytest
 from meshwright.calculators.sweeps.crossover import (
     closed_forms,
     crossing,
-    fixed_curve,
     mlp_work,
     model_work,
     scheme_curves,
@@ -106,7 +105,7 @@ def test_closed_forms_follow_the_rates(work):
 def test_a_model_on_a_given_mesh():
     """Tensor's communication grows with the batch, FSDP's does not; only their sum decides."""
     llama = model_work(load_model("llama3-70b"), seq_len=4096)
-    curve = fixed_curve(llama, [parse_cluster("v5p:8x16x32")], {"tensor": 8}, TOKENS, whole_axes=True)
+    (curve,) = scheme_curves(llama, [parse_cluster("v5p:8x16x32")], TOKENS, axes={"tensor": 8}, whole_axes=True)
     assert curve.mesh == {"pipeline": 1, "data": 1, "fsdp": 512, "expert": 1, "context": 1, "tensor": 8}
     assert curve.comms_s["tensor"][-1] == pytest.approx(2 * curve.comms_s["tensor"][-5], rel=0.01)
     assert curve.comms_s["fsdp"][-1] == pytest.approx(curve.comms_s["fsdp"][0])
@@ -117,7 +116,7 @@ def test_a_model_on_a_given_mesh():
 def test_the_whole_step_does_more_of_both():
     cluster, tokens = [parse_cluster("v5p:4x4x4")], TOKENS[:5]
     forward, step = (
-        fixed_curve(model_work(load_model("llama3-8b"), seq_len=4096, whole=whole), cluster, {}, tokens)
+        scheme_curves(model_work(load_model("llama3-8b"), seq_len=4096, whole=whole), cluster, tokens, axes={})[0]
         for whole in (False, True)
     )
     assert (step.compute_s > 2.9 * forward.compute_s).all()
@@ -126,7 +125,7 @@ def test_the_whole_step_does_more_of_both():
 
 def test_what_is_refused(work):
     with pytest.raises(InputError, match="do not make up the 64 chips of v5p:4x4x4"):
-        fixed_curve(work, [parse_cluster("v5p:4x4x4")], {"tensor": 3}, TOKENS)
+        scheme_curves(work, [parse_cluster("v5p:4x4x4")], TOKENS, axes={"tensor": 3})
     with pytest.raises(CannotRunError, match="can be laid on v5p:4x4x4"):
-        fixed_curve(work, [parse_cluster("v5p:4x4x4")], {"tensor": 8}, TOKENS, whole_axes=True)
+        scheme_curves(work, [parse_cluster("v5p:4x4x4")], TOKENS, axes={"tensor": 8}, whole_axes=True)
     assert mlp_work("llama3-8b") is None

@@ -1,18 +1,21 @@
 """`meshwright sweep`: every sweep's figures, text and picture, and what it refuses."""
 
+import csv
+
 import pytest
 
-CHIPS = ("sweep", "chips", "llama3-8b", "--on", "h100:8x1..8x2", "--batch", "64seq")
-GRID = ("sweep", "grid", "--sizes", "1B,70B", "--chip", "h100", "--nodes", "1,2", "--batch", "64seq")
+CHIPS = ("sweep", "llama3-8b", "--on", "h100:8x1..8x2", "batch=64seq")
+GRID = ("sweep", "1B,70B", "--on", "h100:8x1,8x2", "batch=64seq")
+REMATS = ("sweep", "plans", "llama3-8b", "--on", "h100:8x2", "batch=64seq", "remat")
 BATCH = ("sweep", "batch", "mlp:8192x32768", "--on", "v5p:4096chips", "--whole-axes", "--calibration", "datasheet")
-MEMORY = ("sweep", "memory", "llama3-8b", "--on", "h100:8x1")
+MEMORY = ("sweep", "llama3-8b", "--on", "h100:8x1", "micro=1", "--figure", "memory")
 BANDWIDTH = ("sweep", "bandwidth", "--on", "h100:8x4")
 STREAMS = ("sweep", "streams", "llama3-8b", "--on", "h100:8x1", "--batch", "8seq")
 
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
-    "args", [CHIPS, GRID, BATCH, (*MEMORY, "--axis", "seq"), BANDWIDTH, STREAMS], ids=lambda args: args[1]
+    "args", [CHIPS, GRID, REMATS, BATCH, (*MEMORY, "seq_len"), BANDWIDTH, STREAMS], ids=lambda args: args[1]
 )
 def test_the_text_fits(call, args, width):
     said = call(*args, width=width)
@@ -22,7 +25,7 @@ def test_the_text_fits(call, args, width):
 
 @pytest.mark.parametrize(
     "args",
-    [CHIPS, GRID, BATCH, (*BATCH[:5], "--axes", "tensor=8"), (*MEMORY, "--axis", "tensor"), BANDWIDTH, STREAMS],
+    [CHIPS, GRID, REMATS, BATCH, (*BATCH[:5], "--axes", "tensor=8"), (*MEMORY, "tensor"), BANDWIDTH, STREAMS],
     ids=lambda args: args[1],
 )
 def test_the_picture(call, args, tmp_path):
@@ -43,17 +46,35 @@ def test_chips(call):
     assert [point["batch_seqs"] for point in weak["points"]] == [64, 128]
 
 
-def test_chips_says_where_nothing_fits(call):
-    said = call("sweep", "chips", "llama3-70b", "--on", "h100:8x1,h100:8x4", "--batch", "64seq")
-    assert "8 chips: does not fit: " in said.words
-    none = call("sweep", "chips", "llama3-405b", "--on", "h100:8x1..8x2", "--batch", "64seq")
+def test_it_says_where_nothing_fits(call):
+    said = call("sweep", "llama3-70b", "--on", "h100:8x1,h100:8x4", "batch=64seq")
+    assert "chips 8: does not fit: " in said.words
+    none = call("sweep", "llama3-405b", "--on", "h100:8x1..8x2", "batch=64seq")
     assert (none.code, none.out) == (3, "")
-    assert "llama3-405b runs on none of the 2 clusters: does not fit" in none.err
+    assert "llama3-405b runs on none of the 2 points: does not fit" in none.err
 
 
 def test_fixed_choices_are_kept(call):
-    found = call(*CHIPS, "--axes", "tensor=8", "--set", "strategy.remat=full", "--json").json
+    found = call(*CHIPS, "tensor=8", "strategy.remat=full", "--json").json
     assert {(point["axes"]["tensor"], point["remat"]) for point in found["points"]} == {(8, "full")}
+
+
+def test_any_field(call):
+    found = call("sweep", "llama3-8b", "--on", "h100:8x1", "batch=64seq,128seq", "--json").json
+    assert found["fields"] == {"batch": ["64seq", "128seq"]}
+    assert (found["axis"], found["model"], found["cluster"]) == ("batch", "llama3-8b", "h100:8x1")
+    assert (found["seq_len"], found["tokens_per_step"]) == (4096, None)
+    assert [point["batch_seqs"] for point in found["points"]] == [64, 128]
+    said = call(*REMATS, width=120)
+    assert "llama3-8b on h100:8x2: plans by remat; 256 Ki tokens a step, sequences of 4 Ki" in said.words
+    assert "$/Mtoken" in said.out
+
+
+def test_raw_values(call):
+    first, *others = csv.DictReader(call(*GRID, "--format", "csv").out.splitlines())
+    assert len(others) == 3
+    assert (first["model"], first["cluster"], first["fsdp"]) == ("llama-1B", "h100:8x1", "8")
+    assert float(first["optimizer_bytes"]) > 1e8
 
 
 def test_grid(call):
@@ -64,10 +85,20 @@ def test_grid(call):
     assert cells["llama-1B", "h100:8x1"]["mfu"] > 0.2
     assert cells["llama-70B", "h100:8x1"]["reason"].startswith("does not fit")
     said = call(*GRID)
+    assert "h100: MFU by model and chips; 256 Ki tokens a step" in said.words
     assert "no fit" in said.words
     assert "llama-70B: 70.6 B parameters, 80 layers of width 8,192" in said.words
-    torus = call("sweep", "grid", "--models", "llama3-8b", "--on", "v5p:2x2x2,v5p:2x2x4", "--batch", "64seq", "--json")
-    assert torus.json["clusters"] == ["v5p:2x2x2", "v5p:2x2x4"]
+    assert "chips llama-1B llama-70B" in said.words
+    rate = call(*GRID, "--figure", "tokens_per_s").words
+    assert "h100: tokens per second by model and chips" in rate
+    held = call(*GRID, "--figure", "memory").words
+    assert "h100: memory of a chip by model and chips" in held
+
+
+def test_clusters_of_several_chips(call):
+    said = call("sweep", "llama3-8b", "--on", "h100:8x1,v5p:2x2x2", "batch=64seq")
+    assert "cluster step" in said.words
+    assert "v5p:2x2x2" in said.words
 
 
 def test_batch(call):
@@ -90,14 +121,14 @@ def test_batch_on_one_mesh(call):
 
 
 def test_memory(call):
-    found = call(*MEMORY, "--axis", "remat", "--values", "none,block", "--json").json
+    found = call(*MEMORY, "remat=none,block", "--json").json
     none, block = found["points"]
     assert found["limit_bytes"] == 80e9
     assert none["memory"]["activations"] > block["memory"]["activations"]
     assert block["hbm_bytes_per_chip"] == pytest.approx(sum(block["memory"].values()))
-    said = call(*MEMORY, "--axis", "seq", "--values", "4Ki,128Ki")
+    said = call(*MEMORY, "seq_len=4Ki,128Ki")
     rows = [line.split() for line in said.out.splitlines()]
-    assert [row[-1] for row in rows if row[1:2] == ["Ki"]] == ["yes", "no"]
+    assert [row[-1] for row in rows if row and row[0].endswith("Ki")] == ["yes", "no"]
 
 
 def test_bandwidth(call):
@@ -120,14 +151,15 @@ def test_streams(call):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("sweep", "chip"), "there is no sweep 'chip'. Did you mean 'chips'?"),
-        (("sweep", "grid", "--batch", "4Mi", "--chip", "h100", "--nodes", "1"), "no model is named"),
-        (("sweep", "grid", "--batch", "4Mi", "--sizes", "1B", "--chip", "h100"), "give --chip and --nodes"),
-        (("sweep", "grid", "--batch", "4Mi", "--sizes", "1B", "--chip", "v5p", "--nodes", "1"), "v5p has no nodes"),
+        (("sweep", "llama3", "--on", "h100:8x1", "batch=64seq"), "model 'llama3' is neither in the catalogue"),
+        (CHIPS[:4], "give batch=4Mi for the best plans, or micro=1"),
+        ((*CHIPS, "remat", "zero"), "on, remat, zero are 3 fields. Sweep at most two at a time"),
+        ((*CHIPS, "some"), "'some' is not FIELD=VALUES"),
+        ((*CHIPS, "remats=block"), "strategy.remats cannot be set here. Did you mean 'remat'?"),
         (("sweep", "batch", "mlp:8192x32768", "--on", "v5p:4x4x4", "--step"), "it has a forward pass only"),
         (("sweep", "batch", "llama3-8b", "--on", "v5p:4x4x4", "--batches", "4Mi..1Mi"), "is not a range"),
-        ((*MEMORY, "--axis", "remat", "--values", "some"), "remat 'some' is not a policy"),
-        ((*MEMORY, "--axis", "seq", "--set", "strategy.state=1"), "strategy.state"),
+        ((*MEMORY, "remat=some"), "remat 'some' is not a policy"),
+        ((*MEMORY, "seq_len", "strategy.state=1"), "strategy.state"),
         (("sweep", "bandwidth", "--on", "h100:1x1"), "there is nothing to send"),
         (("sweep", "batch", "llama3-8b", "--on", "h100:1x1"), "there is nothing to send"),
         (("sweep", "batch", "mlp:0x8", "--on", "h100:8x1"), "no layer has such widths"),

@@ -8,7 +8,7 @@ from meshwright.core.dims import CollectiveKind
 from meshwright.cost.network.collectives import collective_bound_by, collective_time, group_rates, received_share
 from meshwright.cost.network.placement import place_axes
 from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster, make_cluster
+from meshwright.spec.cluster import Cluster
 
 SWEPT: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -17,12 +17,12 @@ class BandwidthPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One collective over all chips of a cluster.
 
     ``bytes_per_s`` is what every chip receives per second: for an all-reduce, which receives everything twice, the
-    "bus bandwidth" of benchmarks. ``num_bytes`` are those of the result, of an all-to-all those of one chip's buffer.
+    "bus bandwidth" of benchmarks.
     """
 
-    cluster: Cluster
-    kind: CollectiveKind
-    num_bytes: float
+    cluster: str
+    num_chips: int
+    collective: CollectiveKind
     seconds: float
     bytes_per_s: float
     bound_by: str
@@ -31,7 +31,10 @@ class BandwidthPoint(msgspec.Struct, frozen=True, kw_only=True):
 def bandwidth_sweep(
     clusters: Sequence[Cluster], num_bytes: float, *, calibration: Calibration | None = None
 ) -> tuple[BandwidthPoint, ...]:
-    """Every kind of collective over every cluster of at least two chips, the clusters in order."""
+    """Every kind of collective over every cluster of at least two chips, the clusters in order.
+
+    ``num_bytes`` are those of the result, of an all-to-all those of one chip's buffer.
+    """
     return tuple(
         _point(cluster, kind, num_bytes, calibration) for cluster in clusters if cluster.num_chips > 1 for kind in SWEPT
     )
@@ -45,24 +48,10 @@ def _point(cluster: Cluster, kind: CollectiveKind, num_bytes: float, calibration
     group = min(groups, key=lambda one: collective_time(kind, whole, one))
     seconds = float(collective_time(kind, whole, group))
     return BandwidthPoint(
-        cluster=cluster,
-        kind=kind,
-        num_bytes=num_bytes,
+        cluster=cluster.short_name,
+        num_chips=size,
+        collective=kind,
         seconds=seconds,
         bytes_per_s=float(received_share(kind, size)) * whole / seconds,
         bound_by=collective_bound_by(kind, whole, group),
     )
-
-
-def growing(cluster: Cluster) -> tuple[Cluster, ...]:
-    """Clusters from two chips to all, each at most twice the one before.
-
-    Of switches the domain is filled first, then the level above it; a torus grows evenly.
-    """
-    sizes, found = [1] * len(cluster.shape), []
-    while tuple(sizes) != cluster.shape:
-        open_sizes = [i for i, most in enumerate(cluster.shape) if sizes[i] < most]
-        number = min(open_sizes, key=lambda i: (sizes[i], -i)) if cluster.kind == "torus" else open_sizes[0]
-        sizes[number] = min(2 * sizes[number], cluster.shape[number])
-        found.append(make_cluster(cluster.chip, tuple(sizes), levels=cluster.levels))
-    return (*found, cluster) if cluster.num_slices > 1 else tuple(found)

@@ -15,17 +15,17 @@ import numpy as np
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.layers import parse_block
-from meshwright.algebra.notation import product
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
+from meshwright.calculators.sweeps.points import filled_mesh
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.arrays import select
 from meshwright.cost.formulas import limits
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.step_costs import collective_groups, op_sizes, price_step
-from meshwright.cost.step_rates import StepRates, attention_scores, step_rates
-from meshwright.cost.work.kernels import StepCost
+from meshwright.cost.step_rates import attention_scores, step_rates
 from meshwright.plan.legal import divisors
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate
 from meshwright.spec.cluster import Cluster
@@ -36,6 +36,7 @@ Array = Any
 """A NumPy array with one entry per batch."""
 
 MAX_TENSOR = 64
+NO_FORMS: dict[str, tuple[str, float]] = {}
 MAX_WIDTH = 10**9
 _LAYER = re.compile(r"mlp:(\d+)x(\d+)")
 
@@ -60,6 +61,12 @@ class SweptWork(msgspec.Struct, frozen=True, kw_only=True):
     model: Model | None = None
     whole: bool = False
     d_ff: int
+
+    def steps(self) -> Iterable[tuple[Step, float]]:
+        """Every step with how many times it runs."""
+        if self.whole:
+            return self.derived.steps(1)
+        return ((step, b.repeat) for b in self.derived.blocks if b.block.carry for step in b.forward)
 
     def sizes(self, tokens: Array, mesh: Mapping[str, Array], cluster: Cluster) -> OpSizes:
         """Sizes of all candidates, B in units of ``seq_len`` tokens."""
@@ -104,9 +111,9 @@ def model_work(model: Model, *, seq_len: int, whole: bool = False, remat: str = 
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of sharding at every batch: seconds of compute, of the collectives by mesh axes, and of all of them.
+    """One way of sharding at every batch: seconds of compute and of the collectives by mesh axes.
 
-    ``mesh`` is None where the best mesh differs from batch to batch; ``meshes`` then says which it is.
+    ``meshes`` and ``shapes`` are those of each batch; ``mesh`` is None where the mesh differs from batch to batch.
     """
 
     name: str
@@ -114,8 +121,8 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Array
     compute_s: Array
     comms_s: dict[str, Array]
-    meshes: tuple[dict[str, int], ...] = ()
-    shapes: tuple[str, ...] = ()
+    meshes: Sequence[dict[str, int]]
+    shapes: Sequence[str]
 
     @property
     def total_s(self) -> Array:
@@ -127,6 +134,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         """Compute over communication: above one, communication can hide. Infinite without any."""
         with np.errstate(divide="ignore"):
             return self.compute_s / self.total_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the meshes only where they differ."""
+        found = {**msgspec.structs.asdict(self), "axes": self.mesh, "total_s": self.total_s}
+        del found["tokens"], found["mesh"]
+        return found | {"meshes": None if self.mesh else self.meshes}
 
 
 class Crossing(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,61 +157,49 @@ class Crossing(msgspec.Struct, frozen=True, kw_only=True):
 # -- curves ---------------------------------------------------------------------------------------------
 
 
-def fixed_curve(
-    work: SweptWork,
-    clusters: Sequence[Cluster],
-    axes: Mapping[str, int],
-    tokens: Array,
-    *,
-    whole_axes: bool = False,
-    calibration: Calibration | None = None,
-) -> Curve:
-    """One mesh at every batch, on the shape and the placement with the least communication."""
-    mesh = _filled(clusters[0], axes)
-    found = _priced(work, clusters, [mesh], tokens, whole_axes, calibration)
-    return _best(mesh_words(mesh, " x ", alone="one chip"), mesh, found, tokens)
-
-
 def scheme_curves(
     work: SweptWork,
     clusters: Sequence[Cluster],
     tokens: Array,
     *,
+    axes: Mapping[str, int] | None = None,
     whole_axes: bool = False,
     calibration: Calibration | None = None,
 ) -> tuple[Curve, ...]:
-    """FSDP alone, FSDP with each tensor size, and the best of all at every batch.
+    """FSDP alone, FSDP with each tensor size, and the best of all at every batch; with ``axes`` that one mesh alone.
 
     ``clusters`` are shapes of equally many chips; for every mesh the one with the least communication is taken.
     ``whole_axes`` keeps every torus axis to one mesh axis, as the book counts them; otherwise a mesh axis may take
     parts of several, which can be faster.
     """
-    chips = clusters[0].num_chips
-    meshes = [
-        make_mesh({"fsdp": chips // size, "tensor": size})
-        for size in divisors(chips)
-        if size <= MAX_TENSOR and _divides(work, size)
-    ]
-    found = _priced(work, clusters, meshes, tokens, whole_axes, calibration)
-    curves = []
-    for mesh in (mesh for mesh in meshes if any(one.mesh == mesh for one in found)):
-        name = "FSDP alone" if mesh["tensor"] == 1 else f"FSDP x tensor {mesh['tensor']}"
-        curves.append(_best(name, mesh, [one for one in found if one.mesh == mesh], tokens))
-    return (*curves, _best("best mesh", None, found, tokens))
+    chips, dims = clusters[0].num_chips, ("F", "D") if work.model is None else ("F", "N")
+    if axes is not None:
+        mesh = filled_mesh(clusters[0], axes)
+        meshes = {mesh_words(mesh, " x ", alone="one chip"): mesh}
+    else:
+        sizes = [n for n in divisors(chips) if n <= MAX_TENSOR and not any(work.dims[dim] % n for dim in dims)]
+        meshes = {f"FSDP x tensor {n}" if n > 1 else "FSDP alone": {"fsdp": chips // n, "tensor": n} for n in sizes}
+        meshes = {name: make_mesh(mesh) for name, mesh in meshes.items()}
+    found = _priced(work, clusters, list(meshes.values()), tokens, whole_axes, calibration)
+    own = {name: [one for one in found if one.mesh == mesh] for name, mesh in meshes.items()}
+    curves = [_best(name, meshes[name], laid) for name, laid in own.items() if laid]
+    return tuple(curves) if axes is not None else (*curves, _best("best mesh", None, found))
 
 
-def crossing(curve: Curve, *, formula: str = "", closed_form: float | None = None) -> Crossing:
-    """Where compute overtakes communication, between two batches by a straight line in logarithms."""
-    gap = np.log(curve.ratio)
-    found = None
-    for left in range(len(gap) - 1, 0, -1):
-        low, high = gap[left - 1], gap[left]
-        if low < 0 <= high:
-            share = -low / (high - low)
-            spot = np.log(curve.tokens[left - 1 : left + 1])
-            found = float(np.exp(spot[0] + share * (spot[1] - spot[0])))
-            break
-    return Crossing(name=curve.name, tokens=found, formula=formula, closed_form=closed_form)
+def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -> Crossing:
+    """Where compute overtakes communication, between two batches by a straight line in logarithms.
+
+    ``closed`` are the `closed_forms` by the name of their curve.
+    """
+    gap, at = np.log(curve.ratio), np.log(curve.tokens)
+    formula, value = closed.get(curve.name, ("", None))
+    risen = np.flatnonzero((gap[:-1] < 0) & (gap[1:] >= 0))
+    tokens = None
+    if len(risen):
+        last = risen[-1]
+        share = -gap[last] / (gap[last + 1] - gap[last])
+        tokens = float(np.exp(at[last] + share * (at[last + 1] - at[last])))
+    return Crossing(name=curve.name, tokens=tokens, formula=formula, closed_form=value)
 
 
 def closed_forms(
@@ -224,19 +225,6 @@ def closed_forms(
 # -- pricing --------------------------------------------------------------------------------------------
 
 
-class _Laid(msgspec.Struct, frozen=True, kw_only=True):
-    """One mesh on one placement at every batch."""
-
-    mesh: dict[str, int]
-    shape: str
-    compute_s: Array
-    comms_s: dict[str, Array]
-
-    @property
-    def total_s(self) -> Array:
-        return sum(self.comms_s.values(), start=np.zeros(len(self.compute_s)))
-
-
 def _priced(
     work: SweptWork,
     clusters: Sequence[Cluster],
@@ -244,9 +232,9 @@ def _priced(
     tokens: Array,
     whole_axes: bool,
     calibration: Calibration | None,
-) -> list[_Laid]:
+) -> list[Curve]:
     """Every placement of every mesh on every shape, priced at every batch."""
-    found: list[_Laid] = []
+    found: list[Curve] = []
     groups = collective_groups(work.derived)
     for cluster in clusters:
         placements: list[Placement] = [
@@ -260,71 +248,50 @@ def _priced(
         rates = step_rates(cluster, placements, groups, Strategy(mesh={}), calibration=calibration)
         for number, placement in enumerate(placements):
             mesh = {axis: float(size) for axis, size in placement.mesh.items()}
-            costs = _costs(work, work.sizes(tokens, mesh, cluster), select(rates, number))
-            found.append(_laid(placement, cluster, costs, len(tokens)))
+            sizes, own = work.sizes(tokens, mesh, cluster), select(rates, number)
+            compute, comms = np.zeros(len(tokens)), dict[str, Array]()
+            for step, count in work.steps():
+                cost = price_step(step, sizes, own, num_microbatches=1)
+                if not step.is_collective:
+                    compute = compute + cost.local_s * count
+                elif axes := [axis for axis in step.axes if placement.mesh[axis] > 1]:
+                    name = "+".join(axes)
+                    comms[name] = comms.get(name, np.zeros(len(tokens))) + cost.network_s * count
+            found.append(
+                Curve(
+                    name="",
+                    mesh=placement.mesh,
+                    tokens=tokens,
+                    compute_s=compute,
+                    comms_s=comms,
+                    meshes=[placement.mesh] * len(tokens),
+                    shapes=[cluster.short_name] * len(tokens),
+                )
+            )
     if not found:
         raise CannotRunError(f"no mesh of {work.name} can be laid on {clusters[0].short_name}. Name another shape.")
     return found
 
 
-def _costs(work: SweptWork, sizes: OpSizes, rates: StepRates) -> list[StepCost]:
-    if work.whole:
-        steps: Iterable[tuple[Any, Any]] = work.derived.steps(1)
-    else:
-        steps = ((step, b.repeat) for b in work.derived.blocks if b.block.carry for step in b.forward)
-    priced = ((price_step(step, sizes, rates, num_microbatches=1), count) for step, count in steps)
-    return [msgspec.structs.replace(cost, count=count) for cost, count in priced]
-
-
-def _laid(placement: Placement, cluster: Cluster, costs: Sequence[StepCost], count: int) -> _Laid:
-    compute, comms = np.zeros(count), dict[str, Array]()
-    for cost in costs:
-        if not cost.step.is_collective:
-            compute = compute + cost.local_s * cost.count
-            continue
-        axes = [axis for axis in cost.step.axes if placement.mesh[axis] > 1]
-        if axes:
-            name = "+".join(axes)
-            comms[name] = comms.get(name, np.zeros(count)) + cost.network_s * cost.count
-    return _Laid(mesh=placement.mesh, shape=cluster.short_name, compute_s=compute, comms_s=comms)
-
-
-def _best(name: str, mesh: dict[str, int] | None, found: Sequence[_Laid], tokens: Array) -> Curve:
+def _best(name: str, mesh: dict[str, int] | None, found: Sequence[Curve]) -> Curve:
     """At every batch the one with the least communication."""
-    best = np.argmin(np.stack([one.total_s for one in found]), axis=0).tolist()
-    axes = dict.fromkeys(axis for one in found for axis in one.comms_s)
-    picked = [found[number] for number in best]
+    best = np.argmin([one.total_s for one in found], axis=0)
+    spots = range(len(best))
+    none = np.zeros(len(best))
+
+    def picked(rows: Sequence[Array]) -> Array:
+        return np.stack(rows)[best, spots]
+
     comms = {
-        axis: np.array([one.comms_s[axis][spot] if axis in one.comms_s else 0.0 for spot, one in enumerate(picked)])
-        for axis in axes
+        axis: picked([one.comms_s.get(axis, none) for one in found])
+        for axis in dict.fromkeys(axis for one in found for axis in one.comms_s)
     }
     return Curve(
         name=name,
         mesh=mesh,
-        tokens=tokens,
-        compute_s=np.array([one.compute_s[spot] for spot, one in enumerate(picked)]),
+        tokens=found[0].tokens,
+        compute_s=picked([one.compute_s for one in found]),
         comms_s={axis: seconds for axis, seconds in comms.items() if seconds.any()},
-        meshes=tuple(one.mesh for one in picked),
-        shapes=tuple(one.shape for one in picked),
+        meshes=[found[number].meshes[spot] for spot, number in zip(spots, best, strict=True)],
+        shapes=[found[number].shapes[spot] for spot, number in zip(spots, best, strict=True)],
     )
-
-
-def _filled(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
-    """The mesh with fsdp on the chips that the given axes leave."""
-    mesh = make_mesh(axes)
-    taken = int(product(mesh.values()))
-    if "fsdp" not in axes and cluster.num_chips % taken == 0:
-        mesh["fsdp"] = cluster.num_chips // taken
-    if int(product(mesh.values())) != cluster.num_chips:
-        given = mesh_words(make_mesh(axes), " x ", alone="one chip")
-        raise InputError(
-            f"axes {given} do not make up the {cluster.num_chips} chips of "
-            f"{cluster.short_name}. Leave fsdp out to let it take the rest."
-        )
-    return mesh
-
-
-def _divides(work: SweptWork, tensor: int) -> bool:
-    """Whether a tensor axis divides the dims that it splits."""
-    names = ("F", "N") if work.model is not None else ("F", "D")
-    return all(work.dims[name] % tensor == 0 for name in names)

@@ -31,6 +31,18 @@ from meshwright.spec.strategy import STATE_BYTES
 from meshwright.spec.weights import num_params
 
 PARTS: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
+MEMORY_COLUMNS: dict[str, Any] = {"chip": "chip", "memory": ("memory_bytes", format_bytes)}
+BYTES_COLUMNS: dict[str, Any] = {
+    header: (field, "{:g}".format)
+    for header, field in {
+        "w": "weights",
+        "g": "gradients",
+        "opt": "optimizer",
+        "B/param": "bytes_per_param/none",
+        "+bf16 avg": "bytes_per_param/bf16",
+        "+fp32 avg": "bytes_per_param/fp32",
+    }.items()
+}
 DERIVED = {"none": "none", "selective": "selective", "full": "block"}
 """Recomputation of the closed form -> the remat policy here that keeps the like."""
 
@@ -42,16 +54,18 @@ def _chips(named: Sequence[Chip]) -> Sequence[Chip]:
 
 def bytes_view(models: Sequence[Model], given: Any) -> Answer:
     """Every training state: bytes per parameter by part, with an average of the weights, and of each model."""
-    states, rows = [], []
-    for state in STATE_BYTES:
-        parts: dict[str, float] = {part: bytes_per_param(state, part=part) for part in PARTS}
-        averaged = {name: state_bytes_per_param(state, average=name) for name in AVERAGE_BYTES}
-        sizes = {m.name: num_params(m) * averaged["none"] for m in models}
-        states.append({"state": state, **parts, "bytes_per_param": averaged, "models": sizes})
-        rows.append([state, *parts.values(), *averaged.values(), *sizes.values()])
-    columns = [(name, _plain) for name in ("w", "g", "opt", "B/param", "+bf16 avg", "+fp32 avg")]
-    title = "Bytes a parameter of each training state: weights, gradients, optimizer, and the number it is known by"
-    table = Table(["state", *columns, *((m.name, format_bytes) for m in models)], rows, title)
+    sizes = {
+        state: {name: state_bytes_per_param(state, average=name) for name in AVERAGE_BYTES} for state in STATE_BYTES
+    }
+    states = [
+        {
+            "state": state,
+            **{part: bytes_per_param(state, part=part) for part in PARTS},
+            "bytes_per_param": averaged,
+            "models": {m.name: num_params(m) * averaged["none"] for m in models},
+        }
+        for state, averaged in sizes.items()
+    ]
     largest = [
         {
             "chip": unit.name,
@@ -60,20 +74,24 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
         }
         for unit in _chips(given.on)
     ]
-    return Answer({"states": states, "largest_models": largest}, [table, _largest(largest)])
-
-
-def _largest(found: Sequence[dict[str, Any]]) -> Table:
-    """Parameters whose state alone fills a chip; states of as many bytes share a column."""
+    # States of as many bytes share a column.
     by_bytes = {bytes_per_param(state): state for state in reversed(STATE_BYTES)}
-    return Table(
-        ["chip", ("memory", format_bytes), *((f"{each:g} B", format_params) for each in sorted(by_bytes))],
-        [
-            [one["chip"], one["memory_bytes"], *(one["max_params"][by_bytes[each]] for each in sorted(by_bytes))]
-            for one in found
-        ],
-        "Largest model whose state alone fills a chip: memory / bytes a parameter",
-    )
+    tables = [
+        Table.of(
+            states,
+            {"state": "state", **BYTES_COLUMNS, **{m.name: (f"models/{m.name}", format_bytes) for m in models}},
+            "Bytes a parameter of each training state: weights, gradients, optimizer, and the number it is known by",
+        ),
+        Table.of(
+            largest,
+            {
+                **MEMORY_COLUMNS,
+                **{f"{each:g} B": (f"max_params/{by_bytes[each]}", format_params) for each in sorted(by_bytes)},
+            },
+            "Largest model whose state alone fills a chip: memory / bytes a parameter",
+        ),
+    ]
+    return Answer({"states": states, "largest_models": largest}, tables)
 
 
 def known_memory(unit: Chip) -> float:
@@ -81,10 +99,6 @@ def known_memory(unit: Chip) -> float:
     if unit.memory_bytes is None:
         raise InputError(f"the memory of {unit.name} is not known. Name a chip of meshwright show chips.")
     return unit.memory_bytes
-
-
-def _plain(value: float) -> str:
-    return f"{value:g}"
 
 
 def zero_view(models: Sequence[Model], given: Any) -> Answer:
@@ -122,26 +136,15 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
     each = state_bytes_per_param(state, average=average)
     needed = {
         m.name: training_bytes(
-            m,
-            state=state,
-            average=average,
-            batch_tokens=batch_tokens,
-            results_per_layer=given.results_per_layer,
+            m, state=state, average=average, batch_tokens=batch_tokens, results_per_layer=given.results_per_layer
         )
         for m in models
     }
-    units = _chips(given.on)
-    fewest = [
-        {name: fewest_chips(unit, size, state=state, average=average) for name, size in needed.items()}
-        for unit in units
-    ]
-    chips = [
-        {
-            **msgspec.structs.asdict(next(iter(found.values()))),
-            "min_chips": {name: one.min_chips for name, one in found.items()},
-        }
-        for found in fewest
-    ]
+    chips = []
+    for unit in _chips(given.on):
+        found = {name: fewest_chips(unit, size, state=state, average=average) for name, size in needed.items()}
+        one = msgspec.structs.asdict(next(iter(found.values())))
+        chips.append({**one, "min_chips": {name: held.min_chips for name, held in found.items()}})
     facts = {
         "state": state,
         "bytes_per_param": each,
@@ -149,17 +152,12 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
         "training_bytes": needed,
         "chips": chips,
     }
-    tables = [
-        Table(
-            ["chip", ("memory", format_bytes), *needed],
-            [[one["chip"], one["memory_bytes"], *one["min_chips"].values()] for one in chips],
-            "Fewest chips by memory alone, all of it shared evenly",
-        )
-    ]
+    columns = {**MEMORY_COLUMNS, **{name: f"min_chips/{name}" for name in needed}}
+    tables = [Table.of(chips, columns, "Fewest chips by memory alone, all of it shared evenly")]
     if given.num_chips is not None:
-        one = {name: size / given.num_chips for name, size in needed.items()}
-        facts |= {"num_chips": given.num_chips, "bytes_per_chip": one}
-        tables.append(_one_of(given.num_chips, one, units))
+        shares = {name: size / given.num_chips for name, size in needed.items()}
+        facts |= {"num_chips": given.num_chips, "bytes_per_chip": shares}
+        tables.append(_shares_of(given.num_chips, shares, chips))
     words = f" and {given.results_per_layer:g} results of width D a layer of {format_count(batch_tokens)} tokens"
     note = f"{each:g} bytes a parameter ({state}){words if batch_tokens else ''}: {_sizes_words(needed)}"
     return _noted(facts, tables, note)
@@ -169,21 +167,14 @@ def _sizes_words(sizes: dict[str, float]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
 
 
-def _one_of(num_chips: int, each: dict[str, float], units: Sequence[Chip]) -> Table:
+def _shares_of(num_chips: int, each: dict[str, float], chips: Sequence[dict[str, Any]]) -> Table:
     """The share of each kind's memory that one of so many chips fills; None where it is unknown."""
-    return Table(
-        ["chip", ("memory", format_bytes), *((name, _percent) for name in each)],
-        [
-            [unit.name, room, *(room and size / room for size in each.values())]
-            for unit in units
-            for room in [unit.memory_bytes]
-        ],
-        f"One of {num_chips:,} chips holds {_sizes_words(each)}; of its memory:",
-    )
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
+    rows = []
+    for one in chips:
+        room = one["memory_bytes"]
+        rows.append({**one, "shares": room and {name: size / room for name, size in each.items()}})
+    columns = {**MEMORY_COLUMNS, **{name: (f"shares/{name}", "{:.1%}".format) for name in each}}
+    return Table.of(rows, columns, f"One of {num_chips:,} chips holds {_sizes_words(each)}; of its memory:")
 
 
 def activations_view(models: Sequence[Model], given: Any) -> Answer:

@@ -9,15 +9,8 @@ import click
 from meshwright.algebra.notation import ShardedArray
 from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.sharding.parsing import parse_einsum
-from meshwright.calculators.verbs.roofline_attention import (
-    attention_answer,
-)
-from meshwright.calculators.verbs.roofline_sweep import (
-    drawn,
-    parse_sweep,
-    sweep_answer,
-    sweep_points,
-)
+from meshwright.calculators.verbs.roofline_attention import attention_answer
+from meshwright.calculators.verbs.roofline_sweep import SweptSizes, drawn, parse_sweep, sweep_answer, sweep_points
 from meshwright.cli.fields import dim_sizes
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
@@ -43,7 +36,7 @@ TPU_TILE = (8, 128)
 
 class Given(Options):
     product: str | None = argument()
-    dims: str | None = option("Sizes, such as B=128,D=8192,F=32768.")
+    dims: str | None = option("SweptSizes, such as B=128,D=8192,F=32768.")
     on: str = option("A chip, such as v5e or h100 (meshwright show chips).")
     channel: Channel = option(type=click.Choice(CHANNELS), default="hbm")
     sweeps: tuple[str, ...] = option(
@@ -72,10 +65,14 @@ def command(given: Given) -> Answer:
     named = parse_einsum(given.product)
     lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
     dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
+
+    def price(sizes: SweptSizes) -> Roofline:
+        return chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=given.channel)
+
     if swept:
-        points = sweep_points((lhs, rhs), out, sizes, swept, unit=unit, dtype=dtype, channel=given.channel)
+        points = sweep_points(price, dict.fromkeys((*lhs.dims, *rhs.dims)), sizes, swept)
         return sweep_answer(f"{given.product} on {unit.name}", unit, given, dtype, swept, points)
-    line = chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=given.channel)
+    line = price(sizes)
     batch_dim = _batch_dim(lhs, rhs, given.product)
     critical = critical_size(
         (lhs, rhs), out, sizes, dim=batch_dim, peak_flops=line.peak_flops, bytes_per_s=line.bytes_per_s

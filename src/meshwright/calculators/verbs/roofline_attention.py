@@ -30,9 +30,9 @@ def attention_facts(model: Model, unit: Chip, *, dtype: str, batch_seqs: int, sw
     """Both phases at every length: prefill of one sequence, and generation of so many at once."""
     if batch_seqs < 1:
         raise InputError(f"--batch {batch_seqs} must be at least 1 sequence.")
-    if sweep is not None and sweep.dims != ("T",):
-        raise InputError(f"--sweep {sweep.name}: attention is swept over T. Write T=128..1Mi.")
-    lengths = LENGTHS if sweep is None else sweep.sizes
+    if sweep is not None and list(sweep[0]) != ["T"]:
+        raise InputError(f"--sweep {', '.join(sweep[0])}: attention is swept over T. Write T=128..1Mi.")
+    lengths = LENGTHS if sweep is None else [sizes["T"] for sizes in sweep]
     at = critical_intensity(peak(unit, dtype), channel_rate(unit, "hbm"))
     prefill = [block_times(model, unit, keys=n, queries=n, batch_seqs=1, dtype=dtype) for n in lengths]
     generation = [block_times(model, unit, keys=n, queries=1, batch_seqs=batch_seqs, dtype=dtype) for n in lengths]

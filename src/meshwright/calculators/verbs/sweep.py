@@ -1,24 +1,17 @@
-"""`meshwright sweep`: one question asked over many sizes: chips, models, batches, sequence lengths, nodes."""
-
-from importlib import import_module
+"""`meshwright sweep`: one question asked over many sizes: clusters, models, batches, any field of a plan."""
 
 import click
 
-from meshwright.core.errors import nearest
+from meshwright.cli.group import VerbGroup
 
 SWEEPS: dict[str, tuple[str, str]] = {
-    "chips": ("meshwright.calculators.verbs.sweep_chips", "The best plan against the number of chips: scaling curves."),
-    "grid": (
-        "meshwright.calculators.verbs.sweep_grid",
-        "The best plan of every model on every number of nodes: a heatmap.",
+    "plans": (
+        "meshwright.calculators.verbs.sweep_plans",
+        "The best plan as one or two fields change; the word may be left out.",
     ),
     "batch": (
         "meshwright.calculators.verbs.sweep_batch",
         "Communication against compute by batch size, and where they cross.",
-    ),
-    "memory": (
-        "meshwright.calculators.verbs.sweep_memory",
-        "Memory against tensor degree, sequence length or recomputation.",
     ),
     "bandwidth": ("meshwright.calculators.verbs.sweep_bandwidth", "The bandwidth of every collective against chips."),
     "streams": (
@@ -29,25 +22,13 @@ SWEEPS: dict[str, tuple[str, str]] = {
 """Sweep -> (module with the function `command`, what `--help` says of it)."""
 
 
-class _Sweeps(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(SWEEPS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return import_module(SWEEPS[cmd_name][0]).command if cmd_name in SWEEPS else None
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in SWEEPS and not args[0].startswith("-"):
-            raise click.UsageError(f"there is no sweep {args[0]!r}.{nearest(args[0], SWEEPS)}", ctx)
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Sweeps"):
-            formatter.write_dl([(name, text) for name, (_, text) in SWEEPS.items()])
-
-
-@click.group(cls=_Sweeps)
+@click.group(cls=VerbGroup, verbs=SWEEPS, otherwise="plans")
 def command() -> None:
-    """One question over many sizes: a table, --json, and a picture with --png FILE."""
+    """One question over many sizes: a table, --json, --format csv, and a picture with --png FILE.
+
+    \b
+    meshwright sweep llama3-8b --on h100:8x1..8x64 batch=4Mi
+    meshwright sweep 1B,7B,70B --on h100:8x1..8x64 batch=4Mi --figure tokens_per_s
+    meshwright sweep llama3-8b --on h100:8x8 batch=1Mi remat tensor=1,2,4,8
+    meshwright sweep llama3-8b --on h100:8x1 micro=1 seq_len --figure memory
+    """

@@ -1,19 +1,19 @@
 """`meshwright sweep bandwidth`: what every collective moves per second and chip as the cluster grows."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from meshwright.api.rates import rates_for
-from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, BandwidthPoint, bandwidth_sweep, growing
-from meshwright.calculators.sweeps.sweep import sweep_clusters
+from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, BandwidthPoint, bandwidth_sweep
+from meshwright.calculators.sweeps.fields import growing, sweep_clusters
 from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Options, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, parse_bytes
+from meshwright.core.units import format_bytes, format_rate, parse_bytes
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.scaling import bandwidth_figure
-from meshwright.report.tables import Cell
 
 NAMES = {kind: kind.replace("_", "-") for kind in SWEPT}
 
@@ -37,44 +37,36 @@ def command(given: Given) -> Answer:
     points = bandwidth_sweep(clusters, num_bytes, calibration=rates)
     if not points:
         raise InputError(f"{given.on} is one chip: there is nothing to send. Give a larger cluster.")
+    rests_on = rates.describe() if rates else "the data sheet"
     return Answer(
-        {"bytes": num_bytes, "points": [_as_json(point) for point in points]},
-        _text(points, num_bytes, rates.describe() if rates else "the data sheet"),
+        {"bytes": num_bytes, "points": points},
+        _text(points, num_bytes, rests_on),
         {given.png: lambda: _figure(points, num_bytes)},
     )
 
 
-def _as_json(point: BandwidthPoint) -> dict[str, object]:
-    return {
-        "cluster": point.cluster.short_name,
-        "num_chips": point.cluster.num_chips,
-        "collective": point.kind,
-        "seconds": point.seconds,
-        "bytes_per_s": point.bytes_per_s,
-        "bound_by": point.bound_by,
-    }
+def _chip(points: Sequence[BandwidthPoint]) -> str:
+    return points[0].cluster.partition(":")[0]
 
 
 def _text(points: Sequence[BandwidthPoint], num_bytes: float, rests_on: str) -> Iterator[Piece]:
-    chip = points[0].cluster.chip.name
-    yield f"{chip}: what every chip receives per second in collectives of {format_bytes(num_bytes)} over all chips"
-    rows: list[list[Cell]] = []
-    for start in range(0, len(points), len(SWEPT)):
-        row = points[start : start + len(SWEPT)]
-        bound = list(dict.fromkeys(point.bound_by for point in row))
-        rates = [f"{format_bytes(point.bytes_per_s)}/s" for point in row]
-        rows.append([row[0].cluster.short_name.partition(":")[2], row[0].cluster.num_chips, *rates, ", ".join(bound)])
-    yield Table(["shape", "chips", *NAMES.values(), "bound by"], rows)
+    size = format_bytes(num_bytes)
+    yield f"{_chip(points)}: what every chip receives per second in collectives of {size} over all chips"
+    rows = []
+    for cluster, group in groupby(points, key=lambda point: point.cluster):
+        row = list(group)
+        rates: dict[str, float] = {point.collective: point.bytes_per_s for point in row}
+        bound = ", ".join(dict.fromkeys(point.bound_by for point in row))
+        rows.append({"shape": cluster.partition(":")[2], "chips": row[0].num_chips, "bound by": bound, **rates})
+    columns = {name: (kind, format_rate) for kind, name in NAMES.items()}
+    yield Table.of(rows, {"shape": "shape", "chips": "chips", **columns, "bound by": "bound by"})
     yield f"an all-reduce receives everything twice; times rest on {rests_on}"
 
 
 def _figure(points: Sequence[BandwidthPoint], num_bytes: float) -> Figure:
-    lines = {
-        name: [(point.cluster.num_chips, point.bytes_per_s) for point in points if point.kind == kind]
-        for kind, name in NAMES.items()
-    }
     return bandwidth_figure(
-        lines,
-        title=f"Collectives on {points[0].cluster.chip.name}: bandwidth against chips",
+        [point.num_chips for point in points if point.collective == SWEPT[0]],
+        {name: [one.bytes_per_s for one in points if one.collective == kind] for kind, name in NAMES.items()},
+        title=f"Collectives on {_chip(points)}: bandwidth against chips",
         subtitle=f"Bytes that every chip receives per second, in collectives of {format_bytes(num_bytes)}.",
     )

@@ -1,6 +1,6 @@
 """`meshwright sweep batch`: communication against compute by batch size, and the batches at which they cross."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from meshwright.calculators.sweeps.crossover import (
     SweptWork,
     closed_forms,
     crossing,
-    fixed_curve,
     mlp_work,
     model_work,
     scheme_curves,
@@ -25,13 +24,15 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
-from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.slices import parse_clusters
+from meshwright.spec.strategy import short_mesh
 
 TOKENS_PER_CHIP = (32, 32 * 1024)
 STEPS_PER_OCTAVE = 4
+SHOWS: dict[str, Callable[[Any], str]] = {"ratio": "{:.2f}".format, "which": short_mesh, "shape": str}
+"""How columns that are no times are read."""
 
 
 class Given(Options):
@@ -63,24 +64,22 @@ def command(given: Given) -> Answer:
     if work.model is None and given.whole:
         raise InputError(f"{given.model} is one layer without a loss: it has a forward pass only. Leave out --step.")
     tokens = _tokens(given.batches, clusters[0].num_chips)
-    if given.axes is not None:
-        curve = fixed_curve(
-            work, clusters, parse_axes(given.axes), tokens, whole_axes=given.whole_axes, calibration=rates
-        )
-        curves: Sequence[Curve] = (curve,)
-    else:
-        curves = scheme_curves(work, clusters, tokens, whole_axes=given.whole_axes, calibration=rates)
-    told = closed_forms(work, clusters[0], rates)
-    found = [crossing(one, formula=told.get(one.name, ("", 0))[0], closed_form=_form(told, one)) for one in curves]
-    return Answer(
-        _as_json(work, given.on, curves, found),
-        _text(work, given.on, curves, found),
-        {given.png: lambda: _figure(work, given.on, curves, found)},
-    )
-
-
-def _form(told: dict[str, tuple[str, float]], curve: Curve) -> float | None:
-    return told[curve.name][1] if curve.name in told else None
+    axes = None if given.axes is None else parse_axes(given.axes)
+    curves = scheme_curves(work, clusters, tokens, axes=axes, whole_axes=given.whole_axes, calibration=rates)
+    closed = closed_forms(work, clusters[0], rates)
+    found = [crossing(one, closed) for one in curves]
+    facts = {
+        "model": work.name,
+        "cluster": given.on,
+        "pass": "step" if work.whole else "forward",
+        "seq_len": work.seq_len,
+        "tokens": tokens,
+        "curves": [one.to_json() for one in curves],
+        "crossings": found,
+    }
+    title = f"{work.name} on {given.on}"
+    pictures = {given.png: lambda: _figure(title, _what(work), curves, found)}
+    return Answer(facts, _text(work, given.on, curves, found), pictures)
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
@@ -95,29 +94,6 @@ def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
     return low * (high / low) ** (np.arange(count) / (count - 1))
 
 
-def _as_json(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> dict[str, Any]:
-    return {
-        "model": work.name,
-        "cluster": on,
-        "pass": "step" if work.whole else "forward",
-        "seq_len": work.seq_len,
-        "tokens": curves[0].tokens.tolist(),
-        "curves": [
-            {
-                "name": one.name,
-                "axes": one.mesh,
-                "compute_s": one.compute_s.tolist(),
-                "comms_s": {axis: seconds.tolist() for axis, seconds in one.comms_s.items()},
-                "total_s": one.total_s.tolist(),
-                "meshes": None if one.mesh else list(one.meshes),
-                "shapes": list(one.shapes),
-            }
-            for one in curves
-        ],
-        "crossings": list(found),
-    }
-
-
 # -- text -----------------------------------------------------------------------------------------------
 
 
@@ -129,9 +105,9 @@ def _what(work: SweptWork) -> str:
 def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Iterator[Piece]:
     yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden"
     if len(curves) == 1:
-        yield from _one_text(curves[0])
+        yield _one_text(curves[0])
     else:
-        yield from _schemes_text(curves)
+        yield _schemes_text(curves[0], curves[-1])
     for one in found:
         at = "no crossing here" if one.tokens is None else f"compute-bound from {format_params(one.tokens)} tokens"
         form = "" if one.closed_form is None else f"; in closed form {one.formula} = {format_params(one.closed_form)}"
@@ -142,52 +118,54 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Cro
         yield "batches are cut freely: below a sequence per data shard a plan needs the axis context"
 
 
-def _rows(curve: Curve) -> list[int]:
-    """Numbers of the batches that the table lists: one per octave."""
-    return list(range(0, len(curve.tokens), STEPS_PER_OCTAVE))
+def _table(tokens: Sequence[float], columns: Mapping[str, Sequence[Any]]) -> Table:
+    """A row per octave."""
+    rows = list(zip(map(round, tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE]
+    return Table([("tokens", format_count), *((name, SHOWS.get(name, format_seconds)) for name in columns)], rows)
 
 
-def _one_text(curve: Curve) -> Iterator[Piece]:
-    rows = [
-        [_count(curve.tokens[i]), format_seconds(curve.compute_s[i]),
-         *(format_seconds(seconds[i]) for seconds in curve.comms_s.values()), format_seconds(curve.total_s[i]),
-         f"{curve.ratio[i]:.2f}"]
-        for i in _rows(curve)
-    ]  # fmt: skip
-    yield Table(["tokens", "compute", *(f"{axis} comms" for axis in curve.comms_s), "all comms", "ratio"], rows)
+def _one_text(curve: Curve) -> Table:
+    comms = {f"{axis} comms": seconds for axis, seconds in curve.comms_s.items()}
+    return _table(curve.tokens, {"compute": curve.compute_s, **comms, "all comms": curve.total_s, "ratio": curve.ratio})
 
 
-def _schemes_text(curves: Sequence[Curve]) -> Iterator[Piece]:
-    alone, best = curves[0], curves[-1]
-    rows = [
-        [_count(best.tokens[i]), format_seconds(best.compute_s[i]), format_seconds(alone.total_s[i]),
-         format_seconds(best.total_s[i]), f"{best.ratio[i]:.2f}", short_mesh(best.meshes[i]), best.shapes[i]]
-        for i in _rows(best)
-    ]  # fmt: skip
-    yield Table(["tokens", "compute", f"{alone.name}", "best mesh", "ratio", "which", "shape"], rows)
-
-
-def _count(tokens: float) -> str:
-    return format_count(round(tokens))
+def _schemes_text(alone: Curve, best: Curve) -> Table:
+    columns = {
+        "compute": best.compute_s,
+        alone.name: alone.total_s,
+        "best mesh": best.total_s,
+        "ratio": best.ratio,
+        "which": best.meshes,
+        "shape": best.shapes,
+    }
+    return _table(best.tokens, columns)
 
 
 # -- picture --------------------------------------------------------------------------------------------
 
 
-def _figure(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Figure:
+def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Figure:
     drawn: list[CommsCurve] = []
     for one, met in zip(curves, found, strict=True):
-        compute = tuple(one.compute_s.tolist())
+        lines = {one.name: one.total_s}
         if len(curves) == 1 and len(one.comms_s) > 1:
-            parts = one.comms_s.items()
-            drawn += [CommsCurve(name=f"over {axis}", seconds=tuple(s), compute_s=compute) for axis, s in parts]
-        strong, total = one is curves[-1], tuple(one.total_s.tolist())
-        drawn.append(CommsCurve(name=one.name, seconds=total, compute_s=compute, crossing=met.tokens, strong=strong))
+            lines = {**{f"over {axis}": seconds for axis, seconds in one.comms_s.items()}, **lines}
+        for name, seconds in lines.items():
+            whole = name == one.name
+            drawn.append(
+                CommsCurve(
+                    name=name,
+                    seconds=seconds.tolist(),
+                    compute_s=one.compute_s.tolist(),
+                    crossing=met.tokens if whole else None,
+                    strong=whole and one is curves[-1],
+                )
+            )
     crossed = {one.name: one.tokens for one in (found[0], found[-1]) if one.tokens is not None}
     where = ", ".join(f"{name} {format_params(batch)} tokens" for name, batch in crossed.items())
     return comm_compute_figure(
         curves[0].tokens.tolist(),
         drawn,
-        title=f"{work.name} on {on}: communication against compute",
-        subtitle=f"{_what(work).capitalize()}. Compute-bound from: {where or 'nowhere in this range'}.",
+        title=f"{title}: communication against compute",
+        subtitle=f"{what.capitalize()}. Compute-bound from: {where or 'nowhere in this range'}.",
     )

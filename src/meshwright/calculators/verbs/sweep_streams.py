@@ -1,10 +1,8 @@
 """`meshwright sweep streams`: compute and communication of a few layers side by side, by kind of data parallelism."""
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
-import msgspec
 
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.two_streams import WAYS, two_streams
@@ -12,16 +10,20 @@ from meshwright.cli.shared import BATCH, CALIBRATION, PNG, SEQ, read_job
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_seconds, parse_bytes
-from meshwright.cost.lanes import Streams
 from meshwright.cost.setting import Setting
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Piece, Show, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.two_streams import two_streams_figure
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.cluster import Cluster, parse_cluster
-from meshwright.spec.job import Job
+from meshwright.spec.cluster import parse_cluster
 
 MAX_LAYERS = 32
+SECONDS: dict[str, tuple[str, Show]] = {
+    "time": ("total_s", format_seconds),
+    "compute": ("compute_s", format_seconds),
+    "links": ("links_s", format_seconds),
+    "exposed": ("exposed_s", format_seconds),
+}
 
 
 class Given(Options):
@@ -54,56 +56,29 @@ def command(given: Given) -> Answer:
         for way in WAYS
         if given.zero is None or way.zero == int(given.zero)
     ]
-    return Answer(
-        {
-            "model": given.model,
-            "cluster": cluster.short_name,
-            "layers": given.layers,
-            "ways": [_as_json(one) for one in found],
-        },
-        _text(given.model, cluster, job, found, given.layers, parse_bytes(given.bucket)),
-        {given.png: lambda: _figure(given.model, cluster, job, found, given.layers)},
-    )
-
-
-def _as_json(streams: Streams) -> dict[str, object]:
-    return {
-        "name": streams.name,
-        "total_s": streams.total_s,
-        "compute_s": streams.compute_s,
-        "links_s": streams.links_s,
-        "exposed_s": streams.exposed_s,
-        "boxes": [msgspec.to_builtins(box) for box in streams.boxes],
-    }
-
-
-def _what(cluster: Cluster, job: Job, layers: int) -> str:
     each = job.batch_seqs // cluster.num_chips
-    return (
-        f"{layers} layer{'s' if layers > 1 else ''}, one microbatch of {each} sequence{'s' if each > 1 else ''} of "
-        f"{format_count(job.seq_len)} tokens per chip"
+    words = (
+        f"{given.layers} layer{'s' if given.layers > 1 else ''}, one microbatch of {each} "
+        f"sequence{'s' if each > 1 else ''} of {format_count(job.seq_len)} tokens per chip"
     )
-
-
-def _text(
-    model: str, cluster: Cluster, job: Job, found: Sequence[Streams], layers: int, bucket_bytes: float
-) -> Iterator[Piece]:
-    yield f"{model} on {cluster.short_name}, data parallel: {_what(cluster, job, layers)}"
-    rows = [
-        [one.name, format_seconds(one.total_s), format_seconds(one.compute_s), format_seconds(one.links_s),
-         format_seconds(one.exposed_s)]
+    ways = [
+        {"name": one.name, **{name: getattr(one, name) for name, _ in SECONDS.values()}, "boxes": one.boxes}
         for one in found
-    ]  # fmt: skip
-    yield Table(["way", "time", "compute", "links", "exposed"], rows)
-    yield (
-        f"exposed: the chip waits for the links; buckets of {format_bytes(bucket_bytes)}; weights are gathered one "
-        f"pass ahead; the optimizer waits for all gradients; embedding and head are left out"
-    )
+    ]
+    where = f"{given.model} on {cluster.short_name}"
+    text: list[Piece] = [
+        f"{where}, data parallel: {words}",
+        Table.of(found, {"way": "name", **SECONDS}),
+        f"exposed: the chip waits for the links; buckets of {format_bytes(parse_bytes(given.bucket))}; weights are "
+        f"gathered one pass ahead; the optimizer waits for all gradients; embedding and head are left out",
+    ]
 
+    def picture() -> Figure:
+        return two_streams_figure(
+            found,
+            title=f"{where}: data parallelism on two streams",
+            subtitle=f"{words}; F and B are forward and backward passes over a layer.",
+        )
 
-def _figure(model: str, cluster: Cluster, job: Job, found: Sequence[Streams], layers: int) -> Figure:
-    return two_streams_figure(
-        found,
-        title=f"{model} on {cluster.short_name}: data parallelism on two streams",
-        subtitle=f"{_what(cluster, job, layers)}; F and B are forward and backward passes over a layer.",
-    )
+    facts = {"model": given.model, "cluster": cluster.short_name, "layers": given.layers, "ways": ways}
+    return Answer(facts, text, {given.png: picture})

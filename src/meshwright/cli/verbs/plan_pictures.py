@@ -14,9 +14,9 @@ from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.bars import breakdown_figure
 from meshwright.report.figure import Figure
-from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.strategy import short_mesh
 
 LEAST_SAVING = 0.1
 """Share of memory that a listed plan saves over the one listed before it."""

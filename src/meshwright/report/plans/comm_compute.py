@@ -25,8 +25,8 @@ class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    seconds: tuple[float, ...]
-    compute_s: tuple[float, ...]
+    seconds: Sequence[float]
+    compute_s: Sequence[float]
     crossing: float | None = None
     strong: bool = False
 

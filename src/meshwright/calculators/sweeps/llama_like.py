@@ -1,15 +1,7 @@
-"""The best plan of every model on every number of chips, and models of a given size in the proportions of Llama 3."""
+"""Models of a given size in the proportions of Llama 3."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import msgspec
-
-from meshwright.calculators.sweeps.sweep import SweepPoint, scaling_curve
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_params, parse_count
-from meshwright.cost.setting import Setting
-from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
 from meshwright.spec.weights import num_params
 
@@ -22,26 +14,6 @@ WIDTH_OVER_LAYERS = 128
 TIED_BELOW = 4e9
 """Parameters below which input and output embedding are one table, as in Llama 3.2 1B and 3B."""
 SMALLEST, LARGEST = 5e8, 1e14
-
-
-class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """``cells[m][c]`` is the best plan of model m on cluster c."""
-
-    models: tuple[Model, ...]
-    clusters: tuple[Cluster, ...]
-    cells: tuple[tuple[SweepPoint, ...], ...]
-
-
-def plan_grid(
-    settings: Sequence[Setting],
-    clusters: Sequence[Cluster],
-    *,
-    axes: Mapping[str, int] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> Grid:
-    """The best plan of every setting's model on every cluster; each model's space is opened once."""
-    cells = tuple(scaling_curve(setting, clusters, axes=axes, overrides=overrides) for setting in settings)
-    return Grid(models=tuple(setting.model for setting in settings), clusters=tuple(clusters), cells=cells)
 
 
 def llama_like(size: str) -> Model:
@@ -63,14 +35,6 @@ def llama_like(size: str) -> Model:
             ratio = width / layers / WIDTH_OVER_LAYERS
             found.append((max(ratio, 1 / ratio), width, layers))
     _, width, layers = min(found)
-    return _model(size, width, layers, tied)
-
-
-def _layer_params(width: int) -> float:
-    return width * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * width + 2)
-
-
-def _model(size: str, width: int, layers: int, tied: bool) -> Model:
     return Model(
         name=f"llama-{size}",
         family="llama",
@@ -87,9 +51,13 @@ def _model(size: str, width: int, layers: int, tied: bool) -> Model:
     )
 
 
+def _layer_params(width: int) -> float:
+    return width * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * width + 2)
+
+
 def describe(model: Model) -> str:
-    """``"llama-7B: 6.98 B parameters, 32 layers of width 4,096"``."""
-    return (
-        f"{model.name}: {format_params(num_params(model))} parameters, {model.num_layers} layers of width "
-        f"{model.d_model:,}"
-    )
+    """``"llama-7B: 7.16 B parameters, 28 layers of width 4,096"``; "" for a model that is not of this kind."""
+    if not model.name.startswith("llama-"):
+        return ""
+    size = format_params(num_params(model))
+    return f"{model.name}: {size} parameters, {model.num_layers} layers of width {model.d_model:,}"

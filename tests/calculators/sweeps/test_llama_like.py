@@ -1,14 +1,10 @@
-"""Models of a given size, and the grid of best plans."""
+"""Models of a given size."""
 
 import pytest
 
-from meshwright.calculators.sweeps.grid import describe, llama_like, plan_grid
-from meshwright.calculators.sweeps.sweep import node_clusters, scaling_curve
+from meshwright.calculators.sweeps.llama_like import llama_like
 from meshwright.core.errors import InputError
-from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.chip import chip
-from meshwright.spec.job import Job
 from meshwright.spec.weights import num_params
 
 
@@ -33,14 +29,3 @@ def test_the_published_models_come_out(name):
 def test_sizes_out_of_range():
     with pytest.raises(InputError, match="size 1k is out of range"):
         llama_like("1k")
-    assert describe(llama_like("8B")) == "llama-8B: 8.03 B parameters, 32 layers of width 4,096"
-
-
-def test_cells_are_curves_of_each_model():
-    models, clusters = [llama_like("1B"), load_model("llama3-70b")], node_clusters(chip("h100"), (1, 2))
-    job = Job(batch_seqs=64, seq_len=4096)
-    settings = [Setting(one, clusters[0], job) for one in models]
-    grid = plan_grid(settings, clusters)
-    assert [[cell.best is not None for cell in row] for row in grid.cells] == [[True, True], [False, True]]
-    (alone, _) = scaling_curve(settings[0], clusters)
-    assert grid.cells[0][0].best.estimate == alone.best.estimate

@@ -1,0 +1,152 @@
+"""The fields of a sweep and their values as a person writes them: ``batch=1Mi..16Mi``, ``h100:8x1..8x512``."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from meshwright.algebra.schedules.registry import searched_schedules
+from meshwright.calculators.sweeps.llama_like import llama_like
+from meshwright.cli.fields import split_values
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_count
+from meshwright.plan.legal import divisors
+from meshwright.spec.catalogue import load_model
+from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Assumptions
+
+SweptFields = dict[str, dict[str, Any]]
+"""Field -> value as it is shown -> the value."""
+
+OWN = ("model", "on", "batch", "seq_len", "micro")
+"""Fields that are no key of ``--set``."""
+MAX_VALUES = 64
+_RANGE = re.compile(r"([^/]+?)\.\.([^/]+)")
+_SIZE = re.compile(r"\d+(\.\d+)?[MBT]")
+_USUAL: dict[str, Iterable[str]] = {
+    "remat": REMAT_POLICIES,
+    "state": STATE_BYTES,
+    "schedule": searched_schedules(every=True),
+    "zero": "123",
+    "context_attention": ("gather", "ring", "ulysses"),
+    "seq_len": [f"{1 << power}Ki" for power in range(8)],
+}
+
+
+def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
+    """The models, the clusters and each ``FIELD=VALUES``, in this order.
+
+    A model is a name, a config.json or a size in the proportions of Llama 3 (``7B``); sequences are of 4096 tokens
+    where nothing else is said. Raises InputError for a field that is given twice, for one without values that has no
+    usual ones, and where there is not either ``batch`` or ``micro``.
+    """
+    chosen = [_model(name.strip()) for name in models.split(",")]
+    clusters = sweep_clusters(on)
+    fields: SweptFields = {
+        "model": {one.name: one for one in chosen},
+        "on": dict(zip(_names(clusters), clusters, strict=True)),
+    }
+    for text in texts:
+        name, sep, _ = text.partition("=")
+        name = name.strip().removeprefix("mesh.")
+        values = split_values(text) if sep else _usual(name, chosen[0], clusters[-1])
+        if name in fields:
+            raise InputError(f"{name} is given twice. Give all its values in one list.")
+        fields[name] = {_shown(value): value for value in values}
+    if ("batch" in fields) == ("micro" in fields):
+        raise InputError("give batch=4Mi for the best plans, or micro=1 for the strategy as it is given.")
+    return {"seq_len": {"4096": "4096"}} | fields
+
+
+def _model(name: str) -> Model:
+    return llama_like(name) if _SIZE.fullmatch(name) else load_model(name)
+
+
+def _names(clusters: Sequence[Cluster]) -> list[str]:
+    """Numbers of chips, or the short names where these do not tell the clusters apart."""
+    counts = [f"{cluster.num_chips:,}" for cluster in clusters]
+    plain = len({cluster.chip.name for cluster in clusters}) == 1 and len({*counts}) == len(counts)
+    return counts if plain else [cluster.short_name for cluster in clusters]
+
+
+def _shown(value: str) -> str:
+    return format_count(int(value)) if value.isdigit() and int(value) >= 1024 else value
+
+
+def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:
+    """Values of a field that is named alone."""
+    if name == "tensor":
+        most = min(model.num_heads, cluster.num_chips)
+        sizes = [size for size in divisors(cluster.num_chips) if size <= most and model.num_kv_heads % size == 0]
+        return [str(size) for size in sizes]
+    if name not in _USUAL:
+        raise InputError(f"{name!r} is not FIELD=VALUES. Write batch=1Mi,4Mi; alone stand tensor, {', '.join(_USUAL)}.")
+    return _USUAL[name]
+
+
+def as_pairs(at: Mapping[str, Any]) -> list[str]:
+    """The texts of ``--set`` that say the same: ``remat`` is ``strategy.remat``."""
+    return [f"{_section(name)}{name}={value}" for name, value in at.items() if name not in OWN]
+
+
+def _section(name: str) -> str:
+    if "." in name:
+        return ""
+    if name in Assumptions.__struct_fields__:
+        return "assumptions."
+    return "job." if name in Job.__struct_fields__ else "strategy."
+
+
+# -- clusters -------------------------------------------------------------------------------------------
+
+
+def sweep_clusters(text: str) -> tuple[Cluster, ...]:
+    """Clusters of ``"h100:8x4,8x8"`` or ``"h100:8x1..8x512"``, fewest chips first.
+
+    A range doubles one size at a time: 8x1, 8x2, ... 8x512, and the shortest of a torus, the last of several: 4x4x4,
+    4x4x8, 4x8x8, ... 16x16x16. Raises InputError for a range that is none, and for more than 64 clusters.
+    """
+    found: list[Cluster] = []
+    chip = text.partition(":")[0]
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (_named(one, chip) for one in (match.groups() if match else (part, part)))
+        chip = first.chip.name
+        found += _between(first, last) if match else [first]
+    if len(found) > MAX_VALUES:
+        raise InputError(f"{text} are {len(found)} clusters. Give at most {MAX_VALUES}.")
+    return tuple(sorted(found, key=lambda cluster: cluster.num_chips))
+
+
+def _named(text: str, chip: str) -> Cluster:
+    """The cluster of a text that may leave the chip out: ``"8x4"``."""
+    text = text.strip()
+    return parse_cluster(f"{chip}:{text}" if text[:1].isdigit() and ":" not in text else text)
+
+
+def _between(first: Cluster, last: Cluster) -> list[Cluster]:
+    alike = (first.chip.name, first.num_slices, len(first.shape)) == (last.chip.name, last.num_slices, len(last.shape))
+    if not alike or any(size > most for size, most in zip(first.shape, last.shape, strict=True)):
+        raise InputError(
+            f"{first.short_name}..{last.short_name} is no range of clusters. Write the smallest and the largest shape "
+            f"of one chip, such as h100:8x1..8x512 or v5p:4x4x4..16x16x16."
+        )
+    return [first, *_grown(last, first.shape, last.num_slices)]
+
+
+def growing(cluster: Cluster) -> tuple[Cluster, ...]:
+    """Clusters from two chips to all, each at most twice the one before."""
+    found = _grown(cluster, (1,) * len(cluster.shape), 1)
+    return (*found, cluster) if cluster.num_slices > 1 else tuple(found)
+
+
+def _grown(last: Cluster, shape: Sequence[int], num_slices: int) -> list[Cluster]:
+    """Clusters larger than a shape up to the last; switches fill their domain first, a torus grows evenly."""
+    sizes, found = list(shape), []
+    while tuple(sizes) != last.shape:
+        short = [i for i, most in enumerate(last.shape) if sizes[i] < most]
+        number = min(short, key=lambda i: (sizes[i], -i)) if last.kind == "torus" else short[0]
+        sizes[number] = min(2 * sizes[number], last.shape[number])
+        found.append(make_cluster(last.chip, tuple(sizes), num_slices=num_slices, levels=last.levels))
+    return found

@@ -1,0 +1,191 @@
+"""One setting after another: the best plan of each, or the strategy as it is given, with one record of figures."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.algebra.notation import product
+from meshwright.calculators.sweeps.fields import SweptFields, as_pairs
+from meshwright.cli.fields import parse_fields, take_axes, with_fields
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, parse_count
+from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import price_strategy
+from meshwright.plan.candidates import SPLIT_BATCH
+from meshwright.plan.legal import MEMORY_RULE, legal
+from meshwright.plan.planner import space_of
+from meshwright.plan.result import PlannedStrategy, planned
+from meshwright.plan.search import search
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job, parse_batch, require_training
+from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, mesh_words
+
+SweptStrategy = tuple[PlannedStrategy | None, str]
+"""A strategy, or None and why there is none."""
+MAX_POINTS = 600
+NO_RATES: dict[str, Calibration | None] = {}
+"""Chips at the rates of their data sheets."""
+
+_OF_ESTIMATE = ("step_s", "step_s_lower", "step_s_upper", "mfu", "hbm_bytes_per_chip", "bound_by", "memory")
+_OF_STRATEGY = ("zero", "num_microbatches", "remat", "schedule", "state")
+
+
+class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting with its strategy; ``values`` are the swept fields as they are shown.
+
+    Where nothing runs ``best`` is None and ``reason`` says why. A strategy that was given whole is priced even where it
+    does not fit.
+    """
+
+    values: Mapping[str, str]
+    setting: Setting
+    best: PlannedStrategy | None
+    reason: str
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all chips together."""
+        return None if self.best is None else self.setting.job.tokens_per_step / self.best.estimate.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: figures are None where nothing runs."""
+        found, job, cluster, limit = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
+        at, strategy = found and found.estimate, found and found.strategy
+        parts = strategy and Breakdown(price_strategy(self.setting, strategy))
+        return {
+            "label": ", ".join(f"{name} {value}" for name, value in self.values.items()),
+            "values": dict(self.values),
+            "model": self.setting.model.name,
+            "cluster": cluster.short_name,
+            "chip": cluster.chip.name,
+            "num_chips": cluster.num_chips,
+            "batch_seqs": job.batch_seqs,
+            "seq_len": job.seq_len,
+            "tokens_per_step": job.tokens_per_step,
+            "tokens_per_chip": job.tokens_per_step / cluster.num_chips,
+            "reason": self.reason or None,
+            "tokens_per_s": self.tokens_per_s,
+            "exposed_share": parts and parts.exposed_share,
+            "bubble_share": parts and parts.bubble_s / parts.step_s,
+            "usd_per_token": found and found.usd_per_token,
+            "limit_bytes": None if math.isinf(limit) else limit,
+            "fits": at and at.hbm_bytes_per_chip <= limit,
+            **{name: getattr(at, name, None) for name in _OF_ESTIMATE},
+            "axes": strategy and dict(strategy.mesh),
+            **{name: getattr(strategy, name, None) for name in _OF_STRATEGY},
+        }
+
+
+def records(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
+    """Every point as plain data, with its ``scaling``: tokens per second and chip beside the first one that runs."""
+    rows = [point.to_json() for point in points]
+    rates = [row["tokens_per_s"] and row["tokens_per_s"] / row["num_chips"] for row in rows]
+    first = next(filter(None, rates), None)
+    return [{**row, "scaling": rate and first and rate / first} for row, rate in zip(rows, rates, strict=True)]
+
+
+def sweep_points(
+    fields: SweptFields,
+    varied: Sequence[str],
+    rates: Mapping[str, Calibration | None] = NO_RATES,
+    *,
+    weak: bool = False,
+) -> tuple[SweepPoint, ...]:
+    """Every combination of the fields' values, the last field running fastest; ``varied`` names those that change.
+
+    ``rates`` are those of each chip by its name; ``weak`` keeps the batch per chip of the first cluster.
+
+    A point with a ``batch`` is the best plan on all chips, with everything that is given held fixed. A point with
+    ``micro`` is the strategy that is given, fsdp on the chips that are left, each replica on so many sequences at a
+    time. Raises InputError for more than ``MAX_POINTS`` points.
+    """
+    count = math.prod(map(len, fields.values()))
+    if count > MAX_POINTS:
+        raise InputError(f"{count:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
+    first = next(iter(fields["on"].values()))
+    points = []
+    for chosen in itertools.product(*(values.items() for values in fields.values())):
+        shown = {name: text for name, (text, _) in zip(fields, chosen, strict=True)}
+        at = {name: value for name, (_, value) in zip(fields, chosen, strict=True)}
+        setting, (best, reason) = _priced(at, rates, first if weak else at["on"])
+        points.append(
+            SweepPoint(values={name: shown[name] for name in varied}, setting=setting, best=best, reason=reason)
+        )
+    return tuple(points)
+
+
+def _priced(
+    at: Mapping[str, Any], rates: Mapping[str, Calibration | None], first: Cluster
+) -> tuple[Setting, SweptStrategy]:
+    """The setting of one combination, and its strategy; the batch per chip is that of the ``first`` cluster."""
+    cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len")
+    given = parse_fields(as_pairs(at), sections=("model", "job", "strategy", "assumptions"))
+    axes = take_axes(None, given["strategy"])
+    strategy: Strategy | None = None
+    if "micro" in at:
+        strategy = with_fields(Strategy(mesh=filled_mesh(cluster, axes)), "strategy", given["strategy"])
+        replicas = int(product(strategy.mesh[axis] for axis in SPLIT_BATCH))
+        batch_seqs = parse_count(at["micro"], what="micro") * replicas * strategy.num_microbatches
+    else:
+        batch_seqs = _weak_batch(parse_batch(at["batch"], seq_len=seq_len), cluster, first)
+    job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", given["job"])
+    require_training(job, "sweep")
+    setting = Setting(
+        with_fields(at["model"], "model", given["model"]),
+        cluster,
+        job,
+        rates.get(cluster.chip.name),
+        assumptions=with_fields(AS_RUN, "assumptions", given["assumptions"]),
+    )
+    if strategy is not None:
+        return setting, as_given(setting, strategy)
+    return setting, best_plan(setting, axes, given["strategy"])
+
+
+def best_plan(setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any]) -> SweptStrategy:
+    """The fastest strategy on all chips with these axes and fields, or None and why nothing runs."""
+    outcome = search(space_of(setting, axes, overrides), setting.cluster, setting.job.batch_seqs, top=1)
+    if outcome.found:
+        return outcome.found[0], ""
+    if not outcome.num_meshes:
+        return None, "does not divide"
+    if math.isinf(outcome.least_bytes):
+        return None, "cannot be laid"
+    return None, f"does not fit: {format_bytes(outcome.least_bytes)} of {format_bytes(setting.memory_limit)}"
+
+
+def as_given(setting: Setting, strategy: Strategy) -> SweptStrategy:
+    """The strategy with its prices, whether it fits or not, or None and why it cannot run."""
+    refused = [one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE]
+    if refused:
+        return None, refused[0]
+    return planned(setting, setting.job.batch_seqs, strategy, price_strategy(setting, strategy).estimate), ""
+
+
+def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
+    """The mesh of all chips in which fsdp has those that the given axes leave. Raises InputError for any others."""
+    mesh = make_mesh(axes)
+    taken = math.prod(mesh.values())
+    if "fsdp" not in axes and cluster.num_chips % taken == 0:
+        mesh["fsdp"] = cluster.num_chips // taken
+    if math.prod(mesh.values()) != cluster.num_chips:
+        raise InputError(
+            f"axes {mesh_words(make_mesh(axes), ' x ', alone='one chip')} do not make up the {cluster.num_chips} chips "
+            f"of {cluster.short_name}. Leave fsdp out to let it take the rest."
+        )
+    return mesh
+
+
+def _weak_batch(batch_seqs: int, cluster: Cluster, first: Cluster) -> int:
+    sequences, left = divmod(batch_seqs * cluster.num_chips, first.num_chips)
+    if left:
+        raise InputError(
+            f"{batch_seqs} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
+            f"Give a batch that is a multiple of {first.num_chips} sequences."
+        )
+    return sequences

@@ -1,0 +1,267 @@
+"""`meshwright sweep MODEL`: the best plan as one or two fields change: clusters, models, batch, any choice."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.api.rates import rates_for
+from meshwright.calculators.sweeps.fields import read_fields
+from meshwright.calculators.sweeps.llama_like import describe
+from meshwright.calculators.sweeps.points import records, sweep_points
+from meshwright.cli.output import width
+from meshwright.cli.shared import CALIBRATION, PNG
+from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.core.dims import MESH_AXES
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
+from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.bars import memory_figure
+from meshwright.report.figure import Figure, si_scale
+from meshwright.report.heatmap import HeatCell, heatmap_figure
+from meshwright.report.scaling import scaling_figure
+from meshwright.spec.strategy import short_mesh
+from meshwright.spec.weights import num_params
+
+WIDE = 100
+"""Columns from which the table says more."""
+CELL_WIDTH = 13
+"""Columns of one column of a grid, the gap included."""
+ABBREVIATED = "pp pipeline, dp data, ep expert, cp context, tp tensor"
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """A figure of every point: what a picture calls it, how a person reads it, its unit there, and times what."""
+
+    title: str
+    show: Callable[[Any], str]
+    unit: str | None = None
+    times: float = 1.0
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+FIGURES: dict[str, Figures] = {
+    "mfu": Figures("MFU", _percent, "%"),
+    "step_s": Figures("time per step", format_seconds, "s"),
+    "tokens_per_s": Figures("tokens per second", format_params, ""),
+    "hbm_bytes_per_chip": Figures("memory of a chip", format_bytes, "B"),
+    "usd_per_token": Figures("dollars per million tokens", lambda usd: f"${1e6 * usd:.3g}", None, 1e6),
+}
+COLUMNS: dict[str, Any] = {
+    "step": ("step_s", format_seconds),
+    "tokens/s": ("tokens_per_s", format_params),
+    "scaling": ("scaling", _percent),
+    "MFU": ("mfu", _percent),
+    "exposed": ("exposed_share", _percent),
+    "memory": ("hbm_bytes_per_chip", format_bytes),
+    "best mesh": ("axes", short_mesh),
+}
+MORE_COLUMNS: dict[str, Any] = {
+    "remat": ("remat", lambda remat: remat if isinstance(remat, str) else "own"),
+    "microbatches": "num_microbatches",
+    "$/Mtoken": ("usd_per_token", lambda usd: f"{1e6 * usd:.3g}"),
+    "bound by": "bound_by",
+}
+SHARED: dict[str, Callable[[Any], str]] = {
+    "tokens_per_step": lambda tokens: f"{format_count(tokens)} tokens a step",
+    "tokens_per_chip": lambda tokens: f"{format_count(tokens)} tokens a step and chip",
+    "seq_len": lambda tokens: f"sequences of {format_count(tokens)}",
+    "axes": short_mesh,
+    "remat": lambda remat: f"remat {remat}",
+    "state": lambda state: f"training state {state}",
+}
+"""What the points of a sweep can have in common beside model and cluster."""
+ITEMS: dict[str, str] = {
+    "weights": "weights",
+    "grads": "gradients",
+    "optim.": "optimizer",
+    "activ.": "activations",
+    "logits": "logits",
+    "comms": "communication",
+    "work": "workspace",
+}
+"""Columns of ``--figure memory``: header -> item of memory."""
+
+
+class Given(Options):
+    models: str = argument(metavar="MODEL[,MODEL...]")
+    texts: tuple[str, ...] = argument(metavar="[FIELD=VALUES]...")
+    on: str = option("Clusters: h100:8x1..8x512 (doubling), or h100:8x4,8x8.")
+    weak: bool = option("Keep the batch per chip of the first cluster, not the batch.")
+    figure: Literal["mfu", "step_s", "tokens_per_s", "hbm_bytes_per_chip", "usd_per_token", "memory"] = option(
+        "What a grid of two fields and the picture show; memory: by item.", default="mfu"
+    )
+    calibration: Path | None = CALIBRATION
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """The best plan of MODEL as one or two fields change: step time, tokens/s, MFU, memory, cost.
+
+    A MODEL is a name, a config.json or a size in the proportions of Llama 3 (7B). Several models or clusters are a
+    field as well. A field with one value is held: batch=4Mi (tokens a step, or 64seq), seq_len=8Ki, a mesh axis
+    (tensor=4), and every key of --set (remat=block). micro=1 in place of a batch prices the strategy as given, fsdp on
+    the chips that are left, each replica on so many sequences at a time. Numbers double in batch=1Mi..16Mi. remat,
+    state, schedule, zero, context_attention, seq_len and tensor have usual values and may stand alone.
+    """
+    fields = read_fields(given.models, given.on, given.texts)
+    varied = [name for name, values in fields.items() if len(values) > 1] or ["on"]
+    if len(varied) > 2:
+        raise InputError(f"{', '.join(varied)} are {len(varied)} fields. Sweep at most two at a time.")
+    largest = {cluster.chip.name: cluster for cluster in fields["on"].values()}
+    rates = {name: rates_for(cluster, given.calibration, fitted=True) for name, cluster in largest.items()}
+    rows = records(sweep_points(fields, varied, rates, weak=given.weak))
+    last = rows[-1]
+    if all(row["axes"] is None for row in rows):
+        raise CannotRunError(
+            f"{last['model']} runs on none of the {len(rows)} points: {last['reason']} on {last['cluster']}."
+        )
+    figure = "hbm_bytes_per_chip" if len(varied) > 1 and given.figure == "memory" else given.figure
+    swept = _Swept(rows=rows, varied=varied, figure=figure, weak=given.weak)
+    models = [{"name": name, "params": num_params(model)} for name, model in fields["model"].items()]
+    facts = {
+        **{name: swept.same(name) for name in ("model", "cluster", "seq_len", "tokens_per_step", "limit_bytes")},
+        "axis": varied[0],
+        "fields": {name: list(fields[name]) for name in varied},
+        "scaling": "weak" if given.weak else "strong",
+        "models": models,
+        "clusters": [cluster.short_name for cluster in fields["on"].values()],
+        "points" if len(varied) == 1 else "cells": rows,
+    }
+    text = [*swept.text(), *map(describe, fields["model"].values())]
+    return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [swept.raw()])
+
+
+class _Swept(msgspec.Struct, frozen=True, kw_only=True):
+    """The records of a sweep; ``varied`` are the one or two fields that change."""
+
+    rows: Sequence[Mapping[str, Any]]
+    varied: Sequence[str]
+    figure: str
+    weak: bool
+
+    def same(self, name: str) -> Any:
+        """What all points that have it agree on, else None."""
+        found = [row[name] for row in self.rows if row[name] is not None]
+        return found[0] if found and all(one == found[0] for one in found) else None
+
+    def raw(self) -> Table:
+        """Every figure of every point as it is, mesh axes and items of memory in columns of their own."""
+        inside = {"values": self.varied, "axes": MESH_AXES, "memory": list(ITEMS.values())}
+        parts = {
+            name if field != "memory" else f"{name}_bytes": f"{field}/{name}"
+            for field in inside
+            for name in inside[field]
+        }
+        plain = {name: name for name in self.rows[0] if name not in inside}
+        return Table.of(self.rows, {**parts, **plain})
+
+    # -- text -------------------------------------------------------------------------------------------
+
+    def header(self, name: str) -> str:
+        """What a table or an axis calls a field."""
+        if name != "on":
+            return name
+        return "chips" if all(row["values"]["on"][0].isdigit() for row in self.rows) else "cluster"
+
+    @property
+    def title(self) -> str:
+        """``"llama3-8b on h100: strong scaling"``, ``"h100: MFU by model and chips"``."""
+        where = " on ".join(filter(None, (self.same("model"), self.same("cluster") or self.same("chip"))))
+        if self.varied == ["on"]:
+            what = f"{'weak' if self.weak else 'strong'} scaling"
+        else:
+            shown = FIGURES[self.figure].title if len(self.varied) > 1 else self.figure == "memory" and "memory"
+            what = f"{shown or 'plans'} by {' and '.join(map(self.header, self.varied))}"
+        return f"{where}: {what}" if where else what
+
+    @property
+    def shared(self) -> str:
+        """What all points that run have in common beside model and cluster."""
+        names = [name for name in SHARED if name != ("tokens_per_step" if self.weak else "tokens_per_chip")]
+        return ", ".join(SHARED[name](self.same(name)) for name in names if self.same(name) is not None)
+
+    def text(self) -> Iterator[Piece]:
+        """The figures as a table or a grid, and why a point does not run."""
+        yield f"{self.title}; {self.shared}"
+        if len(self.varied) > 1:
+            yield from self.grid()
+            return
+        (name,) = self.varied
+        first = {self.header(name): f"values/{name}"}
+        yield from self.memory(first) if self.figure == "memory" else self.table(first)
+        for row in self.rows:
+            if row["reason"]:
+                yield f"{self.header(name)} {row['values'][name]}: {row['reason']}"
+
+    def table(self, first: dict[str, Any]) -> Iterator[Piece]:
+        """The figures of every point."""
+        yield Table.of(self.rows, {**first, **COLUMNS, **(MORE_COLUMNS if width() >= WIDE else {})})
+        yield "scaling: tokens/s per chip beside the first row's; exposed: share of the step that waits for links"
+
+    def memory(self, first: dict[str, Any]) -> Iterator[Piece]:
+        """What fills a chip at every point."""
+        unit, unit_name = si_scale(max(row["hbm_bytes_per_chip"] or 0.0 for row in self.rows), "B")
+
+        def scaled(size: float) -> str:
+            return f"{size / unit:.3g}"
+
+        items = {header: (f"memory/{item}", scaled) for header, item in ITEMS.items()}
+        ends = {"total": ("hbm_bytes_per_chip", scaled), "fits": ("fits", lambda fits: "yes" if fits else "no")}
+        yield Table.of(self.rows, first | items | ends, f"memory of a chip in {unit_name}")
+        limit = self.same("limit_bytes")
+        yield f"a chip holds {format_bytes(limit)}" if limit else "the memory of a chip is not known"
+
+    def grid(self) -> Iterator[Piece]:
+        """One figure with the mesh below it: rows are values of the second field, columns of the first."""
+        first, second = self.varied
+        cells = {(row["values"][first], row["values"][second]): "\n".join(self.lines(row)) for row in self.rows}
+        across, down = (list(dict.fromkeys(row["values"][name] for row in self.rows)) for name in self.varied)
+        per_table = max(1, (width() - max(map(len, (*down, second))) - 2) // CELL_WIDTH)
+        for start in range(0, len(across), per_table):
+            names = across[start : start + per_table]
+            yield Table([self.header(second), *names], [[one, *(cells[name, one] for name in names)] for one in down])
+        yield f"columns are values of {self.header(first)}; {ABBREVIATED}; why not: see --json"
+
+    def lines(self, row: Mapping[str, Any]) -> list[str]:
+        """A figure and, below, the mesh in short form, broken between axes; or why nothing runs."""
+        if row["axes"] is None:
+            return [row["reason"].partition(":")[0].replace("does not", "no")[: CELL_WIDTH - 1]]
+        value = row[self.figure]
+        shown = "-" if value is None else FIGURES[self.figure].show(value)
+        return [shown, *wrap(short_mesh(row["axes"]), CELL_WIDTH - 1)]
+
+    # -- picture ----------------------------------------------------------------------------------------
+
+    def picture(self) -> Figure:
+        """Curves over one field, bars of memory, or the heatmap of two fields."""
+        ran = [row for row in self.rows if row["axes"] is not None]
+        words, limit = {"title": self.title, "subtitle": self.shared}, self.same("limit_bytes")
+        if len(self.varied) > 1:
+            return self.heatmap()
+        if self.figure == "memory":
+            bars = {row["label"]: {item.replace("_", " "): v for item, v in row["memory"].items()} for row in ran}
+            return memory_figure(bars, limit_bytes=limit, **words)
+        return scaling_figure(ran, over=self.varied[0], limit_bytes=limit, **words)
+
+    def heatmap(self) -> Figure:
+        """Rows are values of the first field, columns of the second."""
+        shown, (first, second) = FIGURES[self.figure], self.varied
+        cells = []
+        for row in self.rows:
+            value = None if row[self.figure] is None else row[self.figure] * shown.times
+            cells.append(HeatCell(row["values"][first], row["values"][second], value, self.lines(row)))
+        return heatmap_figure(
+            cells,
+            axes=[self.header(name) for name in self.varied],
+            value_title=shown.title,
+            unit=shown.unit,
+            title=self.title,
+            subtitle=f"{self.shared}; {ABBREVIATED}",
+        )

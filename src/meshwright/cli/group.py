@@ -1,0 +1,42 @@
+"""Verbs by name, each imported when it runs."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import click
+
+from meshwright.core.errors import nearest
+
+
+class VerbGroup(click.Group):
+    """A verb that is made of verbs: name -> (module with the function `command`, what `--help` says of it).
+
+    A first word that names none of them goes to the verb ``otherwise``; without one it is a UsageError.
+    """
+
+    def __init__(self, *, verbs: Mapping[str, tuple[str, str]], otherwise: str = "", **settings: Any) -> None:
+        super().__init__(**settings)
+        self.verbs, self.otherwise = verbs, otherwise
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.verbs)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return import_module(self.verbs[cmd_name][0]).command if cmd_name in self.verbs else None
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if self.otherwise and args and args[0] not in (*self.verbs, *ctx.help_option_names):
+            args = [self.otherwise, *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.verbs and not args[0].startswith("-"):
+            raise click.UsageError(f"there is no verb {args[0]!r}.{nearest(args[0], self.verbs)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, text) for name, (_, text) in self.verbs.items()])
