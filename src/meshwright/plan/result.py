@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cost.formulas.training_budget import cost_usd, days
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
+from meshwright.plan.run_budget import chip_time
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -124,16 +124,9 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def planned(setting: Setting, batch_seqs: int, strategy: Strategy, estimate: Estimate) -> PlannedStrategy:
     """The strategy with days and money for all tokens of the job, at the chip's price where there is one."""
-    job, chip = msgspec.structs.replace(setting.job, batch_seqs=batch_seqs), setting.cluster.chip
-    train_days = money = None
+    job = msgspec.structs.replace(setting.job, batch_seqs=batch_seqs)
     if job.train_tokens is not None:
         seconds = estimate.step_s * job.train_tokens / job.tokens_per_step
-        train_days = days(seconds)
-        if chip.price_usd_per_hour is not None:
-            chips = setting.cluster.num_chips
-            money = cost_usd(seconds, num_chips=chips, price_usd_per_hour=chip.price_usd_per_hour)
-    return PlannedStrategy(
-        setting=msgspec.structs.replace(setting, job=job),
-        strategy=strategy,
-        estimate=msgspec.structs.replace(estimate, train_days=train_days, cost_usd=money),
-    )
+        run = chip_time(seconds, setting.cluster.chip, setting.cluster.num_chips)
+        estimate = msgspec.structs.replace(estimate, train_days=run.days, cost_usd=run.cost_usd)
+    return PlannedStrategy(setting=msgspec.structs.replace(setting, job=job), strategy=strategy, estimate=estimate)

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec.structs import asdict
+
 from meshwright.calculators.training.failures import ExpectedGoodput
 from meshwright.calculators.training.scaling_laws import TOKENS_PER_PARAM, ScalingLaw
-from meshwright.cli.output import format_energy, format_power, or_dash
+from meshwright.cli.output import format_energy, format_power
 from meshwright.core.units import format_flops, format_params, format_seconds
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.report.answer import Fact, Piece, Table
@@ -24,7 +26,8 @@ def budget_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> 
         if facts["run"] is not None:
             yield from _run_text(facts["run"])
         if facts["years"] is not None:
-            yield from _years_text(facts["years"])
+            share = facts["years"][0].mfu
+            yield Table.of(facts["years"], YEARS, f"On one chip, at {share:.0%} of its dense peak")
     if facts["failures"] is not None:
         yield from _failures_text(facts["failures"])
 
@@ -33,25 +36,31 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+LAWS: dict[str, Any] = {
+    "best by": "law",
+    "parameters": ("num_params", format_params),
+    "tokens": ("num_tokens", format_params),
+    "tokens/param": ("tokens_per_param", _number),
+    "loss": ("loss", "{:.3f}".format),
+}
+YEARS: dict[str, Any] = {
+    "chip": "chip",
+    "dtype": "dtype",
+    "peak": ("peak_flops", format_flops),
+    "years": ("years", _number),
+    "energy": ("energy_kwh", format_energy),
+    "FLOPs/$": ("flops_per_dollar", "{:.3g}".format),
+}
+
+
 def _laws_text(facts: dict[str, Any], law: ScalingLaw) -> Iterator[Piece]:
     """Where the least loss is by every law, and by the rule of thumb."""
-    rule = facts["rule_of_20"]
-    rows = [
-        [f"{one['law']}{' *' if one['law'] == law.name else ''}", *_cells(one["num_params"], one["num_tokens"]),
-         f"{one['loss']:.3f}"]
-        for one in facts["laws"]
-    ]  # fmt: skip
-    rows.append(
-        [f"{TOKENS_PER_PARAM} tokens a parameter", *_cells(rule.num_params, rule.num_tokens), f"{rule.loss:.3f}"]
-    )
-    yield Table(["best by", "parameters", "tokens", "tokens/param", "loss"], rows)
+    rows = [one | {"law": f"{one['law']} *"} if one["law"] == law.name else one for one in facts["laws"]]
+    rule = {**asdict(facts["rule_of_20"]), "law": f"{TOKENS_PER_PARAM} tokens a parameter"}
+    yield Table.of([*rows, rule], LAWS)
     yield Fact("*", f"{law.name}: {law.source}", column=4)
     yield Fact("", "a loss is of its law's own data, so losses of two laws do not compare; Kaplan counts no "
                "embeddings, and the last row's loss is by *", column=4)  # fmt: skip
-
-
-def _cells(params: float, tokens: float) -> list[str]:
-    return [format_params(params), format_params(tokens), _number(tokens / params)]
 
 
 def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
@@ -66,7 +75,7 @@ def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> 
     )
     losses = ", ".join(f"{key} {value:.3f}" for key, value in facts["loss_by_law"].items())
     yield Fact("loss", losses)
-    if least is not None and spent.loss is not None:
+    if least is not None:
         yield Fact(
             "from the optimum",
             f"{spent.loss - best.loss:+.3f} in loss by {law.name}; the best size reaches its loss with "
@@ -109,18 +118,6 @@ def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
 
 def _time(days: float) -> str:
     return f"{days / 365:,.3g} years" if days >= 1000 else format_seconds(days * DAY_S)
-
-
-def _years_text(rows: list[dict[str, Any]]) -> Iterator[Piece]:
-    yield Table(
-        ["chip", "dtype", "peak", "years", "energy", "FLOPs/$"],
-        [
-            [r["chip"], r["dtype"], format_flops(r["peak_flops"]), _number(r["years"]),
-             or_dash(r["energy_kwh"], format_energy), or_dash(r["flops_per_dollar"], lambda v: f"{v:.3g}")]
-            for r in rows
-        ],
-        f"On one chip, at {rows[0]['mfu']:.0%} of its dense peak",
-    )  # fmt: skip
 
 
 def _failures_text(at: ExpectedGoodput) -> Iterator[Piece]:
