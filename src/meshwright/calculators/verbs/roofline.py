@@ -9,15 +9,8 @@ import click
 from meshwright.algebra.notation import ShardedArray
 from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.sharding.parsing import parse_einsum
-from meshwright.calculators.verbs.roofline_attention import (
-    attention_answer,
-)
-from meshwright.calculators.verbs.roofline_sweep import (
-    drawn,
-    parse_sweep,
-    sweep_answer,
-    sweep_points,
-)
+from meshwright.calculators.verbs.roofline_attention import attention_answer
+from meshwright.calculators.verbs.roofline_sweep import drawn, parse_sweep, sweep_answer, sweep_points
 from meshwright.cli.fields import dim_sizes
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
@@ -26,7 +19,6 @@ from meshwright.cost.formulas.roofline import (
     Channel,
     Operand,
     Roofline,
-    channel_rate,
     chip_roofline,
     critical_batch,
     critical_size,
@@ -75,33 +67,39 @@ def command(given: Given) -> Answer:
     if swept:
         points = sweep_points((lhs, rhs), out, sizes, swept, unit=unit, dtype=dtype, channel=given.channel)
         return sweep_answer(f"{given.product} on {unit.name}", unit, given, dtype, swept, points)
+    if not lhs.dims:
+        raise InputError(
+            f"the left array of {given.product!r} has no dims. Write for example x[B,D] * W[D,F] -> y[B,F]."
+        )
+    # the batch is the first dim of the left array that the right one lacks
+    dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
     line = chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=given.channel)
-    batch_dim = _batch_dim(lhs, rhs, given.product)
-    critical = critical_size(
-        (lhs, rhs), out, sizes, dim=batch_dim, peak_flops=line.peak_flops, bytes_per_s=line.bytes_per_s
-    )
+    rates = {"peak_flops": line.peak_flops, "bytes_per_s": line.bytes_per_s}
     facts = {
-        **_result(line, dtype, batch_dim, critical),
-        "critical_batch_wide": _wide_batch(line, rhs, batch_dim),
+        "flops": line.work.flops,
+        "bytes": line.work.num_bytes,
+        "intensity": line.work.intensity,
+        "critical_intensity": line.critical_intensity,
+        "compute_dtype": dtype,
+        **rates,
+        "channel": line.channel,
+        "math_s": line.math_s,
+        "transfer_s": line.transfer_s,
+        "time_s_lower": line.lower_s,
+        "time_s_upper": line.upper_s,
+        "bound_by": line.bound_by,
+        "critical_dim": dim,
+        "critical_batch": critical_size((lhs, rhs), out, sizes, dim=dim, **rates),
+        "flops_per_s": line.reached_flops_per_s,
+        # were every other dim endless, only the weight's bytes would count
+        "critical_batch_wide": None if dim in rhs.dims else critical_batch(
+            **rates, weight_bytes=dtype_bytes(rhs.dtype)
+        ),
         "tile_expansion": _tiles(unit, named, sizes),
         **drawn(given.png),
-    }
+    }  # fmt: skip
     product = given.product
     return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)})
-
-
-def _batch_dim(lhs: Operand, rhs: Operand, product: str) -> str:
-    """The dim whose critical size is told: the first of the left array that the right one lacks."""
-    if not lhs.dims:
-        raise InputError(f"the left array of {product!r} has no dims. Write for example x[B,D] * W[D,F] -> y[B,F].")
-    return next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
-
-
-def _wide_batch(line: Roofline, weight: Operand, batch_dim: str) -> float | None:
-    """The critical batch were every other dim endless: only the weight's bytes count; None without a weight."""
-    if batch_dim in weight.dims:
-        return None
-    return critical_batch(line.peak_flops, line.bytes_per_s, weight_bytes=dtype_bytes(weight.dtype))
 
 
 def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:
@@ -118,43 +116,23 @@ def _dtype(array: ShardedArray) -> str:
     return array.dtype or "bf16"
 
 
-def _result(line: Roofline, dtype: str, batch_dim: str, critical: float) -> dict[str, Any]:
-    return {
-        "flops": line.work.flops,
-        "bytes": line.work.num_bytes,
-        "intensity": line.work.intensity,
-        "critical_intensity": line.critical_intensity,
-        "compute_dtype": dtype,
-        "peak_flops": line.peak_flops,
-        "bytes_per_s": line.bytes_per_s,
-        "channel": line.channel,
-        "math_s": line.math_s,
-        "transfer_s": line.transfer_s,
-        "time_s_lower": line.lower_s,
-        "time_s_upper": line.upper_s,
-        "bound_by": line.bound_by,
-        "critical_dim": batch_dim,
-        "critical_batch": critical,
-        "flops_per_s": line.reached_flops_per_s,
-    }
-
-
 def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
-    channel, dim = r["channel"], r["critical_dim"]
-    batch = r["critical_batch"]
+    dim, batch, wide = r["critical_dim"], r["critical_batch"], r["critical_batch_wide"]
     rows = [
         ["compute", format_flops(r["flops"], unit="FLOP"), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
-        [channel, format_bytes(r["bytes"]), f"{format_bytes(r['bytes_per_s'])}/s", format_seconds(r["transfer_s"])],
-    ]
+        [r["channel"], format_bytes(r["bytes"]), f"{format_bytes(r['bytes_per_s'])}/s",
+         format_seconds(r["transfer_s"])],
+    ]  # fmt: skip
     yield Table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
     yield Paragraph(f"intensity       {r['intensity']:,.4g} FLOPs/byte (critical {r['critical_intensity']:,.4g})", None)
     yield Paragraph(f"bound by        {r['bound_by']}", None)
     yield Paragraph(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
                f"{format_seconds(r['time_s_upper'])} with none", None)  # fmt: skip
-    reach = f"{dim} > {batch:,.1f}" if batch != float("inf") else f"never, whatever {dim}"
-    wide = r["critical_batch_wide"]
-    near = f"; {wide:,.1f} by the weight's alone" if wide is not None and batch != float("inf") else ""
-    yield Fact("compute-bound", f"{reach} (every byte counted{near})", column=16)
+    near = "" if wide is None else f"; {wide:,.1f} by the weight's alone"
+    reach = f"{dim} > {batch:,.1f} (every byte counted{near})"
+    if batch == float("inf"):
+        reach = f"never, whatever {dim} (every byte counted)"
+    yield Fact("compute-bound", reach, column=16)
     if r["tile_expansion"]:
         padded = ", ".join(
             f"{name} {times:,.0f}" if times >= 100 else f"{name} {times:.3g}"
@@ -167,13 +145,8 @@ def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
 def _figure(product: str, unit: Chip, line: Roofline) -> Any:
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 
-    links = {}
-    for name in ("hbm", "vmem"):
-        try:
-            links[name.upper()] = channel_rate(unit, name)
-        except InputError:
-            continue
-    links.setdefault(line.channel.upper(), line.bytes_per_s)
+    rates = {"HBM": unit.hbm_bytes_per_s, "VMEM": unit.vmem_bytes_per_s, line.channel.upper(): line.bytes_per_s}
+    links = {name: rate for name, rate in rates.items() if rate is not None}
     point = RooflinePoint(label=product, intensity=line.work.intensity, flops_per_s=line.reached_flops_per_s)
     return roofline_figure(
         peak_flops_per_s=line.peak_flops, link_bytes_per_s=links, points=[point], title=f"Roofline of {unit.name}"
