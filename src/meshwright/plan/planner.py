@@ -89,6 +89,9 @@ def rank_plans(
         notes=notes,
         shortfall=shortfall,
         nearest_batch=near,
+        axes=axes or {},
+        overrides=overrides or {},
+        choices=choices,
     )
 
 

@@ -1,5 +1,6 @@
 """What a plan returns: strategies that run with their predictions, as data, as JSON and as a plan file."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
 from meshwright.plan.run_budget import chip_time
+from meshwright.plan.space import USUAL, Choices
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -68,6 +70,7 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     """Strategies, best first, for the job as given.
 
+    ``axes``, ``overrides`` and ``choices`` are what the search was given, for the questions that search again.
     ``shortfall`` says why chips are left over and what would use them. ``nearest_batch`` is set only then: the
     fastest strategy per token on all chips, of the batches within a quarter of the wanted one.
     """
@@ -77,6 +80,9 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     shortfall: tuple[str, ...] = ()
     nearest_batch: PlannedStrategy | None = None
+    axes: Mapping[str, int] = {}
+    overrides: Mapping[str, Any] = {}
+    choices: Choices = USUAL
 
     @property
     def model(self) -> Model:

@@ -99,12 +99,11 @@ def command(given: Given) -> Answer:
         parts.append(Answer({"verified": proved.table}, []))
     if given.out:
         _save(result, given.out)
-    held = {"axes": fixed, "overrides": fields["strategy"]}
     if given.pareto or given.png:
-        parts.append(frontier_answer(result, png=given.png, **held))
+        parts.append(frontier_answer(result, png=given.png))
     if given.breakdown:
         parts.append(breakdown_answer(result, given.breakdown))
-    parts += answers(result, questions, words=full_words, choices=choices, **held)
+    parts += answers(result, questions, words=full_words)
     budget = run_budget(result.plan(), step_s=result.strategies[0].estimate.step_s)
     facts = {**result.to_json(), "training": budget}
     pictures: dict[Path | None, Any] = {}

@@ -19,7 +19,7 @@ from meshwright.plan.legal import Refusal, legal
 from meshwright.plan.planner import FIELDS
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
-from meshwright.plan.space import USUAL, Choices, Space, open_space
+from meshwright.plan.space import Choices, Space, open_space
 from meshwright.plan.why.bounds import letters_of
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words, standard_assignment
 
@@ -69,24 +69,16 @@ class WhyNot(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.estimate is None else self.estimate.step_s - self.winner_estimate.step_s
 
 
-def why_not(
-    result: PlanResult,
-    asked: Mapping[str, Any],
-    *,
-    axes: Mapping[str, int] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    choices: Choices = USUAL,
-) -> WhyNot:
+def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
     """What keeps a strategy from being the best of a result, on the chips of its winner.
 
     ``asked`` are sizes of mesh axes, fields of the strategy, ``zero`` and ``microbatches`` among them, and assumptions;
-    what it leaves open is searched. ``axes`` and ``overrides`` are what the result itself was planned with, and stay
-    unless ``asked`` names them.
+    what it leaves open is searched. What the result itself was planned with stays unless ``asked`` names it.
     """
     winner = result.strategies[0]
     fixed, fields = split_asked(asked)
-    kept = {name.removeprefix("strategy."): value for name, value in (overrides or {}).items()}
-    space = _space(winner, {**(axes or {}), **fixed}, {**kept, **fields}, choices)
+    kept = {name.removeprefix("strategy."): value for name, value in result.overrides.items()}
+    space = _space(winner, {**result.axes, **fixed}, {**kept, **fields}, result.choices)
     outcome = search(space, winner.cluster, winner.job.batch_seqs, top=1)
     found = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.estimate)
     if outcome.found:
