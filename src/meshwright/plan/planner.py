@@ -122,9 +122,17 @@ def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
 
 
 def space_of(
-    setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any], choices: Choices = USUAL
+    setting: Setting,
+    axes: Mapping[str, int],
+    overrides: Mapping[str, Any],
+    choices: Choices = USUAL,
+    *,
+    template: Mapping[str, Any] | None = None,
 ) -> Space:
-    """Returns the search space that remains once the given axes and fields are fixed."""
+    """Returns the search space that remains once the given axes and fields are fixed.
+
+    Fields that are neither given nor searched are those of ``template``, by name, or the usual ones.
+    """
     make_mesh(axes)
     for axis, size in axes.items():
         if size < 1:
@@ -138,9 +146,10 @@ def space_of(
                 )
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
     # CPUs train in float32 unless told otherwise
-    state = "fp32" if setting.cluster.kind == "host" else "bf16-adam"
-    template = convert_fields({"state": state, **given, "mesh": make_mesh({})}, Strategy, section="strategy")
-    return open_space(setting, template, given=given, choices=choices, fixed=axes)
+    usual = {"state": "fp32" if setting.cluster.kind == "host" else "bf16-adam"}
+    fields = {**(template or usual), **given, "mesh": make_mesh({})}
+    strategy = convert_fields(fields, Strategy, section="strategy")
+    return open_space(setting, strategy, given=given, choices=choices, fixed=axes)
 
 
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:

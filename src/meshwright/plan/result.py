@@ -15,12 +15,6 @@ from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy
 
-_FIGURES = (
-    *("step_s", "step_s_lower", "step_s_upper", "step_s_p10", "step_s_p90", "mfu", "hfu", "hbm_bytes_per_chip"),
-    *("memory", "bound_by", "train_days", "cost_usd"),
-)
-"""Fields of a prediction in the order of `plan --json`."""
-
 
 class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     """One strategy that runs as it stands, in the setting of the chips that it uses, with its prediction."""
@@ -50,21 +44,10 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
         return price * self.num_chips / 3600 * self.estimate.step_s / self.job.tokens_per_step
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, the keys of `plan --json`."""
-        remat = self.strategy.remat
-        found, strategy = msgspec.to_builtins(self.estimate), msgspec.to_builtins(self.strategy)
-        return {
-            "axes": strategy["mesh"],
-            **{name: strategy[name] for name in ("placement", "assignment", "num_microbatches", "schedule", "chunks")},
-            "zero": self.strategy.zero,
-            "context_attention": strategy["context_attention"],
-            "offload": list(self.strategy.offload),
-            "precision": self.strategy.matmul_dtype,
-            "remat": remat if isinstance(remat, str) else list(remat),
-            **{name: found[name] for name in _FIGURES},
-            "num_chips": self.num_chips,
-            "terms": found["terms"],
-        }
+        """Plain data, the keys of `plan --json`: the fields of the strategy and of its prediction."""
+        found = msgspec.to_builtins(self.strategy) | msgspec.to_builtins(self.estimate)
+        more = {"zero": self.strategy.zero, "precision": self.strategy.matmul_dtype, "num_chips": self.num_chips}
+        return {"axes": found.pop("mesh"), **found, **more}
 
 
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True):

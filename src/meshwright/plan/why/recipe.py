@@ -38,7 +38,7 @@ REMATS = ("none", "block", "sqrt")
 """No checkpointing, one at every layer, one at every sqrt(L) layers."""
 
 
-class RecipeStep(msgspec.Struct, frozen=True, kw_only=True):
+class RecipeStep(msgspec.Struct, frozen=True):
     """One step of the recipe: whether it applies here, and why or what it sets."""
 
     name: str
@@ -66,9 +66,7 @@ def recipe(setting: Setting, *, template: Strategy) -> Recipe:
     refused = legal(setting, chosen)
     runs = all(refusal.rule == MEMORY_RULE for refusal in refused)
     return Recipe(
-        steps=tuple(
-            RecipeStep(name=name, applies=applies, reason=why) for name, applies, why in _said(at, chosen, far)
-        ),
+        steps=tuple(_said(at, chosen, far)),
         strategy=chosen,
         estimate=estimate_step(setting, chosen) if runs else None,
         refusal=refused[0] if refused else None,
@@ -172,31 +170,31 @@ def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
                 yield {"fsdp": group, "data": ways // group}
 
 
-def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, bool, str]]:
-    """Yields each step of the recipe: its name, whether it applies here, and why or what it sets."""
+def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) -> Iterator[RecipeStep]:
     mesh, count = chosen.mesh, chosen.num_microbatches
     data, fsdp, stages = mesh["data"], mesh["fsdp"], mesh["pipeline"]
     few, size = format_params(DATA_PARAMS), f"{format_params(at.params)} parameters on {at.chips:,} chips"
-    yield (
+    yield RecipeStep(
         "data parallelism",
         at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS and data > 1,
         f"up to {DATA_CHIPS} chips and {few} parameters; here {size}",
     )
-    yield "FSDP", fsdp > 1, f"beyond that: fsdp {fsdp:,}" if fsdp > 1 else "not needed"
+    yield RecipeStep("FSDP", fsdp > 1, f"beyond that: fsdp {fsdp:,}" if fsdp > 1 else "not needed")
     hybrid = fsdp > 1 and data > 1
     why = f"from {HYBRID_CHIPS} chips on, in the smallest groups of machines that fit"
-    yield "hybrid sharding", hybrid, f"{why}: data {data:,} x fsdp {fsdp:,}" if hybrid else why
+    yield RecipeStep("hybrid sharding", hybrid, f"{why}: data {data:,} x fsdp {fsdp:,}" if hybrid else why)
     again = chosen.remat != "none"
     why = f"activations do not fit otherwise: remat {chosen.remat}" if again else "activations fit as they are"
-    yield "checkpointing", again, why
+    yield RecipeStep("checkpointing", again, why)
     not_asked = {
         "context": f"for sequences longer than {FAR_TOKENS:,}; here {at.job.seq_len:,}",
         "tensor": f"for more than {format_params(FAR_PARAMS)} parameters, or {FAR_CHIPS:,} chips and fewer sequences",
     }
     for axis, without in not_asked.items():
         ways, why = far.get(axis, (1, without))
-        yield f"{axis} parallelism", ways > 1, f"{why}: {axis} {ways}" if ways > 1 else why
+        yield RecipeStep(f"{axis} parallelism", ways > 1, f"{why}: {axis} {ways}" if ways > 1 else why)
     why = f"the fewest stages with which it fits: {stages}" if stages > 1 else "fits without"
-    yield "pipeline", stages > 1, why
+    yield RecipeStep("pipeline", stages > 1, why)
     local = at.job.batch_seqs / (data * fsdp * count)
-    yield "batch of a chip", True, f"as large as memory allows: {count} x {local:g} sequence{'s' * (local != 1)}"
+    each = f"{count} x {local:g} sequence{'s' * (local != 1)}"
+    yield RecipeStep("batch of a chip", True, f"as large as memory allows: {each}")

@@ -11,7 +11,7 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.why.setup_changes import changed_setting
-from meshwright.plan.why.single_changes import fits, priced_in
+from meshwright.plan.why.single_changes import estimate_in
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,5 +70,5 @@ def _kept(setting: Setting, now: PlannedStrategy) -> float | None:
     """Seconds of an unchanged strategy in the changed setting; None if it does not run there."""
     if setting.cluster.num_chips != now.num_chips:
         return None
-    priced = priced_in(setting, msgspec.structs.replace(now.strategy, placement={}))
-    return float(priced.estimate.step_s) if priced and fits(setting, priced.estimate) else None
+    found = estimate_in(setting, msgspec.structs.replace(now.strategy, placement={}))
+    return found.step_s if found else None

@@ -16,10 +16,10 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
 from meshwright.plan.legal import Refusal, legal
-from meshwright.plan.planner import FIELDS
+from meshwright.plan.planner import FIELDS, space_of
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
-from meshwright.plan.space import Choices, Space, open_space
+from meshwright.plan.space import Choices, Space
 from meshwright.plan.why.bounds import letters_of
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words, standard_assignment
 
@@ -120,16 +120,11 @@ def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[st
     assumed = msgspec.to_builtins(winner.setting.assumptions)
     assumed |= {name: value for name, value in fields.items() if name in ASSUMED}
     held = {name: value for name, value in fields.items() if name not in ASSUMED}
-    now = msgspec.to_builtins(winner.strategy) | {"chunks": 1, "offload": (), "placement": {}, "mesh": make_mesh({})}
-    return open_space(
-        msgspec.structs.replace(
-            winner.setting, assumptions=convert_fields(assumed, Assumptions, section="assumptions")
-        ),
-        convert_fields({**now, **held}, Strategy, section="strategy"),
-        given=held,
-        choices=choices,
-        fixed=fixed,
+    now = msgspec.to_builtins(winner.strategy) | {"chunks": 1, "offload": (), "placement": {}}
+    setting = msgspec.structs.replace(
+        winner.setting, assumptions=convert_fields(assumed, Assumptions, section="assumptions")
     )
+    return space_of(setting, fixed, held, choices, template=now)
 
 
 # -- where it runs ----------------------------------------------------------------------------------------
