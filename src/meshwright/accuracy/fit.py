@@ -90,7 +90,7 @@ class Predictor:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.chips = [sorted({case.setting.cluster.chip.name for case in part.cases}) for part in problem.parts]
+        self.chips = [sorted({case.chip.name for case in part.cases}) for part in problem.parts]
         self.known: list[tuple[Any, np.ndarray] | None] = [None] * len(problem.parts)
 
     def __call__(self, numbers: Mapping[str, float], *, keep: bool = True) -> np.ndarray:
@@ -157,7 +157,7 @@ def configuration(case: Case) -> tuple[Any, ...]:
     """Returns a key that is equal for near duplicates."""
     record = case.record
     sizes = tuple(case.strategy.mesh.values())
-    return (record.group, case.setting.model.name, case.setting.cluster.chip.name, record.n_chips, sizes)
+    return (record.group, case.setting.model.name, case.chip.name, record.n_chips, sizes)
 
 
 def cross_validate(problem: Problem, *, rounds: int = 12) -> np.ndarray:
