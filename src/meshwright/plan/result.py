@@ -100,15 +100,20 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self, chosen: PlannedStrategy | None = None) -> Plan:
         """What the plan file holds for one of the strategies; the best when none is named."""
         one = chosen or self.strategies[0]
-        return Plan(
-            model=self.model,
-            cluster=one.cluster,
-            job=one.job,
-            strategy=one.strategy,
-            assumptions=self.setting.assumptions,
-            calibration=self.setting.rates,
-            predicted=one.estimate,
-        )
+        return plan_in(one.setting, one.strategy, one.estimate)
+
+
+def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:
+    """What the plan file holds for a strategy in its setting; `setting_of` gives the setting back."""
+    return Plan(
+        model=setting.model,
+        cluster=setting.cluster,
+        job=setting.job,
+        strategy=strategy,
+        assumptions=setting.assumptions,
+        calibration=setting.rates,
+        predicted=predicted,
+    )
 
 
 def planned(setting: Setting, batch_seqs: int, strategy: Strategy, estimate: Estimate) -> PlannedStrategy:

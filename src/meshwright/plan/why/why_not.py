@@ -16,12 +16,12 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
 from meshwright.plan.legal import Refusal, legal
-from meshwright.plan.planner import FIELDS, space_of
+from meshwright.plan.planner import FIELDS, broken_rule, space_of
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
 from meshwright.plan.space import Choices, Space
 from meshwright.plan.why.bounds import letters_of
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words, standard_assignment
+from meshwright.spec.strategy import Assumptions, Strategy, mesh_words, standard_assignment
 
 NO_LIMIT_BYTES = 1e30
 """Memory of a chip where only the time is asked for."""
@@ -189,12 +189,8 @@ def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:
     """Why no mesh of all chips has the asked sizes."""
     cluster, batch = space.setting.cluster, space.setting.job.batch_seqs
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
-    alone = msgspec.structs.replace(space.template, mesh=make_mesh(space.fixed))
-    if space.num_microbatches is None:
-        alone = msgspec.structs.replace(alone, num_microbatches=1)
-    for refusal in legal(space.setting, alone):
-        if refusal.rule not in ("devices", "placement", "memory", "schedule"):
-            return refusal
+    if refusal := broken_rule(space):
+        return refusal
     taken = math.prod(space.fixed.values())
     if cluster.num_chips % taken:
         advice = _advice(space, asked) or f"Use a product that divides {cluster.num_chips}."
