@@ -238,7 +238,7 @@ def _refuse_given(space: Space) -> None:
 
 
 def broken_rule(space: Space) -> Refusal | None:
-    """The first rule of sizes that the given axes and fields break, whatever else is chosen; None where they may run."""
+    """The first rule of sizes that the given axes and fields break, whatever else is chosen; None without one."""
     given = msgspec.structs.replace(
         space.template, mesh=make_mesh(space.fixed), num_microbatches=space.num_microbatches or 1
     )
