@@ -19,7 +19,7 @@ from meshwright.calculators.training.scaling_laws import (
     scaling_law,
 )
 from meshwright.calculators.verbs.show_chip import product_dtype
-from meshwright.cli.output import format_energy, format_power
+from meshwright.cli.output import format_energy, format_power, three_digits
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_params, format_seconds, parse_count
@@ -243,7 +243,7 @@ def _failures(given: Given, cluster: Cluster | None) -> ExpectedGoodput | None:
 def _text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
     """The budget as text, by what is known of it."""
     if facts["flops"] is not None:
-        yield f"{facts['flops']:.4g} FLOPs = {_number(facts['petaflop_days'])} petaflop-days"
+        yield f"{facts['flops']:.4g} FLOPs = {three_digits(facts['petaflop_days'])} petaflop-days"
         yield from _laws_text(facts, law)
         if facts["spent"] is not None:
             yield from _spent_text(facts, law, model)
@@ -258,22 +258,18 @@ def _text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterat
         yield from _failures_text(facts["failures"])
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 LAW_COLUMNS: dict[str, Any] = {
     "best by": "law",
     "parameters": ("num_params", format_params),
     "tokens": ("num_tokens", format_params),
-    "tokens/param": ("tokens_per_param", _number),
+    "tokens/param": ("tokens_per_param", three_digits),
     "loss": ("loss", "{:.3f}".format),
 }
 YEAR_COLUMNS: dict[str, Any] = {
     "chip": "chip",
     "dtype": "dtype",
     "peak": ("peak_flops", format_flops),
-    "years": ("years", _number),
+    "years": ("years", three_digits),
     "energy": ("energy_kwh", format_energy),
     "FLOPs/$": ("flops_per_dollar", "{:.3g}".format),
 }
@@ -297,7 +293,8 @@ def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> 
     yield Fact(
         "here",
         f"{name}: {format_params(spent.num_params)}{counted} parameters on {format_params(spent.num_tokens)} tokens, "
-        f"{_number(spent.tokens_per_param)} a parameter, {spent.num_params / best.num_params:.2g} times the best size",
+        f"{three_digits(spent.tokens_per_param)} a parameter, {spent.num_params / best.num_params:.2g} times the best "
+        f"size",
     )
     losses = ", ".join(f"{key} {value:.3f}" for key, value in facts["loss_by_law"].items())
     yield Fact("loss", losses)
@@ -325,7 +322,7 @@ def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
     )
     if run["goodput"] < 1:
         yield Fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")
-    yield Fact("one chip", f"{_number(run['one_chip_years'])} years")
+    yield Fact("one chip", f"{three_digits(run['one_chip_years'])} years")
     if run["power_w"] is not None:
         building = f", {format_energy(run['facility_energy_kwh'])} of the building"
         yield Fact(
@@ -339,7 +336,7 @@ def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
     )  # fmt: skip
     yield Fact("cost", money)
     if run["floor_area_m2"] is not None:
-        yield Fact("floor", f"{_number(run['floor_area_m2'])} m2 of racks")
+        yield Fact("floor", f"{three_digits(run['floor_area_m2'])} m2 of racks")
 
 
 def _time(days: float) -> str:

@@ -61,16 +61,21 @@ def command(given: Given) -> Answer:
         raise InputError("there is no product. Write bf16[B,D] * int8[D,F] -> bf16[B,F], or give --attention MODEL.")
     if not swept and not sizes:
         raise InputError("the product has no sizes. Give --dims B=128,D=8192,F=32768, or --sweep.")
-    named = parse_einsum(given.product)
+    if not swept:
+        return product_answer(given.product, unit, sizes, given)
+    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in parse_einsum(given.product))
+    dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
+    points = sweep_points((lhs, rhs), out, sizes, swept, unit=unit, dtype=dtype, channel=given.channel)
+    return sweep_answer(f"{given.product} on {unit.name}", unit, given, dtype, swept, points)
+
+
+def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given) -> Answer:
+    """The roofline of one product in one size, and the batch from which it is compute-bound."""
+    named = parse_einsum(product)
     lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
     dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
-    if swept:
-        points = sweep_points((lhs, rhs), out, sizes, swept, unit=unit, dtype=dtype, channel=given.channel)
-        return sweep_answer(f"{given.product} on {unit.name}", unit, given, dtype, swept, points)
     if not lhs.dims:
-        raise InputError(
-            f"the left array of {given.product!r} has no dims. Write for example x[B,D] * W[D,F] -> y[B,F]."
-        )
+        raise InputError(f"the left array of {product!r} has no dims. Write for example x[B,D] * W[D,F] -> y[B,F].")
     # the batch is the first dim of the left array that the right one lacks
     dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
     line = chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=given.channel)
@@ -98,7 +103,6 @@ def command(given: Given) -> Answer:
         "tile_expansion": _tiles(unit, named, sizes),
         **drawn(given.png),
     }  # fmt: skip
-    product = given.product
     return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)})
 
 

@@ -15,6 +15,7 @@ from meshwright.cli.output import (
     format_power,
     format_range,
     say,
+    three_digits,
     width,
 )
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SET
@@ -252,7 +253,7 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
         f"{format_count(budget.train_tokens)} tokens in {budget.steps:,.0f} steps: "
         f"{format_seconds(budget.days * DAY_S)}, {money}, {format_params(budget.chip_hours)} chip-hours",
     )
-    petaflop_days, years = (_three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
+    petaflop_days, years = (three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
     yield Fact(
         "",
         f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, {budget.mfu_6nd:.1%} of the chip-hours' "
@@ -263,10 +264,6 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
             "power",
             f"{format_power(budget.power_w)} for {num_chips:,} chips alone, {format_energy(budget.energy_kwh)} in all",
         )
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def placement_words(placement: Mapping[str, str]) -> str:

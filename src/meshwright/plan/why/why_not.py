@@ -26,10 +26,11 @@ from meshwright.spec.strategy import Assumptions, Strategy, mesh_words, standard
 NO_LIMIT_BYTES = 1e30
 """Memory of a chip where only the time is asked for."""
 
-SHORT_NAMES: dict[str, str] = {"microbatches": "num_microbatches"}
 ASSIGNMENT_FIELDS = ("zero", "sequence_parallel")
 """Fields that name a standard assignment instead of writing it out."""
 ASSUMED = Assumptions.__struct_fields__
+NAMES = {name: name for name in (*FIELDS, *ASSUMED, *ASSIGNMENT_FIELDS)} | {"microbatches": "num_microbatches"}
+"""What a question may name besides axes -> the field or assumption."""
 
 
 class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,11 +103,11 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name}={value} is not a size. Write for example {name}=4.")
             fixed[name] = value
-        elif SHORT_NAMES.get(name, name) in (*FIELDS, *ASSUMED, *ASSIGNMENT_FIELDS):
-            fields[SHORT_NAMES.get(name, name)] = value
+        elif name in NAMES:
+            fields[NAMES[name]] = value
         else:
-            names = (*MESH_AXES, *FIELDS, *ASSUMED, *SHORT_NAMES, *ASSIGNMENT_FIELDS)
-            raise InputError(f"{name} is neither a mesh axis nor a field of the strategy.{nearest(name, names)}")
+            near = nearest(name, (*MESH_AXES, *NAMES))
+            raise InputError(f"{name} is neither a mesh axis nor a field of the strategy.{near}")
     if set(ASSIGNMENT_FIELDS) & fields.keys():
         zero, parallel = fields.pop("zero", 3), fields.pop("sequence_parallel", True)
         fields["assignment"] = standard_assignment(zero=zero, sequence_parallel=parallel)
