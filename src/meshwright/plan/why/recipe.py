@@ -12,14 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from meshwright.core.units import format_params
-from meshwright.cost.memory import memory_parts, total_bytes
-from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import MEMORY_RULE, Refusal, check_rules, divisors, legal, size_rules, strategy_sizes
+from meshwright.plan.legal import MEMORY_RULE, Refusal, divisors, fewest_microbatches, legal
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
@@ -82,30 +79,13 @@ class _Builder:
         self.chips, self.params = cluster.num_chips, num_params(model)
         self.machine = min(cluster.chip.chips_per_host or MACHINE_CHIPS, self.chips)
 
-    def strategy(self, mesh: Mapping[str, int], remat: str, count: int = 1) -> Strategy:
-        """The template with a mesh, a remat policy and microbatches; keys and values are passed around a ring."""
+    def strategy(self, mesh: Mapping[str, int], remat: str) -> Strategy:
+        """The template with a mesh and a remat policy, in one microbatch; keys and values are passed around a ring."""
         mode = "gather" if self.cluster.kind == "host" else "ring"
         fields: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "offload": (), "placement": {}, "slice_axes": ()}
-        fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": count, "context_attention": mode}
+        fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": 1, "context_attention": mode}
         fields["assignment"] = DEFAULT_ASSIGNMENT
         return msgspec.structs.replace(self.template, **fields)
-
-    def fewest_microbatches(self, mesh: Mapping[str, int], remat: str) -> int | None:
-        """The fewest microbatches with which a mesh fits, at least one for each stage; None where none does."""
-        one = self.strategy(mesh, remat)
-        derived = self.setting.derived(one)
-        if check_rules(size_rules(derived), strategy_sizes(self.setting, one)):
-            return None
-        local = self.job.batch_seqs // (one.mesh["data"] * one.mesh["fsdp"])
-        stages = one.mesh["pipeline"]
-        counts = np.array([count for count in divisors(local) if count >= stages or stages == 1])
-        if not len(counts):
-            return None
-        sizes = self.setting.sizes(one, microbatch_seqs=self.job.batch_seqs / counts)
-        pipeline = PipelineCost(stages=stages, microbatches=counts, software=self.setting.assumptions.software)
-        items = memory_parts(derived, sizes).items(pipeline)
-        fits = np.flatnonzero(np.broadcast_to(total_bytes(items), counts.shape) <= self.setting.memory_limit)
-        return int(counts[fits[0]]) if len(fits) else None
 
     def first_that_fits(self, meshes: Iterator[Mapping[str, int]]) -> Strategy | None:
         """The first mesh that fits, with as little checkpointing as it needs."""
@@ -113,9 +93,9 @@ class _Builder:
             for remat in REMATS:
                 if remat == "sqrt" and self.cluster.kind == "host":
                     continue
-                count = self.fewest_microbatches(mesh, remat)
-                if count is not None:
-                    return self.strategy(mesh, remat, count)
+                one = self.strategy(mesh, remat)
+                if fit := fewest_microbatches(self.setting, one):
+                    return msgspec.structs.replace(one, num_microbatches=fit[0])
         return None
 
 
