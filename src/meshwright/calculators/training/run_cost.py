@@ -6,6 +6,7 @@ Where a plan exists its own step time is better (`plan.run_budget`); this is the
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.fields import check_figures
 from meshwright.cost.formulas.training_budget import (
     facility_energy_kwh,
     floor_area_m2,
@@ -34,17 +35,9 @@ class CostAssumptions(msgspec.Struct, frozen=True, kw_only=True):
     m2_per_rack: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse shares and prices that nothing has."""
-        if not 0 < self.mfu <= 1:
-            raise InputError(f"mfu {self.mfu:g} is a share of the peak. Give a number above 0, at most 1.")
+        check_figures(self, "the budget's", may_be_zero=("host_share",), shares=("mfu",))
         if self.pue < 1:
             raise InputError(f"pue {self.pue:g} is below 1: a building takes at least what its machines do.")
-        if self.host_share < 0 or self.m2_per_rack <= 0:
-            raise InputError("the share of hosts must be 0 or more, and the floor of a rack positive.")
-        for name in ("price_usd_per_hour", "watts_per_chip", "chips_per_rack"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InputError(f"{name.replace('_', ' ')} {value:g} must be positive. Leave it out if not known.")
 
 
 class RunCost(ChipTime, frozen=True, kw_only=True):
