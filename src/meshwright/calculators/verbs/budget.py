@@ -56,8 +56,8 @@ class Given(Options):
     dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].")
     pue: float = option("Energy of the building over its machines'.", default=1.0)
     host_share: float = option("Power of hosts and network, of chips'.", default=0.0)
-    price_usd_per_hour: float | None = option("Dollars a chip-hour, instead of the catalogue's.", "--price")
-    watts_per_chip: float | None = option("Watts of a chip, instead of the catalogue's.", "--watts")
+    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.")
+    watts: float | None = option("Watts of a chip, instead of the catalogue's.")
     chips_per_rack: int | None = option("Gives the floor that racks of so many chips take.")
     m2_per_rack: float = option("Floor of a rack.", default=1.0)
     with_years: bool = option("Years on one of each chip of the catalogue.", "--years")
@@ -72,8 +72,9 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """What FLOPS train (6 N D), or what a model and its tokens take, and how long that is on chips."""
     law = scaling_law(given.law)
-    named = {name: getattr(given, name) for name in CostAssumptions.__struct_fields__}
-    assumed = CostAssumptions(**{name: value for name, value in named.items() if value is not None})
+    named = vars(given) | {"price_usd_per_hour": given.price, "watts_per_chip": given.watts}
+    chosen = (name for name in CostAssumptions.__struct_fields__ if named[name] is not None)
+    assumed = CostAssumptions(**{name: named[name] for name in chosen})
     cluster = parse_cluster(given.on) if given.on else None
     failing = _failures(given, cluster)
     model = load_model(given.model_name) if given.model_name else None
