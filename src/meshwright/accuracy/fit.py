@@ -185,11 +185,8 @@ def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
 
 def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Returns measured over predicted at the 10th and the 90th percentile."""
-    ratio = measured_s / predicted_s
-    order = np.argsort(ratio)
-    share = np.cumsum(weights[order]) / weights.sum()
-    low, high = (float(ratio[order][np.searchsorted(share, part)]) for part in COVERED)
-    return low, high
+    low, high = np.quantile(measured_s / predicted_s, COVERED, weights=weights, method="inverted_cdf")
+    return float(low), float(high)
 
 
 def rounded(numbers: Mapping[str, float], *, digits: int = 3) -> dict[str, float]:
