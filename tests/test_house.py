@@ -11,14 +11,14 @@ MOST_PARAMETERS = 6
 TOO_MANY = {
     "accounting.attention_work", "cache.cached_attention", "cached_latent_attention.cached_latent_attention",
     "curves.curves_figure", "generate.generate", "generate_step.__init__", "layers.parse_block",
-    "linear_cross_entropy.logits_backward", "loop.train", "marks.spans", "model_limits.letters", "search.search",
+    "linear_cross_entropy.logits_backward", "loop.train", "marks.spans", "search.search",
     "step_costs.op_sizes", "train_step.__init__", "transfer.channel_leg", "weights.write_hf",
 }  # fmt: skip
 """Functions of before the rule. None may join, and one that is mended leaves the list."""
 
 BUDGETS = {
-    "core": 650, "spec": 2_500, "algebra": 5_950, "cost": 4_450, "plan": 3_250, "nn": 4_600, "parallel": 2_450,
-    "hlo": 1_900, "train": 3_300, "serve": 380, "verify": 1_450, "profile": 1_860, "accuracy": 1_060, "bench": 2_230,
+    "core": 650, "spec": 2_550, "algebra": 5_950, "cost": 4_450, "plan": 3_200, "nn": 4_600, "parallel": 2_450,
+    "hlo": 1_900, "train": 3_300, "serve": 380, "verify": 1_450, "profile": 1_860, "accuracy": 1_050, "bench": 2_230,
     "report": 2_870, "api": 550, "cli": 4_050, "calculators": 8_700,
 }  # fmt: skip
 """Lines of each package at most; a larger number needs an entry in docs/decisions.md."""

@@ -164,7 +164,7 @@ def test_given_fields_of_the_strategy():
     assert {(one.strategy.remat, one.strategy.num_microbatches) for one in result.strategies} == {("block", 2)}
     names = planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"remat": ["qr", "kr", "v"]}).strategies[0]
     assert names.strategy.remat == ("qr", "kr", "v")
-    assert names.to_json()["remat"] == ["qr", "kr", "v"]
+    assert names.to_json()["remat"] == ("qr", "kr", "v")
     for overrides, words in (
         ({"rematt": "block"}, "strategy.rematt cannot be set here. Did you mean 'remat'?"),
         ({"remat": "blok"}, "remat 'blok' is not a policy. Did you mean 'block'?"),

@@ -1,5 +1,6 @@
 """Predicts many cases at once: cases of one pattern share derived steps, and their sizes are arrays."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 from meshwright.accuracy.cases import Case
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.sizes import OpSizes
+from meshwright.cost.arrays import map_figures, stack
 from meshwright.cost.network.collectives import leg_rates
-from meshwright.cost.network.legs import Leg, group_legs
+from meshwright.cost.network.legs import Leg, Level, group_legs
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_costs import collective_groups
@@ -21,8 +23,8 @@ from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
 from meshwright.spec.efficiency import family, fitted_calibration
 
-NO_LEG: dict[str, Any] = {"size": 1, "bytes_per_s": 1.0, "wraps": False, "sharing": 1, "hops": 0, "hop_s": 0.0}
-
+NO_LEG = Leg(level="ici", size=1, bytes_per_s=1.0, hops=0, hop_s=0.0)
+"""Stands in for a leg that a case lacks: nothing moves over it."""
 
 ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_experts")
 """Fields of an efficiency that are in the rates of a chip already, or the same for all cases of a batch."""
@@ -43,7 +45,7 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def seconds(self, calibrations: Mapping[str, Calibration]) -> np.ndarray:
         """Predicts seconds of a step of each case with the calibration of its chip."""
-        rates = self.rates([calibrations[case.setting.cluster.chip.name] for case in self.cases])
+        rates = self.rates([calibrations[case.chip.name] for case in self.cases])
         priced = PricedStep(derived=self.derived, sizes=self.sizes, rates=rates, pipeline=self.pipeline)
         return np.broadcast_to(priced.seconds.step_s, len(self.cases))
 
@@ -51,7 +53,7 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the rates of each case's machine."""
         chips = [
             chip_rates(
-                case.setting.cluster.chip,
+                case.chip,
                 found,
                 dtype=case.strategy.matmul_dtype,
                 state_dtype=case.strategy.state_dtype,
@@ -79,38 +81,35 @@ def calibrations(
 
     Falls back on the data sheet for chips without numbers, or if asked to.
     """
-    chips = {case.setting.cluster.chip.name: case.setting.cluster.chip for case in cases}
+    chips = {case.chip.name: case.chip for case in cases}
     fitted = {name: None if datasheet else fitted_calibration(chip, numbers) for name, chip in chips.items()}
     return {name: fitted[name] or datasheet_calibration(chip) for name, chip in chips.items()}
 
 
 def batches(cases: Sequence[Case]) -> tuple[CaseBatch, ...]:
     """Groups the cases by pattern."""
-    found: dict[Any, list[int]] = {}
-    programs: dict[Any, Derived] = {}
+    found: dict[tuple[Any, ...], list[int]] = {}
     for number, case in enumerate(cases):
-        key, derived = _pattern(case, programs)
-        found.setdefault(key, []).append(number)
-        programs.setdefault(key, derived)
-    return tuple(_batch(programs[key], cases, numbers) for key, numbers in found.items())
+        found.setdefault(_pattern(case), []).append(number)
+    return tuple(_batch(cases, numbers) for numbers in found.values())
 
 
-def _pattern(case: Case, known: dict[Any, Derived]) -> tuple[Any, Derived]:
-    """Returns the key that cases of one batch share, and their derived steps."""
+def _pattern(case: Case) -> tuple[Any, ...]:
+    """Returns the key that cases of one batch share: their derived steps differ in sizes alone."""
     strategy, setting, cluster = case.strategy, case.setting, case.setting.cluster
     shape = tuple((block.name, block.ops, block.carry) for block in setting.program.blocks)
-    software = setting.assumptions.software
-    choices = (strategy.remat, strategy.context_attention, strategy.schedule, strategy.state, software)
+    choices = (strategy.remat, strategy.context_attention, strategy.schedule, strategy.state, strategy.assignment)
     narrow = strategy.matmul_dtype in ("fp8", "fp4", "int8")
-    rules = str(strategy.assignment)
     # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
     fitted = family(cluster.chip) is not None
-    key = (shape, tuple(map(str, choices)), rules, narrow, fitted, cluster.kind, cluster.num_slices > 1)
-    return key, known.get(key) or setting.symbolic(strategy)
+    software = setting.assumptions.software
+    return (shape, *map(str, choices), software, narrow, fitted, cluster.kind, cluster.num_slices > 1)
 
 
-def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
+def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
     chosen = tuple(cases[number] for number in numbers)
+    first = chosen[0]
+    derived = first.setting.symbolic(first.strategy)
     placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in chosen]
     groups = collective_groups(derived)
     return CaseBatch(
@@ -119,11 +118,11 @@ def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> C
         derived=_with_repeats(derived, chosen),
         sizes=_stacked_sizes(chosen),
         pipeline=PipelineCost(
-            schedule=chosen[0].strategy.schedule,
+            schedule=first.strategy.schedule,
             stages=np.array([case.strategy.mesh["pipeline"] for case in chosen]),
             chunks=np.array([case.strategy.chunks for case in chosen]),
             microbatches=np.array([case.strategy.num_microbatches for case in chosen]),
-            software=chosen[0].setting.assumptions.software,
+            software=first.setting.assumptions.software,
         ),
         legs={group: _stacked_legs([group_legs(placed, group) for placed in placements]) for group in groups},
         fills={group: _filled(placements, group) for group in groups},
@@ -145,26 +144,26 @@ def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
 
 def _stacked_sizes(cases: Sequence[Case]) -> OpSizes:
     every = [case.setting.sizes(case.strategy) for case in cases]
-    dims = {dim: np.array([one.dims[dim] for one in every], dtype=float) for dim in every[0].dims}
-    mesh = {axis: np.array([one.mesh[axis] for one in every], dtype=float) for axis in every[0].mesh}
+    dims, mesh = (
+        map_figures(lambda *sizes: np.array(sizes, dtype=float), *tables)
+        for tables in ([one.dims for one in every], [one.mesh for one in every])
+    )
     return msgspec.structs.replace(every[0], dims=dims, mesh=mesh)
 
 
 def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
     """Stacks the legs of all cases: the n-th leg of a level becomes one leg of arrays."""
-    slots: dict[tuple[str, int], list[Leg | None]] = {}
+    slots: dict[tuple[Level, int], list[Leg]] = {}
     for number, legs in enumerate(every):
-        seen: dict[str, int] = {}
+        seen: Counter[Level] = Counter()
         for leg in legs:
-            place = seen.get(leg.level, 0)
-            seen[leg.level] = place + 1
-            slots.setdefault((leg.level, place), [None] * len(every))[number] = leg
+            slots.setdefault((leg.level, seen[leg.level]), [NO_LEG] * len(every))[number] = leg
+            seen[leg.level] += 1
     order = {"ici": 0, "nvlink": 0, "host": 0, "network": 1, "dcn": 2}
-    return tuple(_stacked_leg(level, legs) for (level, _), legs in sorted(slots.items(), key=lambda s: order[s[0][0]]))
-
-
-def _stacked_leg(level: Any, legs: Sequence[Leg | None]) -> Leg:
-    return Leg(level=level, **_arrays([SimpleNamespace(**NO_LEG) if leg is None else leg for leg in legs], NO_LEG))
+    return tuple(
+        msgspec.structs.replace(stack(legs), level=level)
+        for (level, _), legs in sorted(slots.items(), key=lambda slot: order[slot[0][0]])
+    )
 
 
 def _arrays(every: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:

@@ -65,6 +65,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Strategy
     measured_s: float
 
+    @property
+    def chip(self) -> Chip:
+        """The chip that was measured."""
+        return self.setting.cluster.chip
+
 
 class Unpredicted(msgspec.Struct, frozen=True, kw_only=True):
     """A record that is not predicted, and why."""
@@ -75,33 +80,30 @@ class Unpredicted(msgspec.Struct, frozen=True, kw_only=True):
 
 def case_of(record: Record) -> Case | Unpredicted:
     """Converts a record to a case, or returns the reason why it cannot."""
-    if record.kind != "train":
-        return Unpredicted(record=record, reason=f"kind {record.kind}: only training is predicted in this version")
-    missing = [name for name in ("model", "seq_len", "global_batch_seqs") if not getattr(record, name)]
-    if missing or record.n_chips < 1:
-        return Unpredicted(record=record, reason=f"no {' and no '.join(missing or ['n_chips'])}")
     try:
         return _case(record)
     except (InputError, CannotRunError) as error:
         return Unpredicted(record=record, reason=str(error))
 
 
-def _case(record: Record) -> Case | Unpredicted:
-    assert record.model is not None
-    assert record.seq_len is not None
-    assert record.global_batch_seqs is not None
-    model = model_of(record.model, record.seq_len)
-    cluster = cluster_of(record)
+def _case(record: Record) -> Case:
+    if record.kind != "train":
+        raise InputError(f"kind {record.kind}: only training is predicted in this version")
+    if not record.model or not record.seq_len or not record.global_batch_seqs or record.n_chips < 1:
+        missing = [name for name in ("model", "seq_len", "global_batch_seqs") if not getattr(record, name)]
+        raise InputError(f"no {' and no '.join(missing or ['n_chips'])}")
+    model, cluster = model_of(record.model, record.seq_len), cluster_of(record)
     job = Job(batch_seqs=max(1, round(record.global_batch_seqs)), seq_len=record.seq_len)
     measured = measured_seconds(record, model, job, cluster.chip)
-    if measured is None:
-        return Unpredicted(record=record, reason="no step time, throughput or utilisation was measured")
     strategy = strategy_of(record, model, cluster)
     peak(cluster.chip, strategy.matmul_dtype)  # a dtype that the chip lacks is a reason, not a fault of the file
     # the first: whole physical axes under mesh axes, as device meshes are made, not the best that a search finds
     placed = strategy_placements(cluster, strategy)[0].describe()
     strategy = msgspec.structs.replace(strategy, placement=placed)
-    setting = Setting(model, cluster, job, assumptions=assumptions_of(record))
+    # published software sends filled expert slots only
+    kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
+    assumed = Assumptions(software=_software(record), attention_kernel=kernel, empty_slots=False)
+    setting = Setting(model, cluster, job, assumptions=assumed)
     return Case(record=record, setting=setting, strategy=strategy, measured_s=measured)
 
 
@@ -227,12 +229,6 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     )
 
 
-def assumptions_of(record: Record) -> Assumptions:
-    """Returns the assumptions for a record's step: published software sends filled expert slots only."""
-    kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
-    return Assumptions(software=_software(record), attention_kernel=kernel, empty_slots=False)
-
-
 def _software(record: Record) -> Software:
     """Compiled on TPUs and by MaxText; eager else, in the manner of 2021 where the precision is fp16."""
     if record.hardware.startswith("TPU") or record.group.startswith(COMPILED_GPU):
@@ -306,8 +302,11 @@ def _remat(record: Record) -> str | tuple[str, ...]:
 # -- what was measured ----------------------------------------------------------------------------------
 
 
-def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> float | None:
-    """Returns seconds of a step: as given, else from throughput, else from utilisation with the source's own FLOPs."""
+def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> float:
+    """Returns seconds of a step: as given, else from throughput, else from utilisation with the source's own FLOPs.
+
+    Raises InputError where nothing of it was measured.
+    """
     found, tokens = record.measured, job.tokens_per_step
     if found.step_s:
         return found.step_s
@@ -317,7 +316,9 @@ def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> floa
         return tokens / found.tokens_per_s_per_chip / record.n_chips
     rate = found.tflops_per_chip
     flops_per_s = rate * 1e12 if rate else (found.mfu or 0.0) * peak(chip, _wide(chip))
-    return _counted_flops(record, model, job) / flops_per_s / record.n_chips if flops_per_s else None
+    if not flops_per_s:
+        raise InputError("no step time, throughput or utilisation was measured")
+    return _counted_flops(record, model, job) / flops_per_s / record.n_chips
 
 
 def _counted_flops(record: Record, model: Model, job: Job) -> float:

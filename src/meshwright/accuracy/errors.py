@@ -1,7 +1,7 @@
 """Predictions beside published measurements: errors, bias, and how often the interval holds, per group."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,6 @@ import numpy as np
 from meshwright.accuracy.batches import batches, calibrations
 from meshwright.accuracy.cases import Case, Unpredicted, case_of
 from meshwright.accuracy.records import Record
-from meshwright.cost.setting import Setting
 from meshwright.spec.calibration import Calibration
 
 
@@ -80,13 +79,10 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         found = [one.group for one in self.predictions] + [one.record.group for one in self.unpredicted]
         return tuple(dict.fromkeys(found))
 
-    def summary(self, chosen: Callable[[Comparison], bool] = lambda one: True) -> Summary:
-        """Summarises the errors of the chosen predictions."""
-        return summarise([one for one in self.predictions if chosen(one)])
-
-    def of_group(self, group: str) -> Summary:
-        """Summarises the errors of one group."""
-        return self.summary(lambda one: one.group == group)
+    def summary(self, *, group: str | None = None, core: bool = False) -> Summary:
+        """Summarises the errors of all predictions, of one group, or of core records alone."""
+        chosen = [one for one in self.predictions if group in (None, one.group) and (one.core or not core)]
+        return summarise(chosen)
 
     def reasons(self) -> dict[str, list[str]]:
         """Maps each reason to the ids of the records it excludes."""
@@ -119,11 +115,15 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self) -> dict[str, Any]:
         """``overall``, ``core_train`` and one object per group; the regret of the pick; every record, and reasons why
         others are not predicted."""
-        table: dict[str, Any] = {"overall": self.summary(), "core_train": self.summary(lambda one: one.core)}
-        table |= {group: self.of_group(group) for group in self.groups}
-        counted = {name: msgspec.structs.asdict(found) for name, found in table.items()}
-        records = [{**msgspec.structs.asdict(one), "error": one.error} for one in self.predictions]
-        return counted | {"pick": self.regret(), "records": records, "unpredicted": self.reasons()}
+        found = {
+            "overall": self.summary(),
+            "core_train": self.summary(core=True),
+            **{group: self.summary(group=group) for group in self.groups},
+            "pick": self.regret(),
+            "records": [{**msgspec.structs.asdict(one), "error": one.error} for one in self.predictions],
+            "unpredicted": self.reasons(),
+        }
+        return dict(msgspec.to_builtins(found))
 
 
 def summarise(predictions: Sequence[Comparison]) -> Summary:
@@ -167,29 +167,26 @@ def accuracy_of(
     """Compares cases with their predicted seconds; intervals come from the calibrations."""
     pairs = zip(cases, seconds.tolist(), strict=True)
     return Accuracy(
-        predictions=tuple(_predicted(case, s, calibrations[case.setting.cluster.chip.name]) for case, s in pairs),
+        predictions=tuple(_predicted(case, s, calibrations[case.chip.name]) for case, s in pairs),
         unpredicted=tuple(unpredicted),
     )
 
 
 def _predicted(case: Case, seconds: float, calibration: Calibration) -> Comparison:
-    low, high = calibration.efficiency.interval(has_experts=case.setting.model.num_experts > 0)
+    setting = case.setting
+    model, cluster, job = setting.model, setting.cluster, setting.job
+    low, high = calibration.efficiency.interval(has_experts=model.num_experts > 0)
     if not math.isfinite(seconds) or seconds <= 0:
         raise AssertionError(f"{case.record.id}: predicted {seconds} s")
     return Comparison(
         id=case.record.id,
         group=case.record.group,
-        job=_job_words(case.setting),
+        job=f"{model.name} on {cluster.short_name}, {job.batch_seqs} x {job.seq_len}",
         core=case.record.core,
-        chip=case.setting.cluster.chip.name,
+        chip=case.chip.name,
         fitted=not calibration.is_datasheet,
         measured_s=case.measured_s,
         predicted_s=seconds,
         low_s=None if low is None else seconds * low,
         high_s=None if high is None else seconds * high,
     )
-
-
-def _job_words(setting: Setting) -> str:
-    job = setting.job
-    return f"{setting.model.name} on {setting.cluster.short_name}, {job.batch_seqs} x {job.seq_len}"

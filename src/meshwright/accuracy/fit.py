@@ -90,7 +90,7 @@ class Predictor:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.chips = [sorted({case.setting.cluster.chip.name for case in part.cases}) for part in problem.parts]
+        self.chips = [sorted({case.chip.name for case in part.cases}) for part in problem.parts]
         self.known: list[tuple[Any, np.ndarray] | None] = [None] * len(problem.parts)
 
     def __call__(self, numbers: Mapping[str, float], *, keep: bool = True) -> np.ndarray:
@@ -157,7 +157,7 @@ def configuration(case: Case) -> tuple[Any, ...]:
     """Returns a key that is equal for near duplicates."""
     record = case.record
     sizes = tuple(case.strategy.mesh.values())
-    return (record.group, case.setting.model.name, case.setting.cluster.chip.name, record.n_chips, sizes)
+    return (record.group, case.setting.model.name, case.chip.name, record.n_chips, sizes)
 
 
 def cross_validate(problem: Problem, *, rounds: int = 12) -> np.ndarray:
@@ -185,11 +185,8 @@ def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
 
 def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Returns measured over predicted at the 10th and the 90th percentile."""
-    ratio = measured_s / predicted_s
-    order = np.argsort(ratio)
-    share = np.cumsum(weights[order]) / weights.sum()
-    low, high = (float(ratio[order][np.searchsorted(share, part)]) for part in COVERED)
-    return low, high
+    low, high = np.quantile(measured_s / predicted_s, COVERED, weights=weights, method="inverted_cdf")
+    return float(low), float(high)
 
 
 def rounded(numbers: Mapping[str, float], *, digits: int = 3) -> dict[str, float]:

@@ -13,6 +13,7 @@ from meshwright.core.fields import convert_fields
 from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import require_legal
+from meshwright.plan.result import plan_in
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -59,15 +60,7 @@ def plan_of(setting: Setting, strategy: Strategy) -> Plan:
     Raises CannotRunError, with the rule that is broken, for a strategy that does not run.
     """
     require_legal(setting, strategy)
-    return Plan(
-        model=setting.model,
-        cluster=setting.cluster,
-        job=setting.job,
-        strategy=strategy,
-        assumptions=setting.assumptions,
-        calibration=setting.rates,
-        predicted=estimate_step(setting, strategy),
-    )
+    return plan_in(setting, strategy, estimate_step(setting, strategy))
 
 
 def changed_plan(plan: Plan, **changes: Any) -> Plan:

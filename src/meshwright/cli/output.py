@@ -59,6 +59,11 @@ def format_range(lower: float, upper: float) -> str:
 _SECONDS = {"days": 86400.0, "h": 3600.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
+def three_digits(value: float) -> str:
+    """``"80.1"``, ``"11,574"``: at least three digits, and no power of ten for large numbers."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def format_power(watts: float) -> str:
     """``"700 W"``, ``"5.6 kW"``, ``"1.43 MW"``."""
     return format_flops(watts, unit="W") if watts >= 1e6 or watts < 1e3 else f"{watts / 1e3:.3g} kW"

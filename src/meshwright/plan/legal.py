@@ -17,7 +17,7 @@ from meshwright.algebra.rewrites.pipeline import NO_PIPELINE
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
-from meshwright.cost.memory import total_bytes
+from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
@@ -164,8 +164,30 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
     memory = setting.memory(strategy, derived)
     if total_bytes(memory) <= setting.memory_limit:
         return ()
-    message = f"{_memory_message(facts, memory, setting.memory_limit)} {_remedy(setting, strategy, facts)}"
+    message = f"{_memory_message(facts, memory, setting.memory_limit)} {_remedy(setting, strategy)}"
     return (Refusal(rule=MEMORY_RULE, message=message),)
+
+
+def fewest_microbatches(setting: Setting, strategy: Strategy) -> tuple[int, float] | None:
+    """The fewest microbatches with which a strategy fits in memory, and its bytes per chip then; None without any.
+
+    The schedule has to run with them, every data shard needs whole sequences, and all other sizes have to divide.
+    """
+    batch, derived = setting.job.batch_seqs, setting.derived(strategy)
+    facts = strategy_sizes(setting, strategy)
+    if check_rules(size_rules(derived), facts):
+        return None
+    shards = product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert"))
+    counts = np.array(divisors(max(1, batch // int(shards))))
+    runs = SCHEDULE_RULE.holds(msgspec.structs.replace(facts, num_microbatches=counts))
+    counts = counts[np.broadcast_to(runs, counts.shape)]
+    if not len(counts):
+        return None
+    parts = memory_parts(derived, setting.sizes(strategy, microbatch_seqs=batch / counts))
+    pipeline = msgspec.structs.replace(setting.pipeline(strategy), microbatches=counts)
+    need = np.broadcast_to(total_bytes(parts.items(pipeline, strategy.offload)), counts.shape)
+    fits = np.flatnonzero(need <= setting.memory_limit)
+    return (int(counts[fits[0]]), float(need[fits[0]])) if len(fits) else None
 
 
 def require_legal(setting: Setting, strategy: Strategy) -> None:
@@ -302,17 +324,12 @@ def _memory_message(facts: StrategySizes, memory: dict[str, Number], limit: floa
     )
 
 
-def _remedy(setting: Setting, strategy: Strategy, facts: StrategySizes) -> str:
+def _remedy(setting: Setting, strategy: Strategy) -> str:
     """Names the smallest change of remat and microbatches that fits."""
-    shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")))
-    changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
-    derived = {remat: setting.derived(other) for remat, other in changed.items()}
-    for count in divisors(max(1, setting.job.batch_seqs // shards)):
-        if not SCHEDULE_RULE.holds(msgspec.structs.replace(facts, num_microbatches=count)):
-            continue
-        for remat, other in changed.items():
-            with_count = msgspec.structs.replace(other, num_microbatches=count)
-            need = float(total_bytes(setting.memory(with_count, derived[remat])))
-            if need <= setting.memory_limit:
-                return f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
-    return "No remat policy or number of microbatches makes it fit: use more chips, or larger fsdp and tensor axes."
+    others = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
+    fits = {remat: fewest_microbatches(setting, other) for remat, other in others.items()}
+    found = [(*fit, remat) for remat, fit in fits.items() if fit is not None]
+    if not found:
+        return "No remat policy or number of microbatches makes it fit: use more chips, or larger fsdp and tensor axes."
+    count, need, remat = min(found, key=lambda one: one[0])
+    return f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."

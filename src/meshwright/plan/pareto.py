@@ -1,18 +1,14 @@
 """Pareto frontiers: plans unbeaten in step time and memory, or in step time and money."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
-from meshwright.core.errors import CannotRunError
-from meshwright.core.units import format_bytes
-from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import parts_of
 from meshwright.plan.planner import space_of
-from meshwright.plan.result import PlannedStrategy
+from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
-from meshwright.plan.space import USUAL, Choices, Space
+from meshwright.plan.space import Space
 
 MAX_HALVINGS = 12
 LEAST_CHEAPER = 2e-3
@@ -27,32 +23,13 @@ class Frontier(msgspec.Struct, frozen=True, kw_only=True):
     cost: tuple[PlannedStrategy, ...]
 
 
-def pareto(
-    setting: Setting,
-    *,
-    axes: Mapping[str, int] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    choices: Choices = USUAL,
-) -> Frontier:
-    """Returns both frontiers of a job; the parts of the cluster have half the chips, a quarter and so on.
-
-    Raises CannotRunError when nothing runs on all chips.
-    """
-    model, cluster, job = setting.model, setting.cluster, setting.job
-    space = space_of(setting, axes or {}, overrides or {}, choices)
-    outcome = search(space, cluster, job.batch_seqs, top=1, frontier=True)
-    if not outcome.found:
-        limit = format_bytes(setting.memory_limit)
-        need = (
-            f"the best needs {format_bytes(outcome.least_bytes)} of {limit}" if outcome.num_meshes else "no mesh fits"
-        )
-        raise CannotRunError(
-            f"no plan of {model.name} uses all chips of {cluster.short_name} ({need}), so there is no frontier. "
-            f"Name another cluster or batch; without --pareto the largest part that runs is planned."
-        )
-    priced = cluster.chip.price_usd_per_hour is not None
-    smaller = _on_parts(space) if priced else []
-    return Frontier(memory=outcome.frontier, cost=_cheaper([outcome.found[0], *smaller]) if priced else ())
+def pareto(result: PlanResult) -> Frontier:
+    """Returns both frontiers of the chips that a result uses; parts of them are half the chips, a quarter and so on."""
+    setting = result.setting.on(result.strategies[0].cluster)
+    space = space_of(setting, result.axes, result.overrides, result.choices)
+    outcome = search(space, setting.cluster, setting.job.batch_seqs, top=1, frontier=True)
+    priced = setting.cluster.chip.price_usd_per_hour is not None
+    return Frontier(memory=outcome.frontier, cost=_cheaper([outcome.found[0], *_on_parts(space)]) if priced else ())
 
 
 def _on_parts(space: Space) -> list[PlannedStrategy]:

@@ -13,7 +13,7 @@ from meshwright.core.fields import convert_fields
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
-from meshwright.plan.legal import legal
+from meshwright.plan.legal import Refusal, legal
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
@@ -81,7 +81,8 @@ def rank_plans(
     near = None
     shortfall: tuple[str, ...] = ()
     if outcome.found[0].cluster != cluster:
-        near = _nearest_batch(space)
+        # the fastest per token on all chips, which need not be the nearest
+        near = next(iter(search(space, cluster, job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found), None)
         shortfall = _part_notes(cluster, job, outcome, whole, near)
     return PlanResult(
         setting=setting,
@@ -89,6 +90,9 @@ def rank_plans(
         notes=notes,
         shortfall=shortfall,
         nearest_batch=near,
+        axes=axes or {},
+        overrides=overrides or {},
+        choices=choices,
     )
 
 
@@ -119,9 +123,17 @@ def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
 
 
 def space_of(
-    setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any], choices: Choices = USUAL
+    setting: Setting,
+    axes: Mapping[str, int],
+    overrides: Mapping[str, Any],
+    choices: Choices = USUAL,
+    *,
+    template: Mapping[str, Any] | None = None,
 ) -> Space:
-    """Returns the search space that remains once the given axes and fields are fixed."""
+    """Returns the search space that remains once the given axes and fields are fixed.
+
+    Fields that are neither given nor searched are those of ``template``, by name, or the usual ones.
+    """
     make_mesh(axes)
     for axis, size in axes.items():
         if size < 1:
@@ -135,9 +147,10 @@ def space_of(
                 )
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
     # CPUs train in float32 unless told otherwise
-    state = "fp32" if setting.cluster.kind == "host" else "bf16-adam"
-    template = convert_fields({"state": state, **given, "mesh": make_mesh({})}, Strategy, section="strategy")
-    return open_space(setting, template, given=given, choices=choices, fixed=axes)
+    usual = {"state": "fp32" if setting.cluster.kind == "host" else "bf16-adam"}
+    fields = {**(template or usual), **given, "mesh": make_mesh({})}
+    strategy = convert_fields(fields, Strategy, section="strategy")
+    return open_space(setting, strategy, given=given, choices=choices, fixed=axes)
 
 
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
@@ -187,13 +200,6 @@ def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOut
     return min(outcome, fewer, key=lambda one: one.found[0].estimate.step_s)
 
 
-def _nearest_batch(space: Space) -> PlannedStrategy | None:
-    """The fastest strategy per token on all chips, over batches within reach of the wanted one (not the nearest)."""
-    setting = space.setting
-    found = search(space, setting.cluster, setting.job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found
-    return found[0] if found else None
-
-
 def _part_notes(
     cluster: Cluster, job: Job, outcome: SearchOutcome, whole: PlannedStrategy | None, near: PlannedStrategy | None
 ) -> tuple[str, ...]:
@@ -227,10 +233,17 @@ def _refuse_given(space: Space) -> None:
             f"{devices} not divide the {cluster.num_chips} chips of {cluster.short_name}. "
             f"Use axes whose product divides {cluster.num_chips}."
         )
-    alone = msgspec.structs.replace(space.template, mesh=make_mesh(space.fixed))
-    for refusal in legal(space.setting, alone):
-        if refusal.rule not in ("devices", "placement", "memory"):
-            raise CannotRunError(refusal.message)
+    if refusal := broken_rule(space):
+        raise CannotRunError(refusal.message)
+
+
+def broken_rule(space: Space) -> Refusal | None:
+    """The first rule of sizes that the given axes and fields break, whatever else is chosen; None without one."""
+    given = msgspec.structs.replace(
+        space.template, mesh=make_mesh(space.fixed), num_microbatches=space.num_microbatches or 1
+    )
+    open_rules = ("devices", "placement", "memory", "schedule")
+    return next((refusal for refusal in legal(space.setting, given) if refusal.rule not in open_rules), None)
 
 
 def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:

@@ -37,7 +37,6 @@ class Best:
 
     def __init__(self) -> None:
         self.kept: list[Variant] = []
-        self.ends: list[int] = []
         self.num_legal = self.num_ranked = 0
         self.least_bytes = np.inf
         self.fits_without_stages = False
@@ -49,53 +48,46 @@ class Best:
         if not len(variant.rows):
             return
         self.fits_without_stages |= bool(np.any(variant.rows.mesh["pipeline"] == 1))
-        index = fastest_and_leanest(variant.seconds, variant.need)
-        self.kept.append(select(variant, index))
-        self.ends.append((self.ends[-1] if self.ends else 0) + len(index))
+        self.kept.append(select(variant, fastest_and_leanest(variant.seconds, variant.need)))
 
     def at(self, index: int) -> Variant:
         """One candidate as a variant of one row."""
-        which = int(np.searchsorted(self.ends, index, side="right"))
-        start = self.ends[which - 1] if which else 0
-        return select(self.kept[which], np.array([index - start]))
+        ends = np.cumsum([len(variant.rows) for variant in self.kept])
+        which = int(np.searchsorted(ends, index, side="right"))
+        return select(self.kept[which], np.array([index - ends[which]]))
 
-    def columns(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds and bytes of all kept candidates."""
-        if not self.kept:
-            return np.zeros(0), np.zeros(0)
-        return np.concatenate([v.seconds for v in self.kept]), np.concatenate([v.need for v in self.kept])
+    def column(self, figure: Callable[[Variant], Any]) -> np.ndarray:
+        """One figure of all kept candidates."""
+        columns = [np.broadcast_to(np.asarray(figure(one)), len(one.rows)) for one in self.kept]
+        return np.concatenate(columns) if columns else np.zeros(0)
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Seconds per sequence of all kept candidates."""
+        return self.column(lambda one: one.seconds)
 
     def order(self) -> np.ndarray:
         """Fastest per token first. Among equally fast ones: fewer stages, nothing offloaded, fewer microbatches, less
         remat, what is split over fsdp (ZeRO-3 first), fsdp rather than data, less context.
         """
-        seconds, _ = self.columns()
+        seconds = self.seconds
         if not len(seconds):
             return np.zeros(0, dtype=np.intp)
         level = np.round(np.log(seconds / seconds.min()) / TIE)
-
         keys: tuple[Callable[[Variant], Any], ...] = (
-            lambda v: v.rows.mesh["context"],
-            lambda v: v.rows.mesh["data"],
-            lambda v: v.pattern,
-            lambda v: v.rank,
-            lambda v: v.rows.microbatches,
-            lambda v: len(v.offload),
-            lambda v: v.rows.mesh["pipeline"],
+            lambda one: one.rows.mesh["context"],
+            lambda one: one.rows.mesh["data"],
+            lambda one: one.pattern,
+            lambda one: one.rank,
+            lambda one: one.rows.microbatches,
+            lambda one: len(one.offload),
+            lambda one: one.rows.mesh["pipeline"],
         )
-        columns = (
-            np.concatenate([np.broadcast_to(np.asarray(key(v)), len(v.rows)) for v in self.kept]) for key in keys
-        )
-        return np.lexsort((seconds, *columns, level))
-
-    def meshes(self) -> np.ndarray:
-        """The mesh of every kept candidate, one row each."""
-        columns = [np.concatenate([v.rows.mesh[axis] for v in self.kept]) for axis in MESH_AXES]
-        return np.column_stack(columns)
+        return np.lexsort((seconds, *map(self.column, keys), level))
 
     def frontier(self) -> list[int]:
         """Indices of candidates unbeaten in seconds and bytes, fastest first."""
-        seconds, need = self.columns()
+        seconds, need = self.seconds, self.column(lambda one: one.need)
         found, least = [], np.inf
         for index in np.lexsort((need, seconds)).tolist():
             if need[index] < least * (1 - TIE):
@@ -122,22 +114,16 @@ def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
     """
     if not len(order):
         return []
-    meshes, (seconds, _) = best.meshes(), best.columns()
-    axis = {name: number for number, name in enumerate(MESH_AXES)}
+    meshes = {axis: np.concatenate([one.rows.mesh[axis] for one in best.kept]).tolist() for axis in MESH_AXES}
     listed: set[tuple[int, ...]] = set()
     turns: list[list[int]] = []
     depth: dict[tuple[int, ...], int] = {}
     for number in order.tolist():
-        mesh = tuple(meshes[number].tolist())
-        if mesh in listed:
+        mesh = {axis: sizes[number] for axis, sizes in meshes.items()}
+        if tuple(mesh.values()) in listed:
             continue
-        listed.add(mesh)
-        key = (
-            mesh[axis["pipeline"]],
-            mesh[axis["data"]] * mesh[axis["fsdp"]] * mesh[axis["context"]],
-            mesh[axis["expert"]],
-            mesh[axis["tensor"]],
-        )
+        listed.add(tuple(mesh.values()))
+        key = (mesh["pipeline"], mesh["data"] * mesh["fsdp"] * mesh["context"], mesh["expert"], mesh["tensor"])
         turn = depth.get(key, 0)
         depth[key] = turn + 1
         if turn == len(turns):
@@ -146,4 +132,4 @@ def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
         if len(turns[0]) >= top:
             break
     chosen = [number for turn in turns for number in turn][:top]
-    return sorted(chosen, key=lambda number: float(seconds[number]))
+    return sorted(chosen, key=best.seconds.__getitem__)

@@ -1,23 +1,19 @@
 """What a plan returns: strategies that run with their predictions, as data, as JSON and as a plan file."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from meshwright.cost.formulas.training_budget import cost_usd, days
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
+from meshwright.plan.run_budget import chip_time
+from meshwright.plan.space import USUAL, Choices
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy
-
-_FIGURES = (
-    *("step_s", "step_s_lower", "step_s_upper", "step_s_p10", "step_s_p90", "mfu", "hfu", "hbm_bytes_per_chip"),
-    *("memory", "bound_by", "train_days", "cost_usd"),
-)
-"""Fields of a prediction in the order of `plan --json`."""
 
 
 class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,26 +44,16 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
         return price * self.num_chips / 3600 * self.estimate.step_s / self.job.tokens_per_step
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, the keys of `plan --json`."""
-        remat = self.strategy.remat
-        found, strategy = msgspec.to_builtins(self.estimate), msgspec.to_builtins(self.strategy)
-        return {
-            "axes": strategy["mesh"],
-            **{name: strategy[name] for name in ("placement", "assignment", "num_microbatches", "schedule", "chunks")},
-            "zero": self.strategy.zero,
-            "context_attention": strategy["context_attention"],
-            "offload": list(self.strategy.offload),
-            "precision": self.strategy.matmul_dtype,
-            "remat": remat if isinstance(remat, str) else list(remat),
-            **{name: found[name] for name in _FIGURES},
-            "num_chips": self.num_chips,
-            "terms": found["terms"],
-        }
+        """Plain data, the keys of `plan --json`: the fields of the strategy and of its prediction."""
+        found = msgspec.to_builtins(self.strategy) | msgspec.to_builtins(self.estimate)
+        more = {"zero": self.strategy.zero, "precision": self.strategy.matmul_dtype, "num_chips": self.num_chips}
+        return {"axes": found.pop("mesh"), **found, **more}
 
 
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     """Strategies, best first, for the job as given.
 
+    ``axes``, ``overrides`` and ``choices`` are what the search was given, for the questions that search again.
     ``shortfall`` says why chips are left over and what would use them. ``nearest_batch`` is set only then: the
     fastest strategy per token on all chips, of the batches within a quarter of the wanted one.
     """
@@ -77,6 +63,9 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     shortfall: tuple[str, ...] = ()
     nearest_batch: PlannedStrategy | None = None
+    axes: Mapping[str, int] = {}
+    overrides: Mapping[str, Any] = {}
+    choices: Choices = USUAL
 
     @property
     def model(self) -> Model:
@@ -111,29 +100,27 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self, chosen: PlannedStrategy | None = None) -> Plan:
         """What the plan file holds for one of the strategies; the best when none is named."""
         one = chosen or self.strategies[0]
-        return Plan(
-            model=self.model,
-            cluster=one.cluster,
-            job=one.job,
-            strategy=one.strategy,
-            assumptions=self.setting.assumptions,
-            calibration=self.setting.rates,
-            predicted=one.estimate,
-        )
+        return plan_in(one.setting, one.strategy, one.estimate)
+
+
+def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:
+    """What the plan file holds for a strategy in its setting; `setting_of` gives the setting back."""
+    return Plan(
+        model=setting.model,
+        cluster=setting.cluster,
+        job=setting.job,
+        strategy=strategy,
+        assumptions=setting.assumptions,
+        calibration=setting.rates,
+        predicted=predicted,
+    )
 
 
 def planned(setting: Setting, batch_seqs: int, strategy: Strategy, estimate: Estimate) -> PlannedStrategy:
     """The strategy with days and money for all tokens of the job, at the chip's price where there is one."""
-    job, chip = msgspec.structs.replace(setting.job, batch_seqs=batch_seqs), setting.cluster.chip
-    train_days = money = None
+    job = msgspec.structs.replace(setting.job, batch_seqs=batch_seqs)
     if job.train_tokens is not None:
         seconds = estimate.step_s * job.train_tokens / job.tokens_per_step
-        train_days = days(seconds)
-        if chip.price_usd_per_hour is not None:
-            chips = setting.cluster.num_chips
-            money = cost_usd(seconds, num_chips=chips, price_usd_per_hour=chip.price_usd_per_hour)
-    return PlannedStrategy(
-        setting=msgspec.structs.replace(setting, job=job),
-        strategy=strategy,
-        estimate=msgspec.structs.replace(estimate, train_days=train_days, cost_usd=money),
-    )
+        run = chip_time(seconds, setting.cluster.chip, setting.cluster.num_chips)
+        estimate = msgspec.structs.replace(estimate, train_days=run.days, cost_usd=run.cost_usd)
+    return PlannedStrategy(setting=msgspec.structs.replace(setting, job=job), strategy=strategy, estimate=estimate)

@@ -14,16 +14,30 @@ from meshwright.cost.formulas.training_budget import (
     years,
 )
 from meshwright.spec.calibration import reference_peak
+from meshwright.spec.chip import Chip
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.weights import num_active_params
 
 
-class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """All tokens of a job at one step time; ``None`` where a price or a power is not known.
+class ChipTime(msgspec.Struct, frozen=True, kw_only=True):
+    """What equal chips take for so many seconds; ``None`` where a price or a power is not known.
+
+    Power and energy are those of the chips alone.
+    """
+
+    days: float
+    chip_hours: float
+    cost_usd: float | None
+    power_w: float | None
+    energy_kwh: float | None
+
+
+class RunBudget(ChipTime, frozen=True, kw_only=True):
+    """All tokens of a job at one step time.
 
     ``flops`` are 6 N D with N the active parameters, ``one_chip_years`` their time on one chip at peak, and
     ``mfu_6nd`` what they are of the peak over the run's chip-hours, the utilisation that published runs allow to
-    compute; the plan's own MFU counts attention too. Power and energy are those of the chips alone.
+    compute; the plan's own MFU counts attention too.
     """
 
     train_tokens: int
@@ -31,12 +45,19 @@ class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
     flops: float
     petaflop_days: float
     one_chip_years: float
-    days: float
-    chip_hours: float
     mfu_6nd: float
-    cost_usd: float | None
-    power_w: float | None
-    energy_kwh: float | None
+
+
+def chip_time(seconds: float, chip: Chip, num_chips: int) -> ChipTime:
+    """The days, chip-hours, money and energy of so many seconds of equal chips, at the chip's price and power."""
+    price, watts = chip.price_usd_per_hour, chip.power_w
+    return ChipTime(
+        days=days(seconds),
+        chip_hours=seconds / 3600 * num_chips,
+        cost_usd=price and cost_usd(seconds, num_chips=num_chips, price_usd_per_hour=price),
+        power_w=watts and power_w(num_chips, watts),
+        energy_kwh=watts and energy_kwh(seconds, num_chips=num_chips, watts_per_chip=watts),
+    )
 
 
 def run_budget(plan: Plan, *, step_s: float) -> RunBudget | None:
@@ -44,23 +65,17 @@ def run_budget(plan: Plan, *, step_s: float) -> RunBudget | None:
     tokens = plan.job.train_tokens
     if tokens is None:
         return None
-    chip, chips = plan.cluster.chip, plan.cluster.num_chips
+    chip = plan.cluster.chip
     steps = tokens / plan.job.tokens_per_step
-    seconds = step_s * steps
     flops = training_flops(num_active_params(plan.model), tokens)
     peak = reference_peak(chip, plan.calibration, plan.strategy.matmul_dtype)
-    hours = seconds / 3600 * chips
-    price, watts = chip.price_usd_per_hour, chip.power_w
+    time = chip_time(step_s * steps, chip, plan.cluster.num_chips)
     return RunBudget(
         train_tokens=tokens,
         steps=steps,
         flops=flops,
         petaflop_days=petaflop_days(flops),
         one_chip_years=years(train_seconds(flops, peak_flops=peak)),
-        days=days(seconds),
-        chip_hours=hours,
-        mfu_6nd=mfu_from_hours(flops, hours, peak),
-        cost_usd=None if price is None else cost_usd(seconds, num_chips=chips, price_usd_per_hour=price),
-        power_w=None if watts is None else power_w(chips, watts),
-        energy_kwh=None if watts is None else energy_kwh(seconds, num_chips=chips, watts_per_chip=watts),
+        mfu_6nd=mfu_from_hours(flops, time.chip_hours, peak),
+        **msgspec.structs.asdict(time),
     )

@@ -15,6 +15,7 @@ from meshwright.plan.legal import MAX_IDLE_LAYERS, DimSplit, LegalRule, size_rul
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
+    Rules,
     Strategy,
     make_mesh,
     standard_assignment,
@@ -121,11 +122,7 @@ def open_space(
     choices = EMULATED if setting.cluster.kind == "host" else choices
     remats = (template.remat,) if "remat" in held else choices.remats
     modes = (template.context_attention,) if "context_attention" in held else choices.context_attention
-    assignments: list[tuple[dict[str, Any], tuple[tuple[str, ...], ...]]]
-    if "assignment" in held:
-        assignments = [(template.assignment, ())]
-    else:
-        assignments = _assignments(choices)
+    assignments = [(template.assignment, ())] if "assignment" in held else _assignments(choices)
     patterns = []
     for (assignment, needs), mode, (rank, remat) in itertools.product(assignments, modes, enumerate(remats)):
         strategy = msgspec.structs.replace(template, assignment=assignment, context_attention=mode, remat=remat)
@@ -170,7 +167,7 @@ def _by_tensor(pattern: Pattern, setting: Setting, fixed: int | None) -> list[Pa
     return found
 
 
-def _assignments(choices: Choices) -> list[tuple[dict[str, Any], tuple[tuple[str, ...], ...]]]:
+def _assignments(choices: Choices) -> list[tuple[dict[str, Rules], tuple[tuple[str, ...], ...]]]:
     """Every assignment, with the axes of which one must be split for it to differ from earlier ones."""
     found = []
     for zero, sequence_parallel in itertools.product(choices.zeros, choices.sequence_parallel):

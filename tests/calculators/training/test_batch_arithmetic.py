@@ -62,7 +62,7 @@ def test_limits_on_switches_are_those_of_the_slowest_link():
 
 def test_experts_need_as_many_times_the_batch_as_are_not_used():
     dense = compute_bound_tokens(parse_cluster("v5e:4x4"), dtype="bf16")
-    sparse = compute_bound_tokens(parse_cluster("v5e:4x4"), dtype="bf16", num_experts=256, active_experts=8)
+    sparse = compute_bound_tokens(parse_cluster("v5e:4x4"), dtype="bf16", sparsity=256 / 8)
     assert sparse.per_replica_hbm == pytest.approx(32 * dense.per_replica_hbm)
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from meshwright.calculators.training.scaling_laws import (
     LAWS,
-    allocation,
     critical_batch_tokens,
     fixed_ratio,
     flops_for_loss,
@@ -78,8 +77,8 @@ def test_losses_out_of_reach():
 
 
 def test_a_given_size_spends_all_of_the_budget():
-    spent = allocation(8e9, 1e24)
-    assert spent.loss is None
+    spent = LAWS["epoch"].spend(1e24, 8e9)
+    assert spent.loss > LAWS["epoch"].optimum(1e24).loss
     assert spent.num_tokens == pytest.approx(1e24 / 48e9)
 
 

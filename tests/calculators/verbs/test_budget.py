@@ -118,7 +118,7 @@ def test_failures_make_a_run_longer(call):
         (("1e24", "--params", "1B", "--model", "tiny"), "both say the size"),
         (("--loss", "1.2"), "its floor is 1.69"),
         (("1e24", "--loss", "2"), "asks for the least budget"),
-        (("1e24", "--mfu", "1.5"), "share of the peak"),
+        (("1e24", "--mfu", "1.5"), "mfu is 1.5, give a share in"),
         (("1e24", "--pue", "0.5"), "below 1"),
         (("1e24", "--on", "h100:8x1", "--dtype", "fp4"), "no fp4 matrix rate"),
         (("--nodes", "10"), "needs a rate"),

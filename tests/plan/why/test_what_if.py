@@ -69,7 +69,7 @@ def test_where_nothing_runs_it_is_said(result):
 def test_what_was_held_stays_held():
     held = {"axes": {"tensor": 2}, "overrides": {"remat": "full"}}
     one = rank_plans(Setting(LLAMA8B, parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096)), top=1, **held)
-    told = what_if(one, {"seq": 2.0}, **held)
+    told = what_if(one, {"seq": 2.0})
     assert (told.then.strategy.mesh["tensor"], told.then.strategy.remat) == (2, "full")
 
 

@@ -6,14 +6,14 @@ whose B counts tokens.
 """
 
 import itertools
-from collections.abc import Iterator
+import math
 
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.limits import data_parallel_min_tokens_per_chip, ici_intensity
 from meshwright.cost.formulas.roofline import critical_batch
-from meshwright.cost.formulas.training_budget import global_batch, num_microbatches
+from meshwright.plan.legal import divisors
 from meshwright.spec.chip import peak
 from meshwright.spec.cluster import Cluster
 
@@ -31,9 +31,7 @@ class BatchSolution(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def batch_seqs(self) -> int:
         """Sequences of a step."""
-        return int(
-            global_batch(self.microbatch_seqs, data_parallel=self.data_parallel, num_microbatches=self.num_microbatches)
-        )
+        return self.microbatch_seqs * self.num_microbatches * self.data_parallel
 
 
 class ComputeBoundTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,85 +64,59 @@ def solve_batch(
             raise InputError(f"{name}={value} must be between 1 and {MAX_SEQUENCES:,}.")
     parts = (microbatch_seqs, accumulation, data_parallel)
     if batch_seqs is None:
-        if microbatch_seqs is None or accumulation is None or data_parallel is None:
+        if None in parts:
             raise InputError("the batch is not given, nor all of micro, accumulate and replicas. Give one more.")
-        return (
-            BatchSolution(microbatch_seqs=microbatch_seqs, num_microbatches=accumulation, data_parallel=data_parallel),
-        )
-    found = [_split(triple) for triple in _factors(batch_seqs, parts)]
+        batch_seqs = math.prod(part or 1 for part in parts)
+    micro, accumulate, replicas = ([part] if part else divisors(batch_seqs) for part in parts)
+    found = [
+        BatchSolution(microbatch_seqs=size, num_microbatches=count, data_parallel=batch_seqs // size // count)
+        for size, count in itertools.product(micro, accumulate)
+        if batch_seqs % (size * count) == 0 and batch_seqs // size // count in replicas
+    ]
     if not found:
-        raise CannotRunError(_nothing_divides(batch_seqs, parts))
+        raise CannotRunError(
+            _nothing_divides(batch_seqs, {name: n for name, n in given.items() if n and name != "batch"})
+        )
     return tuple(sorted(found, key=lambda one: (one.num_microbatches, -one.data_parallel)))
 
 
-def _factors(batch: int, parts: tuple[int | None, ...]) -> Iterator[tuple[int, ...]]:
-    """Triples of divisors with that product, those that are given kept."""
-    divisors = [n for n in range(1, int(batch**0.5) + 1) if batch % n == 0]
-    divisors += [batch // n for n in reversed(divisors) if n * n != batch]
-    micro, accumulation, replicas = ([part] if part else divisors for part in parts)
-    for first, third in itertools.product(micro, replicas):
-        steps = num_microbatches(batch, data_parallel=third, microbatch_seqs=first)
-        if steps >= 1 and steps == int(steps) and int(steps) in accumulation:
-            yield first, int(steps), third
-
-
-def _split(triple: tuple[int, ...]) -> BatchSolution:
-    return BatchSolution(microbatch_seqs=triple[0], num_microbatches=triple[1], data_parallel=triple[2])
-
-
-def _nothing_divides(batch: int, parts: tuple[int | None, ...]) -> str:
-    product = 1
-    for part in parts:
-        product *= part or 1
-    words = " x ".join(
-        f"{name} {part}" for name, part in zip(("micro", "accumulate", "replicas"), parts, strict=True) if part
-    )
+def _nothing_divides(batch: int, given: dict[str, int]) -> str:
+    product = math.prod(given.values())
+    words = " x ".join(f"{name} {part}" for name, part in given.items())
     below, above = batch // product * product, (batch // product + 1) * product
     near = f"{below:,} or {above:,}" if below else f"{above:,}"
-    if None not in parts:
+    if len(given) == 3:
         return f"{words} = {product:,} sequences, not {batch:,}. Leave one of them out, or give --batch {product}seq."
-    made = words if words.count(" ") == 1 else f"{words} = {product:,}"
+    made = words if len(given) == 1 else f"{words} = {product:,}"
     return f"{made} does not divide {batch:,} sequences. Use {near} sequences a step."
 
 
 def compute_bound_tokens(
-    cluster: Cluster, *, dtype: str, weight_bytes: float = 2, num_experts: int = 1, active_experts: int = 1
+    cluster: Cluster, *, dtype: str, weight_bytes: float = 2, sparsity: float = 1.0
 ) -> ComputeBoundTokens:
     """The least tokens at which this cluster's chips are not kept waiting by memory or by FSDP's collectives.
 
     ``weight_bytes`` are those of a stored weight; FSDP's own limit stays that of products as wide as its collectives.
-    With k of E experts a token, both are E / k times more: each expert's weights meet that much fewer tokens.
+    ``sparsity`` is E / k: with k of E experts a token, each expert's weights meet that much fewer tokens.
     Torus: alpha over the axes of more than one chip. Switches: the NVLink domain, or what a node's network cards carry
     together where there are several nodes. Source: How to Scale Your Model, sections 1.1 and 5.1.
     """
-    unit, rate = cluster.chip, peak(cluster.chip, dtype)
-    hbm = None
-    if unit.hbm_bytes_per_s is not None:
-        hbm = float(
-            critical_batch(
-                rate,
-                unit.hbm_bytes_per_s,
-                weight_bytes=weight_bytes,
-                num_experts=num_experts,
-                active_experts=active_experts,
-            )
-        )
-    link, speed, axes = _links(cluster)
-    if link is None or speed is None:
-        return ComputeBoundTokens(per_replica_hbm=hbm, per_chip_link=None, link=None)
-    least = data_parallel_min_tokens_per_chip(ici_intensity(rate, speed), axes) * num_experts / active_experts
-    return ComputeBoundTokens(per_replica_hbm=hbm, per_chip_link=float(least), link=link)
+    rate, bandwidth, (link, speed, axes) = peak(cluster.chip, dtype), cluster.chip.hbm_bytes_per_s, _links(cluster)
+    least = speed and data_parallel_min_tokens_per_chip(ici_intensity(rate, speed), axes) * sparsity
+    return ComputeBoundTokens(
+        per_replica_hbm=bandwidth and critical_batch(rate, bandwidth, weight_bytes=weight_bytes) * sparsity,
+        per_chip_link=least,
+        link=link if speed else None,
+    )
 
 
 def _links(cluster: Cluster) -> tuple[str | None, float | None, int]:
     """What FSDP's collectives cross, its bytes/s (two-way on a torus axis), and how many such axes."""
     unit = cluster.chip
-    if cluster.num_chips == 1:
-        return None, None, 1
-    if cluster.kind == "torus":
+    if cluster.num_chips > 1 and cluster.kind == "torus":
         axes = max(1, sum(size > 1 for size in cluster.shape))
         return f"ICI, {axes} {'axis' if axes == 1 else 'axes'}", unit.ici_axis_bytes_per_s, axes
-    if cluster.kind == "switched" and unit.nvlink_bytes_per_s:
+    if cluster.num_chips > 1 and cluster.kind == "switched" and unit.nvlink_bytes_per_s:
         speed, link = unit.nvlink_bytes_per_s, "NVLink"
         if cluster.nodes > 1 and unit.nic_bytes_per_s:
             speed, link = min((speed, link), (unit.nic_bytes_per_s * cluster.domain, "network"))

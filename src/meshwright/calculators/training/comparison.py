@@ -3,12 +3,11 @@
 Counts before anything is split, from the same weight table and formulas as every plan.
 """
 
-import math
-
 import msgspec
 
 from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.cost.formulas.accounting import bytes_per_param, kv_cache_bytes, saved_bytes, train_flops_per_param
+from meshwright.cost.formulas.limit_table import feed_forward_width
 from meshwright.cost.formulas.training_budget import Number, min_chips
 from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model
@@ -19,6 +18,10 @@ AVERAGE_BYTES = {"none": 0, "bf16": 2, "fp32": 4}
 
 RESULTS_PER_LAYER = 4
 """Results of the model's width that a layer keeps: section 6.3 keeps four, exercise 5.2 three."""
+
+
+EXPERT_FIELDS = ("num_experts", "experts_per_token", "d_ff_expert", "d_ff_shared")
+"""Fields of a model that are 0 without experts, which is None in its row."""
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,36 +60,19 @@ def model_row(model: Model, *, seq_len: int) -> ModelRow:
     active = num_active_params(model)
     matmuls = train_flops_per_param() * active
     attention = attention_train_flops(model, seq_len) / seq_len
+    own = {name: getattr(model, name) for name in ModelRow.__struct_fields__ if hasattr(model, name)}
+    own |= {name: own[name] or None for name in EXPERT_FIELDS}
     return ModelRow(
-        name=model.name,
-        family=model.family,
-        num_layers=model.num_layers,
-        d_model=model.d_model,
-        d_ff=model.d_ff,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        vocab_size=model.vocab_size,
-        num_experts=model.num_experts or None,
-        experts_per_token=model.experts_per_token or None,
-        d_ff_expert=model.d_ff_expert or None,
-        d_ff_shared=model.d_ff_shared or None,
+        **own,
         num_params=num_params(model),
         num_active_params=active,
-        ff_ratio=active_width(model) / model.d_model,
+        ff_ratio=feed_forward_width(model) / model.d_model,
         aspect=model.d_model / model.num_layers,
         kv_bytes_per_token=kv_cache_bytes(model, 1),
         train_flops_per_token=matmuls,
         attention_flops_per_token=attention,
         attention_share=attention / (attention + matmuls),
     )
-
-
-def active_width(model: Model) -> int:
-    """Feed-forward width that a token passes in most layers: F, or its experts' widths together."""
-    if not model.num_experts:
-        return model.d_ff
-    return model.experts_per_token * model.d_ff_expert + model.d_ff_shared
 
 
 def attention_train_flops(model: Model, seq_len: Number) -> Number:
@@ -145,9 +131,3 @@ def fewest_chips(chip: Chip, num_bytes: float, *, state: str, average: str = "no
         min_chips=None if room is None else min_chips(num_bytes, room),
         max_params_one_chip=None if room is None else room / each,
     )
-
-
-def doubling_shards(largest: int) -> tuple[int, ...]:
-    """1, 8, 64, ... up to the largest, which is always the last: numbers of devices worth comparing."""
-    steps = [8**power for power in range(int(math.log(largest, 8)) + 1)] if largest > 1 else [1]
-    return tuple(dict.fromkeys([*(n for n in steps if n < largest), largest]))

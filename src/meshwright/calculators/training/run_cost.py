@@ -3,23 +3,19 @@
 Where a plan exists its own step time is better (`plan.run_budget`); this is the estimate before there is one.
 """
 
-from collections.abc import Sequence
-
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.fields import check_figures
 from meshwright.cost.formulas.training_budget import (
-    cost_usd,
-    days,
-    energy_kwh,
     facility_energy_kwh,
     floor_area_m2,
     flops_per_dollar,
     flops_per_joule,
-    power_w,
     train_seconds,
     years,
 )
+from meshwright.plan.run_budget import ChipTime, chip_time
 from meshwright.spec.chip import Chip, peak
 
 
@@ -39,20 +35,12 @@ class CostAssumptions(msgspec.Struct, frozen=True, kw_only=True):
     m2_per_rack: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse shares and prices that nothing has."""
-        if not 0 < self.mfu <= 1:
-            raise InputError(f"mfu {self.mfu:g} is a share of the peak. Give a number above 0, at most 1.")
+        check_figures(self, "the budget's", may_be_zero=("host_share",), shares=("mfu",))
         if self.pue < 1:
             raise InputError(f"pue {self.pue:g} is below 1: a building takes at least what its machines do.")
-        if self.host_share < 0 or self.m2_per_rack <= 0:
-            raise InputError("the share of hosts must be 0 or more, and the floor of a rack positive.")
-        for name in ("price_usd_per_hour", "watts_per_chip", "chips_per_rack"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InputError(f"{name.replace('_', ' ')} {value:g} must be positive. Leave it out if not known.")
 
 
-class RunCost(msgspec.Struct, frozen=True, kw_only=True):
+class RunCost(ChipTime, frozen=True, kw_only=True):
     """A number of FLOPs on equal chips; ``None`` where a price, a power or a rack is not known."""
 
     chip: str
@@ -60,13 +48,8 @@ class RunCost(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     peak_flops: float
     mfu: float
-    days: float
     years: float
-    chip_hours: float
-    power_w: float | None
-    energy_kwh: float | None
     facility_energy_kwh: float | None
-    cost_usd: float | None
     flops_per_dollar: float | None
     flops_per_joule: float | None
     floor_area_m2: float | None
@@ -79,39 +62,24 @@ def run_cost(
 
     Source: How to Scale Your Model, section 6.2; Scaling systems for LLMs (slides) for years, power and floor.
     """
-    rate = peak(chip, dtype)
+    rate, racks = peak(chip, dtype), given.chips_per_rack
     reached = given.mfu * useful_share
     seconds = train_seconds(flops, num_chips=num_chips, peak_flops=rate, mfu=reached)
     price = given.price_usd_per_hour or chip.price_usd_per_hour
     watts = given.watts_per_chip or chip.power_w
-    energy = None if watts is None else energy_kwh(seconds, num_chips=num_chips, watts_per_chip=watts)
-    racks = given.chips_per_rack
+    priced = msgspec.structs.replace(chip, price_usd_per_hour=price, power_w=watts)
+    time = chip_time(seconds, priced, num_chips)
+    energy = time.energy_kwh
     return RunCost(
         chip=chip.name,
         num_chips=num_chips,
         dtype=dtype,
         peak_flops=rate,
         mfu=given.mfu,
-        days=days(seconds),
         years=years(seconds),
-        chip_hours=seconds / 3600 * num_chips,
-        power_w=None if watts is None else power_w(num_chips, watts),
-        energy_kwh=energy,
-        facility_energy_kwh=None
-        if energy is None
-        else facility_energy_kwh(energy, pue=given.pue, host_share=given.host_share),
-        cost_usd=None if price is None else cost_usd(seconds, num_chips=num_chips, price_usd_per_hour=price),
-        flops_per_dollar=None if price is None else flops_per_dollar(rate, price_usd_per_hour=price, mfu=reached),
-        flops_per_joule=None if watts is None else flops_per_joule(rate, watts_per_chip=watts, mfu=reached),
-        floor_area_m2=None
-        if racks is None
-        else floor_area_m2(num_chips, chips_per_rack=racks, m2_per_rack=given.m2_per_rack),
+        facility_energy_kwh=energy and facility_energy_kwh(energy, pue=given.pue, host_share=given.host_share),
+        flops_per_dollar=price and flops_per_dollar(rate, price_usd_per_hour=price, mfu=reached),
+        flops_per_joule=watts and flops_per_joule(rate, watts_per_chip=watts, mfu=reached),
+        floor_area_m2=racks and floor_area_m2(num_chips, chips_per_rack=racks, m2_per_rack=given.m2_per_rack),
+        **msgspec.structs.asdict(time),
     )
-
-
-def one_chip_costs(
-    flops: float, chips: Sequence[Chip], *, dtypes: Sequence[str], given: CostAssumptions
-) -> tuple[RunCost, ...]:
-    """The same FLOPs on one of each chip, slowest first."""
-    rows = [run_cost(flops, unit, dtype=dtype, given=given) for unit, dtype in zip(chips, dtypes, strict=True)]
-    return tuple(sorted(rows, key=lambda row: -row.years))

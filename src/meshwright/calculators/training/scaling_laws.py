@@ -24,11 +24,8 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
     num_params: float
     num_tokens: float
-    loss: float | None
-
-    @property
-    def tokens_per_param(self) -> float:
-        return self.num_tokens / self.num_params
+    loss: float
+    tokens_per_param: float
 
 
 class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +67,18 @@ class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
             total = self.params_exponent + self.tokens_exponent
             balance = self.params_exponent * self.params_scale / (self.tokens_exponent * self.tokens_scale)
             count = balance ** (1 / total) * (flops / 6) ** (self.tokens_exponent / total)
-        return allocation(count, flops, law=self)
+        return self.spend(flops, count)
+
+    def spend(self, flops: float, num_params: float) -> Allocation:
+        """All of a budget spent on a model of that size."""
+        return self.allocation(num_params, flops / training_flops(num_params, 1))
+
+    def allocation(self, num_params: float, num_tokens: float) -> Allocation:
+        """So many parameters and tokens, and the loss that they reach."""
+        loss = float(self.loss(num_params, num_tokens))
+        return Allocation(
+            num_params=num_params, num_tokens=num_tokens, loss=loss, tokens_per_param=num_tokens / num_params
+        )
 
 
 LAWS: dict[str, ScalingLaw] = {
@@ -134,29 +142,21 @@ def scaling_law(name: str) -> ScalingLaw:
     return LAWS[name]
 
 
-def allocation(num_params: float, flops: float, *, law: ScalingLaw | None = None) -> Allocation:
-    """All of a budget spent on a model of that size."""
-    num_tokens = flops / training_flops(num_params, 1)
-    loss = None if law is None else float(law.loss(num_params, num_tokens))
-    return Allocation(num_params=num_params, num_tokens=num_tokens, loss=loss)
-
-
-def fixed_ratio(flops: float, *, law: ScalingLaw, tokens_per_param: float = TOKENS_PER_PARAM) -> Allocation:
-    """A budget at so many tokens per parameter: N = sqrt(C / (6 r)), D = r N."""
-    return allocation(math.sqrt(flops / (6 * tokens_per_param)), flops, law=law)
+def fixed_ratio(flops: float, *, law: ScalingLaw) -> Allocation:
+    """A budget at `TOKENS_PER_PARAM` tokens per parameter: N = sqrt(C / (6 r)), D = r N."""
+    return law.spend(flops, math.sqrt(flops / (6 * TOKENS_PER_PARAM)))
 
 
 def flops_for_loss(law: ScalingLaw, loss: float) -> float:
     """Least FLOPs that reach a loss, spent at the law's optimum; InputError for a loss that it never reaches."""
-    if loss <= law.floor or float(law.optimum(LARGEST_BUDGET).loss or 0) > loss:
+    if loss <= law.floor or law.optimum(LARGEST_BUDGET).loss > loss:
         raise InputError(f"no budget reaches a loss of {loss:g} by {law.name}: its floor is {law.floor:g}. Give more.")
-    low, high = 0.0, math.log10(LARGEST_BUDGET)
-    if float(law.optimum(1.0).loss or 0) < loss:
+    if law.optimum(1.0).loss < loss:
         raise InputError(f"a loss of {loss:g} is above what {law.name} gives without training. Give less.")
+    low, high = 0.0, math.log10(LARGEST_BUDGET)
     for _ in range(100):
         middle = (low + high) / 2
-        reached = law.optimum(10**middle).loss
-        low, high = (middle, high) if reached is None or reached > loss else (low, middle)
+        low, high = (middle, high) if law.optimum(10**middle).loss > loss else (low, middle)
     return float(10**high)
 
 

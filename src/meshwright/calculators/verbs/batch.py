@@ -14,6 +14,7 @@ from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.verb import Count, Options, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_count
+from meshwright.cost.formulas.limit_table import sparsity
 from meshwright.cost.formulas.roofline import dtype_bytes
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model
@@ -42,72 +43,65 @@ def command(given: Given) -> Answer:
     """Solve: sequences a step = micro x accumulate x replicas. Give what is known, the rest is worked out."""
     length = given.seq_len
     cluster = parse_cluster(given.on) if given.on else None
-    replicas = given.replicas if cluster is None else _replicas(cluster, given.chips_per_replica, given.replicas)
     found = solve_batch(
         batch_seqs=parse_batch(given.batch, seq_len=length) if given.batch else None,
         microbatch_seqs=given.micro,
         accumulation=given.accumulate,
-        data_parallel=replicas,
+        data_parallel=given.replicas if cluster is None else _replicas(cluster, given),
     )
     fitting = [one for one in found if given.max_micro is None or one.microbatch_seqs <= given.max_micro]
     if not fitting:
         least = min(one.microbatch_seqs for one in found)
         raise CannotRunError(f"every way needs microbatches of {least} or more. Give more replicas, or --max-micro.")
-    limits = _limits(cluster, given.model_name, given.weight_dtype)
+    if given.loss is not None and given.loss <= 0:
+        raise InputError(f"--loss {given.loss:g} must be positive. Give nats per token, such as 2.2.")
+    limits = _limits(cluster, given)
     facts = {
         "batch_seqs": fitting[0].batch_seqs,
         "seq_len": length,
         "tokens_per_step": fitting[0].batch_seqs * length,
         "num_solutions": len(fitting),
-        "critical_batch_tokens": None if given.loss is None else _critical(given.loss),
+        "critical_batch_tokens": given.loss and critical_batch_tokens(given.loss),
         "limits": limits,
-        "solutions": [_row(one, length, given.chips_per_replica, limits) for one in fitting[: given.top]],
+        "solutions": [_row(one, given, limits) for one in fitting[: given.top]],
     }
     return Answer(facts, _text(facts, limits, cluster))
 
 
-def _replicas(cluster: Cluster, chips_per_replica: int, given: int | None) -> int:
+def _replicas(cluster: Cluster, given: Given) -> int:
     """Replicas of a cluster; an InputError when it does not hold a whole number of them, or another one was given."""
-    if chips_per_replica < 1 or cluster.num_chips % chips_per_replica:
+    each = given.chips_per_replica
+    if each < 1 or cluster.num_chips % each:
         raise InputError(
-            f"--chips-per-replica {chips_per_replica} does not divide the {cluster.num_chips:,} chips of "
-            f"{cluster.short_name}. Use a divisor."
+            f"--chips-per-replica {each} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. "
+            f"Use a divisor."
         )
-    count = cluster.num_chips // chips_per_replica
-    if given is not None and given != count:
+    count = cluster.num_chips // each
+    if given.replicas not in (None, count):
         raise InputError(
-            f"--replicas {given} is not {cluster.num_chips:,} chips / {chips_per_replica} = {count}. Leave one out."
+            f"--replicas {given.replicas} is not {cluster.num_chips:,} chips / {each} = {count}. Leave one out."
         )
     return count
 
 
-def _limits(cluster: Cluster | None, model_name: str | None, weights: str | None) -> ComputeBoundTokens | None:
+def _limits(cluster: Cluster | None, given: Given) -> ComputeBoundTokens | None:
+    weights = given.weight_dtype
     if cluster is None and weights is not None:
         raise InputError(f"--weights {weights} changes the limits of a cluster. Give --on.")
-    dtype = None if cluster is None else product_dtype(cluster.chip)
+    dtype = product_dtype(cluster.chip) if cluster else None
     if cluster is None or dtype is None:
         return None
-    found = load_model(model_name) if model_name else None
-    experts = found is not None and found.num_experts > 0
     return compute_bound_tokens(
         cluster,
         dtype=compute_dtype(cluster.chip, dtype, weights) if weights else dtype,
         weight_bytes=dtype_bytes(weights or dtype),
-        num_experts=found.num_experts if found and experts else 1,
-        active_experts=found.experts_per_token if found and experts else 1,
+        sparsity=sparsity(load_model(given.model_name)) if given.model_name else 1.0,
     )
 
 
-def _critical(loss: float) -> float:
-    if loss <= 0:
-        raise InputError(f"--loss {loss:g} must be positive. Give nats per token, such as 2.2.")
-    return float(critical_batch_tokens(loss))
-
-
-def _row(one: BatchSolution, seq_len: int, chips: int, limits: ComputeBoundTokens | None) -> dict[str, Any]:
-    tokens = one.microbatch_seqs * seq_len
-    hbm = limits.per_replica_hbm if limits else None
-    link = limits.per_chip_link if limits else None
+def _row(one: BatchSolution, given: Given, limits: ComputeBoundTokens | None) -> dict[str, Any]:
+    tokens, chips = one.microbatch_seqs * given.seq_len, given.chips_per_replica
+    hbm, link = (limits.per_replica_hbm, limits.per_chip_link) if limits else (None, None)
     return {
         "micro": one.microbatch_seqs,
         "accumulate": one.num_microbatches,
@@ -115,9 +109,16 @@ def _row(one: BatchSolution, seq_len: int, chips: int, limits: ComputeBoundToken
         "chips": one.data_parallel * chips,
         "tokens_per_microbatch": tokens,
         "tokens_per_chip": tokens / chips,
-        "hbm_compute_bound": None if hbm is None else tokens > hbm,
-        "fsdp_compute_bound": None if link is None else tokens / chips > link,
+        "hbm_compute_bound": hbm and tokens > hbm,
+        "fsdp_compute_bound": link and tokens / chips > link,
     }
+
+
+COLUMNS: dict[str, Any] = {
+    **{name: name for name in ("micro", "accumulate", "replicas", "chips")},
+    "tokens a microbatch": "tokens_per_microbatch",
+    "tokens a chip": ("tokens_per_chip", lambda value: int(value) if value == int(value) else value),
+}
 
 
 def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Cluster | None) -> Iterator[Piece]:
@@ -125,22 +126,11 @@ def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Clu
         f"{facts['batch_seqs']:,} sequences of {facts['seq_len']:,} = {format_count(facts['tokens_per_step'])} "
         f"tokens a step = micro x accumulate x replicas"
     )
-    headers = ["micro", "accumulate", "replicas", "chips", "tokens a microbatch", "tokens a chip"]
-    rows = [
-        [
-            s["micro"],
-            s["accumulate"],
-            s["replicas"],
-            s["chips"],
-            s["tokens_per_microbatch"],
-            _whole(s["tokens_per_chip"]),
-        ]
-        for s in facts["solutions"]
-    ]
-    if limits is not None:
-        headers.append("bound by")
-        rows = [[*row, _bound(s)] for row, s in zip(rows, facts["solutions"], strict=True)]
-    yield Table(headers, rows)
+    rows = facts["solutions"]
+    if limits is None:
+        yield Table.of(rows, COLUMNS)
+    else:
+        yield Table.of([{**row, "bound by": _bound(row)} for row in rows], {**COLUMNS, "bound by": "bound by"})
     more = facts["num_solutions"] - len(rows)
     if more:
         yield f"and {more:,} more ways; --top lists more of them"
@@ -153,10 +143,6 @@ def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Clu
             "critical batch",
             f"{critical:,.3g} tokens at this loss (2e8 / L^(1/0.21), Kaplan et al. 2020): this step is {side} it",
         )
-
-
-def _whole(value: float) -> int | float:
-    return int(value) if value == int(value) else value
 
 
 def _bound(row: dict[str, Any]) -> str:

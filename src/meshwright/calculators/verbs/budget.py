@@ -1,28 +1,36 @@
 """`meshwright budget`: what a compute budget trains, and what it takes: size, tokens, loss, days, energy, money."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from meshwright.calculators.training.failures import ExpectedGoodput, goodput
-from meshwright.calculators.training.run_cost import CostAssumptions, one_chip_costs, run_cost
+from meshwright.calculators.training.run_cost import CostAssumptions, RunCost, run_cost
 from meshwright.calculators.training.scaling_laws import (
     DEFAULT_LAW,
     LAWS,
-    Allocation,
+    TOKENS_PER_PARAM,
     ScalingLaw,
-    allocation,
     fixed_ratio,
     flops_for_loss,
     scaling_law,
 )
-from meshwright.calculators.verbs.budget_text import budget_text
 from meshwright.calculators.verbs.show_chip import product_dtype
+from meshwright.cli.output import format_energy, format_power, three_digits
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import parse_count
-from meshwright.cost.formulas.training_budget import available_flops, mfu_from_hours, petaflop_days, training_flops
-from meshwright.report.answer import Answer
+from meshwright.core.units import format_flops, format_params, format_seconds, parse_count
+from meshwright.cost.formulas.training_budget import (
+    DAY_S,
+    available_flops,
+    mfu_from_hours,
+    petaflop_days,
+    training_flops,
+)
+from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chips, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -63,82 +71,61 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """What FLOPS train (6 N D), or what a model and its tokens take, and how long that is on chips."""
-    chosen = scaling_law(given.law)
-    assumed = CostAssumptions(
-        mfu=ASSUMED_MFU if given.mfu is None else given.mfu,
-        pue=given.pue,
-        host_share=given.host_share,
-        price_usd_per_hour=given.price,
-        watts_per_chip=given.watts,
-        chips_per_rack=given.chips_per_rack,
-        m2_per_rack=given.m2_per_rack,
-    )
+    law = scaling_law(given.law)
+    named = vars(given) | {"price_usd_per_hour": given.price, "watts_per_chip": given.watts}
+    chosen = (name for name in CostAssumptions.__struct_fields__ if named[name] is not None)
+    assumed = CostAssumptions(**{name: named[name] for name in chosen})
     cluster = parse_cluster(given.on) if given.on else None
-    failing = _failures(cluster, given.nodes, given.failure_rate, given.checkpoint_s, given.restart_s, given.interval_s)
-    found = load_model(given.model_name) if given.model_name else None
-    wanted = (given.flops, found, given.params_text, given.tokens_text, given.loss)
-    if failing is not None and all(one is None for one in wanted):
+    failing = _failures(given, cluster)
+    model = load_model(given.model_name) if given.model_name else None
+    asked = (given.flops, model, given.params_text, given.tokens_text, given.loss)
+    if failing is not None and all(one is None for one in asked):
         facts: dict[str, Any] = {"flops": None, "failures": failing}
     else:
-        amount, size, tokens = _budget(*wanted, chosen)
-        reached = _utilisation(amount, cluster, given.dtype, given.chip_hours_text, given.mfu)
+        flops, size, tokens = _budget(given, model, law)
+        reached = _utilisation(flops, cluster, given)
         if reached is not None:
             assumed = msgspec.structs.replace(assumed, mfu=reached["mfu"])
+        # hours that were published hold what failures cost
+        useful = failing.goodput if failing and not reached else 1.0
         facts = {
-            "flops": amount,
-            "petaflop_days": petaflop_days(amount),
-            **_law_facts(amount, chosen, size, found),
+            "flops": flops,
+            "petaflop_days": petaflop_days(flops),
+            **_law_facts(flops, law, size, model),
             "tokens": tokens,
             "utilisation": reached,
-            # hours that were published hold what failures cost
-            "run": _run(amount, cluster, given.dtype, assumed, None if reached else failing),
-            "years": _years(amount, given.dtype, assumed) if given.with_years else None,
+            "run": _run(flops, cluster, _dtype(cluster, given), assumed, useful) if cluster else None,
+            "years": _years(flops, given.dtype, assumed) if given.with_years else None,
             "failures": failing,
         }
-    return Answer(_plain(facts), budget_text(facts, chosen, found))
-
-
-def _plain(value: Any) -> Any:
-    """Allocations with what follows from them; the rest as it is."""
-    if isinstance(value, Allocation):
-        return {**msgspec.structs.asdict(value), "tokens_per_param": value.tokens_per_param}
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+    return Answer(facts, _text(facts, law, model))
 
 
 # -- what is given --------------------------------------------------------------------------------------
 
 
-def _budget(
-    flops: str | None,
-    model: Model | None,
-    params_text: str | None,
-    tokens_text: str | None,
-    loss: float | None,
-    law: ScalingLaw,
-) -> tuple[float, float | None, float | None]:
+def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, float | None, float | None]:
     """FLOPs, and parameters and tokens where they are given or follow: two of the three give the third."""
-    if model is not None and params_text is not None:
+    if model is not None and given.params_text is not None:
         raise InputError("--model and --params both say the size. Leave one of them out.")
-    size = float(num_active_params(model)) if model else _count(params_text, "--params")
-    tokens, amount = _count(tokens_text, "--tokens"), _count(flops, "FLOPS")
-    if loss is not None:
-        if amount is not None or size is not None or tokens is not None:
+    size = float(num_active_params(model)) if model else _count(given.params_text, "--params")
+    tokens, flops = _count(given.tokens_text, "--tokens"), _count(given.flops, "FLOPS")
+    if given.loss is not None:
+        if flops is not None or size is not None or tokens is not None:
             raise InputError("--loss asks for the least budget. Leave FLOPS, size and tokens out.")
-        return flops_for_loss(law, loss), None, None
+        return flops_for_loss(law, given.loss), None, None
     if size is not None and tokens is not None:
-        if amount is not None:
+        if flops is not None:
             raise InputError("FLOPS, a size and --tokens are one too many: 6 N D is the budget. Leave one of them out.")
-        amount = training_flops(size, tokens)
-    if amount is None:
+        flops = training_flops(size, tokens)
+    if flops is None:
         missing = "its --tokens, or FLOPS" if size else "a size too" if tokens else "FLOPS, such as 1e24"
         raise InputError(f"the budget is not known. Give {missing}.")
-    if amount > MAX_FLOPS:
-        raise InputError(f"{amount:g} FLOPs are more than all machines will do. Give at most {MAX_FLOPS:g}.")
+    if flops > MAX_FLOPS:
+        raise InputError(f"{flops:g} FLOPs are more than all machines will do. Give at most {MAX_FLOPS:g}.")
     if tokens is not None and size is None:
-        size = amount / training_flops(1, tokens)
-    return amount, size, tokens if size is None else amount / training_flops(size, 1)
+        size = flops / training_flops(1, tokens)
+    return flops, size, tokens if size is None else flops / training_flops(size, 1)
 
 
 def _count(text: str | None, what: str) -> float | None:
@@ -155,56 +142,47 @@ def _count(text: str | None, what: str) -> float | None:
 
 def _law_facts(flops: float, law: ScalingLaw, size: float | None, model: Model | None) -> dict[str, Any]:
     """The optimum of the chosen law, of all laws, and where a given size stands beside them."""
+    laws = LAWS.values()
     facts: dict[str, Any] = {
         "law": law.name,
         "optimum": law.optimum(flops),
         "rule_of_20": fixed_ratio(flops, law=law),
-        "laws": [{"law": one.name, "source": one.source, **_plain(one.optimum(flops))} for one in LAWS.values()],
+        "laws": [{"law": one.name, "source": one.source, **asdict(one.optimum(flops))} for one in laws],
         "spent": None,
         "loss_by_law": None,
         "optimal_flops_for_its_loss": None,
     }
     if size is not None:
-        spent = {one.name: _spent(one, size, flops, model) for one in LAWS.values()}
-        facts["spent"] = allocation(size, flops, law=law) if law.params_counted == "all" else spent[law.name]
+        tokens = flops / training_flops(size, 1)
+        spent = {one.name: one.allocation(_counted(one, size, model), tokens) for one in laws}
+        facts["spent"] = spent[law.name]
         facts["loss_by_law"] = {name: one.loss for name, one in spent.items()}
-        reached = spent[law.name].loss
-        facts["optimal_flops_for_its_loss"] = None if reached is None else _least(law, reached)
+        with suppress(InputError):
+            facts["optimal_flops_for_its_loss"] = flops_for_loss(law, spent[law.name].loss)
     return facts
 
 
-def _spent(law: ScalingLaw, size: float, flops: float, model: Model | None) -> Allocation:
-    """The run as a law counts it: Kaplan leaves embeddings out of N. Tokens are the same for all."""
-    num_tokens = flops / training_flops(size, 1)
-    counted = size
-    if model is not None and law.params_counted == "without embeddings":
-        parts = params_by_part(model)
-        counted = size - parts.get("embedding", 0) - parts.get("unembedding", 0)
-    return Allocation(num_params=counted, num_tokens=num_tokens, loss=float(law.loss(counted, num_tokens)))
-
-
-def _least(law: ScalingLaw, loss: float) -> float | None:
-    try:
-        return flops_for_loss(law, loss)
-    except InputError:
-        return None
+def _counted(law: ScalingLaw, size: float, model: Model | None) -> float:
+    """The parameters that a law counts: Kaplan leaves embeddings out of N."""
+    if model is None or law.params_counted == "all":
+        return size
+    parts = params_by_part(model)
+    return size - parts.get("embedding", 0) - parts.get("unembedding", 0)
 
 
 # -- chips ----------------------------------------------------------------------------------------------
 
 
-def _utilisation(
-    flops: float, cluster: Cluster | None, dtype: str | None, chip_hours_text: str | None, mfu: float | None
-) -> dict[str, Any] | None:
+def _utilisation(flops: float, cluster: Cluster | None, given: Given) -> dict[str, Any] | None:
     """The share of the chips' peak that published chip-hours come to; None where none are given."""
-    hours = _count(chip_hours_text, "--chip-hours")
+    hours = _count(given.chip_hours_text, "--chip-hours")
     if hours is None:
         return None
     if cluster is None:
-        raise InputError(f"--chip-hours {chip_hours_text} needs the chips they were spent on. Give --on.")
-    if mfu is not None:
-        raise InputError(f"--chip-hours {chip_hours_text} gives the utilisation. Leave --mfu out.")
-    used = _dtype(cluster, dtype)
+        raise InputError(f"--chip-hours {given.chip_hours_text} needs the chips they were spent on. Give --on.")
+    if given.mfu is not None:
+        raise InputError(f"--chip-hours {given.chip_hours_text} gives the utilisation. Leave --mfu out.")
+    used = _dtype(cluster, given)
     rate = peak(cluster.chip, used)
     share = mfu_from_hours(flops, hours, rate)
     if share > 1:
@@ -215,55 +193,168 @@ def _utilisation(
     return {"chip_hours": hours, "chip": cluster.chip.name, "dtype": used, "peak_flops": rate, "mfu": share}
 
 
-def _dtype(cluster: Cluster, dtype: str | None) -> str:
-    used = dtype or product_dtype(cluster.chip)
+def _dtype(cluster: Cluster, given: Given) -> str:
+    used = given.dtype or product_dtype(cluster.chip)
     if used is None:
         raise InputError(f"the peak of {cluster.chip.name} is not known. Name a chip of meshwright show chips.")
     return used
 
 
-def _run(
-    flops: float, cluster: Cluster | None, dtype: str | None, given: CostAssumptions, failing: ExpectedGoodput | None
-) -> dict[str, Any] | None:
-    if cluster is None:
-        return None
-    used = _dtype(cluster, dtype)
-    share = 1.0 if failing is None else failing.goodput
-    if share <= 0:
+def _run(flops: float, cluster: Cluster, dtype: str, assumed: CostAssumptions, useful: float) -> dict[str, Any]:
+    if useful <= 0:
         raise InputError("failures leave no time for work at this interval. Save faster, or give fewer nodes.")
-    cost = run_cost(flops, cluster.chip, num_chips=cluster.num_chips, dtype=used, given=given, useful_share=share)
-    alone = run_cost(flops, cluster.chip, dtype=used, given=given)
-    return {
-        "cluster": cluster.short_name, **msgspec.structs.asdict(cost), "pue": given.pue, "goodput": share,
-        "one_chip_years": alone.years,
-    }  # fmt: skip
+    cost, alone = (
+        run_cost(flops, cluster.chip, num_chips=count, dtype=dtype, given=assumed, useful_share=share)
+        for count, share in ((cluster.num_chips, useful), (1, 1.0))
+    )
+    more = {"pue": assumed.pue, "goodput": useful, "one_chip_years": alone.years}
+    return {"cluster": cluster.short_name, **asdict(cost), **more}
 
 
-def _years(flops: float, dtype: str | None, given: CostAssumptions) -> list[dict[str, Any]]:
-    """One of each chip of the catalogue that has a peak, or one in that dtype."""
+def _years(flops: float, dtype: str | None, assumed: CostAssumptions) -> list[RunCost]:
+    """The FLOPs on one of each chip of the catalogue that has a peak, or one in that dtype; slowest first."""
     every = [c for c in chips().values() if c.variant == "datasheet" and c.peak_flops]
     units = [c for c in every if dtype is None or dtype in c.peak_flops]
     if not units:
         raise InputError(f"no chip of the catalogue has a {dtype} rate. Leave --dtype out.")
-    dtypes = [dtype or product_dtype(c) or "" for c in units]
-    return [msgspec.structs.asdict(row) for row in one_chip_costs(flops, units, dtypes=dtypes, given=given)]
+    rows = [run_cost(flops, c, dtype=dtype or product_dtype(c) or "", given=assumed) for c in units]
+    return sorted(rows, key=lambda row: -row.years)
 
 
-def _failures(
-    cluster: Cluster | None,
-    nodes: int | None,
-    rate: float | None,
-    checkpoint_s: float,
-    restart_s: float,
-    interval_s: float | None,
-) -> ExpectedGoodput | None:
-    if rate is None:
-        if nodes is not None:
-            raise InputError(f"--nodes {nodes} needs a rate. Give --failures-per-1000-node-days, such as 10.")
+def _failures(given: Given, cluster: Cluster | None) -> ExpectedGoodput | None:
+    if given.failure_rate is None:
+        if given.nodes is not None:
+            raise InputError(f"--nodes {given.nodes} needs a rate. Give --failures-per-1000-node-days, such as 10.")
         return None
-    count = nodes if nodes is not None else cluster.num_hosts if cluster else None
+    count = cluster.num_hosts if given.nodes is None and cluster else given.nodes
     if count is None:
         raise InputError("--failures-per-1000-node-days needs a number of machines. Give --nodes or --on.")
     return goodput(
-        count, failures_per_node_day=rate / 1000, checkpoint_s=checkpoint_s, restart_s=restart_s, interval_s=interval_s
+        count,
+        failures_per_node_day=given.failure_rate / 1000,
+        checkpoint_s=given.checkpoint_s,
+        restart_s=given.restart_s,
+        interval_s=given.interval_s,
+    )
+
+
+# -- the text -------------------------------------------------------------------------------------------
+
+
+def _text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
+    """The budget as text, by what is known of it."""
+    if facts["flops"] is not None:
+        yield f"{facts['flops']:.4g} FLOPs = {three_digits(facts['petaflop_days'])} petaflop-days"
+        yield from _laws_text(facts, law)
+        if facts["spent"] is not None:
+            yield from _spent_text(facts, law, model)
+        if facts["utilisation"] is not None:
+            yield from _utilisation_text(facts["utilisation"])
+        if facts["run"] is not None:
+            yield from _run_text(facts["run"])
+        if facts["years"] is not None:
+            share = facts["years"][0].mfu
+            yield Table.of(facts["years"], YEAR_COLUMNS, f"On one chip, at {share:.0%} of its dense peak")
+    if facts["failures"] is not None:
+        yield from _failures_text(facts["failures"])
+
+
+LAW_COLUMNS: dict[str, Any] = {
+    "best by": "law",
+    "parameters": ("num_params", format_params),
+    "tokens": ("num_tokens", format_params),
+    "tokens/param": ("tokens_per_param", three_digits),
+    "loss": ("loss", "{:.3f}".format),
+}
+YEAR_COLUMNS: dict[str, Any] = {
+    "chip": "chip",
+    "dtype": "dtype",
+    "peak": ("peak_flops", format_flops),
+    "years": ("years", three_digits),
+    "energy": ("energy_kwh", format_energy),
+    "FLOPs/$": ("flops_per_dollar", "{:.3g}".format),
+}
+
+
+def _laws_text(facts: dict[str, Any], law: ScalingLaw) -> Iterator[Piece]:
+    """Where the least loss is by every law, and by the rule of thumb."""
+    rows = [one | {"law": f"{one['law']} *"} if one["law"] == law.name else one for one in facts["laws"]]
+    rule = {**asdict(facts["rule_of_20"]), "law": f"{TOKENS_PER_PARAM} tokens a parameter"}
+    yield Table.of([*rows, rule], LAW_COLUMNS)
+    yield Fact("*", f"{law.name}: {law.source}", column=4)
+    yield Fact("", "a loss is of its law's own data, so losses of two laws do not compare; Kaplan counts no "
+               "embeddings, and the last row's loss is by *", column=4)  # fmt: skip
+
+
+def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
+    """A given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
+    spent, best, least = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
+    name = model.name if model else "this size"
+    counted = " active" if model and model.num_experts else ""
+    yield Fact(
+        "here",
+        f"{name}: {format_params(spent.num_params)}{counted} parameters on {format_params(spent.num_tokens)} tokens, "
+        f"{three_digits(spent.tokens_per_param)} a parameter, {spent.num_params / best.num_params:.2g} times the best "
+        f"size",
+    )
+    losses = ", ".join(f"{key} {value:.3f}" for key, value in facts["loss_by_law"].items())
+    yield Fact("loss", losses)
+    if least is not None:
+        yield Fact(
+            "from the optimum",
+            f"{spent.loss - best.loss:+.3f} in loss by {law.name}; the best size reaches its loss with "
+            f"{least:.3g} FLOPs, {least / facts['flops']:.0%} of these",
+        )
+
+
+def _utilisation_text(at: dict[str, Any]) -> Iterator[Piece]:
+    yield Fact(
+        "utilisation",
+        f"{at['mfu']:.1%} of {format_flops(at['peak_flops'])} {at['dtype']} for {format_params(at['chip_hours'])} "
+        f"chip-hours of {at['chip']}",
+    )
+
+
+def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
+    yield Fact(
+        "the run",
+        f"{_time(run['days'])} on {run['cluster']} ({run['num_chips']:,} chips) at {run['mfu']:.0%} of "
+        f"{format_flops(run['peak_flops'])} {run['dtype']}; {format_params(run['chip_hours'])} chip-hours",
+    )
+    if run["goodput"] < 1:
+        yield Fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")
+    yield Fact("one chip", f"{three_digits(run['one_chip_years'])} years")
+    if run["power_w"] is not None:
+        building = f", {format_energy(run['facility_energy_kwh'])} of the building"
+        yield Fact(
+            "energy",
+            f"{format_power(run['power_w'])} for the chips alone, {format_energy(run['energy_kwh'])} in all"
+            f"{building if run['facility_energy_kwh'] != run['energy_kwh'] else ''}; "
+            f"{run['flops_per_joule']:.3g} FLOPs a joule",
+        )
+    money = "no price known; give --price" if run["cost_usd"] is None else (
+        f"${run['cost_usd']:,.0f}, {run['flops_per_dollar']:.3g} FLOPs a dollar"
+    )  # fmt: skip
+    yield Fact("cost", money)
+    if run["floor_area_m2"] is not None:
+        yield Fact("floor", f"{three_digits(run['floor_area_m2'])} m2 of racks")
+
+
+def _time(days: float) -> str:
+    return f"{days / 365:,.3g} years" if days >= 1000 else format_seconds(days * DAY_S)
+
+
+def _failures_text(at: ExpectedGoodput) -> Iterator[Piece]:
+    yield Fact(
+        "failures", f"{at.failures_per_day:.3g} a day, one every {format_seconds(at.mtbf_s)} somewhere in the fleet"
+    )
+    yield Fact(
+        "checkpoints",
+        f"every {format_seconds(at.interval_s)} of work (best: Young {format_seconds(at.young_interval_s)}, "
+        f"Daly {format_seconds(at.daly_interval_s)}), each stopping the run for {format_seconds(at.checkpoint_s)}",
+    )
+    yield Fact(
+        "goodput",
+        f"{at.goodput:.1%} of the time is work kept; {at.lost_to_checkpoints:.1%} saving, "
+        f"{at.lost_to_failures:.1%} lost to failures and restarts of {format_seconds(at.restart_s)}",
     )

@@ -4,15 +4,22 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.calculators.training.model_limits import letters
 from meshwright.cli.shared import BATCH, read_job
 from meshwright.cli.verb import Count, Options, argument, option, verb
+from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
+from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
+from meshwright.cost.formulas.limits import ici_intensity
+from meshwright.plan.why.bounds import shared_letters
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.chip import known, peak
+from meshwright.spec.cluster import Cluster, parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
+from meshwright.spec.weights import num_params
 
 TITLES = {"speed": "When communication hides behind compute, in closed form", "size": "What fits"}
 
@@ -32,15 +39,7 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """When FSDP, tensor parallelism and their mixture are compute-bound for MODEL, and what fits: no plan is needed."""
     model, cluster, job = load_model(given.model), parse_cluster(given.on), read_job(given.batch, given.seq_len)
-    at = letters(
-        model,
-        cluster,
-        job,
-        dtype=given.dtype,
-        state=given.state,
-        tensor_axes=given.tensor_axes,
-        tensor=given.tensor,
-    )
+    at = letters(model, cluster, job, given)
     found = limits_at(at)
     heading = (
         f"{model.name} on {cluster.short_name} ({cluster.num_chips:,} chips), {format_count(job.tokens_per_step)} "
@@ -50,6 +49,40 @@ def command(given: Given) -> Answer:
         {"model": model.name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
         [heading, *_tables(found), *_legend(at, found, cluster.num_slices)],
         raw=[Table.of(found, {field: field for field in Limit.__struct_fields__})],
+    )
+
+
+def letters(model: Model, cluster: Cluster, job: Job, given: Given) -> Letters:
+    """The letters for one slice, tokens and chips as real numbers, at the data sheet's peak; a plan's are left open.
+
+    Raises InputError for a cluster that is no torus of several chips. Source: How to Scale Your Model, section 5.
+    """
+    axes, slices = sum(size > 1 for size in cluster.shape), cluster.num_slices
+    chips = cluster.num_chips // slices
+    if cluster.kind != "torus" or axes == 0:
+        raise InputError(
+            f"the closed forms are of torus axes and {cluster.short_name} has none. Name a slice of TPUs, or explain a "
+            f"plan."
+        )
+    if not 1 <= given.tensor_axes <= max(1, axes - 1):
+        raise InputError(
+            f"--tensor-axes {given.tensor_axes}: {cluster.short_name} has {axes} axes. Leave one for the data."
+        )
+    if given.tensor is not None and not 1 <= given.tensor <= chips:
+        raise InputError(f"--tensor {given.tensor} must be between 1 and the {chips:,} chips of a slice.")
+    rate = peak(cluster.chip, given.dtype)
+    return Letters(
+        batch_tokens=job.tokens_per_step / slices,
+        num_chips=chips,
+        peak_flops=rate,
+        alpha=ici_intensity(rate, 2 * known(cluster.chip, "ici_link_bytes_per_s")),
+        fsdp_axes=max(1, axes - given.tensor_axes),
+        tensor_axes=given.tensor_axes,
+        tensor=given.tensor,
+        data_ways=given.tensor and chips / given.tensor,
+        memory_bytes=cluster.chip.memory_bytes,
+        state_bytes=state_bytes(num_params(model), state=given.state),
+        **shared_letters(model, cluster, job, slices),
     )
 
 

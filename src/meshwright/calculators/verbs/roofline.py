@@ -19,7 +19,6 @@ from meshwright.cost.formulas.roofline import (
     Channel,
     Operand,
     Roofline,
-    channel_rate,
     chip_roofline,
     critical_batch,
     critical_size,
@@ -36,7 +35,7 @@ TPU_TILE = (8, 128)
 
 class Given(Options):
     product: str | None = argument()
-    dims: str | None = option("SweptSizes, such as B=128,D=8192,F=32768.")
+    dims: str | None = option("Sizes, such as B=128,D=8192,F=32768.")
     on: str = option("A chip, such as v5e or h100 (meshwright show chips).")
     channel: Channel = option(type=click.Choice(CHANNELS), default="hbm")
     sweeps: tuple[str, ...] = option(
@@ -62,43 +61,53 @@ def command(given: Given) -> Answer:
         raise InputError("there is no product. Write bf16[B,D] * int8[D,F] -> bf16[B,F], or give --attention MODEL.")
     if not swept and not sizes:
         raise InputError("the product has no sizes. Give --dims B=128,D=8192,F=32768, or --sweep.")
-    named = parse_einsum(given.product)
-    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
+    if not swept:
+        return product_answer(given.product, unit, sizes, given)
+    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in parse_einsum(given.product))
     dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
 
     def price(sizes: SweptSizes) -> Roofline:
         return chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=given.channel)
 
-    if swept:
-        points = sweep_points(price, dict.fromkeys((*lhs.dims, *rhs.dims)), sizes, swept)
-        return sweep_answer(f"{given.product} on {unit.name}", unit, given, dtype, swept, points)
-    line = price(sizes)
-    batch_dim = _batch_dim(lhs, rhs, given.product)
-    critical = critical_size(
-        (lhs, rhs), out, sizes, dim=batch_dim, peak_flops=line.peak_flops, bytes_per_s=line.bytes_per_s
-    )
-    facts = {
-        **_result(line, dtype, batch_dim, critical),
-        "critical_batch_wide": _wide_batch(line, rhs, batch_dim),
-        "tile_expansion": _tiles(unit, named, sizes),
-        **drawn(given.png),
-    }
-    product = given.product
-    return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)})
+    points = sweep_points(price, dict.fromkeys((*lhs.dims, *rhs.dims)), sizes, swept)
+    return sweep_answer(f"{given.product} on {unit.name}", unit, given, dtype, swept, points)
 
 
-def _batch_dim(lhs: Operand, rhs: Operand, product: str) -> str:
-    """The dim whose critical size is told: the first of the left array that the right one lacks."""
+def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given) -> Answer:
+    """The roofline of one product in one size, and the batch from which it is compute-bound."""
+    named = parse_einsum(product)
+    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
+    dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
     if not lhs.dims:
         raise InputError(f"the left array of {product!r} has no dims. Write for example x[B,D] * W[D,F] -> y[B,F].")
-    return next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
-
-
-def _wide_batch(line: Roofline, weight: Operand, batch_dim: str) -> float | None:
-    """The critical batch were every other dim endless: only the weight's bytes count; None without a weight."""
-    if batch_dim in weight.dims:
-        return None
-    return critical_batch(line.peak_flops, line.bytes_per_s, weight_bytes=dtype_bytes(weight.dtype))
+    # the batch is the first dim of the left array that the right one lacks
+    dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
+    line = chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=given.channel)
+    rates = {"peak_flops": line.peak_flops, "bytes_per_s": line.bytes_per_s}
+    facts = {
+        "flops": line.work.flops,
+        "bytes": line.work.num_bytes,
+        "intensity": line.work.intensity,
+        "critical_intensity": line.critical_intensity,
+        "compute_dtype": dtype,
+        **rates,
+        "channel": line.channel,
+        "math_s": line.math_s,
+        "transfer_s": line.transfer_s,
+        "time_s_lower": line.lower_s,
+        "time_s_upper": line.upper_s,
+        "bound_by": line.bound_by,
+        "critical_dim": dim,
+        "critical_batch": critical_size((lhs, rhs), out, sizes, dim=dim, **rates),
+        "flops_per_s": line.reached_flops_per_s,
+        # were every other dim endless, only the weight's bytes would count
+        "critical_batch_wide": None if dim in rhs.dims else critical_batch(
+            **rates, weight_bytes=dtype_bytes(rhs.dtype)
+        ),
+        "tile_expansion": _tiles(unit, named, sizes),
+        **drawn(given.png),
+    }  # fmt: skip
+    return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)})
 
 
 def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:
@@ -115,43 +124,23 @@ def _dtype(array: ShardedArray) -> str:
     return array.dtype or "bf16"
 
 
-def _result(line: Roofline, dtype: str, batch_dim: str, critical: float) -> dict[str, Any]:
-    return {
-        "flops": line.work.flops,
-        "bytes": line.work.num_bytes,
-        "intensity": line.work.intensity,
-        "critical_intensity": line.critical_intensity,
-        "compute_dtype": dtype,
-        "peak_flops": line.peak_flops,
-        "bytes_per_s": line.bytes_per_s,
-        "channel": line.channel,
-        "math_s": line.math_s,
-        "transfer_s": line.transfer_s,
-        "time_s_lower": line.lower_s,
-        "time_s_upper": line.upper_s,
-        "bound_by": line.bound_by,
-        "critical_dim": batch_dim,
-        "critical_batch": critical,
-        "flops_per_s": line.reached_flops_per_s,
-    }
-
-
 def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
-    channel, dim = r["channel"], r["critical_dim"]
-    batch = r["critical_batch"]
+    dim, batch, wide = r["critical_dim"], r["critical_batch"], r["critical_batch_wide"]
     rows = [
         ["compute", format_flops(r["flops"], unit="FLOP"), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
-        [channel, format_bytes(r["bytes"]), f"{format_bytes(r['bytes_per_s'])}/s", format_seconds(r["transfer_s"])],
-    ]
+        [r["channel"], format_bytes(r["bytes"]), f"{format_bytes(r['bytes_per_s'])}/s",
+         format_seconds(r["transfer_s"])],
+    ]  # fmt: skip
     yield Table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
     yield Paragraph(f"intensity       {r['intensity']:,.4g} FLOPs/byte (critical {r['critical_intensity']:,.4g})", None)
     yield Paragraph(f"bound by        {r['bound_by']}", None)
     yield Paragraph(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
                f"{format_seconds(r['time_s_upper'])} with none", None)  # fmt: skip
-    reach = f"{dim} > {batch:,.1f}" if batch != float("inf") else f"never, whatever {dim}"
-    wide = r["critical_batch_wide"]
-    near = f"; {wide:,.1f} by the weight's alone" if wide is not None and batch != float("inf") else ""
-    yield Fact("compute-bound", f"{reach} (every byte counted{near})", column=16)
+    near = "" if wide is None else f"; {wide:,.1f} by the weight's alone"
+    reach = f"{dim} > {batch:,.1f} (every byte counted{near})"
+    if batch == float("inf"):
+        reach = f"never, whatever {dim} (every byte counted)"
+    yield Fact("compute-bound", reach, column=16)
     if r["tile_expansion"]:
         padded = ", ".join(
             f"{name} {times:,.0f}" if times >= 100 else f"{name} {times:.3g}"
@@ -164,13 +153,8 @@ def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
 def _figure(product: str, unit: Chip, line: Roofline) -> Any:
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 
-    links = {}
-    for name in ("hbm", "vmem"):
-        try:
-            links[name.upper()] = channel_rate(unit, name)
-        except InputError:
-            continue
-    links.setdefault(line.channel.upper(), line.bytes_per_s)
+    rates = {"HBM": unit.hbm_bytes_per_s, "VMEM": unit.vmem_bytes_per_s, line.channel.upper(): line.bytes_per_s}
+    links = {name: rate for name, rate in rates.items() if rate is not None}
     point = RooflinePoint(label=product, intensity=line.work.intensity, flops_per_s=line.reached_flops_per_s)
     return roofline_figure(
         peak_flops_per_s=line.peak_flops, link_bytes_per_s=links, points=[point], title=f"Roofline of {unit.name}"

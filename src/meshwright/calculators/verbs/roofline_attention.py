@@ -1,6 +1,6 @@
 """`meshwright roofline --attention MODEL`: attention beside the feed-forward block as the context grows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.chips.attention_roofline import AttentionTimes, block_times, compute_bound_len
@@ -12,31 +12,25 @@ from meshwright.cost.formulas.roofline import channel_rate, critical_intensity
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, compute_dtype, peak
-from meshwright.spec.model import Model
 
 LENGTHS = tuple(2**power for power in range(7, 21))
 COLUMN = 16
 
 
 def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> Answer:
-    """Attention of a model beside its feed-forward block at every length."""
-    dtype = compute_dtype(unit, "bf16")
-    facts = attention_facts(load_model(name), unit, dtype=dtype, batch_seqs=given.batch_seqs, sweep=sweep)
-    facts |= drawn(given.png)
-    return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
+    """Attention of a model beside its feed-forward block: prefill of one sequence, and generation of so many at once.
 
-
-def attention_facts(model: Model, unit: Chip, *, dtype: str, batch_seqs: int, sweep: Sweep | None) -> dict[str, Any]:
-    """Both phases at every length: prefill of one sequence, and generation of so many at once."""
-    if batch_seqs < 1:
-        raise InputError(f"--batch {batch_seqs} must be at least 1 sequence.")
+    ``given`` are the options of `roofline`; ``sweep`` are the lengths, where they are asked for.
+    """
+    if given.batch_seqs < 1:
+        raise InputError(f"--batch {given.batch_seqs} must be at least 1 sequence.")
     if sweep is not None and list(sweep[0]) != ["T"]:
         raise InputError(f"--sweep {', '.join(sweep[0])}: attention is swept over T. Write T=128..1Mi.")
+    model, dtype = load_model(name), compute_dtype(unit, "bf16")
     lengths = LENGTHS if sweep is None else [sizes["T"] for sizes in sweep]
     at = critical_intensity(peak(unit, dtype), channel_rate(unit, "hbm"))
-    prefill = [block_times(model, unit, keys=n, queries=n, batch_seqs=1, dtype=dtype) for n in lengths]
-    generation = [block_times(model, unit, keys=n, queries=1, batch_seqs=batch_seqs, dtype=dtype) for n in lengths]
-    return {
+    phases = {"prefill": [(n, 1) for n in lengths], "generation": [(1, given.batch_seqs)] * len(lengths)}
+    facts = {
         "model": model.name,
         "chip": unit.name,
         "compute_dtype": dtype,
@@ -44,10 +38,17 @@ def attention_facts(model: Model, unit: Chip, *, dtype: str, batch_seqs: int, sw
         "queries_per_kv_head": model.num_heads // model.num_kv_heads,
         "compute_bound_len": compute_bound_len(model, at),
         "equal_flops_len": attention_equal_len(model),
-        "batch_seqs": batch_seqs,
-        "prefill": [_facts(one) for one in prefill],
-        "generation": [_facts(one) for one in generation],
+        "batch_seqs": given.batch_seqs,
+        **{
+            phase: [
+                _facts(block_times(model, unit, keys=keys, queries=queries, batch_seqs=seqs, dtype=dtype))
+                for keys, (queries, seqs) in zip(lengths, each, strict=True)
+            ]
+            for phase, each in phases.items()
+        },
+        **drawn(given.png),
     }
+    return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
 
 
 def _facts(one: AttentionTimes) -> dict[str, Any]:
@@ -79,20 +80,20 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
         "prefill",
         f"compute-bound from {facts['compute_bound_len']:,.4g} positions: T G / (G + 1) > {at:,.4g} FLOPs/byte, "
         f"G = {group}",
-        column=COLUMN,
+        COLUMN,
     )
     count = facts["batch_seqs"]
     never = "never compute-bound" if group <= at else "compute-bound"
     yield Fact(
         "generation",
         f"near G = {group} FLOPs/byte: {never}; {count:,} sequence{'s' if count > 1 else ''} at once",
-        column=COLUMN,
+        COLUMN,
     )
     yield Fact(
         "counted",
         "no causal discount, projections left out, keys and values in bf16; each block the larger of compute and "
         "memory on one chip",
-        column=COLUMN,
+        COLUMN,
     )
 
 
@@ -103,21 +104,16 @@ def _number(value: float) -> str:
 def _figure(facts: dict[str, Any]) -> Any:
     """Attention's time over the feed-forward block's against the context."""
     from meshwright.report.curves import curves_figure
-    from meshwright.report.marks import Points, ReferenceLine
-
-    def ratios(rows: Sequence[dict[str, Any]]) -> Points:
-        return [(float(row["keys"]), float(row["ratio"])) for row in rows]
+    from meshwright.report.marks import ReferenceLine
 
     count = facts["batch_seqs"]
     marks = [ReferenceLine(axis="y", value=1.0, text="as long as the feed-forward block", at="end")]
     lengths = [r["keys"] for r in facts["prefill"]]
     if min(lengths) < facts["compute_bound_len"] < max(lengths):
         marks.append(ReferenceLine(axis="x", value=facts["compute_bound_len"], text="prefill compute-bound", at="end"))
+    names = {"prefill": "prefill", "generation": f"generation, {format_count(count)} at once"}
     return curves_figure(
-        {
-            "prefill": ratios(facts["prefill"]),
-            f"generation, {format_count(count)} at once": ratios(facts["generation"]),
-        },
+        {name: [(float(row["keys"]), row["ratio"]) for row in facts[phase]] for phase, name in names.items()},
         x_title="context (positions)",
         y_title="time of attention over feed-forward",
         title=f"Attention beside the feed-forward block: {facts['model']} on {facts['chip']}",

@@ -33,9 +33,9 @@ def accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
 
 def summary_rows(found: Accuracy) -> list[list[Cell]]:
     """One row per group, then core training and everything."""
-    rows = [_row(group, found.of_group(group)) for group in found.groups]
+    rows = [_row(group, found.summary(group=group)) for group in found.groups]
     rows = [row for row in rows if row[1] != "0"]
-    return [*rows, _row("core training", found.summary(lambda one: one.core)), _row("all", found.summary())]
+    return [*rows, _row("core training", found.summary(core=True)), _row("all", found.summary())]
 
 
 def _row(name: str, at: Summary) -> list[Cell]:

@@ -15,6 +15,7 @@ from meshwright.cli.output import (
     format_power,
     format_range,
     say,
+    three_digits,
     width,
 )
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SET
@@ -99,12 +100,11 @@ def command(given: Given) -> Answer:
         parts.append(Answer({"verified": proved.table}, []))
     if given.out:
         _save(result, given.out)
-    held = {"axes": fixed, "overrides": fields["strategy"]}
     if given.pareto or given.png:
-        parts.append(frontier_answer(result, png=given.png, **held))
+        parts.append(frontier_answer(result, png=given.png))
     if given.breakdown:
         parts.append(breakdown_answer(result, given.breakdown))
-    parts += answers(result, questions, words=full_words, choices=choices, **held)
+    parts += answers(result, questions, words=full_words)
     budget = run_budget(result.plan(), step_s=result.strategies[0].estimate.step_s)
     facts = {**result.to_json(), "training": budget}
     pictures: dict[Path | None, Any] = {}
@@ -253,7 +253,7 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
         f"{format_count(budget.train_tokens)} tokens in {budget.steps:,.0f} steps: "
         f"{format_seconds(budget.days * DAY_S)}, {money}, {format_params(budget.chip_hours)} chip-hours",
     )
-    petaflop_days, years = (_three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
+    petaflop_days, years = (three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
     yield Fact(
         "",
         f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, {budget.mfu_6nd:.1%} of the chip-hours' "
@@ -264,10 +264,6 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
             "power",
             f"{format_power(budget.power_w)} for {num_chips:,} chips alone, {format_energy(budget.energy_kwh)} in all",
         )
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def placement_words(placement: Mapping[str, str]) -> str:

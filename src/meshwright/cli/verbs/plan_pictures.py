@@ -25,16 +25,14 @@ LEAST_SAVING = 0.1
 # -- frontiers ------------------------------------------------------------------------------------------
 
 
-def frontier_answer(
-    result: PlanResult, *, axes: Mapping[str, int], overrides: Mapping[str, Any], png: Path | None
-) -> Answer:
+def frontier_answer(result: PlanResult, *, png: Path | None) -> Answer:
     """The frontiers of the job that was planned.
 
     They are of the cluster that the plans use: all of it, or the largest part that the job divides over.
     """
     cluster = result.strategies[0].cluster
     setting = result.setting.on(cluster)
-    found = pareto(setting, axes=axes, overrides=overrides)
+    found = pareto(result)
     facts = {"memory": [_as_json(one) for one in found.memory], "cost": [_as_json(one) for one in found.cost]}
     text = _frontier_text(cluster, found)
     return Answer({"pareto": facts}, text, {png: lambda: _frontier_figure(setting, found)})

@@ -1,7 +1,7 @@
 """The questions of `plan`: why not another strategy, what if the machine were different, what the recipe would do."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,6 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Term, term_words
 from meshwright.plan.result import PlanResult
-from meshwright.plan.space import Choices
 from meshwright.plan.why.recipe import Recipe, recipe
 from meshwright.plan.why.setup_changes import parse_what_if
 from meshwright.plan.why.what_if import WhatIf, what_if
@@ -58,24 +57,15 @@ def parse_why_not(text: str) -> dict[str, Any]:
     return found
 
 
-def answers(
-    result: PlanResult,
-    questions: Questions,
-    *,
-    axes: Mapping[str, int],
-    overrides: Mapping[str, Any],
-    choices: Choices,
-    words: Words,
-) -> list[Answer]:
+def answers(result: PlanResult, questions: Questions, *, words: Words) -> list[Answer]:
     """The answer to every question, as data under the keys why_not, what_if and recipe."""
-    held: dict[str, Any] = {"axes": axes, "overrides": overrides, "choices": choices}
     found = []
     if questions.why_nots:
-        refused = [why_not(result, asked, **held) for asked in questions.why_nots]
+        refused = [why_not(result, asked) for asked in questions.why_nots]
         text = [piece for one in refused for piece in why_not_text(one, result, words)]
         found.append(Answer({"why_not": [why_not_json(one, result) for one in refused]}, text))
     if questions.what_ifs:
-        changed = [what_if(result, asked, **held) for asked in questions.what_ifs]
+        changed = [what_if(result, asked) for asked in questions.what_ifs]
         text = [piece for other in changed for piece in what_if_text(other, words)]
         found.append(Answer({"what_if": [what_if_json(one) for one in changed]}, text))
     if questions.recipe:

@@ -23,6 +23,9 @@ from meshwright.cost.train_step import PricedStrategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.plan.run_budget import RunBudget
 from meshwright.spec.calibration import matmul_rate, memory_rate
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
 from meshwright.spec.weights import num_active_params, num_params
 
 
@@ -50,6 +53,22 @@ def batch_of(priced: PricedStrategy) -> BatchSplit:
     )
 
 
+def shared_letters(model: Model, cluster: Cluster, job: Job, num_slices: int) -> dict[str, Any]:
+    """Letters that a model, a cluster and a job have without a plan; ``num_slices`` share out the batch."""
+    return {
+        "d_ff": feed_forward_width(model),
+        "sparsity": sparsity(model),
+        "num_axes": sum(size > 1 for size in cluster.shape),
+        "num_slices": num_slices,
+        "slice_tokens": job.tokens_per_step / num_slices if num_slices > 1 else None,
+        "dcn_bytes_per_s_per_host": cluster.chip.dcn_bytes_per_s_per_host or None,
+        "chips_per_host": cluster.chip.chips_per_host or None,
+        "all_chips": cluster.num_chips,
+        "step_tokens": job.tokens_per_step,
+        "seq_len": job.seq_len,
+    }
+
+
 def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Letters:
     """The letters with a plan's numbers; C is the rate of products that its times rest on.
 
@@ -72,22 +91,12 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         num_microbatches=count,
         num_chips=chips,
         num_stages=stages,
-        num_slices=slices,
-        d_ff=feed_forward_width(setting.model),
         data_ways=_devices(priced, "data", "fsdp", "expert", "context") / slices,
         peak_flops=peak,
         alpha=None if width is None else limits.ici_intensity(peak, width),
-        num_axes=axes,
         fsdp_axes=max(1, axes - tensor),
         tensor_axes=tensor,
         tensor=_devices(priced, "tensor"),
-        sparsity=sparsity(setting.model),
-        slice_tokens=job.tokens_per_step / slices if slices > 1 else None,
-        dcn_bytes_per_s_per_host=chip.dcn_bytes_per_s_per_host or None,
-        chips_per_host=chip.chips_per_host or None,
-        all_chips=cluster.num_chips,
-        step_tokens=job.tokens_per_step,
-        seq_len=job.seq_len,
         context=_devices(priced, "context"),
         batch_seqs=job.batch_seqs,
         replicas=_devices(priced, "data", "fsdp", "expert"),
@@ -96,6 +105,7 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         shared_bytes=state_bytes(num_params(setting.model), state=strategy.state) + activations,
         train_tokens=budget.train_tokens if budget else None,
         run_days=budget.days if budget else None,
+        **shared_letters(setting.model, cluster, job, slices),
         **(_switched(priced, peak) if chips > 1 else {}),
         **_of_axes(priced, peak),
     )

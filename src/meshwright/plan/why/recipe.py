@@ -12,14 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from meshwright.core.units import format_params
-from meshwright.cost.memory import memory_parts, total_bytes
-from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import MEMORY_RULE, Refusal, check_rules, divisors, legal, size_rules, strategy_sizes
+from meshwright.plan.legal import MEMORY_RULE, Refusal, divisors, fewest_microbatches, legal
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
@@ -38,7 +35,7 @@ REMATS = ("none", "block", "sqrt")
 """No checkpointing, one at every layer, one at every sqrt(L) layers."""
 
 
-class RecipeStep(msgspec.Struct, frozen=True, kw_only=True):
+class RecipeStep(msgspec.Struct, frozen=True):
     """One step of the recipe: whether it applies here, and why or what it sets."""
 
     name: str
@@ -66,9 +63,7 @@ def recipe(setting: Setting, *, template: Strategy) -> Recipe:
     refused = legal(setting, chosen)
     runs = all(refusal.rule == MEMORY_RULE for refusal in refused)
     return Recipe(
-        steps=tuple(
-            RecipeStep(name=name, applies=applies, reason=why) for name, applies, why in _said(at, chosen, far)
-        ),
+        steps=tuple(_said(at, chosen, far)),
         strategy=chosen,
         estimate=estimate_step(setting, chosen) if runs else None,
         refusal=refused[0] if refused else None,
@@ -84,30 +79,13 @@ class _Builder:
         self.chips, self.params = cluster.num_chips, num_params(model)
         self.machine = min(cluster.chip.chips_per_host or MACHINE_CHIPS, self.chips)
 
-    def strategy(self, mesh: Mapping[str, int], remat: str, count: int = 1) -> Strategy:
-        """The template with a mesh, a remat policy and microbatches; keys and values are passed around a ring."""
+    def strategy(self, mesh: Mapping[str, int], remat: str) -> Strategy:
+        """The template with a mesh and a remat policy, in one microbatch; keys and values are passed around a ring."""
         mode = "gather" if self.cluster.kind == "host" else "ring"
         fields: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "offload": (), "placement": {}, "slice_axes": ()}
-        fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": count, "context_attention": mode}
+        fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": 1, "context_attention": mode}
         fields["assignment"] = DEFAULT_ASSIGNMENT
         return msgspec.structs.replace(self.template, **fields)
-
-    def fewest_microbatches(self, mesh: Mapping[str, int], remat: str) -> int | None:
-        """The fewest microbatches with which a mesh fits, at least one for each stage; None where none does."""
-        one = self.strategy(mesh, remat)
-        derived = self.setting.derived(one)
-        if check_rules(size_rules(derived), strategy_sizes(self.setting, one)):
-            return None
-        local = self.job.batch_seqs // (one.mesh["data"] * one.mesh["fsdp"])
-        stages = one.mesh["pipeline"]
-        counts = np.array([count for count in divisors(local) if count >= stages or stages == 1])
-        if not len(counts):
-            return None
-        sizes = self.setting.sizes(one, microbatch_seqs=self.job.batch_seqs / counts)
-        pipeline = PipelineCost(stages=stages, microbatches=counts, software=self.setting.assumptions.software)
-        items = memory_parts(derived, sizes).items(pipeline)
-        fits = np.flatnonzero(np.broadcast_to(total_bytes(items), counts.shape) <= self.setting.memory_limit)
-        return int(counts[fits[0]]) if len(fits) else None
 
     def first_that_fits(self, meshes: Iterator[Mapping[str, int]]) -> Strategy | None:
         """The first mesh that fits, with as little checkpointing as it needs."""
@@ -115,9 +93,9 @@ class _Builder:
             for remat in REMATS:
                 if remat == "sqrt" and self.cluster.kind == "host":
                     continue
-                count = self.fewest_microbatches(mesh, remat)
-                if count is not None:
-                    return self.strategy(mesh, remat, count)
+                one = self.strategy(mesh, remat)
+                if fit := fewest_microbatches(self.setting, one):
+                    return msgspec.structs.replace(one, num_microbatches=fit[0])
         return None
 
 
@@ -172,31 +150,31 @@ def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
                 yield {"fsdp": group, "data": ways // group}
 
 
-def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, bool, str]]:
-    """Yields each step of the recipe: its name, whether it applies here, and why or what it sets."""
+def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) -> Iterator[RecipeStep]:
     mesh, count = chosen.mesh, chosen.num_microbatches
     data, fsdp, stages = mesh["data"], mesh["fsdp"], mesh["pipeline"]
     few, size = format_params(DATA_PARAMS), f"{format_params(at.params)} parameters on {at.chips:,} chips"
-    yield (
+    yield RecipeStep(
         "data parallelism",
         at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS and data > 1,
         f"up to {DATA_CHIPS} chips and {few} parameters; here {size}",
     )
-    yield "FSDP", fsdp > 1, f"beyond that: fsdp {fsdp:,}" if fsdp > 1 else "not needed"
+    yield RecipeStep("FSDP", fsdp > 1, f"beyond that: fsdp {fsdp:,}" if fsdp > 1 else "not needed")
     hybrid = fsdp > 1 and data > 1
     why = f"from {HYBRID_CHIPS} chips on, in the smallest groups of machines that fit"
-    yield "hybrid sharding", hybrid, f"{why}: data {data:,} x fsdp {fsdp:,}" if hybrid else why
+    yield RecipeStep("hybrid sharding", hybrid, f"{why}: data {data:,} x fsdp {fsdp:,}" if hybrid else why)
     again = chosen.remat != "none"
     why = f"activations do not fit otherwise: remat {chosen.remat}" if again else "activations fit as they are"
-    yield "checkpointing", again, why
+    yield RecipeStep("checkpointing", again, why)
     not_asked = {
         "context": f"for sequences longer than {FAR_TOKENS:,}; here {at.job.seq_len:,}",
         "tensor": f"for more than {format_params(FAR_PARAMS)} parameters, or {FAR_CHIPS:,} chips and fewer sequences",
     }
     for axis, without in not_asked.items():
         ways, why = far.get(axis, (1, without))
-        yield f"{axis} parallelism", ways > 1, f"{why}: {axis} {ways}" if ways > 1 else why
+        yield RecipeStep(f"{axis} parallelism", ways > 1, f"{why}: {axis} {ways}" if ways > 1 else why)
     why = f"the fewest stages with which it fits: {stages}" if stages > 1 else "fits without"
-    yield "pipeline", stages > 1, why
+    yield RecipeStep("pipeline", stages > 1, why)
     local = at.job.batch_seqs / (data * fsdp * count)
-    yield "batch of a chip", True, f"as large as memory allows: {count} x {local:g} sequence{'s' * (local != 1)}"
+    each = f"{count} x {local:g} sequence{'s' * (local != 1)}"
+    yield RecipeStep("batch of a chip", True, f"as large as memory allows: {each}")

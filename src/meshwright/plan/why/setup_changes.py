@@ -168,12 +168,11 @@ def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
     ratio = Fraction(factor).limit_denominator(64)
     if abs(float(ratio) - factor) > 1e-6 * factor:
         raise InputError(f"chips={factor:g}x is not a simple ratio. Use for example 2x, 0.5x or 1.5x.")
-    found = cluster
     for prime in _primes(ratio.numerator):
-        found = _larger(found, prime)
+        cluster = _larger(cluster, prime)
     for prime in _primes(ratio.denominator):
-        found = _smaller(found, prime)
-    return found
+        cluster = _smaller(cluster, prime)
+    return cluster
 
 
 def _primes(number: int) -> Iterable[int]:
@@ -186,7 +185,8 @@ def _primes(number: int) -> Iterable[int]:
 
 
 def _larger(cluster: Cluster, prime: int) -> Cluster:
-    numbers = range(len(cluster.shape)) if cluster.kind != "switched" else (len(cluster.shape) - 1,)
+    outermost = len(cluster.shape) - 1
+    numbers = range(outermost if cluster.kind == "switched" else 0, outermost + 1)
     found = _resized_at(cluster, numbers, Fraction(prime))
     if not found and cluster.kind == "torus":
         found = _resized(cluster, cluster.shape, num_slices=cluster.num_slices * prime)
@@ -196,15 +196,15 @@ def _larger(cluster: Cluster, prime: int) -> Cluster:
 
 
 def _smaller(cluster: Cluster, prime: int) -> Cluster:
+    found = []
     if cluster.num_slices % prime == 0:
-        fewer = _resized(cluster, cluster.shape, num_slices=cluster.num_slices // prime)
-        if fewer:
-            return fewer[0]
-    order = reversed(range(len(cluster.shape))) if cluster.kind == "switched" else range(len(cluster.shape))
-    found = _resized_at(cluster, (n for n in order if cluster.shape[n] % prime == 0), Fraction(1, prime))
+        found = _resized(cluster, cluster.shape, num_slices=cluster.num_slices // prime)
+    divided = [number for number, size in enumerate(cluster.shape) if size % prime == 0]
+    if not found:
+        found = _resized_at(cluster, divided[-1:] if cluster.kind == "switched" else divided, Fraction(1, prime))
     if not found:
         raise InputError(f"{cluster.short_name} cannot be divided by {prime}. Name a smaller cluster instead.")
-    return found[0] if cluster.kind == "switched" else min(found, key=_evenness)
+    return min(found, key=_evenness)
 
 
 def _resized_at(cluster: Cluster, numbers: Iterable[int], factor: Fraction) -> list[Cluster]:

@@ -8,7 +8,7 @@ import msgspec
 from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
+from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.plan.legal import SCHEDULE_RULE, check_rules, size_rules, strategy_sizes
 from meshwright.plan.space import FULL, axes_to_try
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, standard_assignment
@@ -40,21 +40,17 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     gain_s: float = 0.0
 
 
-def priced_in(setting: Setting, strategy: Strategy) -> PricedStrategy | None:
-    """The strategy priced, whether it fits in memory or not; None where its sizes do not divide."""
+def estimate_in(setting: Setting, strategy: Strategy) -> Estimate | None:
+    """The prediction of a strategy; None where its sizes do not divide or its memory is not there."""
     try:
         setting.require_runnable(strategy)
         derived = setting.derived(strategy)
         if check_rules((*size_rules(derived), SCHEDULE_RULE), strategy_sizes(setting, strategy)):
             return None
-        return price_strategy(setting, strategy)
+        found = estimate_step(setting, strategy)
     except (InputError, CannotRunError):
         return None
-
-
-def fits(setting: Setting, estimate: Estimate) -> bool:
-    """Whether a step's memory is there."""
-    return bool(estimate.hbm_bytes_per_chip <= setting.memory_limit)
+    return found if found.hbm_bytes_per_chip <= setting.memory_limit else None
 
 
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
@@ -62,9 +58,9 @@ def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
     num_tried, found = 0, []
     for words, other in single_changes(setting, strategy):
         num_tried += 1
-        priced = priced_in(setting, other)
-        if priced is not None and fits(setting, priced.estimate):
-            found.append(TriedChange(words=words, strategy=other, estimate=priced.estimate))
+        estimate = estimate_in(setting, other)
+        if estimate is not None:
+            found.append(TriedChange(words=words, strategy=other, estimate=estimate))
     best = min(found, key=lambda one: one.estimate.step_s, default=None)
     if best is None or best.estimate.step_s > (1 - MIN_GAIN) * now_s:
         return Tried(num_tried=num_tried, num_legal=len(found))

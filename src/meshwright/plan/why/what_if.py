@@ -1,7 +1,6 @@
 """What if the chips, the network, their number or the batch were different: planned again, beside the plan of now."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -11,9 +10,8 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.result import PlannedStrategy, PlanResult
-from meshwright.plan.space import USUAL, Choices
 from meshwright.plan.why.setup_changes import changed_setting
-from meshwright.plan.why.single_changes import fits, priced_in
+from meshwright.plan.why.single_changes import estimate_in
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,14 +40,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         return then * self.now.estimate.step_s / self.now.job.tokens_per_step
 
 
-def what_if(
-    result: PlanResult,
-    asked: Mapping[str, float],
-    *,
-    axes: Mapping[str, int] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    choices: Choices = USUAL,
-) -> WhatIf:
+def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
     """A result's job planned again under the factors of ``asked``, all at once; the rest as it was planned before.
 
     Raises InputError where a change has no meaning for the cluster, such as half of 15 sequences.
@@ -58,7 +49,7 @@ def what_if(
     setting, changed = changed_setting(result.setting, asked)
     found = WhatIf(asked=dict(asked), changed=changed, now=now, terms_now=_terms(now))
     try:
-        again = rank_plans(setting, axes=axes, overrides=overrides, choices=choices, top=1)
+        again = rank_plans(setting, axes=result.axes, overrides=result.overrides, choices=result.choices, top=1)
     except CannotRunError as error:
         return msgspec.structs.replace(found, note=str(error))
     then = again.strategies[0]
@@ -79,5 +70,5 @@ def _kept(setting: Setting, now: PlannedStrategy) -> float | None:
     """Seconds of an unchanged strategy in the changed setting; None if it does not run there."""
     if setting.cluster.num_chips != now.num_chips:
         return None
-    priced = priced_in(setting, msgspec.structs.replace(now.strategy, placement={}))
-    return float(priced.estimate.step_s) if priced and fits(setting, priced.estimate) else None
+    found = estimate_in(setting, msgspec.structs.replace(now.strategy, placement={}))
+    return found.step_s if found else None

@@ -16,20 +16,21 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
 from meshwright.plan.legal import Refusal, legal
-from meshwright.plan.planner import FIELDS
+from meshwright.plan.planner import FIELDS, broken_rule, space_of
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
-from meshwright.plan.space import USUAL, Choices, Space, open_space
+from meshwright.plan.space import Choices, Space
 from meshwright.plan.why.bounds import letters_of
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words, standard_assignment
+from meshwright.spec.strategy import Assumptions, Strategy, mesh_words, standard_assignment
 
 NO_LIMIT_BYTES = 1e30
 """Memory of a chip where only the time is asked for."""
 
-SHORT_NAMES: dict[str, str] = {"microbatches": "num_microbatches"}
 ASSIGNMENT_FIELDS = ("zero", "sequence_parallel")
 """Fields that name a standard assignment instead of writing it out."""
 ASSUMED = Assumptions.__struct_fields__
+NAMES = {name: name for name in (*FIELDS, *ASSUMED, *ASSIGNMENT_FIELDS)} | {"microbatches": "num_microbatches"}
+"""What a question may name besides axes -> the field or assumption."""
 
 
 class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,24 +70,16 @@ class WhyNot(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.estimate is None else self.estimate.step_s - self.winner_estimate.step_s
 
 
-def why_not(
-    result: PlanResult,
-    asked: Mapping[str, Any],
-    *,
-    axes: Mapping[str, int] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    choices: Choices = USUAL,
-) -> WhyNot:
+def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
     """What keeps a strategy from being the best of a result, on the chips of its winner.
 
     ``asked`` are sizes of mesh axes, fields of the strategy, ``zero`` and ``microbatches`` among them, and assumptions;
-    what it leaves open is searched. ``axes`` and ``overrides`` are what the result itself was planned with, and stay
-    unless ``asked`` names them.
+    what it leaves open is searched. What the result itself was planned with stays unless ``asked`` names it.
     """
     winner = result.strategies[0]
     fixed, fields = split_asked(asked)
-    kept = {name.removeprefix("strategy."): value for name, value in (overrides or {}).items()}
-    space = _space(winner, {**(axes or {}), **fixed}, {**kept, **fields}, choices)
+    kept = {name.removeprefix("strategy."): value for name, value in result.overrides.items()}
+    space = _space(winner, {**result.axes, **fixed}, {**kept, **fields}, result.choices)
     outcome = search(space, winner.cluster, winner.job.batch_seqs, top=1)
     found = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.estimate)
     if outcome.found:
@@ -110,11 +103,11 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name}={value} is not a size. Write for example {name}=4.")
             fixed[name] = value
-        elif SHORT_NAMES.get(name, name) in (*FIELDS, *ASSUMED, *ASSIGNMENT_FIELDS):
-            fields[SHORT_NAMES.get(name, name)] = value
+        elif name in NAMES:
+            fields[NAMES[name]] = value
         else:
-            names = (*MESH_AXES, *FIELDS, *ASSUMED, *SHORT_NAMES, *ASSIGNMENT_FIELDS)
-            raise InputError(f"{name} is neither a mesh axis nor a field of the strategy.{nearest(name, names)}")
+            near = nearest(name, (*MESH_AXES, *NAMES))
+            raise InputError(f"{name} is neither a mesh axis nor a field of the strategy.{near}")
     if set(ASSIGNMENT_FIELDS) & fields.keys():
         zero, parallel = fields.pop("zero", 3), fields.pop("sequence_parallel", True)
         fields["assignment"] = standard_assignment(zero=zero, sequence_parallel=parallel)
@@ -128,16 +121,11 @@ def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[st
     assumed = msgspec.to_builtins(winner.setting.assumptions)
     assumed |= {name: value for name, value in fields.items() if name in ASSUMED}
     held = {name: value for name, value in fields.items() if name not in ASSUMED}
-    now = msgspec.to_builtins(winner.strategy) | {"chunks": 1, "offload": (), "placement": {}, "mesh": make_mesh({})}
-    return open_space(
-        msgspec.structs.replace(
-            winner.setting, assumptions=convert_fields(assumed, Assumptions, section="assumptions")
-        ),
-        convert_fields({**now, **held}, Strategy, section="strategy"),
-        given=held,
-        choices=choices,
-        fixed=fixed,
+    now = msgspec.to_builtins(winner.strategy) | {"chunks": 1, "offload": (), "placement": {}}
+    setting = msgspec.structs.replace(
+        winner.setting, assumptions=convert_fields(assumed, Assumptions, section="assumptions")
     )
+    return space_of(setting, fixed, held, choices, template=now)
 
 
 # -- where it runs ----------------------------------------------------------------------------------------
@@ -202,12 +190,8 @@ def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:
     """Why no mesh of all chips has the asked sizes."""
     cluster, batch = space.setting.cluster, space.setting.job.batch_seqs
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
-    alone = msgspec.structs.replace(space.template, mesh=make_mesh(space.fixed))
-    if space.num_microbatches is None:
-        alone = msgspec.structs.replace(alone, num_microbatches=1)
-    for refusal in legal(space.setting, alone):
-        if refusal.rule not in ("devices", "placement", "memory", "schedule"):
-            return refusal
+    if refusal := broken_rule(space):
+        return refusal
     taken = math.prod(space.fixed.values())
     if cluster.num_chips % taken:
         advice = _advice(space, asked) or f"Use a product that divides {cluster.num_chips}."

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from meshwright.calculators.training.model_limits import letters
+from meshwright.calculators.verbs.limits import Given, letters
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.limit_table import limits_at
 from meshwright.spec.catalogue import load_model
@@ -14,7 +14,8 @@ from meshwright.spec.job import Job
 
 def found(name, on, *, seqs, seq_len, **choices):
     m, cluster, job = load_model(name), parse_cluster(on), Job(batch_seqs=seqs, seq_len=seq_len)
-    at = letters(m, cluster, job, dtype="bf16", state="bf16-adam", **choices)
+    usual = {"dtype": "bf16", "state": "bf16-adam", "tensor": None, "tensor_axes": 1}
+    at = letters(m, cluster, job, Given(**(usual | choices)))
     return at, {limit.name: limit for limit in limits_at(at)}
 
 
