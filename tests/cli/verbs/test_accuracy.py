@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from meshwright.cli.verbs.accuracy_fit import BEGIN, END, HEADINGS
+from meshwright.cli.verbs.accuracy import BEGIN, END, HEADINGS
 from meshwright.spec.efficiency import FILE, MAX_NUMBERS
 from tests.accuracy.recorded import LLAMA, PUBLISHED, published, row, write
 

@@ -1,17 +1,33 @@
 """`meshwright accuracy`: predictions beside published measurements."""
 
+from collections.abc import Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from meshwright.accuracy.errors import Accuracy, accuracy
-from meshwright.accuracy.records import read_records
+from meshwright.accuracy.records import Record, read_records
+from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
-from meshwright.cli.verbs.accuracy_text import accuracy_text
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.files import write_text_whole
+from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_seconds
-from meshwright.report.answer import Answer, Table
+from meshwright.report.answer import Answer, Column, Columns, Piece, Table, as_markdown
+from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
+
+BEGIN = "<!-- table: {} -->"
+END = "<!-- end -->"
+HEADINGS = {
+    "cross-validation": "Five-fold cross-validation over configurations",
+    "groups": "Leaving out each group in turn",
+    "fitted": "The numbers of the product, fitted on all records",
+}
+MAX_NAMED = 6
+"""Records that a line of reasons names before it only counts."""
 
 
 class Given(Options):
@@ -35,35 +51,28 @@ def command(given: Given) -> Answer:
         groups = dict.fromkeys(record.group for record in records)
         raise InputError(f"{given.file} has no group {given.only!r}.{nearest(str(given.only), groups)}")
     if given.cross_validate or given.out or given.page:
-        from meshwright.cli.verbs.accuracy_fit import validate
-
-        return validate(chosen, out=given.out, page=given.page)
+        return _fitted(chosen, out=given.out, page=given.page)
     found = accuracy(chosen, datasheet=given.datasheet)
     how = "data-sheet rates" if given.datasheet else "fitted numbers"
-    worst = sorted(found.predictions, key=lambda one: -abs(one.error))[: given.worst]
     listed = Table.of(found.predictions, RECORDS)
-    text = [*accuracy_text(found, title=how), *([Table.of(worst, WORST)] if worst else [])]
+    text = [*_accuracy_text(found, title=how)]
+    if given.worst:
+        worst = sorted(found.predictions, key=lambda one: -abs(one.error))[: given.worst]
+        text.append(Table.of(worst, {"worst": "id", **{name: RECORDS[name] for name in SHOWN_OF_WORST}}))
     text += [listed] if given.every else []
     return Answer(found.to_json(), text, {given.png: lambda: _figure(found, how)}, [listed])
 
 
-RECORDS: dict[str, Any] = {
+RECORDS: Columns = {
     "record": "id",
     "job": "job",
     "measured": ("measured_s", format_seconds),
     "predicted": ("predicted_s", format_seconds),
     "P10": ("low_s", format_seconds),
     "P90": ("high_s", format_seconds),
-    "error": ("error", lambda error: f"{error:+.0%}"),
+    "error": ("error", "{:+.0%}".format),
 }
-
-
-WORST: dict[str, Any] = {
-    "worst": "id",
-    "measured": ("measured_s", format_seconds),
-    "predicted": ("predicted_s", format_seconds),
-    "error": ("error", lambda error: f"{error:+.0%}"),
-}
+SHOWN_OF_WORST = ("measured", "predicted", "error")
 
 
 def _figure(found: Accuracy, how: str) -> Any:
@@ -74,3 +83,82 @@ def _figure(found: Accuracy, how: str) -> Any:
         raise InputError("no record is predicted, so there is nothing to draw. Leave out --png, or name another file.")
     subtitle = f"{at.n:,} published training steps, {how}; grey: within 20%"
     return accuracy_figure(found.predictions, title="Predicted against measured", subtitle=subtitle)
+
+
+def _accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
+    """The table per group, and what was not predicted."""
+    yield _summaries(found, f"{title}: errors")
+    pick = found.regret()
+    if pick.regret is not None:
+        yield (
+            f"the pick: of the configurations measured for one job, the one predicted fastest takes {pick.regret:.1%} "
+            f"longer than the fastest ({pick.num_jobs} jobs, right in {pick.right:.0%}); a random one {pick.random:.0%}"
+        )
+    unfitted = [one for one in found.predictions if not one.fitted]
+    if unfitted and len(unfitted) < len(found.predictions):
+        chips = ", ".join(dict.fromkeys(one.chip for one in unfitted))
+        yield f"by data-sheet rates: {len(unfitted):,}, nothing is fitted for {chips}"
+    for reason, ids in found.reasons().items():
+        named = ", ".join(ids[:MAX_NAMED]) if len(ids) <= MAX_NAMED else f"{ids[0]} and {len(ids) - 1:,} more"
+        yield f"not predicted: {len(ids):,}, {reason} ({named})"
+
+
+def _summaries(found: Accuracy, title: str = "") -> Table:
+    """One row per group with a prediction, then core training and everything."""
+    rows = [(group or "no group", found.of_group(group)) for group in found.groups]
+    rows = [(group, at) for group, at in rows if at.n]
+    rows += [("core training", found.summary(lambda one: one.core)), ("all", found.summary())]
+    size, sign, share = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
+    columns: list[Column] = [
+        "group",
+        "records",
+        ("MAPE", size),
+        ("median", size),
+        ("bias", sign),
+        ("interval holds", share),
+    ]
+    return Table(columns, [[name, *msgspec.structs.astuple(at)] for name, at in rows], title)
+
+
+# -- fitting --------------------------------------------------------------------------------------------
+
+
+def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None) -> Answer:
+    """Fit the numbers anew, and predict every record by numbers that have not seen it."""
+    from meshwright.cli.verbs.accuracy_fit import fit_anew, fitted_cases
+
+    cases, unpredicted = fitted_cases(records)
+    # What cannot be written is refused before minutes are spent on it.
+    if out and not out.parent.is_dir():
+        raise InputError(f"cannot write {out}: the folder {out.parent} does not exist. Make it first.")
+    if page:
+        _with_tables(page, dict.fromkeys(HEADINGS, ""))
+    numbers, found = fit_anew(cases, unpredicted, with_groups=bool(page or not out))
+    if out:
+        source = f"fitted on {len(cases):,} published training steps, see docs/accuracy.md"
+        stored = FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
+        write_text_whole(out, dump_toml(stored))
+        fitted_numbers.cache_clear()
+        say(f"wrote {out}")
+    if page:
+        write_text_whole(page, _with_tables(page, {name: as_markdown(_summaries(one)) for name, one in found.items()}))
+        say(f"wrote {page}")
+    text = [piece for name, one in found.items() for piece in _accuracy_text(one, title=HEADINGS[name])]
+    facts = {name: one.to_json() for name, one in found.items()} | {"numbers": numbers}
+    return Answer(facts, [*text, Table(["number", "value"], [*numbers.items()])])
+
+
+def _with_tables(page: Path, tables: Mapping[str, str]) -> str:
+    """The page with these tables between their marks; an InputError where it has no such marks."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {page}: {error.strerror}. Name the page that the tables go into.") from None
+    for name, table in tables.items():
+        begin = BEGIN.format(name)
+        head, mark, rest = text.partition(begin)
+        _, end, tail = rest.partition(END)
+        if not mark or not end:
+            raise InputError(f"{page} has no place for the table {name!r}. Put '{begin}' and '{END}' where it goes.")
+        text = f"{head}{begin}\n{table}{end}{tail}"
+    return text

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, verb
-from meshwright.cli.verbs.explain_lead import lead_text, number_words
-from meshwright.cli.verbs.plan import (
+from meshwright.cli.verbs.explain_lead import lead_text, limit_amounts
+from meshwright.cli.verbs.plan_words import (
     budget_text,
     collective_matmul_words,
     microbatch_words,
@@ -19,9 +20,9 @@ from meshwright.cli.verbs.plan import (
     remat_words,
 )
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.cost.formulas.limit_table import Letters, Limit
+from meshwright.cost.formulas.limit_table import Letters
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Columns, Fact, Paragraph, Piece, Table
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import mesh_words
@@ -45,32 +46,24 @@ def command(given: Given) -> Answer:
             f"{given.plan_file} predicts {format_seconds(plan.predicted.step_s)} a step and its own rates now give "
             f"{format_seconds(told.estimate.step_s)}: it was changed by hand, or by another version."
         )
-    return Answer(_as_json(told), _text(told))
+    return Answer(_facts(told), _text(told))
 
 
-def _as_json(told: Explanation) -> dict[str, Any]:
-    plan, changes = told.plan, msgspec.to_builtins(told.changes)
-    if changes["best"]:
-        changes["best"]["strategy"] |= msgspec.to_builtins(plan.assumptions)
+def _facts(told: Explanation) -> dict[str, Any]:
+    plan, facts = told.plan, {name: msgspec.to_builtins(value) for name, value in asdict(told).items()}
+    del facts["plan"]
+    if facts["changes"]["best"]:
+        facts["changes"]["best"]["strategy"] |= msgspec.to_builtins(plan.assumptions)
     return {
         "model": plan.model.name,
         "cluster": plan.cluster.short_name,
-        "job": msgspec.to_builtins(plan.job),
+        "job": plan.job,
         "axes": plan.strategy.mesh,
-        "terms": msgspec.to_builtins(told.terms),
-        "recomputed": told.recomputed,
-        "changes": changes,
-        "fsdp_case": told.fsdp,
-        "blocks": msgspec.to_builtins(told.blocks),
-        "between_stages": told.between,
-        "forward": msgspec.to_builtins(told.forward),
-        "backward": msgspec.to_builtins(told.backward),
-        "once": msgspec.to_builtins(told.once),
-        "batch": told.batch,
-        "symbols": told.symbols,
-        "limits": msgspec.to_builtins(told.limits),
-        "estimate": msgspec.to_builtins(told.estimate),
-        "training": told.training,
+        "fsdp_case": facts.pop("fsdp"),
+        "between_stages": facts.pop("between"),
+        "forward": told.forward,
+        "backward": told.backward,
+        **facts,
     }
 
 
@@ -143,12 +136,14 @@ def _measures(line: ListedStep) -> str:
 
 def _step_text(told: Explanation) -> Iterator[Piece]:
     estimate = told.estimate
-    rows = [
-        [term.words, format_seconds(term.alone_s), format_seconds(max(0.0, term.added_s)), f"{term.share:.0%}"]
-        for term in told.terms
-    ]
+    columns: Columns = {
+        "work of one step": "words",
+        "alone": ("alone_s", format_seconds),
+        "adds": (lambda term: max(0.0, term.added_s), format_seconds),
+        "share": ("share", "{:.0%}".format),
+    }
     yield ""
-    yield Table(["work of one step", "alone", "adds", "share"], rows)
+    yield Table.of(told.terms, columns)
     lower, upper = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
     yield Fact(
         "step",
@@ -167,6 +162,7 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         yield from budget_text(told.training, told.plan.cluster.num_chips)
 
 
+VERDICTS = {True: "met", False: "not met", None: "hint"}
 _TITLES = {"speed": "When communication hides behind compute, in closed form", "size": "What fits"}
 
 
@@ -175,7 +171,8 @@ def _limits_text(told: Explanation) -> Iterator[Piece]:
         chosen = [limit for limit in told.limits if limit.kind == kind]
         if chosen:
             yield ""
-            yield Table(["", "formula", "bound", "here", ""], [_limit_row(x) for x in chosen], title)
+            rows = [[x.name, x.formula, *limit_amounts(x), VERDICTS[x.holds]] for x in chosen]
+            yield Table(["", "formula", "bound", "here", ""], rows, title)
         if chosen and kind == "speed":
             yield _legend(told.symbols)
         for limit in chosen:
@@ -193,9 +190,3 @@ def _legend(at: Letters) -> str:
         said.append(f"X = data x fsdp x context on Mx = {at.fsdp_axes} and tensor on My = {at.tensor_axes} torus axes")
         said.append("root = that of the discriminant")
     return ", ".join(said)
-
-
-def _limit_row(limit: Limit) -> list[str]:
-    verdict = {True: "met", False: "not met", None: "hint"}[limit.holds]
-    show = {"bytes": format_bytes, "s": format_seconds, "": number_words}[limit.unit]
-    return [limit.name, limit.formula, show(limit.limit), show(limit.here), verdict]

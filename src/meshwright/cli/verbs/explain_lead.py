@@ -7,7 +7,7 @@ from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Limit
 from meshwright.plan.why.explain import Explanation, limit_of_term
-from meshwright.report.answer import Fact, Piece
+from meshwright.report.answer import Amount, Fact, Piece
 
 MAX_TERMS = 3
 MIN_SHARE = 0.03
@@ -61,11 +61,17 @@ def _term_words(term: Term, told: Explanation) -> str:
     return said
 
 
+def limit_amounts(limit: Limit) -> tuple[Amount, Amount]:
+    """The bound and the plan's own figure."""
+    show = {"bytes": format_bytes, "s": format_seconds, "": number_words}[limit.unit]
+    return Amount(limit.limit, show), Amount(limit.here, show)
+
+
 def limit_words(limit: Limit) -> str:
     """``"tokens/chip, weights hide: > 850, here 1,024: 1.2 times above"``."""
-    show = {"bytes": format_bytes, "s": format_seconds, "": number_words}[limit.unit]
+    bound, here = limit_amounts(limit)
     sign = f"{limit.formula[0]} " if limit.formula[0] in "<>" else ""
-    said = f"{limit.name}: {sign}{show(limit.limit)}, here {show(limit.here)}"
+    said = f"{limit.name}: {sign}{bound}, here {here}"
     if min(limit.limit, limit.here) <= 0:
         return said
     side = "above" if limit.here > limit.limit else "below"

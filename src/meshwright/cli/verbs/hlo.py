@@ -51,15 +51,8 @@ def command(given: Given) -> Answer:
 def _stable(path: Path, read: Any) -> Answer:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(read.collectives.items())) or "none"
     mesh = f" over a mesh of {read.mesh}" if read.mesh else ""
-    facts = {
-        "file": path,
-        "format": "stablehlo",
-        "module": read.name,
-        "num_partitions": read.num_partitions,
-        "num_functions": read.num_functions,
-        "mesh": read.mesh,
-        "collectives": read.collectives,
-    }
+    names = ("num_partitions", "num_functions", "mesh", "collectives")
+    facts = {"file": path, "format": "stablehlo", "module": read.name, **{name: getattr(read, name) for name in names}}
     return Answer(
         facts,
         [
@@ -85,7 +78,7 @@ def _explained(module: Any, name: str, picture: Path | None) -> Answer:
         "step": str(one.label) if one.label else None,
         "source": [str(frame) for frame in module.source(one)],
         "operands": list(one.operands),
-        "shapes": [_shape(shape) for shape in one.shapes],
+        "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in one.shapes],
         "facts": [list(fact) for fact in told],
     }
     if picture:
@@ -100,16 +93,7 @@ def _explained(module: Any, name: str, picture: Path | None) -> Answer:
     return Answer(facts, [Paragraph(one.name, None), *text], {picture: draw})
 
 
-def _shape(shape: Any) -> dict[str, Any]:
-    return {
-        "dtype": shape.dtype,
-        "dims": shape.dims,
-        "minor_to_major": shape.minor_to_major,
-        "tiles": shape.tiles,
-        "memory_space": shape.memory_space,
-        "bytes": shape.num_bytes,
-        "padded_bytes": shape.padded_bytes,
-    }
+SHAPE = ("dtype", "dims", "minor_to_major", "tiles", "memory_space", "num_bytes", "padded_bytes")
 
 
 def _one_shape(one: Any) -> Any:

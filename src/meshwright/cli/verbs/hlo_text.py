@@ -5,15 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
+from msgspec.structs import asdict
+
 from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import width
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
-from meshwright.hlo.collectives import CollectiveRow, collective_rows, module_collectives
+from meshwright.hlo.collectives import collective_rows, module_collectives
 from meshwright.hlo.layout import largest_arrays, paddings, relayouts
 from meshwright.hlo.loops import loops
 from meshwright.hlo.module import Module
-from meshwright.report.answer import Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Columns, Fact, Paragraph, Piece, Table
 
 MIN_PADDED_BYTES = 10_000
 """Arrays below it, single numbers above all, are left out of the table of padding."""
@@ -26,8 +28,17 @@ _MAX_STEPS = 4
 def summary(module: Module, mesh_text: str | None) -> dict[str, Any]:
     """All tables as one object; ``collectives`` is None where a loop's count cannot be read, and ``why`` says so."""
     mesh = parse_mesh(mesh_text) if mesh_text else {}
-    _check_mesh(module, mesh)
-    rows, why = _collective_rows(module, mesh)
+    devices = math.prod(mesh.values())
+    # A program that spans slices numbers the devices of one.
+    if mesh and devices % module.num_devices:
+        raise InputError(
+            f"--mesh has {devices} devices and {module.name} is for {module.num_devices}. Give the mesh it is for."
+        )
+    why = None
+    try:
+        rows = [asdict(row) for row in collective_rows(module_collectives(module, mesh))]
+    except ValueError as error:
+        rows, why = None, str(error)
     return {
         "format": "hlo",
         "module": module.name,
@@ -36,38 +47,18 @@ def summary(module: Module, mesh_text: str | None) -> dict[str, Any]:
         "num_computations": len(module.computations),
         "num_instructions": module.num_instructions,
         "mesh": mesh or None,
-        "collectives": None if rows is None else [_row(row) for row in rows],
+        "collectives": rows,
         "why": why,
         "loops": loops(module),
         "largest": [_labelled(one) for one in largest_arrays(module)],
-        "relayouts": [_labelled(one) | {"total_bytes": one.total_bytes} for one in relayouts(module)],
-        "paddings": [_labelled(one) | {"wasted_share": one.wasted_share} for one in paddings(module)],
+        "relayouts": [_labelled(one, "total_bytes") for one in relayouts(module)],
+        "paddings": [_labelled(one, "wasted_share") for one in paddings(module)],
     }
 
 
-def _check_mesh(module: Module, mesh: Mapping[str, int]) -> None:
-    devices = math.prod(mesh.values())
-    # A program that spans slices numbers the devices of one.
-    if mesh and devices % module.num_devices:
-        raise InputError(
-            f"--mesh has {devices} devices and {module.name} is for {module.num_devices}. Give the mesh it is for."
-        )
-
-
-def _collective_rows(module: Module, mesh: Mapping[str, int]) -> tuple[tuple[CollectiveRow, ...] | None, str | None]:
-    try:
-        return collective_rows(module_collectives(module, mesh)), None
-    except ValueError as error:
-        return None, str(error)
-
-
-def _row(row: CollectiveRow) -> dict[str, Any]:
-    names = ("kind", "axes", "group_size", "dtype", "full_bytes", "times", "total_bytes", "is_async", "notes", "steps")
-    return {name: getattr(row, name) for name in names}
-
-
-def _labelled(one: Any) -> dict[str, Any]:
-    fields = {name: getattr(one, name) for name in one.__struct_fields__}
+def _labelled(one: Any, *besides: str) -> dict[str, Any]:
+    """The fields of a struct and further attributes, its label as text."""
+    fields = asdict(one) | {name: getattr(one, name) for name in besides}
     return fields | {"label": str(one.label) if one.label else None}
 
 
@@ -93,8 +84,11 @@ def summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
     yield from _paddings_text(found["paddings"], top)
 
 
-def _titled(title: str, rows: Sequence[Any], shown: int) -> str:
-    return f"{title} (the first {shown} of {len(rows)})" if len(rows) > shown else title
+def _table(title: str, rows: Sequence[Any], top: int, columns: Columns) -> Table:
+    """The first rows, without columns that say nothing."""
+    return Table.of(
+        rows[:top], columns, f"{title} (the first {top} of {len(rows)})" if len(rows) > top else title
+    ).known()
 
 
 def _collectives_text(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> Iterator[Piece]:
@@ -102,24 +96,20 @@ def _collectives_text(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: boo
         yield Fact("collectives", "none")
         yield ""
         return
-    cells = [
-        [
-            row["kind"],
-            ", ".join(row["axes"]) or "-" if has_mesh else f"{row['group_size']}",
-            _mb(row["full_bytes"]),
-            row["times"],
-            _mb(row["total_bytes"]),
-            _stacked("; ".join([*(["async"] if row["is_async"] else []), *row["notes"]]), _steps(row["steps"])),
-        ]
-        for row in rows[:top]
-    ]
-    columns = ["collective", "over" if has_mesh else "devices", "MB each", "times", "MB", "how, for which step"]
+    near = any(step.startswith("near ") for row in rows for step in row["steps"])
     total = sum(row["total_bytes"] for row in rows)
-    if any(step.startswith("near ") for row in rows for step in row["steps"]):
-        columns[-1] += " (~ near it)"
-    yield Table(
-        *_without_empty(columns, cells), _titled(f"Collectives, {format_bytes(total)} in full arrays", rows, top)
-    )
+    over = {"over": lambda row: ", ".join(row["axes"]) or "-"} if has_mesh else {"devices": "group_size"}
+    columns: Columns = {
+        "collective": "kind",
+        **over,
+        "MB each": ("full_bytes", _mb),
+        "times": "times",
+        "MB": ("total_bytes", _mb),
+        f"how, for which step{' (~ near it)' if near else ''}": lambda row: _stacked(
+            "; ".join([*(["async"] if row["is_async"] else []), *row["notes"]]), _steps(row["steps"])
+        ),
+    }
+    yield _table(f"Collectives, {format_bytes(total)} in full arrays", rows, top, columns)
 
 
 def _steps(steps: Sequence[str]) -> str:
@@ -133,72 +123,56 @@ def _steps(steps: Sequence[str]) -> str:
 
 
 def _loops_text(found: Sequence[Any], top: int) -> Iterator[Piece]:
-    if not found:
-        return
-    rows = [
-        [
-            "  " * one.depth + one.name,
-            "by data" if one.trips is None else f"{one.trips:,}",
-            "by data" if one.total_trips is None else f"{one.total_trips:,}",
-            _name(one.body, MAX_BODY),
-        ]
-        for one in found[:top]
-    ]
-    yield Table(["loop", "trips", "in all", "body"], rows, _titled("Loops", found, top))
+    columns: Columns = {
+        "loop": lambda one: "  " * one.depth + one.name,
+        "trips": lambda one: "by data" if one.trips is None else one.trips,
+        "in all": lambda one: "by data" if one.total_trips is None else one.total_trips,
+        "body": ("body", lambda body: _name(body, MAX_BODY)),
+    }
+    if found:
+        yield _table("Loops", found, top, columns)
 
 
 def _largest_text(found: Sequence[Mapping[str, Any]], top: int) -> Iterator[Piece]:
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in found:
         alike.setdefault((one["name"], one["shape"], one["memory_space"], one["times"]), []).append(one)
-    rows = [
-        [
-            _stacked(_name(group[0]["name"]), _step(group[0]["label"])),
-            group[0]["shape"].split("{")[0],
-            _mb(group[0]["padded_bytes"]),
-            len(group),
-            f"S({group[0]['memory_space']})" if group[0]["memory_space"] else None,
-            group[0]["times"],
-        ]
-        for group in list(alike.values())[:top]
-    ]
-    columns = ["array", "shape", "MB", "arrays", "in", "times"]
-    yield Table(*_without_empty(columns, rows), _titled("Arrays that it makes or is given", list(alike), top))
+    groups = [{**group[0], "arrays": len(group)} for group in alike.values()]
+    columns: Columns = {
+        "array": lambda one: _stacked(_name(one["name"]), _step(one["label"])),
+        "shape": ("shape", lambda shape: shape.split("{")[0]),
+        "MB": ("padded_bytes", _mb),
+        "arrays": "arrays",
+        "in": (lambda one: one["memory_space"] or None, "S({})".format),
+        "times": "times",
+    }
+    yield _table("Arrays that it makes or is given", groups, top, columns)
 
 
 def _relayouts_text(found: Sequence[Mapping[str, Any]], top: int) -> Iterator[Piece]:
-    if not found:
-        return
-    rows = [
-        [
-            _stacked(_name(one["name"]), "fused" if one["inside_fusion"] else "", _step(one["label"])),
-            f"{_layout(one['before'])}\n-> {_layout(one['after']).split(chr(10))[-1]}",
-            _mb(one["num_bytes"]),
-            one["times"],
-        ]
-        for one in found[:top]
-    ]
+    columns: Columns = {
+        "copy": lambda one: _stacked(_name(one["name"]), "fused" if one["inside_fusion"] else "", _step(one["label"])),
+        "array": lambda one: f"{_layout(one['before'])}\n-> {_layout(one['after']).split(chr(10))[-1]}",
+        "MB": ("num_bytes", _mb),
+        "times": "times",
+    }
     total = sum(one["total_bytes"] for one in found if not one["inside_fusion"])
     alone = f", {format_bytes(total)} by those not fused" if total else ""
-    yield Table(["copy", "array", "MB", "times"], rows, _titled(f"Copies to another layout{alone}", found, top))
+    if found:
+        yield _table(f"Copies to another layout{alone}", found, top, columns)
 
 
 def _paddings_text(every: Sequence[Mapping[str, Any]], top: int) -> Iterator[Piece]:
     found = [one for one in every if one["padded_bytes"] >= MIN_PADDED_BYTES]
-    if not found:
-        return
-    rows = [
-        [
-            _stacked(_name(one["name"]), _step(one["label"]), one["shape"].replace("{", " {", 1)),
-            _mb(one["num_bytes"]),
-            _mb(one["padded_bytes"]),
-            f"{one['wasted_share']:.0%}",
-            one["num_arrays"],
-        ]
-        for one in found[:top]
-    ]
-    columns = ["array", "MB", "MB padded", "padding", "arrays"]
-    yield Table(columns, rows, _titled("Padding that tiles add, largest first", found, top))
+    columns: Columns = {
+        "array": lambda one: _stacked(_name(one["name"]), _step(one["label"]), one["shape"].replace("{", " {", 1)),
+        "MB": ("num_bytes", _mb),
+        "MB padded": ("padded_bytes", _mb),
+        "padding": ("wasted_share", "{:.0%}".format),
+        "arrays": "num_arrays",
+    }
+    if found:
+        yield _table("Padding that tiles add, largest first", found, top, columns)
 
 
 def place_text(label: str, text: str, *, column: int) -> Iterator[Piece]:
@@ -216,12 +190,6 @@ def place_text(label: str, text: str, *, column: int) -> Iterator[Piece]:
 def _stacked(*lines: str | None) -> str | None:
     """Lines of one cell, those that say something: side by side they would not fit 80 columns."""
     return "\n".join(line for line in lines if line) or None
-
-
-def _without_empty(columns: list[str], rows: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Without columns that say nothing."""
-    said = [n for n in range(len(columns)) if any(row[n] for row in rows)]
-    return [columns[n] for n in said], [[row[n] for n in said] for row in rows]
 
 
 def _step(label: str | None) -> str | None:

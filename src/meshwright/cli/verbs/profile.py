@@ -10,7 +10,7 @@ from meshwright.api.running import require_devices
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, job_of_step, storage_of
 from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
-from meshwright.cli.verbs.profile_text import profile_json, profile_text
+from meshwright.cli.verbs.profile_text import profile_answer
 from meshwright.core.errors import InputError
 from meshwright.report.answer import Answer
 from meshwright.spec.model import require_runnable
@@ -58,7 +58,9 @@ def command(given: Given) -> Answer | None:
         found = analyse(chosen, given.trace, given.hlo, storage=storage)
     else:
         found = _run(chosen, storage, folder, steps=given.steps, warmup=given.warmup)
-    return _answer(found, folder)
+    from meshwright.parallel.processes import is_first
+
+    return profile_answer(found, folder) if is_first() else None
 
 
 def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
@@ -104,14 +106,3 @@ def _step_of(chosen: Plan, storage: Storage) -> "TrainStep | GenerateStep":
     step = make_step(chosen.model, chosen.strategy, settings_from_table({}), several_documents=False)
     require_divides(step, chosen.job)
     return step
-
-
-def _answer(found: "Profile", folder: Path) -> Answer | None:
-    """Write the report; one process of many does, and answers."""
-    from meshwright.parallel.processes import is_first
-    from meshwright.report.machine.profile_report import write_report
-
-    if not is_first():
-        return None
-    files = write_report(found, folder)
-    return Answer(profile_json(found, files), profile_text(found, files))

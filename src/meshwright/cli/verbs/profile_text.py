@@ -1,4 +1,4 @@
-"""What `profile` prints and gives as JSON: the step beside its prediction, the worst terms first, what to change."""
+"""What `profile` and `train --profile` answer: the step beside its prediction, worst terms first, and advice."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.output import or_dash
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.answer import Piece, Table
+from meshwright.report.answer import Answer, Piece, Table
 
 if TYPE_CHECKING:
     from meshwright.profile.summary import Profile
@@ -14,26 +14,29 @@ if TYPE_CHECKING:
 SHOWN_STEPS = 8
 
 
-def profile_text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
-    """A screenful: the step, where its time goes, the worst terms and steps, advice, memory, files."""
-    from meshwright.report.machine.profile_report import difference, difference_words
+def profile_answer(profile: "Profile", folder: Path) -> Answer:
+    """Write the report into the folder; its short form, and everything but the single samples of memory as data."""
+    from meshwright.report.machine.profile_report import write_report
 
-    rows = [
-        _compared("step", profile.predicted_step_s, profile.step_s, format_seconds),
-        _compared("MFU", profile.predicted_mfu, profile.mfu, lambda share: f"{share:.1%}"),
-        _compared("HFU", profile.predicted_hfu, profile.hfu, lambda share: f"{share:.1%}"),
-    ]
-    predicted = profile.comparison.predicted.parts
-    rows += [_compared(name, predicted[name], s, format_seconds) for name, s in profile.times.mean.parts.items()]
-    yield Table(["", "predicted", "measured", "ratio"], rows)
-    hidden = or_dash(profile.times.overlap, lambda share: f"{share:.0%}")
-    waits = f", waits {format_seconds(profile.times.waited_s)} for other devices" if profile.times.waited_s else ""
+    files = write_report(profile, folder)
+    return Answer(_facts(profile) | {"files": files}, _text(profile, files))
+
+
+def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
+    """A screenful: the step, where its time goes, the worst terms and steps, advice, memory, files."""
+    from meshwright.report.machine.profile_report import difference_words, headline_rows, times_table
+
+    times, comparison = profile.times, profile.comparison
+    parts = comparison.predicted.parts
+    rows = [(name, parts[name], seconds, format_seconds) for name, seconds in times.mean.parts.items()]
+    yield Table.compared([*headline_rows(profile), *rows])
+    hidden = or_dash(times.overlap, "{:.0%}".format)
+    waits = f", waits {format_seconds(times.waited_s)} for other devices" if times.waited_s else ""
     yield (
         f"the five parts are of a mean device under the profiler, {format_seconds(profile.profiled_s)}; communication "
-        f"takes "
-        f"{format_seconds(profile.times.communication_s)}{waits}, and {hidden} of it hides behind compute"
+        f"takes {format_seconds(times.communication_s)}{waits}, and {hidden} of it hides behind compute"
     )
-    if profile.comparison.shares_cores:
+    if comparison.shares_cores:
         yield (
             "emulated devices share the cores: below, the machine's time is shared out over what works at each instant "
             "on any device, and waiting is no work; kinds of work sum to the step"
@@ -41,20 +44,8 @@ def profile_text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     for warning in profile.warnings:
         yield warning[:1].lower() + warning[1:].removesuffix(".")
     yield ""
-    for title, chosen in (
-        ("kind of work, worst first", profile.comparison.terms),
-        ("derived step, worst first", profile.comparison.steps[:SHOWN_STEPS]),
-    ):
-        cells = [
-            [
-                _spaced(row.name),
-                or_dash(row.predicted_s, format_seconds),
-                or_dash(row.measured_s, format_seconds),
-                difference(row),
-            ]
-            for row in chosen
-        ]
-        yield Table([title, "predicted", "measured", "difference"], cells)
+    yield times_table(comparison.terms, "kind of work, worst first")
+    yield times_table(comparison.steps[:SHOWN_STEPS], "derived step, worst first")
     for one in profile.advice:
         yield f"{one.term}, {difference_words(one.difference_s)}: {one.text}"
     peak = profile.memory.peak
@@ -68,52 +59,28 @@ def profile_text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     yield f"wrote {', '.join(map(str, files))}"
 
 
-def _spaced(name: str) -> str:
-    """A label with spaces, where a narrow table may break it."""
-    return name if " " in name else name.replace(":", " ")
+OF_PROFILE = ("platform", "step_s", "mfu", "hfu", "flops", "advice", "notes")
+OF_TIMES = ("devices", "communication_s", "hidden_s", "overlap", "ops")
+OF_COMPARISON = ("shares_cores", "terms", "parts", "steps", "classes")
+OF_MEMORY = ("counted", "arguments_bytes", "temporaries_bytes", "live_bytes", "owners")
 
 
-def _compared(name: str, predicted: float, measured: float, show: Any) -> list[str]:
-    return [name, show(predicted), show(measured), f"{measured / predicted:.2f}" if predicted else "-"]
-
-
-def profile_json(profile: "Profile", files: list[Path]) -> dict[str, Any]:
-    """Everything but the single samples of memory."""
-    comparison, memory, peak = profile.comparison, profile.memory, profile.memory.peak
+def _facts(profile: "Profile") -> dict[str, Any]:
+    times, comparison, memory = profile.times, profile.comparison, profile.memory
+    chosen = ((profile, OF_PROFILE), (times, OF_TIMES), (comparison, OF_COMPARISON))
     return {
-        "platform": profile.platform,
-        "step_s": profile.step_s,
+        **{name: getattr(whole, name) for whole, names in chosen for name in names},
         "step_s_profiled": profile.profiled_s,
         "step_s_predicted": profile.predicted_step_s,
-        "mfu": profile.mfu,
-        "hfu": profile.hfu,
         "mfu_predicted": profile.predicted_mfu,
         "hfu_predicted": profile.predicted_hfu,
-        "flops": profile.flops,
         "flops_predicted": profile.predicted_flops,
-        "partition": profile.times.mean,
+        "partition": times.mean,
         "partition_predicted": comparison.predicted,
-        "devices": profile.times.devices,
-        "communication_s": profile.times.communication_s,
-        "hidden_s": profile.times.hidden_s,
-        "overlap": profile.times.overlap,
-        "shares_cores": comparison.shares_cores,
-        "terms": comparison.terms,
-        "parts": comparison.parts,
-        "steps": comparison.steps,
-        "classes": comparison.classes,
-        "ops": profile.times.ops,
         "float32_products": comparison.float32,
-        "advice": profile.advice,
         "memory": {
-            "counted": memory.counted,
-            "peak_bytes": peak.num_bytes if peak else None,
-            "arguments_bytes": memory.arguments_bytes,
-            "temporaries_bytes": memory.temporaries_bytes,
-            "live_bytes": memory.live_bytes,
-            "owners": memory.owners,
+            **{name: getattr(memory, name) for name in OF_MEMORY},
+            "peak_bytes": memory.peak.num_bytes if memory.peak else None,
             "predicted": profile.predicted_memory,
         },
-        "notes": profile.notes,
-        "files": files,
     }

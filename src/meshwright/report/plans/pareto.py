@@ -3,8 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import msgspec
-
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, si_scale, themed
@@ -16,17 +14,13 @@ LOG_FROM = 5.0
 """Ratio of the longest to the shortest step above which the time axis is logarithmic."""
 
 
-class ParetoPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan: its step time, its memory or cost, and a label (empty: a small dot)."""
-
-    step_s: float
-    amount: float
-    label: str = ""
+PlanPoints = Sequence[tuple[float, float, str]]
+"""(step time in seconds, memory or cost, label) of each plan; with an empty label a small dot."""
 
 
 def pareto_figure(
-    memory: Sequence[ParetoPoint],
-    cost: Sequence[ParetoPoint] = (),
+    memory: PlanPoints,
+    cost: PlanPoints = (),
     *,
     limit_bytes: float | None = None,
     title: str,
@@ -35,7 +29,7 @@ def pareto_figure(
     """Draws memory (bytes) over step time and, given at least two points, dollars per billion tokens over step time."""
     if not memory:
         raise InputError("There is no plan to draw. Give at least one.")
-    scale, unit = si_scale(max([limit_bytes or 0.0, *(point.amount for point in memory)]), "B")
+    scale, unit = si_scale(max([limit_bytes or 0.0, *(amount for _, amount, _ in memory)]), "B")
     limit = []
     if limit_bytes is not None:
         text = f"what a chip holds: {format_bytes(limit_bytes)}"
@@ -47,12 +41,12 @@ def pareto_figure(
     return themed(alt.hconcat(*panels, spacing=36), title, subtitle)
 
 
-def _panel(
-    points: Sequence[ParetoPoint], scale: float, y_title: str, interpolate: str, limit: Sequence[ReferenceLine]
-) -> Layer:
+def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, limit: Sequence[ReferenceLine]) -> Layer:
     """Draws dots joined by a line, and the limit as a reference line."""
-    x_scale, x_unit = si_scale(max(point.step_s for point in points), "s")
-    rows: list[Datum] = [{"x": p.step_s / x_scale, "y": p.amount / scale, "text": p.label} for p in points]
+    x_scale, x_unit = si_scale(max(step_s for step_s, _, _ in points), "s")
+    rows: list[Datum] = [
+        {"x": step_s / x_scale, "y": amount / scale, "text": label} for step_s, amount, label in points
+    ]
     top = 1.08 * max([*(line.value for line in limit), *(row["y"] for row in rows)])
     low, high = min(row["x"] for row in rows), max(row["x"] for row in rows)
     log, x_title = high > LOG_FROM * low, f"time per step ({x_unit})"
