@@ -19,11 +19,11 @@ OF_JOBS = ("strategy", "assumptions", "job")
 """What ``--set`` names in questions about plans of one job."""
 
 
-def read_job(batch: str, seq_len: int, pairs: Sequence[str] = (), *, verb: str = "") -> Job:
+def read_job(batch: str, seq_len: int, pairs: Sequence[str] = ()) -> Job:
     """The training job of ``--batch`` and ``--seq``, with fields of ``--set``."""
     job = Job(batch_seqs=parse_batch(batch, seq_len=seq_len), seq_len=seq_len)
     job = with_fields(job, "job", parse_fields(pairs, sections=OF_JOBS)["job"])
-    require_training(job, verb)
+    require_training(job, "")
     return job
 
 

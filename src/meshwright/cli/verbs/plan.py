@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.cli.fields import check_tokens, parse_fields, take_axes, take_option, with_fields
+from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
 from meshwright.cli.output import format_range, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SET
 from meshwright.cli.verb import Count, Options, argument, option, verb
@@ -73,7 +73,9 @@ def command(given: Given) -> Answer:
     job = check_tokens(with_fields(job, "job", fields["job"]))
     require_training(job, "plan")
     if given.collective_matmul is not None:
-        take_option(fields["strategy"], "collective_matmul", given.collective_matmul)
+        if "collective_matmul" in fields["strategy"]:
+            raise InputError("strategy.collective_matmul is given in --collective-matmul and in --set. Leave one out.")
+        fields["strategy"]["collective_matmul"] = given.collective_matmul
     fixed = take_axes(given.axes, fields["strategy"])
     why_nots = [parse_why_not(text) for text in given.why_nots]
     what_ifs = [parse_what_if(text) for text in given.what_ifs]

@@ -1,15 +1,14 @@
 """The questions of `plan`: why not another strategy, what if the machine were different, what the recipe would do."""
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
 
+from meshwright.cli.fields import field_value, split_pairs
 from meshwright.cli.verbs.explain_lead import limit_words
 from meshwright.cli.verbs.plan_words import BOUND_BY, MEMORY, MFU, STEP, full_words
-from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Term, term_words
 from meshwright.cost.train_step import Estimate
@@ -27,17 +26,8 @@ MISSED = 1e-3
 
 def parse_why_not(text: str) -> dict[str, Any]:
     """Name -> value of ``"tensor=16,remat=block"``: whole numbers, true and false, else text."""
-    found: dict[str, Any] = {}
-    for part in text.split(","):
-        name, sep, value = (piece.strip() for piece in part.partition("="))
-        if not sep or not name or not value:
-            raise InputError(f"--why-not {part.strip()!r} is not name=value. Write for example tensor=16,remat=block.")
-        if name in found:
-            raise InputError(f"--why-not {text!r} gives {name} twice. Leave one out.")
-        words = {"true": True, "false": False}
-        number = float(value) if re.fullmatch(r"\d*\.\d+", value) else words.get(value, value)
-        found[name] = int(value) if value.isdecimal() else number
-    return found
+    pairs = split_pairs(text, "name=value. Write for example tensor=16,remat=block")
+    return {name: field_value(value) for name, value in pairs.items()}
 
 
 # -- why not ----------------------------------------------------------------------------------------------
