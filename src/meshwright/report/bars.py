@@ -53,9 +53,8 @@ def breakdown_figure(
     ``links_s`` is by mesh axes. Communication in the second bar that is not exposed in the first is overlapped.
     """
     bars = {"step": parts_s, "links alone": links_s} if any(links_s.values()) else {"step": parts_s}
-    bad = [name for bar in bars.values() for name, value in bar.items() if not (math.isfinite(value) and value >= 0)]
-    if bad or not any(parts_s.values()):
-        raise InputError(f"There is no step to draw: {', '.join(bad) or 'every part'} is not a time. Give seconds > 0.")
+    if not any(parts_s.values()):
+        raise InputError("There is no step to draw: every part takes 0 s. Give seconds > 0.")
     links = {name: LINK_COLORS[number % len(LINK_COLORS)] for number, name in enumerate(links_s)}
     return themed(_stacked(bars, "time", "s", colors=COLORS | links), title, subtitle)
 
@@ -86,7 +85,7 @@ def _stacked(
     ]
     y = alt.Y("bar:N", sort=list(bars), title=None, axis=alt.Axis(ticks=False))
     x = alt.X("start:Q", title=f"{what} ({unit_name})", axis=alt.Axis(tickCount=7))
-    color = color_by("part", colors, orient="bottom", columns=4, symbolType="square")
+    color = color_by("part", colors, orient="bottom", columns=4)
     sums = [{"bar": bar, "end": total / scale, "text": show(total)} for bar, total in totals.items()]
     layers = [spans(rows, y=y, x=x, color=color, band=0.68)]
     if limit is not None:

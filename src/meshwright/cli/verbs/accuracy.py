@@ -1,14 +1,17 @@
 """`meshwright accuracy`: predictions beside published measurements."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
+import numpy as np
 
-from meshwright.accuracy.errors import Accuracy, accuracy
+from meshwright.accuracy.batches import calibrations
+from meshwright.accuracy.cases import Case, Unpredicted
+from meshwright.accuracy.errors import Accuracy, accuracy, accuracy_of, cases_of
 from meshwright.accuracy.records import Record, read_records
 from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
@@ -19,8 +22,12 @@ from meshwright.core.units import format_seconds
 from meshwright.report.answer import Answer, Column, Columns, Piece, Table, as_markdown
 from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
 
+if TYPE_CHECKING:
+    from meshwright.accuracy.fit import Problem
+
 BEGIN = "<!-- table: {} -->"
 END = "<!-- end -->"
+NUM_FOLDS = 5
 HEADINGS = {
     "cross-validation": "Five-fold cross-validation over configurations",
     "groups": "Leaving out each group in turn",
@@ -125,15 +132,15 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
 
 def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None) -> Answer:
     """Fit the numbers anew, and predict every record by numbers that have not seen it."""
-    from meshwright.cli.verbs.accuracy_fit import fit_anew, fitted_cases
-
-    cases, unpredicted = fitted_cases(records)
+    cases, unpredicted = cases_of(records)
+    if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
+        raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS} of two groups.")
     # What cannot be written is refused before minutes are spent on it.
     if out and not out.parent.is_dir():
         raise InputError(f"cannot write {out}: the folder {out.parent} does not exist. Make it first.")
     if page:
         _with_tables(page, dict.fromkeys(HEADINGS, ""))
-    numbers, found = fit_anew(cases, unpredicted, with_groups=bool(page or not out))
+    numbers, found = _fit_anew(cases, unpredicted, with_groups=bool(page or not out))
     if out:
         source = f"fitted on {len(cases):,} published training steps, see docs/accuracy.md"
         stored = FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
@@ -162,3 +169,38 @@ def _with_tables(page: Path, tables: Mapping[str, str]) -> str:
             raise InputError(f"{page} has no place for the table {name!r}. Put '{begin}' and '{END}' where it goes.")
         text = f"{head}{begin}\n{table}{end}{tail}"
     return text
+
+
+def _fit_anew(
+    cases: Sequence[Case], unpredicted: Sequence[Unpredicted], *, with_groups: bool
+) -> tuple[dict[str, float], dict[str, Accuracy]]:
+    """Fitted numbers, and the errors of each way to predict: by other folds, by other groups, by the fit of all."""
+    from meshwright.accuracy import fit
+
+    problem = fit.make_problem(cases)
+    say(f"fitting on {len(cases):,} records")
+    predictor = fit.Predictor(problem)
+    numbers = fit.rounded(fit.fit(problem, np.ones(len(cases), dtype=bool), predictor=predictor))
+    say("cross-validating")
+    crossed = fit.cross_validate(problem)
+    numbers |= _intervals(problem, crossed)
+    seconds = {"cross-validation": crossed}
+    if with_groups:
+        say("leaving out each group in turn")
+        seconds["groups"] = fit.leave_groups_out(problem)
+    seconds["fitted"] = predictor(numbers)
+    by = calibrations(cases, numbers)
+    return numbers, {name: accuracy_of(cases, predicted, by, unpredicted) for name, predicted in seconds.items()}
+
+
+def _intervals(problem: "Problem", predicted_s: np.ndarray) -> dict[str, float]:
+    """Percentiles of measured over predicted for dense models and for those with experts, where there are enough."""
+    from meshwright.accuracy.fit import interval
+
+    experts = np.array([case.setting.model.num_experts > 0 for case in problem.cases])
+    found: dict[str, float] = {}
+    for suffix, chosen in (("", ~experts), ("_experts", experts)):
+        if chosen.sum() >= NUM_FOLDS:
+            at = interval(predicted_s[chosen], problem.measured_s[chosen], problem.weights[chosen])
+            found |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), at, strict=True)}
+    return found

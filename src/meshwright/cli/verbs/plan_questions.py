@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from meshwright.cli.fields import field_value, split_pairs
-from meshwright.cli.verbs.explain_lead import limit_words
+from meshwright.cli.verbs.explain import limit_words
 from meshwright.cli.verbs.plan_words import BOUND_BY, MEMORY, MFU, STEP, full_words
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Term, term_words

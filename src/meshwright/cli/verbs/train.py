@@ -158,7 +158,7 @@ def _run_profiled(
     The trace is in a folder beside the runs until the run has one of its own. Without an answer in all processes but
     one.
     """
-    from meshwright.cli.verbs.profile_text import profile_answer
+    from meshwright.cli.verbs.profile import profile_answer
     from meshwright.parallel.processes import is_first
     from meshwright.profile.run import TracedSteps, warmup_steps
     from meshwright.profile.summary import analyse

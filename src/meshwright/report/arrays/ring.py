@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.canvas import Canvas, cell, names
-from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, headline, themed
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import Datum, plot
 
 MAX_DEVICES = 16
@@ -72,20 +72,18 @@ def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
     shade = alt.Color("share:Q", scale=alt.Scale(domain=[1 / size, 1], range=SHADES), legend=None)
     received = [cell(move.block, move.target) for move in frame.moves]
     words = canvas.words(rows, fontSize=10 if with_arrows else 8).encode(color=alt.Color("ink:N", scale=None))
-    chart = alt.layer(
+    layers = [
         canvas.boxes([cell(0, 0, size, size)], filled=False, stroke="#D0D0D0", strokeWidth=1),
         canvas.boxes(rows, stroke="white", strokeWidth=1).encode(color=shade if sums else alt.ColorValue(PALETTE[4])),
         canvas.boxes(received, filled=False, stroke=INK, strokeWidth=1.8),
         *(_arrows(frame.moves, size, canvas) if with_arrows and frame.moves else []),
         words,
-    )
+    ]
     done = "added to what is there" if frame.phase == "reduce" else "passed on"
     name, note = f"step {frame.step}", f"{len(frame.moves)} blocks {done}"
     if frame.phase == "start":
         name, note = "start", "before anything is sent"
-    heading = headline(name, note, fontSize=13, subtitleFontSize=11, offset=6)
-    chart = chart.resolve_scale(color="independent")
-    return chart.properties(title=heading, width=size * side, height=size * side)
+    return panel(*layers, size=(size * side, size * side), title=name, note=note).resolve_scale(color="independent")
 
 
 def _block(block: int, device: int, held: tuple[int, ...], size: int, *, sums: bool) -> Datum:

@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown
-from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, headline, themed
+from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import Datum, labels
 
 MAX_BLOCKS_SHOWN = 16
@@ -117,13 +117,13 @@ def _panel(array: ShardingPanel, color: Encoding) -> Layer:
     beside = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
     canvas = Canvas((0, len(cols)), (0, len(rows)), above, beside)
     stripes, outlines, texts = _blocks(array, rows, cols, cell_px)
-    chart = alt.layer(
+    layers = [
         canvas.boxes(stripes, opacity=0.65).encode(color=color),
         canvas.boxes(outlines, filled=False, stroke="white", strokeWidth=2),
         labels(texts, **canvas.at("mid_x", "mid_y"), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
-    )
-    heading = headline(array.title, array.note, fontSize=13, subtitleFontSize=11, offset=8)
-    return chart.properties(title=heading, width=len(cols) * cell_px[0], height=len(rows) * cell_px[1])
+    ]
+    size = len(cols) * cell_px[0], len(rows) * cell_px[1]
+    return panel(*layers, size=size, title=array.title, note=array.note)
 
 
 def _blocks(

@@ -9,7 +9,7 @@ from meshwright.core.units import format_bytes
 from meshwright.hlo.layout import layout_text, tile_offset
 from meshwright.hlo.shapes import Shape
 from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown
-from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, headline, themed
+from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, panel, themed
 
 MAX_TILES = (6, 6)
 """Number of tiles drawn down and across: the first ones, and the last one, which may be padded."""
@@ -84,7 +84,7 @@ def _tiles_panel(plane: _Plane) -> Layer:
     times = f", {plane.copies:,} times over for the other dims" if plane.copies > 1 else ""
     name = f"{total:,} {'tile' if total == 1 else 'tiles'} of {plane.tile[0]} x {plane.tile[1]}"
     note = f"{counts[0]:,} down, {counts[1]:,} across{times}"
-    return _panel(layers, name, note, TILE_PX[1] * len(columns), TILE_PX[0] * len(rows))
+    return panel(*layers, size=(TILE_PX[1] * len(columns), TILE_PX[0] * len(rows)), title=name, note=note)
 
 
 def _legend(canvas: Canvas, bottom: int) -> list[Layer]:
@@ -114,7 +114,7 @@ def _tile_panel(shape: Shape, plane: _Plane) -> Layer:
     packed = f"; {together} of one shade share a {together * shape.element_bits}-bit word" if together > 1 else ""
     note = f"each element's place in memory{packed}"
     layers = [boxes, canvas.words([*cells, *gaps], fontSize=10, fill=INK)]
-    return _panel(layers, "inside a tile", note, CELL_PX[1] * len(columns), CELL_PX[0] * len(rows))
+    return panel(*layers, size=(CELL_PX[1] * len(columns), CELL_PX[0] * len(rows)), title="inside a tile", note=note)
 
 
 def _canvas(columns: Sequence[str | None], rows: Sequence[str | None], across_title: str, down_title: str) -> Canvas:
@@ -122,10 +122,6 @@ def _canvas(columns: Sequence[str | None], rows: Sequence[str | None], across_ti
     style = {"labelFontSize": 10, "labelColor": MUTED, "labelPadding": 6}
     above = names(columns, across_title, orient="top", labelAngle=0, **style)
     return Canvas((0, len(columns)), (0, len(rows)), above, names(rows, down_title, **style))
-
-
-def _panel(layers: Sequence[Layer], name: str, note: str, width: int, height: int) -> Layer:
-    return alt.layer(*layers).properties(title=headline(name, note, fontSize=13), width=width, height=height)
 
 
 def _range_label(number: int | None, size: int, tile: int) -> str | None:

@@ -52,7 +52,7 @@ def parts_figure(rows: Sequence[TimeRow], *, title: str, subtitle: str = "") -> 
             y=alt.Y("row:N", sort=[row.name for row in chosen], title=None, axis=y_axis),
             yOffset=alt.YOffset("what:N", sort=list(colors)),
             x=alt.X("time:Q", title=f"time per step ({unit})", axis=x_axis),
-            color=color_by("what", colors, orient="bottom", symbolType="square"),
+            color=color_by("what", colors, orient="bottom"),
         )
     )
     return themed(chart, title, subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))

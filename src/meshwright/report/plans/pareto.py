@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
-from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, si_scale, themed
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, panel, si_scale, themed
 from meshwright.report.marks import Datum, ReferenceLine, labels, log_axis, plot, reference
 
 PANEL_PX = (430, 320)
@@ -62,14 +62,14 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     named = [row for row in rows if row["text"]]
     legible = _without_overlaps(named, domain, top, log=log)
     every, chosen = (plot(some).encode(x=x, y=y) for some in (rows, named))
-    chart = alt.layer(
+    return panel(
         every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
         every.mark_circle(size=26, opacity=1, color=PALETTE[4]),
         chosen.mark_circle(size=60, opacity=1, color=PALETTE[0]),
         *map(reference, limit),
         labels(legible, x, y, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
+        size=PANEL_PX,
     )
-    return chart.properties(width=PANEL_PX[0], height=PANEL_PX[1])
 
 
 def _without_overlaps(rows: Sequence[Datum], domain: tuple[float, float], top: float, *, log: bool) -> list[Datum]:

@@ -48,7 +48,7 @@ def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = 
     y = alt.Y("lane:N", sort=lanes, scale=alt.Scale(domain=lanes), axis=None)
     domain = alt.Scale(domain=[0, longest / scale * 1.08], nice=False)
     x = alt.X("start:Q", title=f"time ({unit})", scale=domain, axis=alt.Axis(tickCount=10))
-    color = color_by("what", shown, orient="bottom", columns=len(shown), symbolType="square")
+    color = color_by("what", shown, orient="bottom", columns=len(shown))
     beside = plot(names).mark_text(align="right", baseline="middle", dx=-8, fontSize=12, fill=INK)
     chart = alt.layer(
         spans(rows, y=y, x=x, color=color, band=0.9, edge=0.3),
