@@ -1,7 +1,7 @@
 """Marks that several pictures share: lines, boxes on bands, outlined text, reference lines, and their axes."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, Literal
 
@@ -44,6 +44,16 @@ def labels(rows: Iterable[Datum], x: Any, y: Any, **style: Any) -> Layer:
     chart = plot(rows).encode(x=x, y=y, text="text:N")
     outline = chart.mark_text(**style, stroke="white", strokeWidth=4, strokeJoin="round", opacity=0.85)
     return alt.layer(outline, chart.mark_text(**style))
+
+
+def without_overlaps(rows: Iterable[Datum], at: Callable[[Datum], tuple[float, float]]) -> list[Datum]:
+    """Returns the rows whose labels overlap none before them; ``at`` gives positions in sizes of a label."""
+    kept: list[tuple[float, float, Datum]] = []
+    for row in rows:
+        across, down = at(row)
+        if all(abs(across - x) > 1 or abs(down - y) > 1 for x, y, _ in kept):
+            kept.append((across, down, row))
+    return [row for _, _, row in kept]
 
 
 def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Encoding:

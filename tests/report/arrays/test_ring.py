@@ -1,10 +1,8 @@
 """The picture of a collective hop by hop: a panel per step, a cell per block that is somewhere."""
 
 import numpy as np
-import pytest
 
 from meshwright.calculators.sharding.ring_steps import run_ring
-from meshwright.core.errors import InputError
 from meshwright.report.arrays.ring import ring_figure
 from meshwright.report.figure import save
 from tests.charts import marks, panels
@@ -35,10 +33,3 @@ def test_a_sum_says_how_many_addends_it_has():
 def test_arrows_leave_where_there_is_no_room():
     small, large = (run_ring("all_gather", [np.zeros(1)] * n).frames[:2] for n in (8, 16))
     assert [len(marks(panels(ring_figure(frames, title=""))[1])) for frames in (small, large)] == [6, 4]
-
-
-def test_what_is_not_drawn():
-    with pytest.raises(InputError, match="at most 16"):
-        ring_figure(run_ring("all_gather", [np.zeros(1)] * 17).frames, title="")
-    with pytest.raises(InputError, match="no step"):
-        ring_figure([], title="")

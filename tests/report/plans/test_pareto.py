@@ -1,6 +1,3 @@
-import pytest
-
-from meshwright.core.errors import InputError
 from meshwright.report.figure import save
 from meshwright.report.plans.pareto import pareto_figure
 from tests.charts import marks, panels, texts
@@ -39,5 +36,3 @@ def test_one_cost_is_no_frontier():
 
 def test_it_is_drawn(tmp_path):
     assert save(pareto_figure(MEMORY, COST, limit_bytes=80e9, title="t"), tmp_path / "p.png").stat().st_size > 5000
-    with pytest.raises(InputError, match="There is no plan to draw"):
-        pareto_figure((), title="t")

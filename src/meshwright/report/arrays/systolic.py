@@ -61,8 +61,6 @@ def systolic_figure(frames: Sequence[SystolicFrame], *, title: str, subtitle: st
 
     Raises InputError for an array of more than 32 rows or columns.
     """
-    if not frames:
-        raise InputError("There is no cycle to draw. Give at least one.")
     rows, cols = len(frames[0].weights), len(frames[0].weights[0])
     if max(rows, cols) > MAX_CELLS_A_SIDE:
         raise InputError(f"a picture of {rows}x{cols} cells shows nothing. Draw at most {MAX_CELLS_A_SIDE} a side.")

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, panel, si_scale, themed
-from meshwright.report.marks import Datum, ReferenceLine, labels, log_axis, plot, reference
+from meshwright.report.marks import Datum, ReferenceLine, labels, log_axis, plot, reference, without_overlaps
 
 PANEL_PX = (430, 320)
 LABEL_PX = (16, 13)
@@ -27,8 +26,6 @@ def pareto_figure(
     subtitle: str = "",
 ) -> Figure:
     """Draws memory (bytes) over step time and, given at least two points, dollars per billion tokens over step time."""
-    if not memory:
-        raise InputError("There is no plan to draw. Give at least one.")
     scale, unit = si_scale(max([limit_bytes or 0.0, *(amount for _, amount, _ in memory)]), "B")
     limit = []
     if limit_bytes is not None:
@@ -60,7 +57,14 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
         x = alt.X("x:Q", title=x_title, scale=alt.Scale(domain=list(domain), nice=False), axis=axis)
     y = alt.Y("y:Q", title=y_title, scale=alt.Scale(domain=[0, top], nice=False), axis=alt.Axis(tickCount=6))
     named = [row for row in rows if row["text"]]
-    legible = _without_overlaps(named, domain, top, log=log)
+    on_axis = math.log if log else float
+    left, width = on_axis(domain[0]), on_axis(domain[1]) - on_axis(domain[0])
+
+    def at(row: Datum) -> tuple[float, float]:
+        across, up = (on_axis(row["x"]) - left) / width, row["y"] / top
+        return across * PANEL_PX[0] / LABEL_PX[0], up * PANEL_PX[1] / LABEL_PX[1]
+
+    legible = without_overlaps(named, at)
     every, chosen = (plot(some).encode(x=x, y=y) for some in (rows, named))
     return panel(
         every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
@@ -70,15 +74,3 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
         labels(legible, x, y, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
         size=PANEL_PX,
     )
-
-
-def _without_overlaps(rows: Sequence[Datum], domain: tuple[float, float], top: float, *, log: bool) -> list[Datum]:
-    """Returns the rows whose labels overlap none of the rows before them."""
-    on_axis = math.log if log else float
-    low, high = map(on_axis, domain)
-    kept: list[tuple[float, float, Datum]] = []
-    for row in rows:
-        left, up = (on_axis(row["x"]) - low) / (high - low) * PANEL_PX[0], row["y"] / top * PANEL_PX[1]
-        if all(abs(left - x) > LABEL_PX[0] or abs(up - y) > LABEL_PX[1] for x, y, _ in kept):
-            kept.append((left, up, row))
-    return [row for _, _, row in kept]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from meshwright.core.errors import InputError
 from meshwright.core.units import format_seconds
 from meshwright.cost.lanes import Streams
 from meshwright.report.figure import INK, Figure, alt, si_scale, themed
@@ -27,8 +26,6 @@ SHORT = {"forward": "F", "backward": "B"}
 
 def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = "") -> Figure:
     """Draws a pair of lanes per data-parallel variant on one time axis, with the total time at the end of each pair."""
-    if not pairs or not all(pair.boxes for pair in pairs):
-        raise InputError("There is nothing to draw on a lane. Give at least one way with its boxes.")
     longest = max(pair.total_s for pair in pairs)
     scale, unit = si_scale(longest, "s")
     rows, names, totals = [], [], []
