@@ -64,7 +64,7 @@ def command(given: Given) -> Answer:
     written = _write(report, given.output, given.save, given.pictures)
     from meshwright.cli.verbs.bench_text import report_text
 
-    return Answer({**msgspec.to_builtins(report), **written}, report_text(report))
+    return Answer({**msgspec.structs.asdict(report), **written}, report_text(report))
 
 
 def _check_files(what: tuple[str, ...], output: Path | None, save: Path | None) -> None:

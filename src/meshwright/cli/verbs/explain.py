@@ -55,10 +55,10 @@ def command(given: Given) -> Answer:
 
 
 def _facts(told: Explanation) -> dict[str, Any]:
-    plan, facts = told.plan, {name: msgspec.to_builtins(value) for name, value in asdict(told).items()}
-    del facts["plan"]
-    if facts["changes"]["best"]:
-        facts["changes"]["best"]["strategy"] |= msgspec.to_builtins(plan.assumptions)
+    facts = asdict(told)
+    plan, changes = facts.pop("plan"), msgspec.to_builtins(told.changes)
+    if changes["best"]:
+        changes["best"]["strategy"] |= msgspec.to_builtins(plan.assumptions)
     return {
         "model": plan.model.name,
         "cluster": plan.cluster.short_name,
@@ -69,6 +69,7 @@ def _facts(told: Explanation) -> dict[str, Any]:
         "forward": told.forward,
         "backward": told.backward,
         **facts,
+        "changes": changes,
     }
 
 

@@ -192,10 +192,9 @@ def _summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
         yield ""
     else:
         yield from _collectives_text(found["collectives"], top, bool(found["mesh"]))
-    yield from _loops_text(found["loops"], top)
-    yield from _largest_text(found["largest"], top)
-    yield from _relayouts_text(found["relayouts"], top)
-    yield from _paddings_text(found["paddings"], top)
+    for title, rows, columns in _tables(found):
+        if rows:
+            yield _table(title, rows, top, columns)
 
 
 def _table(title: str, rows: Sequence[Any], top: int, columns: Columns) -> Table:
@@ -236,57 +235,55 @@ def _steps(steps: Sequence[str]) -> str:
     return "; ".join(f"{where} {', '.join(results)}" for where, results in passes.items()) + more
 
 
-def _loops_text(found: Sequence[Any], top: int) -> Iterator[Piece]:
-    columns: Columns = {
-        "loop": lambda one: "  " * one.depth + one.name,
-        "trips": lambda one: "by data" if one.trips is None else one.trips,
-        "in all": lambda one: "by data" if one.total_trips is None else one.total_trips,
-        "body": ("body", lambda body: _name(body, MAX_BODY)),
-    }
-    if found:
-        yield _table("Loops", found, top, columns)
+def _mb(num_bytes: int) -> str:
+    megabytes = num_bytes / 1e6
+    if 0 < megabytes < 0.001:
+        return "<0.001"
+    return f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.3g}"
 
 
-def _largest_text(found: Sequence[Mapping[str, Any]], top: int) -> Iterator[Piece]:
+LOOPS: Columns = {
+    "loop": lambda one: "  " * one.depth + one.name,
+    "trips": lambda one: "by data" if one.trips is None else one.trips,
+    "in all": lambda one: "by data" if one.total_trips is None else one.total_trips,
+    "body": ("body", lambda body: _name(body, MAX_BODY)),
+}
+ARRAYS: Columns = {
+    "array": lambda one: _stacked(_name(one["name"]), _step(one["label"])),
+    "shape": ("shape", lambda shape: shape.split("{")[0]),
+    "MB": ("padded_bytes", _mb),
+    "arrays": "arrays",
+    "in": (lambda one: one["memory_space"] or None, "S({})".format),
+    "times": "times",
+}
+COPIES: Columns = {
+    "copy": lambda one: _stacked(_name(one["name"]), "fused" if one["inside_fusion"] else "", _step(one["label"])),
+    "array": lambda one: f"{_layout(one['before'])}\n-> {_layout(one['after']).split(chr(10))[-1]}",
+    "MB": ("num_bytes", _mb),
+    "times": "times",
+}
+PADDED: Columns = {
+    "array": lambda one: _stacked(_name(one["name"]), _step(one["label"]), one["shape"].replace("{", " {", 1)),
+    "MB": ("num_bytes", _mb),
+    "MB padded": ("padded_bytes", _mb),
+    "padding": ("wasted_share", "{:.0%}".format),
+    "arrays": "num_arrays",
+}
+
+
+def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], Columns]]:
+    """Title, rows and columns of the tables behind the collectives."""
+    yield "Loops", found["loops"], LOOPS
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for one in found:
+    for one in found["largest"]:
         alike.setdefault((one["name"], one["shape"], one["memory_space"], one["times"]), []).append(one)
     groups = [{**group[0], "arrays": len(group)} for group in alike.values()]
-    columns: Columns = {
-        "array": lambda one: _stacked(_name(one["name"]), _step(one["label"])),
-        "shape": ("shape", lambda shape: shape.split("{")[0]),
-        "MB": ("padded_bytes", _mb),
-        "arrays": "arrays",
-        "in": (lambda one: one["memory_space"] or None, "S({})".format),
-        "times": "times",
-    }
-    yield _table("Arrays that it makes or is given", groups, top, columns)
-
-
-def _relayouts_text(found: Sequence[Mapping[str, Any]], top: int) -> Iterator[Piece]:
-    columns: Columns = {
-        "copy": lambda one: _stacked(_name(one["name"]), "fused" if one["inside_fusion"] else "", _step(one["label"])),
-        "array": lambda one: f"{_layout(one['before'])}\n-> {_layout(one['after']).split(chr(10))[-1]}",
-        "MB": ("num_bytes", _mb),
-        "times": "times",
-    }
-    total = sum(one["total_bytes"] for one in found if not one["inside_fusion"])
+    yield "Arrays that it makes or is given", groups, ARRAYS
+    total = sum(one["total_bytes"] for one in found["relayouts"] if not one["inside_fusion"])
     alone = f", {format_bytes(total)} by those not fused" if total else ""
-    if found:
-        yield _table(f"Copies to another layout{alone}", found, top, columns)
-
-
-def _paddings_text(every: Sequence[Mapping[str, Any]], top: int) -> Iterator[Piece]:
-    found = [one for one in every if one["padded_bytes"] >= MIN_PADDED_BYTES]
-    columns: Columns = {
-        "array": lambda one: _stacked(_name(one["name"]), _step(one["label"]), one["shape"].replace("{", " {", 1)),
-        "MB": ("num_bytes", _mb),
-        "MB padded": ("padded_bytes", _mb),
-        "padding": ("wasted_share", "{:.0%}".format),
-        "arrays": "num_arrays",
-    }
-    if found:
-        yield _table("Padding that tiles add, largest first", found, top, columns)
+    yield f"Copies to another layout{alone}", found["relayouts"], COPIES
+    padded = [one for one in found["paddings"] if one["padded_bytes"] >= MIN_PADDED_BYTES]
+    yield "Padding that tiles add, largest first", padded, PADDED
 
 
 def _place_text(label: str, text: str, *, column: int) -> Iterator[Piece]:
@@ -322,10 +319,3 @@ def _name(name: str, longest: int = MAX_NAME) -> str:
 def _layout(shape: str) -> str:
     """A shape above its layout."""
     return shape.replace("{", "\n{")
-
-
-def _mb(num_bytes: int) -> str:
-    megabytes = num_bytes / 1e6
-    if 0 < megabytes < 0.001:
-        return "<0.001"
-    return f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.3g}"

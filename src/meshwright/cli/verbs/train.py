@@ -130,7 +130,7 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
     if not is_first():
         return None
     pieces = [*result_text(plan, result), *(profile.pieces if profile else ())]
-    return Answer(msgspec.to_builtins(result) | ({"profile": profile.facts} if profile else {}), pieces)
+    return Answer(msgspec.structs.asdict(result) | ({"profile": profile.facts} if profile else {}), pieces)
 
 
 def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -> None:
