@@ -10,7 +10,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import parse_count
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, standard_assignment
 
@@ -150,6 +150,12 @@ def take_axes(text: str | None, strategy: dict[str, Any]) -> dict[str, int]:
             )
         axes[axis] = size
     return axes
+
+
+def job_of(batch: str, seq_len: int, fields: Mapping[str, Any], tokens: int | None = None) -> Job:
+    """The job of ``--batch``, ``--seq`` and ``--tokens``, with fields of ``--set``."""
+    job = Job(batch_seqs=parse_batch(batch, seq_len=seq_len), seq_len=seq_len, train_tokens=tokens)
+    return check_tokens(with_fields(job, "job", fields))
 
 
 def check_tokens(job: Job) -> Job:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.cli.fields import parse_fields, take_axes, with_fields
+from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.verb import option
-from meshwright.spec.job import Job, parse_batch, require_training
+from meshwright.spec.job import Job, require_training
 from meshwright.spec.strategy import AS_RUN, Assumptions
 
 BATCH = option("Tokens a step (4Mi) or sequences (1024seq).")
@@ -21,8 +21,7 @@ OF_JOBS = ("strategy", "assumptions", "job")
 
 def read_job(batch: str, seq_len: int, pairs: Sequence[str] = ()) -> Job:
     """The training job of ``--batch`` and ``--seq``, with fields of ``--set``."""
-    job = Job(batch_seqs=parse_batch(batch, seq_len=seq_len), seq_len=seq_len)
-    job = with_fields(job, "job", parse_fields(pairs, sections=OF_JOBS)["job"])
+    job = job_of(batch, seq_len, parse_fields(pairs, sections=OF_JOBS)["job"])
     require_training(job, "")
     return job
 

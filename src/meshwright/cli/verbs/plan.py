@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
+from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.output import format_range, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SET
 from meshwright.cli.verb import Count, Options, argument, option, verb
@@ -29,7 +29,7 @@ from meshwright.plan.why.what_if import what_if
 from meshwright.plan.why.why_not import why_not
 from meshwright.report.answer import Answer, Columns, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.job import Job, parse_batch, require_training
+from meshwright.spec.job import require_training
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import AS_RUN, COLLECTIVE_MATMULS, Strategy, mesh_words
@@ -68,9 +68,7 @@ def command(given: Given) -> Answer:
     fields = parse_fields(given.pairs, sections=("model", "job", "strategy", "assumptions"))
     chosen = with_fields(load_model(given.model), "model", fields["model"])
     clusters = parse_clusters(given.on)
-    batch_seqs = parse_batch(given.batch, seq_len=given.seq_len)
-    job = Job(batch_seqs=batch_seqs, seq_len=given.seq_len, train_tokens=given.tokens)
-    job = check_tokens(with_fields(job, "job", fields["job"]))
+    job = job_of(given.batch, given.seq_len, fields["job"], given.tokens)
     require_training(job, "plan")
     if given.collective_matmul is not None:
         if "collective_matmul" in fields["strategy"]:
