@@ -11,7 +11,7 @@ import msgspec
 from meshwright.api.rates import rates_for
 from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.output import format_range, say, width
-from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SET
+from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer
 from meshwright.cli.verbs.plan_questions import parse_why_not, recipe_answer, what_if_answer, why_not_answer
@@ -42,7 +42,7 @@ class Given(Options):
     model: str = argument()
     on: str = option("The cluster: v5p:16x20x28, h100:8x256, cpu:8; v5p:512chips finds the best slice.")
     batch: str = BATCH
-    seq_len: Count = option("Tokens of a sequence.", "--seq")
+    seq_len: Count = SEQ_NEEDED
     tokens: Count | None = option("Tokens of the whole run, such as 15T: gives days and cost.")
     axes: str | None = AXES
     top: int = option("How many strategies to list.", default=5)
