@@ -176,11 +176,11 @@ def test_sizes_are_read_in_order():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no mesh axis sizes in ''. Write X=4,Y=2"),
+        ("", "'' is not a mesh axis size. Write X=4,Y=2"),
         ("X", "'X' is not a mesh axis size. Write X=4,Y=2"),
         ("=4", "'=4' is not a mesh axis size"),
         ("X=0", "mesh axis X=0 must be at least 1"),
-        ("X=2,X=4", "mesh axis X is given twice"),
+        ("X=2,X=4", "X is given twice"),
         ("X=many", "size of mesh axis X"),
     ],
 )

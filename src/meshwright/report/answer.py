@@ -14,13 +14,13 @@ from meshwright.report.tables import cell_text, render, table
 
 Show = Callable[[Any], Any]
 """Turns a raw value into what a person reads."""
-Column = str | tuple[str, Show]
+TableColumn = str | tuple[str, Show]
 """A header, and how a person reads the values below it."""
-Columns = Mapping[str, str | Show | tuple[str | Show, Show]]
+TableColumns = Mapping[str, str | Show | tuple[str | Show, Show]]
 """Column -> what of a record it has, and how a person reads that."""
 
 
-class Amount(msgspec.Struct, frozen=True):
+class Quantity(msgspec.Struct, frozen=True):
     """A cell with its own reading: the raw value, and what a person reads."""
 
     value: Any
@@ -33,12 +33,12 @@ class Amount(msgspec.Struct, frozen=True):
 class Table(msgspec.Struct, frozen=True):
     """Raw values under columns; a column with a ``Show`` is read through it. None is not known."""
 
-    columns: Sequence[Column]
+    columns: Sequence[TableColumn]
     rows: Sequence[Sequence[Any]]
     title: str = ""
 
     @staticmethod
-    def of(records: Iterable[Any], columns: Columns, title: str = "") -> "Table":
+    def of(records: Iterable[Any], columns: TableColumns, title: str = "") -> "Table":
         """A row for each record (struct or dictionary): column -> its value, and how a person reads that.
 
         A value is named by a field, by a path of attributes such as ``seconds.median_s``, or by a function of the
@@ -52,7 +52,7 @@ class Table(msgspec.Struct, frozen=True):
     def compared(rows: Iterable[tuple[str, float | None, float | None, Show]]) -> "Table":
         """Predictions beside measurements with their ratio, each row in its own unit."""
         cells = [
-            [name, *(None if value is None else Amount(value, show) for value in (predicted, measured)),
+            [name, *(None if value is None else Quantity(value, show) for value in (predicted, measured)),
              measured / predicted if predicted and measured is not None else None]
             for name, predicted, measured, show in rows
         ]  # fmt: skip
@@ -73,8 +73,8 @@ class Table(msgspec.Struct, frozen=True):
         return [[_shown(cell, column) for cell, column in zip(row, self.columns, strict=True)] for row in self.rows]
 
 
-def _shown(cell: Any, column: Column) -> Any:
-    if isinstance(cell, Amount):
+def _shown(cell: Any, column: TableColumn) -> Any:
+    if isinstance(cell, Quantity):
         return str(cell)
     return cell if cell is None or isinstance(column, str) else column[1](cell)
 
@@ -147,7 +147,7 @@ def as_csv(found: Table) -> str:
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(found.names)
-    writer.writerows([[cell.value if isinstance(cell, Amount) else cell for cell in row] for row in found.rows])
+    writer.writerows([[cell.value if isinstance(cell, Quantity) else cell for cell in row] for row in found.rows])
     return out.getvalue()
 
 
@@ -155,7 +155,7 @@ def as_markdown(found: Table) -> str:
     """A table of GitHub-flavoured Markdown as a person reads it; columns of numbers are aligned to the right."""
     cells = [[cell_text(cell).replace("|", "\\|") for cell in row] for row in found.shown()]
     columns = range(len(found.names))
-    numeric = [all(isinstance(row[i], int | float | Amount | None) for row in found.rows) for i in columns]
+    numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in columns]
     widths = [max(3, len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(found.names)]
     rules = [f" {'-' * (w - 1)}: " if n else f" {'-' * w} " for w, n in zip(widths, numeric, strict=True)]
     lines = [

@@ -19,7 +19,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_seconds
-from meshwright.report.answer import Answer, Column, Columns, Piece, Table, as_markdown
+from meshwright.report.answer import Answer, Piece, Table, TableColumn, TableColumns, as_markdown
 from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def command(given: Given) -> Answer:
     return Answer(found.to_json(), text, {given.png: lambda: _figure(found, how)}, [listed])
 
 
-RECORDS: Columns = {
+RECORDS: TableColumns = {
     "record": "id",
     "job": "job",
     "measured": ("measured_s", format_seconds),
@@ -116,7 +116,7 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
     rows = [(group, at) for group, at in rows if at.n]
     rows += [("core training", found.summary(lambda one: one.core)), ("all", found.summary())]
     size, sign, share = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
-    columns: list[Column] = [
+    columns: list[TableColumn] = [
         "group",
         "records",
         ("MAPE", size),

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.bench import results
 from meshwright.cli.output import or_dash
 from meshwright.core.units import format_bytes, format_flops, format_seconds
-from meshwright.report.answer import Column, Columns, Fact, Piece, Table
+from meshwright.report.answer import Fact, Piece, Table, TableColumn, TableColumns
 
 BUSY = "all devices busy, figures of one"
 
@@ -19,8 +19,8 @@ def rate(value: float) -> str:
     return f"{format_bytes(value)}/s"
 
 
-TIMED: Columns = {"time": ("seconds.median_s", format_seconds), "spread": ("seconds.spread", percent)}
-PRODUCT: Columns = {**TIMED, "rate": ("flops_per_s", format_flops)}
+TIMED: TableColumns = {"time": ("seconds.median_s", format_seconds), "spread": ("seconds.spread", percent)}
+PRODUCT: TableColumns = {**TIMED, "rate": ("flops_per_s", format_flops)}
 
 
 def report_text(report: results.BenchReport) -> Iterator[Piece]:
@@ -50,14 +50,14 @@ def left_out_lines(lines: Sequence[str]) -> list[str]:
     return [f"not measured ({why}): {'; '.join(things)}" if all(things) else why for why, things in reasons.items()]
 
 
-def _table(title: str, rows: Sequence[Any], columns: Columns) -> Table | str:
+def _table(title: str, rows: Sequence[Any], columns: TableColumns) -> Table | str:
     """Returns a table without columns of unknown values; without rows its title alone."""
     found = Table.of(rows, columns, title).known()
     return found if found.columns else title
 
 
 def _matmul_text(part: results.MatmulPart) -> Iterator[Piece]:
-    columns: Columns = {"dtype": "dtype", "side": "n", **PRODUCT, "HFU": ("share_of_peak", share)}
+    columns: TableColumns = {"dtype": "dtype", "side": "n", **PRODUCT, "HFU": ("share_of_peak", share)}
     yield _table("Square products", part.sweep, columns)
     if not part.edges:
         return
@@ -79,14 +79,14 @@ def _contents_text(part: results.ContentsPart) -> Iterator[Piece]:
     def speed_up(product: Any) -> float | None:
         return normal[product.dtype] / product.seconds.median_s if product.dtype in normal else None
 
-    what: Columns = {"dtype": "dtype", "numbers": "contents", "side": "n"}
+    what: TableColumns = {"dtype": "dtype", "numbers": "contents", "side": "n"}
     yield _table("Contents of a product", part.products, {**what, **PRODUCT, "speed-up": (speed_up, number)})
 
 
 def _mlp_text(part: results.MlpPart) -> Iterator[Piece]:
     title = ", ".join(["Gated MLP forward and backward", *(mlp.dtype for mlp in part.mlps[:1])])
-    sizes: Columns = {"tokens": "tokens", "D x F": lambda mlp: f"{mlp.d_model} x {mlp.d_ff}"}
-    shares: Columns = {"MFU": ("mfu", share), "of products'": ("of_matmul", share)}
+    sizes: TableColumns = {"tokens": "tokens", "D x F": lambda mlp: f"{mlp.d_model} x {mlp.d_ff}"}
+    shares: TableColumns = {"MFU": ("mfu", share), "of products'": ("of_matmul", share)}
     yield _table(title, part.mlps, {**sizes, **PRODUCT, **shares})
 
 
@@ -104,7 +104,12 @@ def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
     ]
     cache = f", cache {format_bytes(part.cache_bytes)}" if part.cache_bytes else ""
     title = f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache}"
-    times: list[Column] = ["multiply-adds", ("one kernel", format_seconds), ("bytes", rate), ("rate", format_flops)]
+    times: list[TableColumn] = [
+        "multiply-adds",
+        ("one kernel", format_seconds),
+        ("bytes", rate),
+        ("rate", format_flops),
+    ]
     table = Table([*times, ("op by op", format_seconds), ("ratio", number)], rows, title).known()
     yield table if rows else title
     if part.doubles_at or part.predicted_at:
@@ -115,7 +120,7 @@ def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
 
 
 def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
-    columns: Columns = {
+    columns: TableColumns = {
         "": "what",
         "m=k=n": "n",
         **TIMED,
@@ -128,7 +133,7 @@ def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
 
 
 def _copy_text(part: results.CopyPart) -> Iterator[Piece]:
-    columns: Columns = {"": "kind", "array": ("array_bytes", format_bytes), **TIMED}
+    columns: TableColumns = {"": "kind", "array": ("array_bytes", format_bytes), **TIMED}
     yield _table("Memory", part.copies, {**columns, "read and written": ("bytes_per_s", rate)})
 
 
@@ -145,7 +150,7 @@ def _batch_text(part: results.BatchPart) -> Iterator[Piece]:
 
 
 def _collectives_text(part: results.CollectivesPart) -> Iterator[Piece]:
-    columns: Columns = {
+    columns: TableColumns = {
         "kind": "kind",
         "group": lambda one: f"{one.group.axis}={one.group.size}",
         "latency": ("rate.latency_s", format_seconds),
@@ -163,7 +168,7 @@ def _collectives_text(part: results.CollectivesPart) -> Iterator[Piece]:
 
 
 def _attention_text(part: results.AttentionPart) -> Iterator[Piece]:
-    columns: Columns = {
+    columns: TableColumns = {
         "length": "length",
         "batch": "batch",
         "forward": ("forward.median_s", format_seconds),
@@ -176,7 +181,7 @@ def _attention_text(part: results.AttentionPart) -> Iterator[Piece]:
 
 
 def _overhead_text(part: results.OverheadPart) -> Iterator[Piece]:
-    columns: Columns = {
+    columns: TableColumns = {
         "arguments": "num_arguments",
         "launch": ("launch.median_s", format_seconds),
         "spread": ("launch.spread", percent),

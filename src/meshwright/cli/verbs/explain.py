@@ -22,7 +22,7 @@ from meshwright.core.units import format_bytes, format_count, format_flops, form
 from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
-from meshwright.report.answer import Amount, Answer, Columns, Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import mesh_words
@@ -142,7 +142,7 @@ def _measures(line: ListedStep) -> str:
 
 def _step_text(told: Explanation) -> Iterator[Piece]:
     estimate = told.estimate
-    columns: Columns = {
+    columns: TableColumns = {
         "work of one step": "words",
         "alone": ("alone_s", format_seconds),
         "adds": (lambda term: max(0.0, term.added_s), format_seconds),
@@ -246,10 +246,10 @@ def _term_words(term: Term, told: Explanation) -> str:
     return said
 
 
-def limit_amounts(limit: Limit) -> tuple[Amount, Amount]:
+def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
     """The bound and the plan's own figure."""
     show = {"bytes": format_bytes, "s": format_seconds, "": _number_words}[limit.unit]
-    return Amount(limit.limit, show), Amount(limit.here, show)
+    return Quantity(limit.limit, show), Quantity(limit.here, show)
 
 
 def limit_words(limit: Limit) -> str:

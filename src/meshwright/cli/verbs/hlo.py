@@ -22,7 +22,7 @@ from meshwright.hlo.loops import loops
 from meshwright.hlo.module import Instruction, Module
 from meshwright.hlo.shapes import Shape
 from meshwright.hlo.words import explain_instruction
-from meshwright.report.answer import Answer, Columns, Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns
 
 
 class Given(Options):
@@ -197,7 +197,7 @@ def _summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
             yield _table(title, rows, top, columns)
 
 
-def _table(title: str, rows: Sequence[Any], top: int, columns: Columns) -> Table:
+def _table(title: str, rows: Sequence[Any], top: int, columns: TableColumns) -> Table:
     """The first rows, without columns that say nothing."""
     return Table.of(
         rows[:top], columns, f"{title} (the first {top} of {len(rows)})" if len(rows) > top else title
@@ -212,7 +212,7 @@ def _collectives_text(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: boo
     near = any(step.startswith("near ") for row in rows for step in row["steps"])
     total = sum(row["total_bytes"] for row in rows)
     over = {"over": lambda row: ", ".join(row["axes"]) or "-"} if has_mesh else {"devices": "group_size"}
-    columns: Columns = {
+    columns: TableColumns = {
         "collective": "kind",
         **over,
         "MB each": ("full_bytes", _mb),
@@ -242,13 +242,13 @@ def _mb(num_bytes: int) -> str:
     return f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.3g}"
 
 
-LOOPS: Columns = {
+LOOPS: TableColumns = {
     "loop": lambda one: "  " * one.depth + one.name,
     "trips": lambda one: "by data" if one.trips is None else one.trips,
     "in all": lambda one: "by data" if one.total_trips is None else one.total_trips,
     "body": ("body", lambda body: _name(body, MAX_BODY)),
 }
-ARRAYS: Columns = {
+ARRAYS: TableColumns = {
     "array": lambda one: _stacked(_name(one["name"]), _step(one["label"])),
     "shape": ("shape", lambda shape: shape.split("{")[0]),
     "MB": ("padded_bytes", _mb),
@@ -256,13 +256,13 @@ ARRAYS: Columns = {
     "in": (lambda one: one["memory_space"] or None, "S({})".format),
     "times": "times",
 }
-COPIES: Columns = {
+COPIES: TableColumns = {
     "copy": lambda one: _stacked(_name(one["name"]), "fused" if one["inside_fusion"] else "", _step(one["label"])),
     "array": lambda one: f"{_layout(one['before'])}\n-> {_layout(one['after']).split(chr(10))[-1]}",
     "MB": ("num_bytes", _mb),
     "times": "times",
 }
-PADDED: Columns = {
+PADDED: TableColumns = {
     "array": lambda one: _stacked(_name(one["name"]), _step(one["label"]), one["shape"].replace("{", " {", 1)),
     "MB": ("num_bytes", _mb),
     "MB padded": ("padded_bytes", _mb),
@@ -271,7 +271,7 @@ PADDED: Columns = {
 }
 
 
-def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], Columns]]:
+def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], TableColumns]]:
     """Title, rows and columns of the tables behind the collectives."""
     yield "Loops", found["loops"], LOOPS
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}

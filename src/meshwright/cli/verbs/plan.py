@@ -27,7 +27,7 @@ from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import parse_what_if
 from meshwright.plan.why.what_if import what_if
 from meshwright.plan.why.why_not import why_not
-from meshwright.report.answer import Answer, Columns, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.job import require_training
 from meshwright.spec.plan_file import save_plan
@@ -179,7 +179,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     varied = [words for words in CHOICES if words not in same]
     # What the range beside a step time is: an interval that measurements fall into, or bounds by data.
     bounds = "bounds" if best.estimate.step_s_p10 is None else "P10-P90"
-    columns: Columns = {
+    columns: TableColumns = {
         "strategy, best first": lambda one: _strategy_words(one.strategy, varied),
         **STEP,
         bounds: ("estimate", _range_words),

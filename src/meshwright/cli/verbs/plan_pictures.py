@@ -12,7 +12,7 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.plan.pareto import Frontier, pareto
 from meshwright.plan.ranking import TIE
 from meshwright.plan.result import PlannedStrategy, PlanResult
-from meshwright.report.answer import Answer, Columns, Piece, Table
+from meshwright.report.answer import Answer, Piece, Table, TableColumns
 from meshwright.report.bars import breakdown_figure
 from meshwright.report.figure import Figure
 from meshwright.report.heatmap import short_mesh
@@ -70,7 +70,7 @@ def _facts(found: PlannedStrategy) -> dict[str, Any]:
 
 def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
     rows = {id(one): number for number, one in enumerate(listed(found.memory), 1)}
-    columns: Columns = {
+    columns: TableColumns = {
         "#": lambda one: rows[id(one)],
         **STEP,
         **MEMORY,
@@ -93,7 +93,7 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
     yield Table.of(found.cost, columns, f"Step time against cost, on all chips and on parts ({price})")
 
 
-MESH: Columns = {"mesh": ("strategy.mesh", short_mesh)}
+MESH: TableColumns = {"mesh": ("strategy.mesh", short_mesh)}
 
 
 def _usd(found: PlannedStrategy) -> float:
@@ -131,7 +131,7 @@ def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
     if not parts.traffic:
         return
     yield ""
-    columns: Columns = {
+    columns: TableColumns = {
         "collective": ("op", lambda op: op.replace("_", " ")),
         "over": ("axes", ", ".join),
         "times": ("executions", round),

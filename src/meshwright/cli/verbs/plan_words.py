@@ -6,13 +6,13 @@ from meshwright.cli.output import format_energy, format_power
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.plan.run_budget import RunBudget
-from meshwright.report.answer import Columns, Fact, Piece
+from meshwright.report.answer import Fact, Piece, TableColumns
 from meshwright.spec.strategy import Strategy, mesh_words
 
-STEP: Columns = {"step": ("estimate.step_s", format_seconds)}
-MFU: Columns = {"MFU": ("estimate.mfu", "{:.0%}".format)}
-MEMORY: Columns = {"memory": ("estimate.hbm_bytes_per_chip", format_bytes)}
-BOUND_BY: Columns = {"bound by": "estimate.bound_by"}
+STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
+MFU: TableColumns = {"MFU": ("estimate.mfu", "{:.0%}".format)}
+MEMORY: TableColumns = {"memory": ("estimate.hbm_bytes_per_chip", format_bytes)}
+BOUND_BY: TableColumns = {"bound by": "estimate.bound_by"}
 """Columns of tables of planned strategies."""
 
 

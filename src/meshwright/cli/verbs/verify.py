@@ -12,7 +12,7 @@ from meshwright.cli.verb import option, verb
 from meshwright.cli.verbs.plan_words import microbatch_words, remat_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.report.answer import Answer, Columns, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.strategy import mesh_words
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _traffic_text(proof: "Proof") -> Iterator[Piece]:
     if not traffic.rows:
         yield Fact("collectives", "none")
         return
-    columns: Columns = {
+    columns: TableColumns = {
         "collectives of a step": lambda row: f"{row.kind} over {','.join(row.axes)}",
         "derived": "derived_arrays",
         "compiled": "compiled_arrays",

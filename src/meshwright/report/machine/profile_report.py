@@ -8,7 +8,7 @@ from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.profile.compare import TimeRow
 from meshwright.profile.summary import Profile
-from meshwright.report.answer import Column, Columns, Show, Table, as_markdown
+from meshwright.report.answer import Show, Table, TableColumn, TableColumns, as_markdown
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
 from meshwright.report.machine.profile_trace import save_trace
@@ -133,12 +133,17 @@ def _where(profile: Profile) -> str:
     mean, predicted = profile.times.mean, profile.comparison.predicted
     rows = [(name, predicted.parts[name], seconds) for name, seconds in mean.parts.items()]
     rows.append(("whole step", predicted.total_s, mean.total_s))
-    columns: list[Column] = ["", ("predicted", format_seconds), ("mean device", format_seconds), ("share", PERCENT)]
+    columns: list[TableColumn] = [
+        "",
+        ("predicted", format_seconds),
+        ("mean device", format_seconds),
+        ("share", PERCENT),
+    ]
     return as_markdown(Table(columns, [[*row, row[-1] / mean.total_s] for row in rows]))
 
 
 OWN = ("own_s", format_seconds)
-RATES: Columns = {
+RATES: TableColumns = {
     "FLOP/s": (lambda row: _rate(row.flops, row.own_s), format_flops),
     "bytes/s": (lambda row: _rate(row.hbm_bytes, row.own_s), lambda rate: f"{format_bytes(rate)}/s"),
 }
@@ -151,7 +156,7 @@ def _rate(amount: float, seconds: float) -> float | None:
 
 def _classes(profile: Profile) -> str:
     whole, flops = profile.times.mean.total_s, profile.flops
-    columns: Columns = {
+    columns: TableColumns = {
         "kind": "kind",
         "by itself": OWN,
         "of the wall time": ("wall_s", format_seconds),
@@ -165,7 +170,7 @@ def _classes(profile: Profile) -> str:
 
 def _ops(profile: Profile) -> str:
     whole, shown = profile.times.mean.total_s, profile.times.ops[:MAX_OPS]
-    columns: Columns = {
+    columns: TableColumns = {
         "instruction": "name",
         "kind": "kind",
         "derived step": "step",
@@ -194,7 +199,12 @@ def _float32(profile: Profile) -> str:
     flops = sum(row.flops for row in rows)
     missed = f" {len(profile.missed)} of them miss the matrix units." if profile.platform != "cpu" else ""
     head = f"{len(rows)} products take float32 operands, {flops / profile.flops:.0%} of the FLOPs.{missed} "
-    what: Columns = {"instruction": "name", "derived step": "step", "operands": "operands", "precision": "precision"}
+    what: TableColumns = {
+        "instruction": "name",
+        "derived step": "step",
+        "operands": "operands",
+        "precision": "precision",
+    }
     shown = Table.of(rows[:MAX_PRODUCTS], {**what, "times": COUNT, "by itself": ("seconds", format_seconds)})
     return head + _UNITS[profile.platform] + "\n\n" + as_markdown(shown)
 
