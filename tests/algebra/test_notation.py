@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.algebra.notation import ShardedArray, local_elements, parse_array
 from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape, parse_einsum
-from meshwright.cli.fields import parse_dims, parse_mesh
+from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.core.errors import InputError
 from meshwright.core.notation import parse_axes
 
@@ -170,17 +170,17 @@ def test_a_product_that_makes_no_sense_is_refused(text, reason):
 
 def test_sizes_are_read_in_order():
     assert list(parse_mesh("X=4, Y=2").items()) == [("X", 4), ("Y", 2)]
-    assert parse_dims("B=1Ki,D=4096") == {"B": 1024, "D": 4096}
+    assert dim_sizes("B=1Ki,D=4096") == {"B": 1024, "D": 4096}
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no mesh axis sizes in ''. Write X=4,Y=2"),
+        ("", "'' is not a mesh axis size. Write X=4,Y=2"),
         ("X", "'X' is not a mesh axis size. Write X=4,Y=2"),
         ("=4", "'=4' is not a mesh axis size"),
         ("X=0", "mesh axis X=0 must be at least 1"),
-        ("X=2,X=4", "mesh axis X is given twice"),
+        ("X=2,X=4", "X is given twice"),
         ("X=many", "size of mesh axis X"),
     ],
 )

@@ -45,7 +45,7 @@ CASES = [
     # the mesh
     (2, (*PLAN, "--axes", "fspd=4"), "mesh axis 'fspd' is not known. Did you mean"),
     (2, (*PLAN, "--axes", "fsdp"), "'fsdp' is not a mesh axis size"),
-    (2, (*PLAN, "--axes", ""), "no mesh axis sizes in ''"),
+    (2, (*PLAN, "--axes", ""), "'' is not a mesh axis size"),
     (2, (*PLAN, "--axes", "fsdp=-1"), "size of mesh axis fsdp '-1' is not a number"),
     (3, (*PLAN, "--axes", "fsdp=7"), "fsdp=7 does not divide the 16 chips of v5e:4x4"),
     (3, (*PLAN, "--axes", "tensor=16"), "tensor=16 does not divide K=8 kv heads of llama3-8b. Use tensor in {1, 2"),

@@ -80,7 +80,7 @@ def test_fields_of_a_model():
 def test_axes():
     assert parse_axes(None) == {}
     assert parse_axes("fsdp=1Ki,tensor=4") == {"fsdp": 1024, "tensor": 4}
-    with pytest.raises(InputError, match="no mesh axis sizes"):
+    with pytest.raises(InputError, match="is not a mesh axis size"):
         parse_axes("")
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.core.errors import InputError
 from meshwright.parallel.mesh import device_mesh
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.memory import (
@@ -106,8 +105,3 @@ def test_the_picture_keeps_the_peak():
     assert max(row["y"] for row in drawn) == pytest.approx(1.1)
     # words that would lie on each other are left out, their lines are not
     assert [len(marks(figure, kind)[0]["rows"]) for kind in ("rule", "text")] == [2, 1]
-
-
-def test_without_samples_there_is_no_picture():
-    with pytest.raises(InputError, match="no memory was sampled"):
-        memory_timeline_figure(MemoryProfile(counted="device"))

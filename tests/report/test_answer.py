@@ -11,8 +11,8 @@ def test_csv_keeps_raw_numbers():
 
 def test_markdown_aligns_numbers_and_escapes():
     assert as_markdown(TABLE).splitlines() == [
-        "| name | size |  ratio |",
-        "| ---- | ---: | -----: |",
-        "| a,b  | 1000 |    3.5 |",
-        "| c\\|d |    - | 0.3333 |",
+        "| name |  size |  ratio |",
+        "| ---- | ----: | -----: |",
+        "| a,b  | 1,000 |    3.5 |",
+        "| c\\|d |     - | 0.3333 |",
     ]

@@ -1,6 +1,5 @@
 import pytest
 
-from meshwright.core.errors import InputError
 from meshwright.report.bars import COLORS, breakdown_figure, memory_figure, step_breakdown_figure
 from meshwright.report.figure import save
 from tests.charts import marks, texts
@@ -42,17 +41,6 @@ def test_the_memory_limit_is_a_line_in_the_axis_unit(tmp_path):
     assert boxes(without)[0]["x"]["title"] == "memory (MB)"
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_amounts_that_cannot_be_drawn_are_refused(bad):
-    with pytest.raises(InputError, match="Bar 'predicted' has amounts that cannot be drawn: compute"):
-        step_breakdown_figure({"predicted": {"compute": bad}})
-
-
-def test_no_bar_is_refused():
-    with pytest.raises(InputError, match="There is no bar"):
-        memory_figure({})
-
-
 def test_the_parts_of_a_step_and_its_links_on_one_axis():
     figure = breakdown_figure(PARTS, LINKS, title="t")
     encoding, drawn = boxes(figure)
@@ -74,9 +62,3 @@ def test_one_chip_has_one_bar(tmp_path):
     figure = breakdown_figure({"matmul": 0.3}, {}, title="t")
     assert boxes(figure)[0]["y"]["sort"] == ["step"]
     assert save(figure, tmp_path / "b.png").stat().st_size > 2000
-
-
-@pytest.mark.parametrize("parts", [{}, {"matmul": 0.0}, {"matmul": float("nan")}, {"matmul": -1.0}])
-def test_what_is_no_step(parts):
-    with pytest.raises(InputError, match="There is no step to draw"):
-        breakdown_figure(parts, {}, title="t")

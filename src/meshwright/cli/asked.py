@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.algebra.generation import Storage
 from meshwright.api.rates import rates_for
-from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
+from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.shared import AXES, CALIBRATION, SET
 from meshwright.cli.verb import Count, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
@@ -19,7 +19,7 @@ from meshwright.plan.result import PlanResult
 from meshwright.plan.space import USUAL
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job, parse_batch
+from meshwright.spec.job import Job
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh
@@ -86,8 +86,7 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
     assert given.batch is not None
     assert given.seq_len is not None
     model = with_fields(load_model(given.what), "model", fields["model"])
-    job = Job(batch_seqs=parse_batch(given.batch, seq_len=given.seq_len), seq_len=given.seq_len)
-    job = check_tokens(job_of_step(with_fields(job, "job", fields["job"]), step))
+    job = job_of_step(job_of(given.batch, given.seq_len, fields["job"]), step)
     assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     axes = take_axes(given.axes, fields["strategy"])
     if not job.trains:

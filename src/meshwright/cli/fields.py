@@ -11,7 +11,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import parse_count
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, standard_assignment
 
@@ -41,7 +41,7 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
             raise InputError(f"--set {pair!r} is not section.key=value. Write for example strategy.remat=block.")
         if section not in found:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
-        value, axis = _value(text.strip()), name.removeprefix("mesh.")
+        value, axis = field_value(text.strip()), name.removeprefix("mesh.")
         if section == "strategy" and "assumptions" in found and name in Assumptions.__struct_fields__:
             section = "assumptions"
         if section == "strategy" and axis in MESH_AXES:
@@ -71,7 +71,8 @@ def _name_assignment(strategy: dict[str, Any]) -> None:
     strategy["assignment"] = standard_assignment(**short)
 
 
-def _value(text: str) -> Any:
+def field_value(text: str) -> Any:
+    """A TOML value, or else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -97,30 +98,41 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     return convert_fields({**now, **changes}, type(thing), section=section)
 
 
+def split_pairs(text: str, wanted: str) -> dict[str, str]:
+    """``"X=4,Y=2"`` -> {"X": "4", "Y": "2"}; ``wanted`` says in errors what else a part is not, and what to write."""
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, sep, value = (piece.strip() for piece in part.partition("="))
+        if not sep or not name or not value:
+            raise InputError(f"{part!r} is not {wanted}.")
+        if name in found:
+            raise InputError(f"{name} is given twice in {text!r}. Leave one out.")
+        found[name] = value
+    if not found:
+        raise InputError(f"{text!r} is not {wanted}.")
+    return found
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """``"X=4,Y=2"`` -> {"X": 4, "Y": 2}, in the order given. Raises InputError when a size is not >= 1."""
-    return _parse_sizes(text, what="mesh axis", example="X=4,Y=2")
+    return _sizes(text, "mesh axis", "X=4,Y=2")
 
 
-def parse_dims(text: str) -> dict[str, int]:
-    """``"B=1024,D=4096"`` -> sizes of dims."""
-    return _parse_sizes(text, what="dim", example="B=1024,D=4096")
+def dim_sizes(text: str) -> dict[str, int]:
+    """Sizes of dims from ``"B=1024,D=4096"``, each at most ``MAX_SIZE``."""
+    sizes = _sizes(text, "dim", "B=1024,D=4096")
+    for dim, size in sizes.items():
+        if size > MAX_SIZE:
+            raise InputError(f"dim {dim}={size:.3g} is larger than any array. Give at most {MAX_SIZE:.0e}.")
+    return sizes
 
 
-def _parse_sizes(text: str, *, what: str, example: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, sep, value = part.partition("=")
-        if not sep or not name.strip():
-            raise InputError(f"{part!r} is not a {what} size. Write {example}.")
-        size = parse_count(value, what=f"size of {what} {name.strip()}")
+def _sizes(text: str, what: str, example: str) -> dict[str, int]:
+    pairs = split_pairs(text, f"a {what} size. Write {example}")
+    sizes = {name: parse_count(value, what=f"size of {what} {name}") for name, value in pairs.items()}
+    for name, size in sizes.items():
         if size < 1:
-            raise InputError(f"{what} {name.strip()}={size} must be at least 1. Leave it out if it is not wanted.")
-        if name.strip() in sizes:
-            raise InputError(f"{what} {name.strip()} is given twice in {text!r}.")
-        sizes[name.strip()] = size
-    if not sizes:
-        raise InputError(f"no {what} sizes in {text!r}. Write {example}.")
+            raise InputError(f"{what} {name}={size} must be at least 1. Leave it out if it is not wanted.")
     return sizes
 
 
@@ -161,11 +173,10 @@ def take_axes(text: str | None, strategy: dict[str, Any]) -> dict[str, int]:
     return axes
 
 
-def take_option(fields: dict[str, Any], name: str, value: Any) -> None:
-    """A field of a strategy that has an option of its own; an InputError where --set gives it too."""
-    if name in fields:
-        raise InputError(f"strategy.{name} is given in --{name.replace('_', '-')} and in --set. Leave one of them out.")
-    fields[name] = value
+def job_of(batch: str, seq_len: int, fields: Mapping[str, Any], tokens: int | None = None) -> Job:
+    """The job of ``--batch``, ``--seq`` and ``--tokens``, with fields of ``--set``."""
+    job = Job(batch_seqs=parse_batch(batch, seq_len=seq_len), seq_len=seq_len, train_tokens=tokens)
+    return check_tokens(with_fields(job, "job", fields))
 
 
 def check_tokens(job: Job) -> Job:
@@ -174,12 +185,3 @@ def check_tokens(job: Job) -> Job:
     if tokens is not None and not 1 <= tokens <= MAX_TRAIN_TOKENS:
         raise InputError(f"job.train_tokens={tokens:.4g} must be between 1 and {MAX_TRAIN_TOKENS:.0e}.")
     return job
-
-
-def dim_sizes(text: str) -> dict[str, int]:
-    """Sizes of dims from ``"B=1024,D=4096"``, each at most ``MAX_SIZE``."""
-    sizes = parse_dims(text)
-    for dim, size in sizes.items():
-        if size > MAX_SIZE:
-            raise InputError(f"dim {dim}={size:.3g} is larger than any array. Give at most {MAX_SIZE:.0e}.")
-    return sizes

@@ -10,20 +10,24 @@ from meshwright.core.errors import nearest
 
 
 class VerbGroup(click.Group):
-    """A verb that is made of verbs: name -> (module with the function `command`, what `--help` says of it).
+    """A verb that is made of verbs: name -> (package of its module, what `--help` says of it).
 
-    A first word that names none of them goes to the verb ``otherwise``; without one it is a UsageError.
+    The function `command` of ``PACKAGE.verbs.PREFIX + NAME`` is the verb, imported when it runs. A first word that names none of them goes to the verb ``otherwise``; without one it is a UsageError.
     """
 
-    def __init__(self, *, verbs: Mapping[str, tuple[str, str]], otherwise: str = "", **settings: Any) -> None:
+    def __init__(
+        self, *, verbs: Mapping[str, tuple[str, str]], prefix: str = "", otherwise: str = "", **settings: Any
+    ) -> None:
         super().__init__(**settings)
-        self.verbs, self.otherwise = verbs, otherwise
+        self.verbs, self.prefix, self.otherwise = verbs, prefix, otherwise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.verbs)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return import_module(self.verbs[cmd_name][0]).command if cmd_name in self.verbs else None
+        if cmd_name not in self.verbs:
+            return None
+        return import_module(f"meshwright.{self.verbs[cmd_name][0]}.verbs.{self.prefix}{cmd_name}").command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if self.otherwise and args and args[0] not in (*self.verbs, *ctx.help_option_names):

@@ -12,48 +12,33 @@ from meshwright.cli.group import VerbGroup
 from meshwright.core.errors import CannotRunError, InputError
 
 VERBS: dict[str, tuple[str, str]] = {
-    "plan": ("meshwright.cli.verbs.plan", "Find how to split a training job over a cluster."),
-    "explain": ("meshwright.cli.verbs.explain", "Say why a plan is as it is, in the book's notation."),
-    "sweep": (
-        "meshwright.calculators.verbs.sweep",
-        "Plans over many sizes: scaling curves, heatmaps, memory, crossovers.",
-    ),
-    "limits": (
-        "meshwright.calculators.verbs.limits",
-        "When communication hides behind compute: closed forms without a plan.",
-    ),
-    "roofline": ("meshwright.calculators.verbs.roofline", "What bounds one operation on one chip."),
-    "shard": ("meshwright.calculators.verbs.shard", "The steps of one sharded product, and what they cost."),
-    "chain": ("meshwright.calculators.verbs.chain", "The fastest shardings of a chain of products within a memory."),
-    "transfer": (
-        "meshwright.calculators.verbs.transfer",
-        "How long bytes take over one or several legs, or a collective.",
-    ),
-    "schedule": (
-        "meshwright.calculators.verbs.schedule",
-        "A pipeline schedule: its time, idle devices, memory, timeline.",
-    ),
-    "show": ("meshwright.calculators.verbs.show", "Models, chips and clusters: what is known of them."),
-    "budget": (
-        "meshwright.calculators.verbs.budget",
-        "What a compute budget trains, and the days, energy and money it takes.",
-    ),
-    "batch": ("meshwright.calculators.verbs.batch", "Share a step out over replicas and microbatches."),
-    "compare": ("meshwright.calculators.verbs.compare", "Models side by side: sizes, memory, chips that hold them."),
-    "formats": ("meshwright.calculators.verbs.formats", "Number formats: range, rounding, cost of a dot product."),
-    "systolic": ("meshwright.calculators.verbs.systolic", "A systolic array, cycle by cycle."),
-    "bench": ("meshwright.cli.verbs.bench", "Measure the devices at hand: rates, knees, a calibration to plan with."),
-    "accuracy": ("meshwright.cli.verbs.accuracy", "Predictions beside published measurements."),
-    "verify": ("meshwright.cli.verbs.verify", "Compile the real step of a plan for hardware that is not there."),
-    "train": ("meshwright.cli.verbs.train", "Train a model by a plan, beside its prediction."),
-    "profile": ("meshwright.cli.verbs.profile", "Where the time of a step goes, beside its prediction."),
-    "hlo": ("meshwright.cli.verbs.hlo", "A compiled program read: collectives, layouts, graph."),
-    "convert": ("meshwright.cli.verbs.convert", "Weights of a run or a model as a Hugging Face folder."),
-    "launch": ("meshwright.cli.verbs.launch", "Run a verb in several processes on this machine."),
-    "generate": ("meshwright.cli.verbs.generate", "Go on from prompts with a trained or published model."),
-    "demo": ("meshwright.calculators.verbs.demo", "Measure this machine, plan for it, train, compare."),
+    "plan": ("cli", "Find how to split a training job over a cluster."),
+    "explain": ("cli", "Say why a plan is as it is, in the book's notation."),
+    "sweep": ("calculators", "Plans over many sizes: scaling curves, heatmaps, memory, crossovers."),
+    "limits": ("calculators", "When communication hides behind compute: closed forms without a plan."),
+    "roofline": ("calculators", "What bounds one operation on one chip."),
+    "shard": ("calculators", "The steps of one sharded product, and what they cost."),
+    "chain": ("calculators", "The fastest shardings of a chain of products within a memory."),
+    "transfer": ("calculators", "How long bytes take over one or several legs, or a collective."),
+    "schedule": ("calculators", "A pipeline schedule: its time, idle devices, memory, timeline."),
+    "show": ("calculators", "Models, chips and clusters: what is known of them."),
+    "budget": ("calculators", "What a compute budget trains, and the days, energy and money it takes."),
+    "batch": ("calculators", "Share a step out over replicas and microbatches."),
+    "compare": ("calculators", "Models side by side: sizes, memory, chips that hold them."),
+    "formats": ("calculators", "Number formats: range, rounding, cost of a dot product."),
+    "systolic": ("calculators", "A systolic array, cycle by cycle."),
+    "bench": ("cli", "Measure the devices at hand: rates, knees, a calibration to plan with."),
+    "accuracy": ("cli", "Predictions beside published measurements."),
+    "verify": ("cli", "Compile the real step of a plan for hardware that is not there."),
+    "train": ("cli", "Train a model by a plan, beside its prediction."),
+    "profile": ("cli", "Where the time of a step goes, beside its prediction."),
+    "hlo": ("cli", "A compiled program read: collectives, layouts, graph."),
+    "convert": ("cli", "Weights of a run or a model as a Hugging Face folder."),
+    "launch": ("cli", "Run a verb in several processes on this machine."),
+    "generate": ("cli", "Go on from prompts with a trained or published model."),
+    "demo": ("calculators", "Measure this machine, plan for it, train, compare."),
 }
-"""Verb -> (module with the function `command`, what `--help` says of it). A verb's module is imported when it runs."""
+"""Verb -> (package of its module, what `--help` says of it). A verb's module is imported when it runs."""
 
 
 @click.group(cls=VerbGroup, verbs=VERBS, context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,21 +14,14 @@ from meshwright.core.units import format_flops, format_seconds
 
 def emit_json(value: Mapping[str, Any]) -> None:
     """One JSON object on standard output; what is not known or not finite is null."""
-    click.echo(msgspec.json.encode(_plain(value)).decode())
+    click.echo(msgspec.json.encode(value, enc_hook=_plain).decode())
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, msgspec.Struct):
-        return _plain(msgspec.structs.asdict(value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
+    """Paths, mappings, and numbers and arrays of NumPy, which msgspec does not know."""
+    if isinstance(value, Path):
+        return str(value)
+    return dict(value) if isinstance(value, Mapping) else value.tolist()
 
 
 def say(message: str) -> None:

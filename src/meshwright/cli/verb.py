@@ -87,16 +87,16 @@ _Given = TypeVar("_Given", bound=Options)
 
 
 def verb(
-    options: type[_Given], *, help: str | None = None
+    options: type[_Given], *, help: str | None = None, passes_on: bool = False
 ) -> Callable[[Callable[[_Given], Answer | None]], click.Command]:
     """The click command of a function from options to an answer; its docstring is the help where none is given.
 
-    It takes ``--json`` and ``--format`` besides, and what it returns is printed as they say. A verb
-    that prints for itself returns None.
+    It takes ``--json`` and ``--format`` besides, and what it returns is printed as they say. A verb that prints for
+    itself returns None. One that ``passes_on`` what it is given to another verb leaves unknown options to that one.
     """
     hints = get_type_hints(options, include_extras=True)
     params = [_parameter(name, hint, getattr(options, name)) for name, hint in hints.items()]
-    params += [
+    printed: list[click.Parameter] = [
         click.Option(["--format", "form"], type=click.Choice(FORMATS), default="text", help="How to print."),
         click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on standard output."),
     ]
@@ -110,7 +110,10 @@ def verb(
                 if answer.error is not None:
                     raise answer.error
 
-        return click.Command(None, callback=callback, params=params, help=help or function.__doc__)
+        settings = {"ignore_unknown_options": passes_on}
+        return click.Command(
+            None, settings, callback, params + ([] if passes_on else printed), help=help or function.__doc__
+        )
 
     return decorate
 

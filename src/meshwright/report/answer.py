@@ -3,34 +3,65 @@
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import msgspec
 
-from meshwright.report.tables import render, table
+from meshwright.report.tables import cell_text, render, table
 
 Show = Callable[[Any], Any]
 """Turns a raw value into what a person reads."""
+TableColumn = str | tuple[str, Show]
+"""A header, and how a person reads the values below it."""
+TableColumns = Mapping[str, str | Show | tuple[str | Show, Show]]
+"""Column -> what of a record it has, and how a person reads that."""
+
+
+class Quantity(msgspec.Struct, frozen=True):
+    """A cell with its own reading: the raw value, and what a person reads."""
+
+    value: Any
+    show: Show
+
+    def __str__(self) -> str:
+        return str(self.show(self.value))
 
 
 class Table(msgspec.Struct, frozen=True):
     """Raw values under columns; a column with a ``Show`` is read through it. None is not known."""
 
-    columns: Sequence[str | tuple[str, Show]]
+    columns: Sequence[TableColumn]
     rows: Sequence[Sequence[Any]]
     title: str = ""
 
     @staticmethod
-    def of(records: Iterable[Any], columns: Mapping[str, str | tuple[str, Show]], title: str = "") -> "Table":
-        """A row for each record (struct or dictionary): column -> its field, and how a person reads that.
+    def of(records: Iterable[Any], columns: TableColumns, title: str = "") -> "Table":
+        """A row for each record (struct or dictionary): column -> its value, and how a person reads that.
 
-        ``"memory/weights"`` is a key of a dictionary in a field; None where the field is None.
+        A value is named by a field, by a path of attributes such as ``seconds.median_s``, by a key of a dictionary in a
+        field such as ``memory/weights`` (None where the field is None), or by a function of the record.
         """
-        fields = [field if isinstance(field, str) else field[0] for field in columns.values()]
-        shown = [name if isinstance(field, str) else (name, field[1]) for name, field in columns.items()]
-        return Table(shown, [[_field(one, field) for field in fields] for one in records], title)
+        reads = {name: what if isinstance(what, tuple) else (what, None) for name, what in columns.items()}
+        rows = [[_field(one, what) for what, _ in reads.values()] for one in records]
+        return Table([name if show is None else (name, show) for name, (_, show) in reads.items()], rows, title)
+
+    @staticmethod
+    def compared(rows: Iterable[tuple[str, float | None, float | None, Show]]) -> "Table":
+        """Predictions beside measurements with their ratio, each row in its own unit."""
+        cells = [
+            [name, *(None if value is None else Quantity(value, show) for value in (predicted, measured)),
+             measured / predicted if predicted and measured is not None else None]
+            for name, predicted, measured, show in rows
+        ]  # fmt: skip
+        return Table(["", "predicted", "measured", ("ratio", "{:.2f}".format)], cells)
+
+    def known(self) -> "Table":
+        """The table without the columns of which nothing is known."""
+        kept = [n for n in range(len(self.columns)) if any(row[n] is not None for row in self.rows)]
+        return Table([self.columns[n] for n in kept], [[row[n] for n in kept] for row in self.rows], self.title)
 
     @property
     def names(self) -> list[str]:
@@ -39,16 +70,20 @@ class Table(msgspec.Struct, frozen=True):
 
     def shown(self) -> list[list[Any]]:
         """The rows as a person reads them."""
-        shows = [None if isinstance(column, str) else column[1] for column in self.columns]
-        return [
-            [cell if show is None or cell is None else show(cell) for cell, show in zip(row, shows, strict=True)]
-            for row in self.rows
-        ]
+        return [[_shown(cell, column) for cell, column in zip(row, self.columns, strict=True)] for row in self.rows]
 
 
-def _field(record: Any, path: str) -> Any:
-    name, _, key = path.partition("/")
-    value = record[name] if isinstance(record, dict) else getattr(record, name)
+def _shown(cell: Any, column: TableColumn) -> Any:
+    if isinstance(cell, Quantity):
+        return str(cell)
+    return cell if cell is None or isinstance(column, str) else column[1](cell)
+
+
+def _field(record: Any, what: str | Show) -> Any:
+    if not isinstance(what, str):
+        return what(record)
+    name, _, key = what.partition("/")
+    value = record[name] if isinstance(record, dict) else attrgetter(name)(record)
     return value[key] if key and value is not None else value
 
 
@@ -114,15 +149,15 @@ def as_csv(found: Table) -> str:
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(found.names)
-    writer.writerows([["" if cell is None else cell for cell in row] for row in found.rows])
+    writer.writerows([[cell.value if isinstance(cell, Quantity) else cell for cell in row] for row in found.rows])
     return out.getvalue()
 
 
 def as_markdown(found: Table) -> str:
-    """A table of GitHub-flavoured Markdown as a person reads it; columns without words are aligned to the right."""
-    rows = found.shown()
-    cells = [[_markdown_text(cell) for cell in row] for row in rows]
-    numeric = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(found.names))]
+    """A table of GitHub-flavoured Markdown as a person reads it; columns of numbers are aligned to the right."""
+    cells = [[cell_text(cell).replace("|", "\\|") for cell in row] for row in found.shown()]
+    columns = range(len(found.names))
+    numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in columns]
     widths = [max(3, len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(found.names)]
     rules = [f" {'-' * (w - 1)}: " if n else f" {'-' * w} " for w, n in zip(widths, numeric, strict=True)]
     lines = [
@@ -132,9 +167,3 @@ def as_markdown(found: Table) -> str:
     body = [f"| {line} |" for line in lines]
     heading = f"{found.title}\n\n" if found.title else ""
     return heading + "\n".join([body[0], f"|{'|'.join(rules)}|", *body[1:]]) + "\n"
-
-
-def _markdown_text(cell: Any) -> str:
-    if cell is None:
-        return "-"
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell).replace("|", "\\|")

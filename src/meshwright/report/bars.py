@@ -1,11 +1,9 @@
 """Stacked bars: where the time of a step goes, and what fills a device's memory."""
 
-import math
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Literal
 
-from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.figure import INK, PALETTE, Figure, Layer, alt, si_scale, themed
 from meshwright.report.marks import DASHES, color_by, labels, palette_of, plot, span, spans
@@ -53,9 +51,6 @@ def breakdown_figure(
     ``links_s`` is by mesh axes. Communication in the second bar that is not exposed in the first is overlapped.
     """
     bars = {"step": parts_s, "links alone": links_s} if any(links_s.values()) else {"step": parts_s}
-    bad = [name for bar in bars.values() for name, value in bar.items() if not (math.isfinite(value) and value >= 0)]
-    if bad or not any(parts_s.values()):
-        raise InputError(f"There is no step to draw: {', '.join(bad) or 'every part'} is not a time. Give seconds > 0.")
     links = {name: LINK_COLORS[number % len(LINK_COLORS)] for number, name in enumerate(links_s)}
     return themed(_stacked(bars, "time", "s", colors=COLORS | links), title, subtitle)
 
@@ -69,7 +64,6 @@ def _stacked(
     limit: float | None = None,
 ) -> Layer:
     """Draws bars of labelled parts with their totals at the ends; ``colors`` is in the order of the legend."""
-    _check(bars)
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     longest = max([*totals.values(), limit or 0.0])
     scale, unit_name = si_scale(longest, unit)
@@ -86,7 +80,7 @@ def _stacked(
     ]
     y = alt.Y("bar:N", sort=list(bars), title=None, axis=alt.Axis(ticks=False))
     x = alt.X("start:Q", title=f"{what} ({unit_name})", axis=alt.Axis(tickCount=7))
-    color = color_by("part", colors, orient="bottom", columns=4, symbolType="square")
+    color = color_by("part", colors, orient="bottom", columns=4)
     sums = [{"bar": bar, "end": total / scale, "text": show(total)} for bar, total in totals.items()]
     layers = [spans(rows, y=y, x=x, color=color, band=0.68)]
     if limit is not None:
@@ -95,12 +89,3 @@ def _stacked(
         layers += [rule.encode(x="limit:Q"), labels(end, "limit:Q", alt.YValue(-8), align="center", fill=PALETTE[5])]
     layers.append(labels(sums, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"))
     return alt.layer(*layers).properties(width=WIDTH_PX, height=BAR_PX * len(bars))
-
-
-def _check(bars: Bars) -> None:
-    if not bars:
-        raise InputError("There is no bar to draw. Give at least one.")
-    for name, parts in bars.items():
-        bad = [f"{part} {amount:g}" for part, amount in parts.items() if not (math.isfinite(amount) and amount >= 0)]
-        if bad:
-            raise InputError(f"Bar {name!r} has amounts that cannot be drawn: {', '.join(bad)}. Give numbers >= 0.")

@@ -1,11 +1,19 @@
 """Curves on two logarithmic axes, such as the rate of a product over its batch size."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import Figure, alt, themed
-from meshwright.report.marks import WHOLE_NUMBERS, Points, ReferenceLine, lines, log_axis, reference, stroke_colors
+from meshwright.report.marks import (
+    WHOLE_NUMBERS,
+    Points,
+    ReferenceLine,
+    check_positive,
+    lines,
+    log_axis,
+    reference,
+    stroke_colors,
+)
 
 
 def curves_figure(
@@ -24,10 +32,7 @@ def curves_figure(
     """
     if not curves or not all(curves.values()):
         raise InputError("There is no curve to draw. Give at least one point.")
-    for name, points in curves.items():
-        bad = [value for point in points for value in point if not (math.isfinite(value) and value > 0)]
-        if bad:
-            raise InputError(f"{name}: {bad[0]:g} cannot be drawn on a logarithmic axis. Give positive numbers.")
+    check_positive((name, value) for name, points in curves.items() for point in points for value in point)
     xs = [x for points in curves.values() for x, _ in points]
     ys = [y for points in curves.values() for _, y in points]
     ys += [line.value for line in references if line.axis == "y"]

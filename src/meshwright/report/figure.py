@@ -84,6 +84,12 @@ def headline(title: str, subtitle: str = "", **style: Any) -> Any:
     return alt.TitleParams(title, subtitle=subtitle or alt.Undefined, **style)
 
 
+def panel(*layers: Layer, size: tuple[float, float], title: str = "", note: str = "") -> Layer:
+    """Returns layers as one part of a picture, ``size`` pixels wide and high, under a title with a line below it."""
+    heading = {"title": headline(title, note, fontSize=13, subtitleFontSize=11, offset=8)} if title else {}
+    return alt.layer(*layers).properties(width=size[0], height=size[1], **heading)
+
+
 def si_scale(largest: float, unit: str) -> tuple[float, str]:
     """Returns divisor and name of the unit in which ``largest`` is between 1 and 1000: (1e-3, "ms") for 0.02 s.
 

@@ -1,12 +1,13 @@
 """Marks that several pictures share: lines, boxes on bands, outlined text, reference lines, and their axes."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, Literal
 
 import msgspec
 
+from meshwright.core.errors import InputError
 from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Layer, alt
 
 Datum = dict[str, Any]
@@ -45,10 +46,21 @@ def labels(rows: Iterable[Datum], x: Any, y: Any, **style: Any) -> Layer:
     return alt.layer(outline, chart.mark_text(**style))
 
 
+def without_overlaps(rows: Iterable[Datum], at: Callable[[Datum], tuple[float, float]]) -> list[Datum]:
+    """Returns the rows whose labels overlap none before them; ``at`` gives positions in sizes of a label."""
+    kept: list[tuple[float, float, Datum]] = []
+    for row in rows:
+        across, down = at(row)
+        if all(abs(across - x) > 1 or abs(down - y) > 1 for x, y, _ in kept):
+            kept.append((across, down, row))
+    return [row for _, _, row in kept]
+
+
 def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Encoding:
-    """Returns an encoding of names as these colours, with a legend in their order."""
+    """Returns an encoding of names as these colours, with a legend of squares in their order."""
     scale = alt.Scale(domain=list(colors), range=list(colors.values()))
-    return alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=legend.pop("title", None), **legend))
+    style = {"title": None, "symbolType": "square", **legend}
+    return alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(**style))
 
 
 def stroke_colors(names: Iterable[str], **legend: Any) -> Encoding:
@@ -94,6 +106,13 @@ def reference(line: ReferenceLine) -> Layer:
     rule = plot(rows).mark_rule(strokeDash=DASHES, color=MUTED).encode(ends[line.axis])
     align, away = ("left", 6) if first else ("right", -6)
     return alt.layer(rule, labels(rows, **ends, fontSize=11, fill=line.color, align=align, dx=away, **place))
+
+
+def check_positive(values: Iterable[tuple[str, float]]) -> None:
+    """Raises InputError for the first value that a logarithmic axis cannot show, with its name."""
+    for name, value in values:
+        if not (math.isfinite(value) and value > 0):
+            raise InputError(f"{name}: {value:g} cannot be drawn on a logarithmic axis. Give positive numbers.")
 
 
 def log_axis(channel: Any, field: str, domain: Sequence[float], title: str | None, **axis: Any) -> Any:

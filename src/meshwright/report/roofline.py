@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops
 from meshwright.report.figure import INK, MUTED, PALETTE, Figure, alt, themed
-from meshwright.report.marks import Datum, Points, labels, lines, log_axis, plot, stroke_colors
+from meshwright.report.marks import Datum, Points, check_positive, labels, lines, log_axis, plot, stroke_colors
 
 WIDTH_PX = 640
 HEIGHT_PX = 400
@@ -61,9 +60,9 @@ def roofline_figure(
     The critical intensity of a link is peak_flops_per_s / link_bytes_per_s: right of it the peak binds.
     Source: How to Scale Your Model, section 1.
     """
-    _check_positive({"peak_flops_per_s": peak_flops_per_s, **link_bytes_per_s})
-    for point in points:
-        _check_positive({f"{point.label}: intensity": point.intensity, f"{point.label}: rate": point.flops_per_s})
+    check_positive([("peak_flops_per_s", peak_flops_per_s), *link_bytes_per_s.items()])
+    check_positive((f"{point.label}: intensity", point.intensity) for point in points)
+    check_positive((f"{point.label}: rate", point.flops_per_s) for point in points)
     critical = {name: peak_flops_per_s / rate for name, rate in link_bytes_per_s.items()}
     frame = _frame(peak_flops_per_s, link_bytes_per_s, critical, points)
     x = log_axis(alt.X, "x", frame.x, "arithmetic intensity (FLOPs per byte)")
@@ -100,12 +99,6 @@ def roofline_figure(
         ]
     subtitle = "Sloped: what a link can feed. Flat: the peak. Dashed: the intensity from which the peak binds."
     return themed(alt.layer(*layers), title, subtitle, width=WIDTH_PX, height=HEIGHT_PX)
-
-
-def _check_positive(values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise InputError(f"A roofline needs positive numbers on its logarithmic axes, but {name} is {value:g}.")
 
 
 def _frame(

@@ -19,13 +19,10 @@ _WORD_WIDTH = 12
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
-    """A rich table: columns of quantities are right-aligned and unbroken, columns of words wrap.
-
-    Integers get thousands separators, floats four significant digits, None (not known) a dash.
-    """
+    """A rich table: columns of quantities are right-aligned and unbroken, columns of words wrap."""
     for row in rows:
         assert len(row) == len(columns), f"{len(row)} cells for {len(columns)} columns: {row}"
-    texts = [[_text(cell) for cell in row] for row in rows]
+    texts = [[cell_text(cell) for cell in row] for row in rows]
     result = Table(
         header_style="bold",
         box=SIMPLE_HEAD,
@@ -68,11 +65,12 @@ def _add_column(result: Table, header: str, cells: Sequence[str]) -> None:
     )
 
 
-def _text(cell: Cell) -> str:
+def cell_text(cell: object) -> str:
+    """Returns a cell as a person reads it: thousands separators, four significant digits, a dash for None."""
     if cell is None:
         return "-"
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     if isinstance(cell, int):
         return f"{cell:,}"
-    return f"{cell:.4g}" if isinstance(cell, float) else cell
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)

@@ -95,7 +95,7 @@ def test_the_plan_itself_is_not_a_question(call):
     [
         ("--why-not", "tensr=2", "tensr is neither a mesh axis nor a field of the strategy. Did you mean 'tensor'?"),
         ("--why-not", "tensor", "is not name=value. Write for example tensor=16,remat=block."),
-        ("--why-not", "tensor=2,tensor=4", "gives tensor twice"),
+        ("--why-not", "tensor=2,tensor=4", "tensor is given twice"),
         ("--why-not", "remat=blocks", "Did you mean 'block'?"),
         ("--what-if", "chips=2", "is not a factor from 0.001x to 1000x. Write for example chips=2x."),
         ("--what-if", "ici=2x", "h100:8x4 has no ici. Change nvlink or nic."),

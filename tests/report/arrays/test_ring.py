@@ -1,9 +1,6 @@
 """The picture of a collective hop by hop: a panel per step, a cell per block that is somewhere."""
 
-import pytest
-
 from meshwright.calculators.links.ring_steps import ring_frames
-from meshwright.core.errors import InputError
 from meshwright.report.arrays.ring import ring_figure
 from meshwright.report.figure import save
 from tests.charts import marks, panels
@@ -34,10 +31,3 @@ def test_a_sum_says_how_many_addends_it_has():
 def test_arrows_leave_where_there_is_no_room():
     small, large = (ring_frames("all_gather", n)[:2] for n in (8, 16))
     assert [len(marks(panels(ring_figure(frames, title=""))[1])) for frames in (small, large)] == [6, 4]
-
-
-def test_what_is_not_drawn():
-    with pytest.raises(InputError, match="at most 16"):
-        ring_figure(ring_frames("all_gather", 17), title="")
-    with pytest.raises(InputError, match="no step"):
-        ring_figure([], title="")

@@ -42,5 +42,3 @@ def test_large_arrays_are_drawn_without_numbers(tmp_path):
 def test_what_is_not_drawn():
     with pytest.raises(InputError, match="at most 32 a side"):
         systolic_figure(shown(2, 33, cycles=[1]), title="")
-    with pytest.raises(InputError, match="no cycle"):
-        systolic_figure([], title="")

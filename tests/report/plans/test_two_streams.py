@@ -1,6 +1,3 @@
-import pytest
-
-from meshwright.core.errors import InputError
 from meshwright.cost.lanes import Slice, Streams
 from meshwright.report.figure import save
 from meshwright.report.plans.two_streams import two_streams_figure
@@ -36,8 +33,3 @@ def test_names_and_totals(tmp_path):
     figure = two_streams_figure([PAIR], title="t")
     assert texts(figure) == ["F1", "B1", "overlapped: compute", "links", "20 ms"]
     assert save(figure, tmp_path / "s.png").stat().st_size > 3000
-
-
-def test_nothing_to_draw():
-    with pytest.raises(InputError, match="nothing to draw on a lane"):
-        two_streams_figure([], title="t")

@@ -11,6 +11,7 @@ from meshwright.calculators.training.batch_arithmetic import (
 )
 from meshwright.calculators.training.scaling_laws import critical_batch_tokens
 from meshwright.calculators.verbs.show_chip import product_dtype
+from meshwright.cli.shared import SEQ_NEEDED
 from meshwright.cli.verb import Count, Options, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_count
@@ -25,7 +26,7 @@ from meshwright.spec.job import parse_batch
 
 class Given(Options):
     batch: str | None = option("Tokens a step (4Mi) or sequences (1024seq); left out, it is worked out.")
-    seq_len: Count = option("Tokens of a sequence.", "--seq")
+    seq_len: Count = SEQ_NEEDED
     micro: int | None = option("Sequences of a microbatch on one replica.")
     accumulate: int | None = option("Microbatches whose gradients are summed before an update.")
     replicas: int | None = option("Copies of the model that share the batch: data parallel x FSDP.")

@@ -13,6 +13,7 @@ from meshwright.calculators.sharding.chain_search import Assignment, search_chai
 from meshwright.calculators.sharding.einsum_cost import einsum_rates
 from meshwright.calculators.sharding.parsing import local_shape
 from meshwright.cli.fields import dim_sizes, parse_mesh
+from meshwright.cli.shared import DIMS
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
@@ -29,7 +30,7 @@ COLUMN = 18
 class Given(Options):
     products: tuple[str, ...] = argument(required=True)
     mesh_text: str = option("Mesh axes, major to minor, such as X=4,Y=2.", "--mesh")
-    dims_text: str = option("Sizes, such as B=1024,D=4096,F=16384.", "--dims")
+    dims_text: str = DIMS
     on: str = option("The cluster that runs it, such as v5e:4x4.")
     memory_text: str | None = option("Bytes of a device that may be used, such as 300MB; else all it has.", "--memory")
     fixed: tuple[str, ...] = option('A sharding to keep, such as "B[J_X,K]"; more than one may be given.')

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.cli.shared import BATCH, read_job
+from meshwright.cli.shared import BATCH, SEQ_NEEDED, read_job
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
@@ -28,7 +28,7 @@ class Given(Options):
     model: str = argument()
     on: str = option("Slices of TPUs, such as v5p:16x20x28 or 4*v5p:16x20x28.")
     batch: str = BATCH
-    seq_len: Count = option("Tokens of a sequence.", "--seq")
+    seq_len: Count = SEQ_NEEDED
     tensor: int | None = option("A tensor size to compare with the bounds; the other chips are X.")
     tensor_axes: int = option("Torus axes that tensor takes: My.", default=1)
     dtype: str = option("Of the products: their peak is C.", default="bf16")

@@ -32,6 +32,7 @@ from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.calculators.verbs.roofline_sweep import drawn
 from meshwright.calculators.verbs.shard_run import run_ways
 from meshwright.cli.fields import dim_sizes, parse_mesh
+from meshwright.cli.shared import DIMS
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
@@ -64,7 +65,7 @@ WAYS: dict[str, Any] = {
 class Given(Options):
     product: str = argument()
     mesh_text: str = option("Mesh axes, major to minor, such as X=4,Y=2.", "--mesh")
-    dims_text: str = option("Sizes, such as B=1024,D=4096,F=16384.", "--dims")
+    dims_text: str = DIMS
     on: str | None = option("A cluster to price the steps on, such as v5e:4x4.")
     calibration: Path | None = option("Measured rates of that cluster (TOML).")
     every: bool = option("Every way of doing the product, cheapest first.", "--all")

@@ -5,24 +5,15 @@ import click
 from meshwright.cli.group import VerbGroup
 
 SWEEPS: dict[str, tuple[str, str]] = {
-    "plans": (
-        "meshwright.calculators.verbs.sweep_plans",
-        "The best plan as one or two fields change; the word may be left out.",
-    ),
-    "batch": (
-        "meshwright.calculators.verbs.sweep_batch",
-        "Communication against compute by batch size, and where they cross.",
-    ),
-    "bandwidth": ("meshwright.calculators.verbs.sweep_bandwidth", "The bandwidth of every collective against chips."),
-    "streams": (
-        "meshwright.calculators.verbs.sweep_streams",
-        "Compute and communication of a few layers side by side.",
-    ),
+    "plans": ("calculators", "The best plan as one or two fields change; the word may be left out."),
+    "batch": ("calculators", "Communication against compute by batch size, and where they cross."),
+    "bandwidth": ("calculators", "The bandwidth of every collective against chips."),
+    "streams": ("calculators", "Compute and communication of a few layers side by side."),
 }
-"""Sweep -> (module with the function `command`, what `--help` says of it)."""
+"""Sweep -> (package of its module, what `--help` says of it)."""
 
 
-@click.group(cls=VerbGroup, verbs=SWEEPS, otherwise="plans")
+@click.group(cls=VerbGroup, verbs=SWEEPS, prefix="sweep_", otherwise="plans")
 def command() -> None:
     """One question over many sizes: a table, --json, --format csv, and a picture with --png FILE.
 

@@ -1,17 +1,40 @@
 """`meshwright accuracy`: predictions beside published measurements."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
+import numpy as np
 
-from meshwright.accuracy.errors import Accuracy, accuracy
-from meshwright.accuracy.records import read_records
+from meshwright.accuracy.batches import calibrations
+from meshwright.accuracy.cases import Case, Unpredicted
+from meshwright.accuracy.errors import Accuracy, accuracy, accuracy_of, cases_of
+from meshwright.accuracy.records import Record, read_records
+from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
-from meshwright.cli.verbs.accuracy_text import accuracy_text
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.files import write_text_whole
+from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_seconds
-from meshwright.report.answer import Answer, Table
+from meshwright.report.answer import Answer, Piece, Table, TableColumn, TableColumns, as_markdown
+from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
+
+if TYPE_CHECKING:
+    from meshwright.accuracy.fit import Problem
+
+BEGIN = "<!-- table: {} -->"
+END = "<!-- end -->"
+NUM_FOLDS = 5
+HEADINGS = {
+    "cross-validation": "Five-fold cross-validation over configurations",
+    "groups": "Leaving out each group in turn",
+    "fitted": "The numbers of the product, fitted on all records",
+}
+MAX_NAMED = 6
+"""Records that a line of reasons names before it only counts."""
 
 
 class Given(Options):
@@ -35,35 +58,28 @@ def command(given: Given) -> Answer:
         groups = dict.fromkeys(record.group for record in records)
         raise InputError(f"{given.file} has no group {given.only!r}.{nearest(str(given.only), groups)}")
     if given.cross_validate or given.out or given.page:
-        from meshwright.cli.verbs.accuracy_fit import validate
-
-        return validate(chosen, out=given.out, page=given.page)
+        return _fitted(chosen, out=given.out, page=given.page)
     found = accuracy(chosen, datasheet=given.datasheet)
     how = "data-sheet rates" if given.datasheet else "fitted numbers"
-    worst = sorted(found.predictions, key=lambda one: -abs(one.error))[: given.worst]
     listed = Table.of(found.predictions, RECORDS)
-    text = [*accuracy_text(found, title=how), *([Table.of(worst, WORST)] if worst else [])]
+    text = [*_accuracy_text(found, title=how)]
+    if given.worst:
+        worst = sorted(found.predictions, key=lambda one: -abs(one.error))[: given.worst]
+        text.append(Table.of(worst, {"worst": "id", **{name: RECORDS[name] for name in SHOWN_OF_WORST}}))
     text += [listed] if given.every else []
     return Answer(found.to_json(), text, {given.png: lambda: _figure(found, how)}, [listed])
 
 
-RECORDS: dict[str, Any] = {
+RECORDS: TableColumns = {
     "record": "id",
     "job": "job",
     "measured": ("measured_s", format_seconds),
     "predicted": ("predicted_s", format_seconds),
     "P10": ("low_s", format_seconds),
     "P90": ("high_s", format_seconds),
-    "error": ("error", lambda error: f"{error:+.0%}"),
+    "error": ("error", "{:+.0%}".format),
 }
-
-
-WORST: dict[str, Any] = {
-    "worst": "id",
-    "measured": ("measured_s", format_seconds),
-    "predicted": ("predicted_s", format_seconds),
-    "error": ("error", lambda error: f"{error:+.0%}"),
-}
+SHOWN_OF_WORST = ("measured", "predicted", "error")
 
 
 def _figure(found: Accuracy, how: str) -> Any:
@@ -74,3 +90,117 @@ def _figure(found: Accuracy, how: str) -> Any:
         raise InputError("no record is predicted, so there is nothing to draw. Leave out --png, or name another file.")
     subtitle = f"{at.n:,} published training steps, {how}; grey: within 20%"
     return accuracy_figure(found.predictions, title="Predicted against measured", subtitle=subtitle)
+
+
+def _accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
+    """The table per group, and what was not predicted."""
+    yield _summaries(found, f"{title}: errors")
+    pick = found.regret()
+    if pick.regret is not None:
+        yield (
+            f"the pick: of the configurations measured for one job, the one predicted fastest takes {pick.regret:.1%} "
+            f"longer than the fastest ({pick.num_jobs} jobs, right in {pick.right:.0%}); a random one {pick.random:.0%}"
+        )
+    unfitted = [one for one in found.predictions if not one.fitted]
+    if unfitted and len(unfitted) < len(found.predictions):
+        chips = ", ".join(dict.fromkeys(one.chip for one in unfitted))
+        yield f"by data-sheet rates: {len(unfitted):,}, nothing is fitted for {chips}"
+    for reason, ids in found.reasons().items():
+        named = ", ".join(ids[:MAX_NAMED]) if len(ids) <= MAX_NAMED else f"{ids[0]} and {len(ids) - 1:,} more"
+        yield f"not predicted: {len(ids):,}, {reason} ({named})"
+
+
+def _summaries(found: Accuracy, title: str = "") -> Table:
+    """One row per group with a prediction, then core training and everything."""
+    rows = [(group or "no group", found.summary(group=group)) for group in found.groups]
+    rows = [(group, at) for group, at in rows if at.n]
+    rows += [("core training", found.summary(core=True)), ("all", found.summary())]
+    size, sign, share = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
+    columns: list[TableColumn] = [
+        "group",
+        "records",
+        ("MAPE", size),
+        ("median", size),
+        ("bias", sign),
+        ("interval holds", share),
+    ]
+    return Table(columns, [[name, *msgspec.structs.astuple(at)] for name, at in rows], title)
+
+
+# -- fitting --------------------------------------------------------------------------------------------
+
+
+def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None) -> Answer:
+    """Fit the numbers anew, and predict every record by numbers that have not seen it."""
+    cases, unpredicted = cases_of(records)
+    if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
+        raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS} of two groups.")
+    # What cannot be written is refused before minutes are spent on it.
+    if out and not out.parent.is_dir():
+        raise InputError(f"cannot write {out}: the folder {out.parent} does not exist. Make it first.")
+    if page:
+        _with_tables(page, dict.fromkeys(HEADINGS, ""))
+    numbers, found = _fit_anew(cases, unpredicted, with_groups=bool(page or not out))
+    if out:
+        source = f"fitted on {len(cases):,} published training steps, see docs/accuracy.md"
+        stored = FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
+        write_text_whole(out, dump_toml(stored))
+        fitted_numbers.cache_clear()
+        say(f"wrote {out}")
+    if page:
+        write_text_whole(page, _with_tables(page, {name: as_markdown(_summaries(one)) for name, one in found.items()}))
+        say(f"wrote {page}")
+    text = [piece for name, one in found.items() for piece in _accuracy_text(one, title=HEADINGS[name])]
+    facts = {name: one.to_json() for name, one in found.items()} | {"numbers": numbers}
+    return Answer(facts, [*text, Table(["number", "value"], [*numbers.items()])])
+
+
+def _with_tables(page: Path, tables: Mapping[str, str]) -> str:
+    """The page with these tables between their marks; an InputError where it has no such marks."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {page}: {error.strerror}. Name the page that the tables go into.") from None
+    for name, table in tables.items():
+        begin = BEGIN.format(name)
+        head, mark, rest = text.partition(begin)
+        _, end, tail = rest.partition(END)
+        if not mark or not end:
+            raise InputError(f"{page} has no place for the table {name!r}. Put '{begin}' and '{END}' where it goes.")
+        text = f"{head}{begin}\n{table}{end}{tail}"
+    return text
+
+
+def _fit_anew(
+    cases: Sequence[Case], unpredicted: Sequence[Unpredicted], *, with_groups: bool
+) -> tuple[dict[str, float], dict[str, Accuracy]]:
+    """Fitted numbers, and the errors of each way to predict: by other folds, by other groups, by the fit of all."""
+    from meshwright.accuracy import fit
+
+    problem = fit.make_problem(cases)
+    say(f"fitting on {len(cases):,} records")
+    predictor = fit.Predictor(problem)
+    numbers = fit.rounded(fit.fit(problem, np.ones(len(cases), dtype=bool), predictor=predictor))
+    say("cross-validating")
+    crossed = fit.cross_validate(problem)
+    numbers |= _intervals(problem, crossed)
+    seconds = {"cross-validation": crossed}
+    if with_groups:
+        say("leaving out each group in turn")
+        seconds["groups"] = fit.leave_groups_out(problem)
+    seconds["fitted"] = predictor(numbers)
+    by = calibrations(cases, numbers)
+    return numbers, {name: accuracy_of(cases, predicted, by, unpredicted) for name, predicted in seconds.items()}
+
+
+def _intervals(problem: "Problem", predicted_s: np.ndarray) -> dict[str, float]:
+    """Percentiles of measured over predicted for dense models and for those with experts, where there are enough."""
+    from meshwright.accuracy.fit import interval
+
+    experts = np.array([case.setting.model.num_experts > 0 for case in problem.cases])
+    found: dict[str, float] = {}
+    for suffix, chosen in (("", ~experts), ("_experts", experts)):
+        if chosen.sum() >= NUM_FOLDS:
+            at = interval(predicted_s[chosen], problem.measured_s[chosen], problem.weights[chosen])
+            found |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), at, strict=True)}
+    return found

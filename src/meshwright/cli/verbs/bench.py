@@ -61,10 +61,17 @@ def command(given: Given) -> Answer:
     bench = make_bench(devices, chip=given.chip_name, dtypes=wanted, axes=axes)
     keep_compiled_programs(cache_folder())
     report = run_bench(bench, given.what, seconds=given.seconds, say=say)
-    written = _write(report, given.output, given.save, given.pictures)
+    facts = {**msgspec.structs.asdict(report), **_write(report, given.output, given.save)}
+    pictures: dict[Path | None, Any] = {}
+    if given.pictures is not None:
+        from meshwright.report.machine.bench import bench_figures
+
+        given.pictures.mkdir(parents=True, exist_ok=True)
+        pictures = {given.pictures / name: lambda drawn=drawn: drawn for name, drawn in bench_figures(report).items()}
+        facts["pictures"] = list(pictures)
     from meshwright.cli.verbs.bench_text import report_text
 
-    return Answer({**msgspec.to_builtins(report), **written}, report_text(report))
+    return Answer(facts, report_text(report), pictures)
 
 
 def _check_files(what: tuple[str, ...], output: Path | None, save: Path | None) -> None:
@@ -98,8 +105,8 @@ def _devices(on: str | None) -> "list[jax.Device]":
         raise CannotRunError(f"JAX has no devices: {str(error).splitlines()[0]}") from None
 
 
-def _write(report: "BenchReport", output: Path | None, save: Path | None, pictures: Path | None) -> dict[str, Any]:
-    """Writes the requested files; returns their paths by kind."""
+def _write(report: "BenchReport", output: Path | None, save: Path | None) -> dict[str, Any]:
+    """Writes the calibration and the figures where they are asked for; returns their paths by kind."""
     written: dict[str, Any] = {}
     if output is not None:
         save_calibration(_calibration(report, output), output)
@@ -110,14 +117,6 @@ def _write(report: "BenchReport", output: Path | None, save: Path | None, pictur
         write_text_whole(save, text if save.suffix == ".json" else dump_toml(report))
         say(f"wrote {save}")
         written["saved"] = str(save)
-    if pictures is not None:
-        from meshwright.report.figure import save as save_figure
-        from meshwright.report.machine.bench import bench_figures
-
-        pictures.mkdir(parents=True, exist_ok=True)
-        written["pictures"] = [str(save_figure(spec, pictures / name)) for name, spec in bench_figures(report).items()]
-        for path in written["pictures"]:
-            say(f"wrote {path}")
     return written
 
 

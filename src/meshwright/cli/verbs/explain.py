@@ -1,17 +1,17 @@
 """`meshwright explain`: a plan in the book's notation, line by line, and the limits it stands near."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, verb
-from meshwright.cli.verbs.explain_lead import lead_text, number_words
-from meshwright.cli.verbs.plan import (
+from meshwright.cli.verbs.plan_words import (
     budget_text,
     collective_matmul_words,
     microbatch_words,
@@ -19,15 +19,21 @@ from meshwright.cli.verbs.plan import (
     remat_words,
 )
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
+from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Letters, Limit
-from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import mesh_words
 
 MAX_DRIFT = 1e-6
 """Of the step time that a plan file holds from the one that its rates give."""
+MAX_TERMS = 3
+MIN_SHARE = 0.03
+"""Of the step: a second or third term below this is not among those that matter."""
+NEAR = 2.0
+"""Times a limit, or parts of it, up to which a plan is near it."""
 
 
 class Given(Options):
@@ -45,32 +51,25 @@ def command(given: Given) -> Answer:
             f"{given.plan_file} predicts {format_seconds(plan.predicted.step_s)} a step and its own rates now give "
             f"{format_seconds(told.estimate.step_s)}: it was changed by hand, or by another version."
         )
-    return Answer(_as_json(told), _text(told))
+    return Answer(_facts(told), _text(told))
 
 
-def _as_json(told: Explanation) -> dict[str, Any]:
-    plan, changes = told.plan, msgspec.to_builtins(told.changes)
+def _facts(told: Explanation) -> dict[str, Any]:
+    facts = asdict(told)
+    plan, changes = facts.pop("plan"), msgspec.to_builtins(told.changes)
     if changes["best"]:
         changes["best"]["strategy"] |= msgspec.to_builtins(plan.assumptions)
     return {
         "model": plan.model.name,
         "cluster": plan.cluster.short_name,
-        "job": msgspec.to_builtins(plan.job),
+        "job": plan.job,
         "axes": plan.strategy.mesh,
-        "terms": msgspec.to_builtins(told.terms),
-        "recomputed": told.recomputed,
+        "fsdp_case": facts.pop("fsdp"),
+        "between_stages": facts.pop("between"),
+        "forward": told.forward,
+        "backward": told.backward,
+        **facts,
         "changes": changes,
-        "fsdp_case": told.fsdp,
-        "blocks": msgspec.to_builtins(told.blocks),
-        "between_stages": told.between,
-        "forward": msgspec.to_builtins(told.forward),
-        "backward": msgspec.to_builtins(told.backward),
-        "once": msgspec.to_builtins(told.once),
-        "batch": told.batch,
-        "symbols": told.symbols,
-        "limits": msgspec.to_builtins(told.limits),
-        "estimate": msgspec.to_builtins(told.estimate),
-        "training": told.training,
     }
 
 
@@ -86,7 +85,7 @@ def _text(told: Explanation) -> Iterator[Piece]:
     yield Fact("placement", placement_words(plan.strategy.placement))
     yield Fact("times rest on", plan.calibration.describe())
     yield ""
-    yield from lead_text(told)
+    yield from _lead_text(told)
     for block in told.blocks:
         yield from _algorithm_text(block.forward)
         yield from _algorithm_text(block.backward)
@@ -143,12 +142,14 @@ def _measures(line: ListedStep) -> str:
 
 def _step_text(told: Explanation) -> Iterator[Piece]:
     estimate = told.estimate
-    rows = [
-        [term.words, format_seconds(term.alone_s), format_seconds(max(0.0, term.added_s)), f"{term.share:.0%}"]
-        for term in told.terms
-    ]
+    columns: TableColumns = {
+        "work of one step": "words",
+        "alone": ("alone_s", format_seconds),
+        "adds": (lambda term: max(0.0, term.added_s), format_seconds),
+        "share": ("share", "{:.0%}".format),
+    }
     yield ""
-    yield Table(["work of one step", "alone", "adds", "share"], rows)
+    yield Table.of(told.terms, columns)
     lower, upper = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
     yield Fact(
         "step",
@@ -167,6 +168,7 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         yield from budget_text(told.training, told.plan.cluster.num_chips)
 
 
+VERDICTS = {True: "met", False: "not met", None: "hint"}
 _TITLES = {"speed": "When communication hides behind compute, in closed form", "size": "What fits"}
 
 
@@ -175,7 +177,8 @@ def _limits_text(told: Explanation) -> Iterator[Piece]:
         chosen = [limit for limit in told.limits if limit.kind == kind]
         if chosen:
             yield ""
-            yield Table(["", "formula", "bound", "here", ""], [_limit_row(x) for x in chosen], title)
+            rows = [[x.name, x.formula, *limit_amounts(x), VERDICTS[x.holds]] for x in chosen]
+            yield Table(["", "formula", "bound", "here", ""], rows, title)
         if chosen and kind == "speed":
             yield _legend(told.symbols)
         for limit in chosen:
@@ -195,7 +198,86 @@ def _legend(at: Letters) -> str:
     return ", ".join(said)
 
 
-def _limit_row(limit: Limit) -> list[str]:
-    verdict = {True: "met", False: "not met", None: "hint"}[limit.holds]
-    show = {"bytes": format_bytes, "s": format_seconds, "": number_words}[limit.unit]
-    return [limit.name, limit.formula, show(limit.limit), show(limit.here), verdict]
+# -- what is said first ---------------------------------------------------------------------------------
+
+
+def _lead_text(told: Explanation) -> Iterator[Piece]:
+    """Three to six facts before the algorithm."""
+    terms = _leading_terms(told.terms)
+    for number, term in enumerate(terms):
+        yield Fact("what matters" if number == 0 else "", _term_words(term, told))
+    near = _nearest_limit(told, [limit_of_term(term, told.limits) for term in terms])
+    if near is not None:
+        yield Fact("near a limit", limit_words(near))
+    yield Fact("what would help", _change_words(told))
+    if told.fsdp is not None:
+        yield Fact("data parallelism", told.fsdp.words)
+
+
+def _nearest_limit(told: Explanation, said: Sequence[Limit | None]) -> Limit | None:
+    """The limit of speed that the plan is closest to on either side, of those not said yet; None for none near."""
+    of_terms = [limit_of_term(term, told.limits) for term in told.terms]
+    open_ones = [one for one in of_terms if one is not None and one not in said]
+    near = [one for one in open_ones if min(one.limit, one.here) > 0 and _distance(one) <= math.log(NEAR)]
+    return min(near, key=_distance, default=None)
+
+
+def _distance(limit: Limit) -> float:
+    return abs(math.log(limit.here / limit.limit))
+
+
+def _leading_terms(terms: tuple[Term, ...]) -> list[Term]:
+    """The two or three that add most."""
+    return [one for number, one in enumerate(terms[:MAX_TERMS]) if number == 0 or one.share >= MIN_SHARE]
+
+
+def _term_words(term: Term, told: Explanation) -> str:
+    said = f"{term.words}: {format_seconds(term.added_s)}, {term.share:.0%} of the step"
+    if term.alone_s > 1.1 * term.added_s:
+        said += f" ({format_seconds(term.alone_s)} by themselves, the rest hides)"
+    limit = limit_of_term(term, told.limits)
+    if limit is not None:
+        return f"{said}; {limit_words(limit)}"
+    if term.name in ("elementwise", "optimizer"):
+        return f"{said}; at the memory rate of {told.plan.cluster.chip.name}"
+    if term.name in ("matmul", "attention", "loss_head"):
+        again = f", {told.recomputed:.0%} of all FLOPs recomputed" if told.recomputed > 0.005 else ""
+        return f"{said}; at the rates of {told.plan.cluster.chip.name}{again}"
+    return said
+
+
+def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
+    """The bound and the plan's own figure."""
+    show = {"bytes": format_bytes, "s": format_seconds, "": _number_words}[limit.unit]
+    return Quantity(limit.limit, show), Quantity(limit.here, show)
+
+
+def limit_words(limit: Limit) -> str:
+    """``"tokens/chip, weights hide: > 850, here 1,024: 1.2 times above"``."""
+    bound, here = limit_amounts(limit)
+    sign = f"{limit.formula[0]} " if limit.formula[0] in "<>" else ""
+    said = f"{limit.name}: {sign}{bound}, here {here}"
+    if min(limit.limit, limit.here) <= 0:
+        return said
+    side = "above" if limit.here > limit.limit else "below"
+    times = math.exp(_distance(limit))
+    return f"{said}: {times:.3g} times {side}{'' if limit.holds is not False else ', not met'}"
+
+
+def _change_words(told: Explanation) -> str:
+    """The best single change and its gain, or that none helps."""
+    tried = told.changes
+    of = f"{tried.num_tried} single changes ({tried.num_legal} of them run)"
+    if tried.best is None:
+        return f"none of {of}"
+    gain = tried.gain_s / told.estimate.step_s
+    now = tried.best.estimate
+    return (
+        f"{tried.best.words}: {format_seconds(now.step_s)} a step, {gain:.1%} less, "
+        f"{format_bytes(now.hbm_bytes_per_chip)} per chip; the best of {of}"
+    )
+
+
+def _number_words(value: float) -> str:
+    """Four digits, more where there are more before the point."""
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"

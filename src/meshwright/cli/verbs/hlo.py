@@ -1,13 +1,28 @@
 """`meshwright hlo`: a compiled program read: collectives, loops, layouts, padding; one instruction in words, drawn."""
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import click
+from msgspec.structs import asdict
 
+from meshwright.cli.fields import parse_mesh
+from meshwright.cli.output import width
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
-from meshwright.report.answer import Answer, Fact, Paragraph
+from meshwright.core.units import format_bytes
+from meshwright.hlo.collectives import collective_rows, module_collectives
+from meshwright.hlo.files import StableHlo, has_entry, hlo_file, read_hlo
+from meshwright.hlo.graph import block_graphs, computation_graph
+from meshwright.hlo.layout import largest_arrays, paddings, relayouts
+from meshwright.hlo.loops import loops
+from meshwright.hlo.module import Instruction, Module
+from meshwright.hlo.shapes import Shape
+from meshwright.hlo.words import explain_instruction
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns
 
 
 class Given(Options):
@@ -25,8 +40,6 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Read the compiled program in FILE: HLO text, a folder that XLA dumped into, or StableHLO."""
-    from meshwright.hlo.files import StableHlo, hlo_file, read_hlo
-
     if given.picture and not given.op:
         raise InputError("--picture draws one instruction. Name it with --op.")
     if (given.computation or given.block) and not given.graph:
@@ -41,25 +54,15 @@ def command(given: Given) -> Answer:
         return _explained(read, given.op, given.picture)
     if given.graph:
         return _drawn(read, given)
-    from meshwright.cli.verbs.hlo_text import summary, summary_text
-    from meshwright.hlo.files import has_entry
-
-    found = {**summary(read, given.mesh_text), "whole": has_entry(path.read_text())}
-    return Answer({"file": path, **found}, summary_text(found, given.top))
+    found = {**_summary(read, given.mesh_text), "whole": has_entry(path.read_text())}
+    return Answer({"file": path, **found}, _summary_text(found, given.top))
 
 
-def _stable(path: Path, read: Any) -> Answer:
+def _stable(path: Path, read: StableHlo) -> Answer:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(read.collectives.items())) or "none"
     mesh = f" over a mesh of {read.mesh}" if read.mesh else ""
-    facts = {
-        "file": path,
-        "format": "stablehlo",
-        "module": read.name,
-        "num_partitions": read.num_partitions,
-        "num_functions": read.num_functions,
-        "mesh": read.mesh,
-        "collectives": read.collectives,
-    }
+    names = ("num_partitions", "num_functions", "mesh", "collectives")
+    facts = {"file": path, "format": "stablehlo", "module": read.name, **{name: getattr(read, name) for name in names}}
     return Answer(
         facts,
         [
@@ -69,10 +72,7 @@ def _stable(path: Path, read: Any) -> Answer:
     )
 
 
-def _explained(module: Any, name: str, picture: Path | None) -> Answer:
-    from meshwright.cli.verbs.hlo_text import place_text
-    from meshwright.hlo.words import explain_instruction
-
+def _explained(module: Module, name: str, picture: Path | None) -> Answer:
     one = module.find(name)
     if one is None:
         raise InputError(f"{module.name} has no instruction {name!r}.{nearest(name, (i.name for i in module))}")
@@ -85,12 +85,12 @@ def _explained(module: Any, name: str, picture: Path | None) -> Answer:
         "step": str(one.label) if one.label else None,
         "source": [str(frame) for frame in module.source(one)],
         "operands": list(one.operands),
-        "shapes": [_shape(shape) for shape in one.shapes],
+        "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in one.shapes],
         "facts": [list(fact) for fact in told],
     }
     if picture:
         facts["picture"] = picture
-    text = [piece for what, said in told for piece in place_text(f"  {what}", said, column=13)]
+    text = [piece for what, said in told for piece in _place_text(f"  {what}", said, column=13)]
 
     def draw() -> Any:
         from meshwright.report.arrays.tiling import tiling_figure
@@ -100,30 +100,18 @@ def _explained(module: Any, name: str, picture: Path | None) -> Answer:
     return Answer(facts, [Paragraph(one.name, None), *text], {picture: draw})
 
 
-def _shape(shape: Any) -> dict[str, Any]:
-    return {
-        "dtype": shape.dtype,
-        "dims": shape.dims,
-        "minor_to_major": shape.minor_to_major,
-        "tiles": shape.tiles,
-        "memory_space": shape.memory_space,
-        "bytes": shape.num_bytes,
-        "padded_bytes": shape.padded_bytes,
-    }
+SHAPE = ("dtype", "dims", "minor_to_major", "tiles", "memory_space", "num_bytes", "padded_bytes")
 
 
-def _one_shape(one: Any) -> Any:
+def _one_shape(one: Instruction) -> Shape:
     """The array that a picture shows: the result, or the largest of a tuple."""
-
     shapes = one.shapes
     if not shapes:
         raise InputError(f"{one.name} makes no array to draw. Choose another instruction.")
     return max(shapes, key=lambda shape: shape.padded_bytes)
 
 
-def _drawn(module: Any, given: Given) -> Answer:
-    from meshwright.hlo.graph import block_graphs, computation_graph
-
+def _drawn(module: Module, given: Given) -> Answer:
     graphs = [computation_graph(module, given.computation)] if given.computation else block_graphs(module, given.block)
     what = given.block or ("its loops" if len(graphs) > 1 else "one computation")
     facts = {
@@ -139,3 +127,195 @@ def _drawn(module: Any, given: Given) -> Answer:
         return graph_figure(graphs, title=f"{module.name}: {what}")
 
     return Answer(facts, [], {given.graph: draw})
+
+
+# -- a whole program ------------------------------------------------------------------------------------
+
+MIN_PADDED_BYTES = 10_000
+"""Arrays below it, single numbers above all, are left out of the table of padding."""
+MAX_NAME = 28
+MAX_BODY = 44
+"""Characters of a name on one line: of an instruction, of a loop's body."""
+_MAX_STEPS = 4
+
+
+def _summary(module: Module, mesh_text: str | None) -> dict[str, Any]:
+    """All tables as one object; ``collectives`` is None where a loop's count cannot be read, and ``why`` says so."""
+    mesh = parse_mesh(mesh_text) if mesh_text else {}
+    devices = math.prod(mesh.values())
+    # A program that spans slices numbers the devices of one.
+    if mesh and devices % module.num_devices:
+        raise InputError(
+            f"--mesh has {devices} devices and {module.name} is for {module.num_devices}. Give the mesh it is for."
+        )
+    why = None
+    try:
+        rows = [asdict(row) for row in collective_rows(module_collectives(module, mesh))]
+    except ValueError as error:
+        rows, why = None, str(error)
+    return {
+        "format": "hlo",
+        "module": module.name,
+        "num_partitions": module.num_partitions,
+        "num_replicas": module.num_replicas,
+        "num_computations": len(module.computations),
+        "num_instructions": module.num_instructions,
+        "mesh": mesh or None,
+        "collectives": rows,
+        "why": why,
+        "loops": loops(module),
+        "largest": [_labelled(one) for one in largest_arrays(module)],
+        "relayouts": [_labelled(one, "total_bytes") for one in relayouts(module)],
+        "paddings": [_labelled(one, "wasted_share") for one in paddings(module)],
+    }
+
+
+def _labelled(one: Any, *besides: str) -> dict[str, Any]:
+    """The fields of a struct and further attributes, its label as text."""
+    fields = asdict(one) | {name: getattr(one, name) for name in besides}
+    return fields | {"label": str(one.label) if one.label else None}
+
+
+def _summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
+    """The tables, ``top`` rows of each."""
+    devices = f"{found['num_partitions']} partitions"
+    if found["num_replicas"] > 1:
+        devices += f" x {found['num_replicas']} replicas"
+    counts = f"{found['num_computations']:,} computations, {found['num_instructions']:,} instructions"
+    column = max(18, len(found["module"]) + 2)
+    yield Fact(found["module"], f"HLO for {devices}: {counts}", column=column)
+    if not found.get("whole", True):
+        yield Fact("", "no ENTRY computation: a part of a program, or a text that is cut off", column=column)
+    yield ""
+    if found["collectives"] is None:
+        yield Fact("collectives", found["why"])
+        yield ""
+    else:
+        yield from _collectives_text(found["collectives"], top, bool(found["mesh"]))
+    for title, rows, columns in _tables(found):
+        if rows:
+            yield _table(title, rows, top, columns)
+
+
+def _table(title: str, rows: Sequence[Any], top: int, columns: TableColumns) -> Table:
+    """The first rows, without columns that say nothing."""
+    return Table.of(
+        rows[:top], columns, f"{title} (the first {top} of {len(rows)})" if len(rows) > top else title
+    ).known()
+
+
+def _collectives_text(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> Iterator[Piece]:
+    if not rows:
+        yield Fact("collectives", "none")
+        yield ""
+        return
+    near = any(step.startswith("near ") for row in rows for step in row["steps"])
+    total = sum(row["total_bytes"] for row in rows)
+    over = {"over": lambda row: ", ".join(row["axes"]) or "-"} if has_mesh else {"devices": "group_size"}
+    columns: TableColumns = {
+        "collective": "kind",
+        **over,
+        "MB each": ("full_bytes", _mb),
+        "times": "times",
+        "MB": ("total_bytes", _mb),
+        f"how, for which step{' (~ near it)' if near else ''}": lambda row: _stacked(
+            "; ".join([*(["async"] if row["is_async"] else []), *row["notes"]]), _steps(row["steps"])
+        ),
+    }
+    yield _table(f"Collectives, {format_bytes(total)} in full arrays", rows, top, columns)
+
+
+def _steps(steps: Sequence[str]) -> str:
+    """``layer forward h, h1; embed forward x +3``: the first few, those of one pass of a block together."""
+    passes: dict[str, list[str]] = {}
+    for step in steps[:_MAX_STEPS]:
+        where, _, result = step.replace("near ", "~").rpartition(":")
+        passes.setdefault(where.replace(":", " "), []).append(result)
+    more = f" +{len(steps) - _MAX_STEPS}" if len(steps) > _MAX_STEPS else ""
+    return "; ".join(f"{where} {', '.join(results)}" for where, results in passes.items()) + more
+
+
+def _mb(num_bytes: int) -> str:
+    megabytes = num_bytes / 1e6
+    if 0 < megabytes < 0.001:
+        return "<0.001"
+    return f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.3g}"
+
+
+LOOPS: TableColumns = {
+    "loop": lambda one: "  " * one.depth + one.name,
+    "trips": lambda one: "by data" if one.trips is None else one.trips,
+    "in all": lambda one: "by data" if one.total_trips is None else one.total_trips,
+    "body": ("body", lambda body: _name(body, MAX_BODY)),
+}
+ARRAYS: TableColumns = {
+    "array": lambda one: _stacked(_name(one["name"]), _step(one["label"])),
+    "shape": ("shape", lambda shape: shape.split("{")[0]),
+    "MB": ("padded_bytes", _mb),
+    "arrays": "arrays",
+    "in": (lambda one: one["memory_space"] or None, "S({})".format),
+    "times": "times",
+}
+COPIES: TableColumns = {
+    "copy": lambda one: _stacked(_name(one["name"]), "fused" if one["inside_fusion"] else "", _step(one["label"])),
+    "array": lambda one: f"{_layout(one['before'])}\n-> {_layout(one['after']).split(chr(10))[-1]}",
+    "MB": ("num_bytes", _mb),
+    "times": "times",
+}
+PADDED: TableColumns = {
+    "array": lambda one: _stacked(_name(one["name"]), _step(one["label"]), one["shape"].replace("{", " {", 1)),
+    "MB": ("num_bytes", _mb),
+    "MB padded": ("padded_bytes", _mb),
+    "padding": ("wasted_share", "{:.0%}".format),
+    "arrays": "num_arrays",
+}
+
+
+def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], TableColumns]]:
+    """Title, rows and columns of the tables behind the collectives."""
+    yield "Loops", found["loops"], LOOPS
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in found["largest"]:
+        alike.setdefault((one["name"], one["shape"], one["memory_space"], one["times"]), []).append(one)
+    groups = [{**group[0], "arrays": len(group)} for group in alike.values()]
+    yield "Arrays that it makes or is given", groups, ARRAYS
+    total = sum(one["total_bytes"] for one in found["relayouts"] if not one["inside_fusion"])
+    alone = f", {format_bytes(total)} by those not fused" if total else ""
+    yield f"Copies to another layout{alone}", found["relayouts"], COPIES
+    padded = [one for one in found["paddings"] if one["padded_bytes"] >= MIN_PADDED_BYTES]
+    yield "Padding that tiles add, largest first", padded, PADDED
+
+
+def _place_text(label: str, text: str, *, column: int) -> Iterator[Piece]:
+    """A fact whose long paths may be broken behind a slash."""
+    lines = fill(
+        f"{label:<{column}}{text.replace('/', '/ ')}",
+        width(),
+        subsequent_indent=" " * column,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    yield Paragraph(lines.replace("/ ", "/"), None)
+
+
+def _stacked(*lines: str | None) -> str | None:
+    """Lines of one cell, those that say something: side by side they would not fit 80 columns."""
+    return "\n".join(line for line in lines if line) or None
+
+
+def _step(label: str | None) -> str | None:
+    """A label without the operation, which the shape and the opcode tell."""
+    return label.split("=")[0].replace(":", " ") if label else None
+
+
+def _name(name: str, longest: int = MAX_NAME) -> str:
+    """The name of an instruction or a computation, broken once where it is long."""
+    if len(name) <= longest:
+        return name
+    at = max(name.rfind(mark, 0, longest) for mark in "-_.") + 1
+    return f"{name[:at]}\n{name[at:]}" if at else name
+
+
+def _layout(shape: str) -> str:
+    """A shape above its layout."""
+    return shape.replace("{", "\n{")

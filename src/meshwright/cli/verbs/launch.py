@@ -1,27 +1,25 @@
 """`meshwright launch`: one verb in several processes on this machine, which live and die together."""
 
+import asyncio
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import IO
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Sequence
 
 import click
 
 from meshwright.cli.output import say
+from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.parallel.process_env import COORDINATOR, PROCESS, PROCESSES
 
 GRACE_S = 5.0
 """After one process failed the others may end by themselves for this long: often they fail for the same reason."""
-POLL_S = 0.05
+LONGEST_LINE = 1 << 30
+"""Bytes: a JSON object is one line."""
 ERROR = "meshwright: "
 """How the line begins in which a verb says why it ends."""
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -29,25 +27,27 @@ _NOISE = ("[Gloo] Rank", "peer ranks")
 """Each new group of devices makes every device of a process say so on standard output, several at once."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--processes", required=True, type=click.IntRange(1, 1024), help="How many processes.")
-@click.option(
-    "--devices",
-    type=click.IntRange(1, 1024),
-    help="Devices of each: emulated ones, or this many accelerators of the machine; a plan for cpu:N needs none.",
-)
-@click.argument("verb", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- VERB ...")
-def command(processes: int, devices: int | None, verb: tuple[str, ...]) -> None:
+class Given(Options):
+    processes: int = option("How many processes.", type=click.IntRange(1, 1024))
+    devices: int | None = option(
+        "Devices of each: emulated ones, or this many accelerators of the machine; a plan for cpu:N needs none.",
+        type=click.IntRange(1, 1024),
+    )
+    verb: tuple[str, ...] = argument(type=click.UNPROCESSED, required=True, metavar="-- VERB ...")
+
+
+@verb(Given, passes_on=True)
+def command(given: Given) -> None:
     """Run a verb in several processes on this machine: launch --processes 4 -- train plan.toml.
 
     Standard output is that of process 0; all else comes on standard error behind the number of its process, an error
     that several have in common once. When one process fails the others are stopped, and the exit code is that of the
     first that failed.
     """
-    if verb[0] == "launch":
+    if given.verb[0] == "launch":
         raise InputError("launch cannot start itself. Write: launch --processes 4 -- train plan.toml.")
-    start = [sys.executable, "-c", "from meshwright.cli.main import main; main()", *verb]
-    code = launch(start, processes=processes, devices=devices)
+    start = [sys.executable, "-c", "from meshwright.cli.main import main; main()", *given.verb]
+    code = launch(start, processes=given.processes, devices=given.devices)
     if code:
         sys.exit(code)
 
@@ -55,31 +55,35 @@ def command(processes: int, devices: int | None, verb: tuple[str, ...]) -> None:
 def launch(program: Sequence[str], *, processes: int, devices: int | None = None) -> int:
     """Run a program in several processes. The exit code: 0, that of the first that failed, or 128 + the signal that
     killed it."""
+    return asyncio.run(_launch(program, processes, devices))
+
+
+async def _launch(program: Sequence[str], processes: int, devices: int | None) -> int:
+    children: list[Process] = []
+    _pass_on_signals(children)
     port = free_port()
-    children: list[subprocess.Popen[bytes]] = []
-    with _signals_to(children):
-        for index in range(processes):
-            children.append(_start(program, index, processes, port=port, devices=devices))
-        once = _Once()
-        pumps = [pump for index, child in enumerate(children) for pump in _pumps(index, child, once)]
-        code = _wait(children)
-    for pump in pumps:
-        pump.join()
-    return code
-
-
-def _start(
-    program: Sequence[str], index: int, processes: int, *, port: int, devices: int | None
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        program,
-        env=child_environment(dict(os.environ), index, processes, port=port, devices=devices),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A terminal's Ctrl-C would reach them twice: they get it from here.
-        start_new_session=True,
-    )
+    for index in range(processes):
+        env = child_environment(dict(os.environ), index, processes, port=port, devices=devices)
+        child = await asyncio.create_subprocess_exec(
+            *program,
+            env=env,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=PIPE,
+            limit=LONGEST_LINE,
+            # A terminal's Ctrl-C would reach them twice: they get it from here.
+            start_new_session=True,
+        )
+        children.append(child)
+    end = asyncio.create_task(_end(children))
+    said: set[str] = set()
+    pumps = []
+    for index, child in enumerate(children):
+        numbered = _numbered(index)
+        pumps += [_pass_on(child.stdout, numbered if index else click.echo, said)]
+        pumps += [_pass_on(child.stderr, numbered, said)]
+    await asyncio.gather(*pumps)
+    return await end
 
 
 def child_environment(
@@ -104,103 +108,67 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class _Once:
-    """Lines that say why a verb ends, each let through once: processes that do the same often fail alike."""
-
-    def __init__(self) -> None:
-        self._lock, self._said = threading.Lock(), set[str]()
-
-    def lets(self, line: str) -> bool:
-        """Whether the line is to be shown."""
-        if not line.startswith(ERROR):
-            return True
-        with self._lock:
-            known = line in self._said
-            self._said.add(line)
-        return not known
-
-
-def _pumps(index: int, child: subprocess.Popen[bytes], once: _Once) -> list[threading.Thread]:
-    """Threads that pass on what a process prints, line by line."""
-    assert child.stdout is not None
-    assert child.stderr is not None
-    out: Callable[[str], None] = click.echo if index == 0 else _prefixed(index)
-    threads = [
-        threading.Thread(target=_pass_on, args=(child.stdout, out, once), daemon=True),
-        threading.Thread(target=_pass_on, args=(child.stderr, _prefixed(index), once), daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def _prefixed(index: int) -> Callable[[str], None]:
-    return lambda line: say(f"[{index}] {line}")
-
-
-def _pass_on(source: IO[bytes], show: Callable[[str], None], once: _Once) -> None:
-    with source:
-        for line in without_noise(line.decode(errors="replace").rstrip("\n") for line in source):
-            if once.lets(line):
-                show(line)
-
-
-def without_noise(lines: Iterable[str]) -> Iterator[str]:
-    """The lines without what Gloo says of its connections, also where two of its lines are cut into each other."""
-    after_noise = False
-    for line in lines:
-        # What is left of the second of two lines that were written at once: the end of one, a number or nothing.
-        rest = after_noise and not line.strip(" 0123456789")
-        after_noise = rest or any(noise in line for noise in _NOISE)
-        if not after_noise:
-            yield line
-
-
-@contextmanager
-def _signals_to(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _pass_on_signals(children: Sequence[Process]) -> None:
     """Ctrl-C and SIGTERM go to every process; a second one kills them."""
-    seen = False
+    seen: list[signal.Signals] = []
 
-    def forward(signum: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        _signal(children, signal.SIGKILL if seen else signal.Signals(signum))
-        seen = True
+    def forward(number: signal.Signals) -> None:
+        _send(children, signal.SIGKILL if seen else number)
+        seen.append(number)
 
-    before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, forward, number)
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended; after the first failure the others have `GRACE_S`, then they are killed."""
-    first: int | None = None
-    deadline = 0.0
-    while any(child.poll() is None for child in children):
-        failed = [i for i, child in enumerate(children) if child.poll()]
-        if failed and first is None:
-            first, deadline = failed[0], time.monotonic() + GRACE_S
-        if first is not None and time.monotonic() > deadline:
-            say(f"process {first} {_ending(children[first].returncode)}; the others are stopped")
-            _signal(children, signal.SIGKILL)
-            for child in children:
-                child.wait()
-        time.sleep(POLL_S)
-    codes = [child.returncode for child in children]
-    if first is None:
-        first = next((i for i, code in enumerate(codes) if code), None)
-    if first is None:
-        return 0
-    return codes[first] if codes[first] > 0 else 128 - codes[first]
-
-
-def _signal(children: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def _send(children: Sequence[Process], number: signal.Signals) -> None:
     for child in children:
-        if child.poll() is None:
+        if child.returncode is None:
             child.send_signal(number)
 
 
-def _ending(code: int) -> str:
-    return f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+def _numbered(index: int) -> Callable[[str], None]:
+    return lambda line: say(f"[{index}] {line}")
+
+
+async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], None], said: set[str]) -> None:
+    """Show the lines of a process; those that say why a verb ends once for all, as alike processes fail alike."""
+    assert source is not None
+    is_noise = noise_filter()
+    async for raw in source:
+        line = raw.decode(errors="replace").rstrip("\n")
+        if not is_noise(line) and line not in said:
+            show(line)
+            if line.startswith(ERROR):
+                said.add(line)
+
+
+def noise_filter() -> Callable[[str], bool]:
+    """Whether a line is what Gloo says of its connections, asked line by line; two may be cut into each other."""
+    after_noise = False
+
+    def is_noise(line: str) -> bool:
+        nonlocal after_noise
+        # What is left of the second of two lines that were written at once: the end of one, a number or nothing.
+        rest = after_noise and not line.strip(" 0123456789")
+        after_noise = rest or any(noise in line for noise in _NOISE)
+        return after_noise
+
+    return is_noise
+
+
+async def _end(children: Sequence[Process]) -> int:
+    """The exit code when all have ended; after the first failure the others have `GRACE_S`, then they are killed."""
+    left = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
+    failed: list[int] = []
+    while left and not failed:
+        done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        failed = sorted(index for index in map(left.pop, done) if children[index].returncode)
+    if not failed:
+        return 0
+    code = children[failed[0]].returncode or 0
+    if left and (await asyncio.wait(left, timeout=GRACE_S))[1]:
+        ending = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        say(f"process {failed[0]} {ending}; the others are stopped")
+        _send(children, signal.SIGKILL)
+        await asyncio.wait(left)
+    return code if code > 0 else 128 - code

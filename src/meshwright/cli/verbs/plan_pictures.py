@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.verbs.plan_words import MEMORY, MFU, STEP
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
@@ -11,10 +12,10 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.plan.pareto import Frontier, pareto
 from meshwright.plan.ranking import TIE
 from meshwright.plan.result import PlannedStrategy, PlanResult
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Piece, Table, TableColumns
 from meshwright.report.bars import breakdown_figure
 from meshwright.report.figure import Figure
-from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
+from meshwright.report.plans.pareto import pareto_figure
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import short_mesh
 
@@ -33,7 +34,7 @@ def frontier_answer(result: PlanResult, *, png: Path | None) -> Answer:
     cluster = result.strategies[0].cluster
     setting = result.setting.on(cluster)
     found = pareto(result)
-    facts = {"memory": [_as_json(one) for one in found.memory], "cost": [_as_json(one) for one in found.cost]}
+    facts = {"memory": [_facts(one) for one in found.memory], "cost": [_facts(one) for one in found.cost]}
     text = _frontier_text(cluster, found)
     return Answer({"pareto": facts}, text, {png: lambda: _frontier_figure(setting, found)})
 
@@ -52,35 +53,32 @@ def listed(frontier: Sequence[PlannedStrategy]) -> list[PlannedStrategy]:
     return kept
 
 
-def _as_json(found: PlannedStrategy) -> dict[str, Any]:
-    strategy, at = found.strategy, found.estimate
-    return {
-        "cluster": found.cluster.short_name,
-        "num_chips": found.cluster.num_chips,
-        "axes": dict(strategy.mesh),
-        "zero": strategy.zero,
-        "num_microbatches": strategy.num_microbatches,
-        "remat": strategy.remat if isinstance(strategy.remat, str) else list(strategy.remat),
-        "schedule": strategy.schedule,
-        "step_s": at.step_s,
-        "mfu": at.mfu,
-        "hbm_bytes_per_chip": at.hbm_bytes_per_chip,
-        "usd_per_token": found.usd_per_token,
-    }
+OF_FRONTIER = (
+    *("num_chips", "axes", "zero", "num_microbatches", "remat"),
+    *("schedule", "step_s", "mfu", "hbm_bytes_per_chip"),
+)
+"""What a plan of a frontier has of the keys of `plan --json`."""
+
+
+def _facts(found: PlannedStrategy) -> dict[str, Any]:
+    every = found.to_json()
+    chosen = {name: every[name] for name in OF_FRONTIER}
+    return {**chosen, "cluster": found.cluster.short_name, "usd_per_token": found.usd_per_token}
 
 
 def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
-    rows = listed(found.memory)
+    rows = {id(one): number for number, one in enumerate(listed(found.memory), 1)}
+    columns: TableColumns = {
+        "#": lambda one: rows[id(one)],
+        **STEP,
+        **MEMORY,
+        **MFU,
+        "micro": "strategy.num_microbatches",
+        "remat": ("strategy.remat", lambda remat: remat if isinstance(remat, str) else "+".join(remat)),
+        **MESH,
+    }
     yield ""
-    yield Table(
-        ["#", "step", "memory", "MFU", "micro", "remat", "mesh"],
-        [
-            [number, format_seconds(one.estimate.step_s), format_bytes(one.estimate.hbm_bytes_per_chip),
-             f"{one.estimate.mfu:.0%}", one.strategy.num_microbatches, _remat(one), short_mesh(one.strategy.mesh)]
-            for number, one in enumerate(rows, 1)
-        ],
-        "Plans that nothing beats in both step time and memory",
-    )  # fmt: skip
+    yield Table.of(listed(found.memory), columns, "Plans that nothing beats in both step time and memory")
     left_out = len(found.memory) - len(rows)
     if left_out:
         yield f"{left_out} more that save less than {LEAST_SAVING:.0%} of memory are in --json and in --png"
@@ -88,44 +86,27 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
         yield f"{cluster.chip.name} has no price, so step time is not weighed against cost"
         return
     yield ""
-    yield Table(
-        ["chips", "step", "cost of 1 B tokens", "MFU", "mesh"],
-        [
-            [one.cluster.num_chips, format_seconds(one.estimate.step_s), _usd(one), f"{one.estimate.mfu:.0%}",
-             short_mesh(one.strategy.mesh)]
-            for one in found.cost
-        ],
-        f"Step time against cost, on all chips and on parts (${cluster.chip.price_usd_per_hour:,.2f} a chip and hour)",
-    )  # fmt: skip
+    price = f"${cluster.chip.price_usd_per_hour:,.2f} a chip and hour"
+    columns = {"chips": "num_chips", **STEP, "cost of 1 B tokens": (_usd, "${:,.2f}".format), **MFU, **MESH}
+    yield Table.of(found.cost, columns, f"Step time against cost, on all chips and on parts ({price})")
 
 
-def _remat(found: PlannedStrategy) -> str:
-    return found.strategy.remat if isinstance(found.strategy.remat, str) else "+".join(found.strategy.remat)
+MESH: TableColumns = {"mesh": ("strategy.mesh", short_mesh)}
 
 
-def _usd(found: PlannedStrategy) -> str:
-    return f"${1e9 * (found.usd_per_token or 0.0):,.2f}"
+def _usd(found: PlannedStrategy) -> float:
+    """Dollars of a billion tokens."""
+    return 1e9 * (found.usd_per_token or 0.0)
 
 
 def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
     model, cluster, job = setting.model, setting.cluster, setting.job
     numbers = {id(one): str(number) for number, one in enumerate(listed(found.memory), 1)}
     limit = setting.memory_limit
+    memory = [(one.estimate.step_s, one.estimate.hbm_bytes_per_chip, numbers.get(id(one), "")) for one in found.memory]
     return pareto_figure(
-        [
-            ParetoPoint(
-                step_s=one.estimate.step_s, amount=one.estimate.hbm_bytes_per_chip, label=numbers.get(id(one), "")
-            )
-            for one in found.memory
-        ],
-        [
-            ParetoPoint(
-                step_s=one.estimate.step_s,
-                amount=1e9 * (one.usd_per_token or 0.0),
-                label=f"{one.cluster.num_chips:,} chips",
-            )
-            for one in found.cost
-        ],
+        memory,
+        [(one.estimate.step_s, _usd(one), f"{one.cluster.num_chips:,} chips") for one in found.cost],
         limit_bytes=None if limit == float("inf") else limit,
         title=f"{model.name} on {cluster.short_name}: plans that nothing beats",
         subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbers are those of the table.",
@@ -148,16 +129,16 @@ def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
     if not parts.traffic:
         return
     yield ""
-    yield Table(
-        ["collective", "over", "times", "bytes", "alone", "exposed"],
-        [
-            [row.op.replace("_", " "), ", ".join(row.axes), round(row.executions), format_bytes(row.num_bytes),
-             format_seconds(row.alone_s), format_seconds(row.exposed_s)]
-            for row in parts.traffic
-        ],
-        f"Communication of one step: {format_seconds(parts.exposed_s)} exposed ({parts.exposed_share:.0%}), "
-        f"{format_seconds(parts.hidden_s)} hidden",
-    )  # fmt: skip
+    columns: TableColumns = {
+        "collective": ("op", lambda op: op.replace("_", " ")),
+        "over": ("axes", ", ".join),
+        "times": ("executions", round),
+        "bytes": ("num_bytes", format_bytes),
+        "alone": ("alone_s", format_seconds),
+        "exposed": ("exposed_s", format_seconds),
+    }
+    title = f"Communication of one step: {format_seconds(parts.exposed_s)} exposed ({parts.exposed_share:.0%}), "
+    yield Table.of(parts.traffic, columns, f"{title}{format_seconds(parts.hidden_s)} hidden")
 
 
 def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:

@@ -1,87 +1,46 @@
 """The questions of `plan`: why not another strategy, what if the machine were different, what the recipe would do."""
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
-from meshwright.cli.verbs.explain_lead import limit_words
-from meshwright.core.errors import InputError
+from meshwright.cli.fields import field_value, split_pairs
+from meshwright.cli.verbs.explain import limit_words
+from meshwright.cli.verbs.plan_words import BOUND_BY, MEMORY, MFU, STEP, full_words
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Term, term_words
+from meshwright.cost.train_step import Estimate
 from meshwright.plan.result import PlanResult
 from meshwright.plan.why.recipe import Recipe, recipe
-from meshwright.plan.why.setup_changes import parse_what_if
-from meshwright.plan.why.what_if import WhatIf, what_if
-from meshwright.plan.why.why_not import WhyNot, why_not
+from meshwright.plan.why.what_if import WhatIf
+from meshwright.plan.why.why_not import WhyNot
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
-from meshwright.spec.strategy import Strategy
 
-Words = Callable[[Strategy], str]
 MAX_TERMS = 3
 MAX_LIMITS = 3
 MISSED = 1e-3
 """Share of the best's step by which another may be shorter before it is said."""
 
 
-class Questions(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked, parsed: ``why_nots`` name sizes and fields, ``what_ifs`` factors."""
-
-    why_nots: tuple[dict[str, Any], ...]
-    what_ifs: tuple[dict[str, float], ...]
-    recipe: bool
-
-
-def parse_questions(why_nots: Sequence[str], what_ifs: Sequence[str], *, recipe: bool) -> Questions:
-    """The questions of the command line; InputError for one that cannot be read, before anything is planned."""
-    return Questions(
-        why_nots=tuple(parse_why_not(text) for text in why_nots),
-        what_ifs=tuple(parse_what_if(text) for text in what_ifs),
-        recipe=recipe,
-    )
-
-
 def parse_why_not(text: str) -> dict[str, Any]:
     """Name -> value of ``"tensor=16,remat=block"``: whole numbers, true and false, else text."""
-    found: dict[str, Any] = {}
-    for part in text.split(","):
-        name, sep, value = (piece.strip() for piece in part.partition("="))
-        if not sep or not name or not value:
-            raise InputError(f"--why-not {part.strip()!r} is not name=value. Write for example tensor=16,remat=block.")
-        if name in found:
-            raise InputError(f"--why-not {text!r} gives {name} twice. Leave one out.")
-        words = {"true": True, "false": False}
-        number = float(value) if re.fullmatch(r"\d*\.\d+", value) else words.get(value, value)
-        found[name] = int(value) if value.isdecimal() else number
-    return found
-
-
-def answers(result: PlanResult, questions: Questions, *, words: Words) -> list[Answer]:
-    """The answer to every question, as data under the keys why_not, what_if and recipe."""
-    found = []
-    if questions.why_nots:
-        refused = [why_not(result, asked) for asked in questions.why_nots]
-        text = [piece for one in refused for piece in why_not_text(one, result, words)]
-        found.append(Answer({"why_not": [why_not_json(one, result) for one in refused]}, text))
-    if questions.what_ifs:
-        changed = [what_if(result, asked) for asked in questions.what_ifs]
-        text = [piece for other in changed for piece in what_if_text(other, words)]
-        found.append(Answer({"what_if": [what_if_json(one) for one in changed]}, text))
-    if questions.recipe:
-        best = result.strategies[0]
-        made = recipe(result.setting, template=best.strategy)
-        facts = {**msgspec.to_builtins(made), "best_step_s": best.estimate.step_s}
-        facts["strategy"] |= msgspec.to_builtins(result.setting.assumptions)
-        found.append(Answer({"recipe": facts}, recipe_text(made, result, words)))
-    return found
+    pairs = split_pairs(text, "name=value. Write for example tensor=16,remat=block")
+    return {name: field_value(value) for name, value in pairs.items()}
 
 
 # -- why not ----------------------------------------------------------------------------------------------
 
 
-def why_not_json(told: WhyNot, result: PlanResult) -> dict[str, Any]:
-    """The answer_text as plain data; each strategy with what is assumed for it."""
+def why_not_answer(result: PlanResult, told: Sequence[WhyNot]) -> Answer:
+    """The rule that refuses each; its best completion beside the winner."""
+    facts = [_why_not_facts(one, result) for one in told]
+    return Answer({"why_not": facts}, [piece for one in told for piece in _why_not_text(one, result)])
+
+
+def _why_not_facts(told: WhyNot, result: PlanResult) -> dict[str, Any]:
+    """Everything told, each strategy with what is assumed for it."""
     found = {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
     assumed = msgspec.to_builtins(result.setting.assumptions)
     found["winner"] |= assumed
@@ -90,8 +49,7 @@ def why_not_json(told: WhyNot, result: PlanResult) -> dict[str, Any]:
     return found
 
 
-def why_not_text(told: WhyNot, result: PlanResult, words: Words) -> Iterator[Piece]:
-    """The rule that refuses it; its best completion beside the winner."""
+def _why_not_text(told: WhyNot, result: PlanResult) -> Iterator[Piece]:
     yield ""
     yield f"Why not {', '.join(f'{name} {_value(value)}' for name, value in told.asked.items())}"
     if told.refusal is not None:
@@ -100,7 +58,7 @@ def why_not_text(told: WhyNot, result: PlanResult, words: Words) -> Iterator[Pie
         return
     best, other = told.winner_estimate, told.estimate
     label = "  best completion" if told.refusal is None else "  least memory"
-    yield Fact(label, words(told.strategy))
+    yield Fact(label, full_words(told.strategy))
     if told.strategy == told.winner and not told.slower_s:
         yield Fact("", "that is the best of the list itself")
         return
@@ -139,41 +97,36 @@ def _terms_text(told: WhyNot) -> Iterator[Piece]:
     chosen = [one for one in ordered if (one.more_s > 0) == slower and abs(one.more_s) > 0.01 * abs(told.slower_s or 1)]
     if not chosen:
         return
-    yield Table(
-        ["  what makes it " + ("slower" if slower else "faster"), "best", "here", "more", "part"],
-        [
-            [
-                f"  {term_words(one.name)}",
-                format_seconds(max(0.0, one.winner_s)),
-                format_seconds(max(0.0, one.other_s)),
-                f"{'+' if one.more_s > 0 else '-'}{format_seconds(abs(one.more_s))}",
-                f"{one.share:.0%}",
-            ]
-            for one in chosen[:MAX_TERMS]
-        ],
+    yield Table.of(
+        chosen[:MAX_TERMS],
+        {
+            f"  what makes it {'slower' if slower else 'faster'}": ("name", lambda name: f"  {term_words(name)}"),
+            "best": (lambda one: max(0.0, one.winner_s), format_seconds),
+            "here": (lambda one: max(0.0, one.other_s), format_seconds),
+            "more": ("more_s", lambda s: f"{'+' if s > 0 else '-'}{format_seconds(abs(s))}"),
+            "part": ("share", "{:.0%}".format),
+        },
     )
 
 
 # -- what if ----------------------------------------------------------------------------------------------
 
 
-def what_if_json(told: WhatIf) -> dict[str, Any]:
-    """The answer_text as plain data; ``then`` has the keys of a strategy of `plan --json`."""
-    return {
-        "asked": told.asked,
-        "changed": list(told.changed),
-        "now": told.now.to_json(),
-        "then": None if told.then is None else told.then.to_json(),
-        "terms_now": msgspec.to_builtins(told.terms_now),
-        "terms": msgspec.to_builtins(told.terms),
-        "kept_s": told.kept_s,
-        "speedup": told.speedup,
-        "note": told.note,
-    }
+def what_if_answer(told: Sequence[WhatIf]) -> Answer:
+    """What is changed, then both plans side by side; ``then`` has the keys of a strategy of `plan --json`."""
+    facts = [
+        {
+            **asdict(one),
+            "now": one.now.to_json(),
+            "then": None if one.then is None else one.then.to_json(),
+            "speedup": one.speedup,
+        }
+        for one in told
+    ]
+    return Answer({"what_if": facts}, [piece for one in told for piece in _what_if_text(one)])
 
 
-def what_if_text(told: WhatIf, words: Words) -> Iterator[Piece]:
-    """What is changed, then both plans side by side."""
+def _what_if_text(told: WhatIf) -> Iterator[Piece]:
     yield ""
     for number, change in enumerate(told.changed):
         yield Paragraph(f"{'What if' if number == 0 else '    and'} {change}", indent=10)
@@ -182,26 +135,13 @@ def what_if_text(told: WhatIf, words: Words) -> Iterator[Piece]:
         return
     if told.note:
         yield Paragraph(f"  {told.note}", indent=4)
-    now, then = told.now.estimate, told.then.estimate
-    yield Fact("  now", words(told.now.strategy))
-    yield Fact("  then", words(told.then.strategy))
-    yield Table(
-        ["", "step", "MFU", "memory", "bound by", "what its step is made of"],
-        [
-            ["  now", *_measures(now), _terms(told.terms_now)],
-            ["  then", *_measures(then), _terms(told.terms)],
-        ],
-    )
+    yield Fact("  now", full_words(told.now.strategy))
+    yield Fact("  then", full_words(told.then.strategy))
+    plans = {"  now": (told.now, told.terms_now), "  then": (told.then, told.terms)}
+    measures = Table.of((one for one, _ in plans.values()), {**STEP, **MFU, **MEMORY, **BOUND_BY})
+    rows = [[name, *row, _terms(plans[name][1])] for name, row in zip(plans, measures.rows, strict=True)]
+    yield Table(["", *measures.columns, "what its step is made of"], rows)
     yield Fact("  in all", _in_all(told))
-
-
-def _measures(estimate: Any) -> list[str]:
-    return [
-        format_seconds(estimate.step_s),
-        f"{estimate.mfu:.0%}",
-        format_bytes(estimate.hbm_bytes_per_chip),
-        estimate.bound_by,
-    ]
 
 
 def _terms(terms: Sequence[Term]) -> str:
@@ -222,18 +162,26 @@ def _in_all(told: WhatIf) -> str:
 # -- the recipe -------------------------------------------------------------------------------------------
 
 
-def recipe_text(made: Recipe, result: PlanResult, words: Words) -> Iterator[Piece]:
+def recipe_answer(result: PlanResult) -> Answer:
     """The recipe step by step, then its strategy beside the search's best."""
+    best = result.strategies[0]
+    made = recipe(result.setting, template=best.strategy)
+    facts = {**msgspec.to_builtins(made), "best_step_s": best.estimate.step_s}
+    facts["strategy"] |= msgspec.to_builtins(result.setting.assumptions)
+    return Answer({"recipe": facts}, _recipe_text(made, best.estimate))
+
+
+def _recipe_text(made: Recipe, best: Estimate) -> Iterator[Piece]:
     yield ""
     yield "The recipe: data parallelism, FSDP, checkpointing, hybrid sharding, then context, tensor and pipeline"
     for step in made.steps:
         yield Fact(f"  {step.name}", f"{'yes' if step.applies else 'no '}  {step.reason}", column=23)
-    yield Fact("  so", words(made.strategy), column=23)
+    yield Fact("  so", full_words(made.strategy), column=23)
     if made.refusal is not None:
         yield Fact("  refused", made.refusal.message, column=23)
     if made.estimate is None:
         return
-    best, its = result.strategies[0].estimate, made.estimate
+    its = made.estimate
     ratio = its.step_s / best.step_s
     verdict = f"{ratio:.3g} times the best's {format_seconds(best.step_s)}" if ratio > 1.0005 else "as fast as the best"
     yield Fact(

@@ -1,7 +1,8 @@
 """`meshwright train`: run a plan, with the prediction beside every measured step."""
 
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,20 @@ from meshwright.cli.verbs.train_text import result_text
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_seconds
 from meshwright.parallel.process_env import find_processes
-from meshwright.report.answer import Answer, Piece
+from meshwright.report.answer import Answer
 from meshwright.spec.job import require_training
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import mesh_words
 
 if TYPE_CHECKING:
-    from meshwright.cli.verbs.profile_train import Report
     from meshwright.train.record.result import TrainResult
 
 PROFILED_STEPS = 3
 """What ``--profile`` without a number profiles."""
+
+PROFILE_FOLDER = "profile"
+"""The report of ``--profile``, inside the folder of the run."""
 
 NEWEST = "newest"
 """What ``--resume`` without a folder says."""
@@ -121,22 +124,64 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
         _announce(plan)
         result, profile = run_training(plan, settings, runs=given.runs, resume=resume), None
     else:
-        from meshwright.cli.verbs.profile_train import profiled_run
-
-        with profiled_run(plan, settings, given.profiled, runs=given.runs, resume=resume) as traced:
-            _announce(plan)
-            result = run_training(plan, settings, runs=given.runs, resume=resume, on_step=traced.on_step)
-        profile = traced.report(Path(result.run))
+        _check_profiled(given.profiled, settings, resume)
+        _announce(plan)
+        result, profile = _run_profiled(plan, settings, given, resume)
     if not is_first():
         return None
-    facts = msgspec.to_builtins(result) | ({"profile": profile.as_json()} if profile else {})
-    return Answer(facts, _text(plan, result, profile))
+    pieces = [*result_text(plan, result), *(profile.pieces if profile else ())]
+    return Answer(msgspec.structs.asdict(result) | ({"profile": profile.facts} if profile else {}), pieces)
 
 
-def _text(plan: Plan, result: "TrainResult", profile: "Report | None") -> Iterator[Piece]:
-    yield from result_text(plan, result)
-    if profile:
-        yield from profile.text()
+def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -> None:
+    """Refuse to profile a run that has too few steps for it."""
+    from meshwright.profile.run import warmup_steps
+    from meshwright.train.record.run_folder import finished_steps
+    from meshwright.train.settings import settings_from_table
+
+    if steps < 1:
+        raise InputError(f"--profile {steps} profiles nothing. Give 1 or more.")
+    done = (finished_steps(resume) or 0) if resume else 0
+    wanted, warmup = settings_from_table(settings).steps, warmup_steps()
+    if wanted - done < warmup + steps:
+        raise InputError(
+            f"--profile {steps} needs {warmup} steps to warm up and {steps} more, and the run has {wanted - done}. "
+            f"Give --steps {done + warmup + steps} or more."
+        )
+
+
+def _run_profiled(
+    plan: Plan, settings: dict[str, Any], given: Given, resume: Path | None
+) -> "tuple[TrainResult, Answer | None]":
+    """Train with some warm steps under the profiler, and write their report into the folder of the run.
+
+    The trace is in a folder beside the runs until the run has one of its own. Without an answer in all processes but
+    one.
+    """
+    from meshwright.cli.verbs.profile import profile_answer
+    from meshwright.parallel.processes import is_first
+    from meshwright.profile.run import TracedSteps, warmup_steps
+    from meshwright.profile.summary import analyse
+    from meshwright.train.settings import settings_from_table
+    from meshwright.train.setup import prepare
+
+    given.runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=given.runs, prefix=".profile-", ignore_cleanup_errors=True) as folder:
+        with TracedSteps(Path(folder), steps=given.profiled or 0, warmup=warmup_steps()) as traced:
+            result = run_training(
+                plan, settings, runs=given.runs, resume=resume, on_step=lambda record: traced.step_done(record.step_s)
+            )
+        setup = prepare(plan.model, plan.strategy, plan.job, settings_from_table(settings))
+        # Compiled by every process: compilers of GPUs share the search for the fastest kernels among them.
+        recording = traced.recording(setup.step, plan.job)
+        if not is_first():
+            return result, None
+        found = analyse(plan, recording.trace, recording.hlo, recording)
+        report = Path(result.run) / PROFILE_FOLDER
+        answer = profile_answer(found, report)
+        shutil.rmtree(report / "trace", ignore_errors=True)
+        shutil.move(folder, report / "trace")
+    return result, answer
 
 
 def _announce(plan: Plan) -> None:

@@ -1,6 +1,6 @@
 """What `train` and `demo` print of a run: losses, each prediction beside its measurement, where the time went."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.cli.output import or_dash
@@ -24,13 +24,14 @@ def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
     yield f"{result.steps} steps{stopped}: {losses}"
     predicted = chosen.predicted
     memory = result.memory.total_bytes if result.memory else None
-    rows = [
-        _compared("step", predicted.step_s, result.step_s, format_seconds),
-        _compared("MFU", predicted.mfu, result.mfu, lambda share: f"{share:.1%}"),
-        _compared("HFU", predicted.hfu, result.hfu, lambda share: f"{share:.1%}"),
-        _compared("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
-    ]
-    yield Table(["", "predicted", "measured", "ratio"], rows)
+    yield Table.compared(
+        [
+            ("step", predicted.step_s, result.step_s, format_seconds),
+            ("MFU", predicted.mfu, result.mfu, "{:.1%}".format),
+            ("HFU", predicted.hfu, result.hfu, "{:.1%}".format),
+            ("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
+        ]
+    )
     if result.mfu is not None and result.mfu > 1:
         calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
         yield (
@@ -58,8 +59,3 @@ def goodput_words(goodput: "Goodput") -> str:
     rest = [f"{name} {format_seconds(s)}" for name, s in parts.items() if s >= goodput.wall_s / 100]
     in_steps = f"{format_seconds(goodput.steps_s)} of {format_seconds(goodput.wall_s)} in steps"
     return f"goodput {goodput.share:.0%}: " + ", ".join([in_steps, *rest])
-
-
-def _compared(name: str, predicted: float, measured: float | None, show: Callable[[float], str]) -> list[str]:
-    ratio = or_dash(measured, lambda found: f"{found / predicted:.2f}")
-    return [name, show(predicted), or_dash(measured, show), ratio]

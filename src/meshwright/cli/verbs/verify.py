@@ -9,19 +9,16 @@ import msgspec
 from meshwright.api.proving import TIMEOUT_S, ProofOptions, prove_strategy
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
 from meshwright.cli.verb import option, verb
-from meshwright.cli.verbs.plan import microbatch_words, remat_words
+from meshwright.cli.verbs.plan_words import microbatch_words, remat_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.strategy import mesh_words
 
 if TYPE_CHECKING:
     from meshwright.verify.differences import Difference
     from meshwright.verify.flops import Products
     from meshwright.verify.proof import Proof
-
-DEPTHS = ("lower", "partition", "full")
-PLATFORMS = ("tpu", "cuda", "cpu")
 
 
 class Given(PlanOptions):
@@ -120,30 +117,28 @@ def _memory_text(proof: "Proof") -> Iterator[Piece]:
     )
     if memory.peak is not None:
         yield Fact("peak", f"{format_bytes(memory.peak)} alive at once, by the compiler's count")
-    own = [(name, value) for name, value in memory.items.items() if value > 0]
-    rows = [[f"  {name}", format_bytes(value), ""] for name, value in own]
-    rows.append(["arguments", format_bytes(memory.predicted_arguments), format_bytes(memory.arguments)])
-    rows.append(["all else", format_bytes(memory.predicted_temporaries), format_bytes(memory.temporaries)])
-    yield Table(["memory of a chip", "predicted", "compiled"], rows)
+    rows: list[tuple[str, float, float | None]] = [
+        (f"  {name}", value, None) for name, value in memory.items.items() if value > 0
+    ]
+    rows.append(("arguments", memory.predicted_arguments, memory.arguments))
+    rows.append(("all else", memory.predicted_temporaries, memory.temporaries))
+    yield Table(["memory of a chip", ("predicted", format_bytes), ("compiled", format_bytes)], rows)
 
 
 def _traffic_text(proof: "Proof") -> Iterator[Piece]:
     traffic = proof.traffic
     assert traffic is not None
-    rows = [
-        [
-            f"{row.kind} over {','.join(row.axes)}",
-            f"{row.derived_arrays:,}",
-            f"{row.compiled_arrays:,}",
-            format_bytes(row.derived_bytes),
-            format_bytes(row.compiled_bytes),
-        ]
-        for row in traffic.rows
-    ]
-    if not rows:
+    if not traffic.rows:
         yield Fact("collectives", "none")
         return
-    yield Table(["collectives of a step", "derived", "compiled", "bytes derived", "compiled"], rows)
+    columns: TableColumns = {
+        "collectives of a step": lambda row: f"{row.kind} over {','.join(row.axes)}",
+        "derived": "derived_arrays",
+        "compiled": "compiled_arrays",
+        "bytes derived": ("derived_bytes", format_bytes),
+        "bytes compiled": ("compiled_bytes", format_bytes),
+    }
+    yield Table.of(traffic.rows, columns)
     for name in dict.fromkeys(one.name for one in traffic.differences):
         yield Fact(name, _difference_words([one for one in traffic.differences if one.name == name]), column=22)
     yield Fact("without a name", f"{traffic.remainder:.2%} of all bytes", column=22)

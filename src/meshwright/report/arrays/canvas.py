@@ -1,7 +1,7 @@
 """Panels whose coordinates are cells, to the right and downwards."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -43,6 +43,11 @@ def names(texts: Sequence[str | None], title: str, **style: Any) -> Any:
     return alt.Axis(**{"title": title or None, "values": middles, "labelExpr": text, **plain, **style})
 
 
+def texts_of(numbers: Sequence[int | None], text: Callable[[int], str] = str) -> list[str | None]:
+    """Returns the names of numbered columns or rows; gaps stay."""
+    return [None if number is None else text(number) for number in numbers]
+
+
 class Canvas(msgspec.Struct, frozen=True):
     """A panel's range of columns and of rows, each from the first number to the second, and axes that name them."""
 
@@ -50,6 +55,14 @@ class Canvas(msgspec.Struct, frozen=True):
     rows: tuple[float, float]
     column_names: Any = None
     row_names: Any = None
+
+    @staticmethod
+    def named(
+        columns: Sequence[str | None], rows: Sequence[str | None], titles: tuple[str, str], **style: Any
+    ) -> "Canvas":
+        """Returns a canvas of cells with their columns named above and their rows to the left."""
+        above = names(columns, titles[0], orient="top", labelAngle=0, **style)
+        return Canvas((0, len(columns)), (0, len(rows)), above, names(rows, titles[1], **style))
 
     def at(self, x: str = "x", y: str = "y") -> dict[str, Any]:
         """Returns both positions, encoding these fields."""

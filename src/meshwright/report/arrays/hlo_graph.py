@@ -6,7 +6,7 @@ from statistics import fmean
 
 from meshwright.hlo.graph import ComputationGraph
 from meshwright.report.arrays.canvas import Canvas, cell
-from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, headline, themed
+from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import color_by, plot
 
 COLORS = {
@@ -45,19 +45,18 @@ def _panel(graph: ComputationGraph) -> Layer:
     ]
     heads = [{"x": centre[key][0], "y": corner[key][1] - 4} for key in {path[-1]: None for path in paths}]
     canvas = Canvas((0, width), (0, height))
-    color = color_by("kind", COLORS, orient="top", symbolType="square", symbolSize=140)
-    chart = alt.layer(
+    color = color_by("kind", COLORS, orient="top", symbolSize=140)
+    layers = [
         _lines(paths, centre, canvas),
         canvas.points(heads, shape="triangle-down", color=MUTED, size=30),
         canvas.boxes(boxes, cornerRadius=4, stroke="#B0B0B0", strokeWidth=0.8).encode(color=color),
         canvas.words(boxes, fontSize=11, fill=INK),
-    )
+    ]
     steps = sum(node.num_instructions for node in graph.nodes)
     runs = "once" if graph.times == 1 else f"{graph.times:,} times"
     note = f"{len(graph.nodes)} nodes of {steps:,} instructions, runs {runs}"
     note += f" with {len(graph.alike)} alike" if graph.alike else ""
-    heading = headline(_cut(graph.name, 60), note, fontSize=13, offset=8)
-    return chart.properties(title=heading, width=width, height=height)
+    return panel(*layers, size=(width, height), title=_cut(graph.name, 60), note=note)
 
 
 def _cut(text: str, most: int) -> str:

@@ -5,12 +5,12 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.core.errors import InputError
-from meshwright.report.arrays.canvas import Canvas, cell, names
-from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, headline, themed
+from meshwright.report.arrays.canvas import Canvas, cell
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import Datum, plot
 
 MAX_DEVICES = 16
+"""A picture of more shows nothing."""
 PANEL_PX = 250
 COLUMNS = 4
 MIN_SIDE_WITH_ARROWS_PX = 24
@@ -47,11 +47,7 @@ def ring_figure(frames: Sequence[RingFrame], *, title: str, subtitle: str = "", 
     A block received in this step has a dark edge and an arrow from its sender; its text names the source of its data.
     With ``sums`` a block with more addends is darker.
     """
-    if not frames:
-        raise InputError("There is no step to draw. Give at least one.")
     size = len(frames[0].held)
-    if size > MAX_DEVICES:
-        raise InputError(f"a picture of {size} devices shows nothing. Draw an axis of at most {MAX_DEVICES}.")
     panels = [_panel(frame, size, sums=sums) for frame in frames]
     return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=30), title, subtitle)
 
@@ -61,8 +57,7 @@ def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
     with_arrows = side >= MIN_SIDE_WITH_ARROWS_PX
     numbers = [str(number) for number in range(size)]
     style = {"labelFontSize": 10, "titleFontSize": 10, "titlePadding": 3}
-    above = names(numbers, "block", orient="top", labelAngle=0, **style)
-    canvas = Canvas((0, size), (0, size), above, names(numbers, "device", **style))
+    canvas = Canvas.named(numbers, numbers, ("block", "device"), **style)
     rows = [
         _block(block, device, held, size, sums=sums)
         for device, blocks in enumerate(frame.held)
@@ -72,20 +67,18 @@ def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
     shade = alt.Color("share:Q", scale=alt.Scale(domain=[1 / size, 1], range=SHADES), legend=None)
     received = [cell(move.block, move.target) for move in frame.moves]
     words = canvas.words(rows, fontSize=10 if with_arrows else 8).encode(color=alt.Color("ink:N", scale=None))
-    chart = alt.layer(
+    layers = [
         canvas.boxes([cell(0, 0, size, size)], filled=False, stroke="#D0D0D0", strokeWidth=1),
         canvas.boxes(rows, stroke="white", strokeWidth=1).encode(color=shade if sums else alt.ColorValue(PALETTE[4])),
         canvas.boxes(received, filled=False, stroke=INK, strokeWidth=1.8),
         *(_arrows(frame.moves, size, canvas) if with_arrows and frame.moves else []),
         words,
-    )
+    ]
     done = "added to what is there" if frame.phase == "reduce" else "passed on"
     name, note = f"step {frame.step}", f"{len(frame.moves)} blocks {done}"
     if frame.phase == "start":
         name, note = "start", "before anything is sent"
-    heading = headline(name, note, fontSize=13, subtitleFontSize=11, offset=6)
-    chart = chart.resolve_scale(color="independent")
-    return chart.properties(title=heading, width=size * side, height=size * side)
+    return panel(*layers, size=(size * side, size * side), title=name, note=note).resolve_scale(color="independent")
 
 
 def _block(block: int, device: int, held: tuple[int, ...], size: int, *, sums: bool) -> Datum:

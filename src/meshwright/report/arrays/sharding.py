@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from meshwright.core.errors import InputError
-from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown
-from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, headline, themed
+from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown, texts_of
+from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import Datum, labels
 
 MAX_BLOCKS_SHOWN = 16
@@ -38,16 +37,12 @@ def sharding_figure(
     arrays: Sequence[ShardingPanel],
     *,
     title: str = "Who holds which block",
-    subtitle: str = "A block carries the ids of its devices; several stripes are copies of the same block.",
+    subtitle: str,
 ) -> Figure:
     """Draws a panel per array; a device has one colour in all panels, and every copy of a block is a stripe.
 
     A dim of more than 16 blocks shows its first and last ones, with a gap between.
     """
-    if not arrays:
-        raise InputError("There is no array to draw. Give at least one.")
-    for array in arrays:
-        _check(array)
     last = max(device for array in arrays for row in array.cells for cell in row for device in cell)
     panels = [_panel(array, _color(last + 1)) for array in arrays]
     fitting = ROW_OF_PANELS_PX // (max(panel.width for panel in panels) + 90)
@@ -86,18 +81,6 @@ def _ranges(devices: Sequence[int]) -> list[str]:
     ]
 
 
-def _check(array: ShardingPanel) -> None:
-    rows, cols = len(array.row_labels), len(array.col_labels)
-    if not rows or not cols or len(array.cells) != rows or any(len(row) != cols for row in array.cells):
-        widths = sorted({len(row) for row in array.cells})
-        raise InputError(
-            f"{array.title}: {len(array.cells)} rows of {widths} blocks do not match {rows} row labels"
-            f" and {cols} column labels. Give one label per row and per column of blocks."
-        )
-    if any(not cell for row in array.cells for cell in row):
-        raise InputError(f"{array.title}: a block is held by no device. Give at least one id per block.")
-
-
 def _color(num_devices: int) -> Encoding:
     if num_devices <= MAX_NAMED_COLORS:
         scale = alt.Scale(domain=list(range(num_devices)), range=PALETTE[:num_devices])
@@ -109,21 +92,21 @@ def _color(num_devices: int) -> Encoding:
 def _panel(array: ShardingPanel, color: Encoding) -> Layer:
     rows, cols = (shown(len(found), MAX_BLOCKS_SHOWN, LAST_BLOCKS) for found in (array.row_labels, array.col_labels))
     cell_px = (max(38, min(110, PANEL_PX[0] // len(cols))), max(24, min(56, PANEL_PX[1] // len(rows))))
-    col_names = [None if col is None else array.col_labels[col] for col in cols]
-    row_names = [None if row is None else array.row_labels[row] for row in rows]
+    col_names = texts_of(cols, array.col_labels.__getitem__)
+    row_names = texts_of(rows, array.row_labels.__getitem__)
     upright = max(len(name or "") for name in col_names) * CHARACTER_PX > cell_px[0]
     turned = {"labelAngle": -60, "labelAlign": "left"} if upright else {"labelAngle": 0, "labelAlign": "center"}
     above = names(col_names, array.col_title, orient="top", titlePadding=4, **turned)
     beside = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
     canvas = Canvas((0, len(cols)), (0, len(rows)), above, beside)
     stripes, outlines, texts = _blocks(array, rows, cols, cell_px)
-    chart = alt.layer(
+    layers = [
         canvas.boxes(stripes, opacity=0.65).encode(color=color),
         canvas.boxes(outlines, filled=False, stroke="white", strokeWidth=2),
         labels(texts, **canvas.at("mid_x", "mid_y"), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
-    )
-    heading = headline(array.title, array.note, fontSize=13, subtitleFontSize=11, offset=8)
-    return chart.properties(title=heading, width=len(cols) * cell_px[0], height=len(rows) * cell_px[1])
+    ]
+    size = len(cols) * cell_px[0], len(rows) * cell_px[1]
+    return panel(*layers, size=size, title=array.title, note=array.note)
 
 
 def _blocks(

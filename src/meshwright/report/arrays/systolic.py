@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.canvas import Canvas, cell
-from meshwright.report.figure import MUTED, Figure, Layer, alt, headline, themed
+from meshwright.report.figure import MUTED, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import Datum, color_by
 
 MAX_CELLS_A_SIDE = 32
@@ -61,8 +61,6 @@ def systolic_figure(frames: Sequence[SystolicFrame], *, title: str, subtitle: st
 
     Raises InputError for an array of more than 32 rows or columns.
     """
-    if not frames:
-        raise InputError("There is no cycle to draw. Give at least one.")
     rows, cols = len(frames[0].weights), len(frames[0].weights[0])
     if max(rows, cols) > MAX_CELLS_A_SIDE:
         raise InputError(f"a picture of {rows}x{cols} cells shows nothing. Draw at most {MAX_CELLS_A_SIDE} a side.")
@@ -74,15 +72,15 @@ def _panel(frame: SystolicFrame, rows: int, cols: int) -> Layer:
     side = max(8, min(36, PANEL_PX // (max(rows, cols) + REACH)))
     canvas = Canvas((-REACH, cols), (-REACH, rows + REACH))
     cells = _cells(frame, rows)
-    color = color_by("kind", KINDS, orient="top", symbolType="square", symbolSize=140)
-    chart = alt.layer(
+    color = color_by("kind", KINDS, orient="top", symbolSize=140)
+    layers = [
         canvas.boxes(cells, stroke="white", strokeWidth=1.5).encode(color=color),
         canvas.boxes([cell(0, 0, cols, rows)], filled=False, stroke=MUTED, strokeWidth=1.5),
         *([canvas.words(cells, fontSize=10)] if max(rows, cols) <= MAX_SIDE_WITH_NUMBERS else []),
-    )
+    ]
     note = f"{frame.num_busy} of {rows * cols} cells multiply"
-    heading = headline(f"cycle {frame.cycle + 1}", note, fontSize=13, offset=4)
-    return chart.properties(title=heading, width=(cols + REACH) * side, height=(rows + 2 * REACH) * side)
+    size = (cols + REACH) * side, (rows + 2 * REACH) * side
+    return panel(*layers, size=size, title=f"cycle {frame.cycle + 1}", note=note)
 
 
 def _cells(frame: SystolicFrame, rows: int) -> list[Datum]:

@@ -1,15 +1,15 @@
 """The picture of a layout: the tiles of an array, their padding, and the order of elements inside a tile."""
 
 import math
-from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.hlo.layout import layout_text, tile_offset
 from meshwright.hlo.shapes import Shape
-from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown
-from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, headline, themed
+from meshwright.report.arrays.canvas import Canvas, cell, grid, shown, texts_of
+from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, panel, themed
 
 MAX_TILES = (6, 6)
 """Number of tiles drawn down and across: the first ones, and the last one, which may be padded."""
@@ -20,6 +20,7 @@ CELL_PX = (28, 46)
 FILL = "#CFE5F3"
 PADDING = "#F4C766"
 SHADES = ("#DCEDF8", "#A9D4EF")
+AXES = {"labelFontSize": 10, "labelColor": MUTED, "labelPadding": 6}
 
 
 class _Plane(NamedTuple):
@@ -68,11 +69,13 @@ def _tiles_panel(plane: _Plane) -> Layer:
         height, width = (min(1.0, size / span - n) for size, span, n in zip(plane.sizes, plane.tile, tile, strict=True))
         tiles.append(cell(x + 0.02, y + 0.03, 0.96, 0.94))
         used.append(cell(x + 0.02, y + 0.03, 0.96 * width, 0.94 * height))
-    columns = [_range_label(number, plane.sizes[1], plane.tile[1]) for number in acrosses]
-    rows = [_range_label(number, plane.sizes[0], plane.tile[0]) for number in downs]
+    rows, columns = (
+        texts_of(numbers, partial(_range_label, size, tile))
+        for numbers, size, tile in zip((downs, acrosses), plane.sizes, plane.tile, strict=True)
+    )
     across_title = f"{plane.names[1]} ({plane.sizes[1]:,})"
     down_title = f"{plane.names[0]} ({plane.sizes[0]:,})" if plane.names[0] else ""
-    canvas = _canvas(columns, rows, across_title, down_title)
+    canvas = Canvas.named(columns, rows, (across_title, down_title), **AXES)
     layers = [
         canvas.boxes(tiles, color=PADDING, stroke="white", strokeWidth=1),
         canvas.boxes(used, color=FILL, stroke="white", strokeWidth=1),
@@ -84,7 +87,7 @@ def _tiles_panel(plane: _Plane) -> Layer:
     times = f", {plane.copies:,} times over for the other dims" if plane.copies > 1 else ""
     name = f"{total:,} {'tile' if total == 1 else 'tiles'} of {plane.tile[0]} x {plane.tile[1]}"
     note = f"{counts[0]:,} down, {counts[1]:,} across{times}"
-    return _panel(layers, name, note, TILE_PX[1] * len(columns), TILE_PX[0] * len(rows))
+    return panel(*layers, size=(TILE_PX[1] * len(columns), TILE_PX[0] * len(rows)), title=name, note=note)
 
 
 def _legend(canvas: Canvas, bottom: int) -> list[Layer]:
@@ -108,28 +111,15 @@ def _tile_panel(shape: Shape, plane: _Plane) -> Layer:
         offset = tile_offset(tiles, tuple(position[-len(tiles[0]) :]))
         shade = SHADES[(offset // together) % 2 if together > 1 else 0]
         cells.append(cell(x, y, text=str(offset), shade=shade))
-    columns, rows = ([None if n is None else str(n) for n in numbers] for numbers in (acrosses, downs))
-    canvas = _canvas(columns, rows, "column of the tile", "row of the tile")
+    columns, rows = texts_of(acrosses), texts_of(downs)
+    canvas = Canvas.named(columns, rows, ("column of the tile", "row of the tile"), **AXES)
     boxes = canvas.boxes(cells, stroke="white", strokeWidth=1).encode(color=alt.Color("shade:N", scale=None))
     packed = f"; {together} of one shade share a {together * shape.element_bits}-bit word" if together > 1 else ""
     note = f"each element's place in memory{packed}"
     layers = [boxes, canvas.words([*cells, *gaps], fontSize=10, fill=INK)]
-    return _panel(layers, "inside a tile", note, CELL_PX[1] * len(columns), CELL_PX[0] * len(rows))
+    return panel(*layers, size=(CELL_PX[1] * len(columns), CELL_PX[0] * len(rows)), title="inside a tile", note=note)
 
 
-def _canvas(columns: Sequence[str | None], rows: Sequence[str | None], across_title: str, down_title: str) -> Canvas:
-    """Returns a canvas with named columns above and named rows to the left."""
-    style = {"labelFontSize": 10, "labelColor": MUTED, "labelPadding": 6}
-    above = names(columns, across_title, orient="top", labelAngle=0, **style)
-    return Canvas((0, len(columns)), (0, len(rows)), above, names(rows, down_title, **style))
-
-
-def _panel(layers: Sequence[Layer], name: str, note: str, width: int, height: int) -> Layer:
-    return alt.layer(*layers).properties(title=headline(name, note, fontSize=13), width=width, height=height)
-
-
-def _range_label(number: int | None, size: int, tile: int) -> str | None:
-    if number is None:
-        return None
+def _range_label(size: int, tile: int, number: int) -> str:
     last = min((number + 1) * tile, size) - 1
     return f"{number * tile}" if last == number * tile else f"{number * tile}-{last}"

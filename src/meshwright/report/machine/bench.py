@@ -11,12 +11,12 @@ from meshwright.bench.workloads import FLOPS_EACH, layer_flops, weight_shards
 from meshwright.core.dims import COLLECTIVES, DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
 from meshwright.report.curves import curves_figure
-from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, headline, si_scale, themed
+from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, panel, si_scale, themed
 from meshwright.report.marks import Points, ReferenceLine, color_by, lines, log_axis, plot
 from meshwright.report.roofline import RooflinePoint, roofline_figure
 from meshwright.spec.chip import chip
 
-PANEL_PX = {"width": 250, "height": 300}
+PANEL_PX = (250, 300)
 COLUMNS = 3
 LINE_POINTS = 40
 NAMES = {
@@ -220,8 +220,8 @@ def _panel(found: Sequence[Collective], x: Encoding, y: Encoding) -> Layer:
     color = color_by("name", colors, orient="bottom", symbolType="circle", symbolOpacity=1)
     dots = plot(points).mark_point(filled=True, size=45, opacity=0.9).encode(x=x, y=y, color=color)
     name = f"{group.size} devices" if group.axis == "group" else f"{group.axis}, {group.size} devices"
-    chart = alt.layer(*lines({NAMES[one.kind]: _fitted(one) for one in found}, x, y, color, strokeWidth=1.8), dots)
-    return chart.properties(title=headline(name, fontSize=13, anchor="middle", offset=6), **PANEL_PX)
+    fitted = lines({NAMES[one.kind]: _fitted(one) for one in found}, x, y, color, strokeWidth=1.8)
+    return panel(*fitted, dots, size=PANEL_PX, title=name)
 
 
 def _fitted(one: Collective) -> Points:

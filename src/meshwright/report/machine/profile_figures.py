@@ -1,7 +1,6 @@
 """Pictures of a profile: where the time goes, predicted beside measured, memory over time."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
@@ -10,7 +9,7 @@ from meshwright.profile.memory import MemoryProfile
 from meshwright.profile.summary import Profile
 from meshwright.report.bars import step_breakdown_figure
 from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
-from meshwright.report.marks import color_by, labels, plot
+from meshwright.report.marks import color_by, labels, plot, without_overlaps
 
 MAX_DEVICES = 8
 MAX_ROWS = 14
@@ -52,7 +51,7 @@ def parts_figure(rows: Sequence[TimeRow], *, title: str, subtitle: str = "") -> 
             y=alt.Y("row:N", sort=[row.name for row in chosen], title=None, axis=y_axis),
             yOffset=alt.YOffset("what:N", sort=list(colors)),
             x=alt.X("time:Q", title=f"time per step ({unit})", axis=x_axis),
-            color=color_by("what", colors, orient="bottom", symbolType="square"),
+            color=color_by("what", colors, orient="bottom"),
         )
     )
     return themed(chart, title, subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))
@@ -61,8 +60,7 @@ def parts_figure(rows: Sequence[TimeRow], *, title: str, subtitle: str = "") -> 
 def memory_timeline_figure(memory: MemoryProfile) -> Figure:
     """Draws bytes over the time of the first steps, with the start of each phase and the peak."""
     peak = memory.peak
-    if peak is None:
-        raise InputError("no memory was sampled. Profile steps on this machine, without --trace.")
+    assert peak is not None
     scale, unit = si_scale(peak.num_bytes, "B")
     end_s = memory.samples[-1].at_s
     time_scale, time_unit = si_scale(end_s, "s")
@@ -90,10 +88,7 @@ def _mark_layers(memory: MemoryProfile, x: Encoding, time_scale: float) -> list[
     """Returns a dashed line per mark; labels that would overlap are left out."""
     rows = [{"x": mark.at_s / time_scale, "text": mark.text} for mark in memory.marks]
     apart = memory.samples[-1].at_s / time_scale * 0.02
-    named: list[dict[str, Any]] = []
-    for row in rows:
-        if not named or row["x"] - named[-1]["x"] > apart:
-            named.append(row)
+    named = without_overlaps(rows, lambda row: (row["x"] / apart, 0.0))
     words = {"angle": 270, "align": "left", "baseline": "top", "dx": 4, "dy": 3, "fontSize": 10, "fill": MUTED}
     return [
         plot(rows).mark_rule(strokeDash=(3, 3), color=MUTED).encode(x=x),

@@ -8,7 +8,7 @@ from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.profile.compare import TimeRow
 from meshwright.profile.summary import Profile
-from meshwright.report.answer import Show, Table, as_markdown
+from meshwright.report.answer import Show, Table, TableColumn, TableColumns, as_markdown
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
 from meshwright.report.machine.profile_trace import save_trace
@@ -19,7 +19,6 @@ MAX_STEPS = 40
 MAX_OPS = 30
 MAX_PRODUCTS = 12
 PERCENT = "{:.1%}".format
-ReportColumns = list[str | tuple[str, Show]]
 
 
 def write_report(profile: Profile, folder: Path) -> list[Path]:
@@ -46,9 +45,13 @@ def report_text(profile: Profile) -> str:
         "\n".join(f"- {note}" for note in profile.notes) + "\n",
         _section("Furthest from the prediction", _terms(profile)),
         _section("Where the wall time of a step goes", f"![where]({WHERE})\n\n" + _where(profile) + "\n" + WHERE_WORDS),
-        _section("Parts of the model", f"![parts]({PARTS})\n\n" + _rows(profile.comparison.parts, "part")),
+        _section(
+            "Parts of the model", f"![parts]({PARTS})\n\n" + as_markdown(times_table(profile.comparison.parts, "part"))
+        ),
         _section("Kinds of work", _classes(profile)),
-        _section("Derived steps", _rows(profile.comparison.steps[:MAX_STEPS], "step") + _more(profile)),
+        _section(
+            "Derived steps", as_markdown(times_table(profile.comparison.steps[:MAX_STEPS], "step")) + _more(profile)
+        ),
         _section("Instructions", _ops(profile)),
         _section("Float32 products", _float32(profile)),
         _section("Memory", _memory(profile)),
@@ -68,23 +71,25 @@ def _section(title: str, text: str) -> str:
     return f"## {title}\n\n{text}"
 
 
-def _summary(profile: Profile) -> str:
-    flops = partial(format_flops, unit="FLOP")
-    compared: list[tuple[str, float, float, Show]] = [
+def headline_rows(profile: Profile) -> list[tuple[str, float | None, float | None, Show]]:
+    """Returns the rows of `Table.compared` for the step and its utilisation."""
+    return [
         ("step", profile.predicted_step_s, profile.step_s, format_seconds),
-        ("step under the profiler", profile.predicted_step_s, profile.profiled_s, format_seconds),
         ("MFU", profile.predicted_mfu, profile.mfu, PERCENT),
         ("HFU", profile.predicted_hfu, profile.hfu, PERCENT),
+    ]
+
+
+def _summary(profile: Profile) -> str:
+    flops = partial(format_flops, unit="FLOP")
+    overlaps = predicted_overlap(profile), profile.times.overlap
+    rows: list[tuple[str, float | None, float | None, Show]] = [
+        *headline_rows(profile),
+        ("step under the profiler", profile.predicted_step_s, profile.profiled_s, format_seconds),
         ("FLOPs of products on a device", profile.predicted_flops, profile.flops, flops),
+        ("communication hidden behind compute", *overlaps, "{:.0%}".format),
     ]
-    rows = [
-        [name, show(predicted), show(measured), f"{measured / predicted:.2f}" if predicted else "-"]
-        for name, predicted, measured, show in compared
-    ]
-    rows[1][1] = None
-    hidden = [None if s is None else f"{s:.0%}" for s in (predicted_overlap(profile), profile.times.overlap)]
-    rows.append(["communication hidden behind compute", *hidden, None])
-    return as_markdown(Table(["", "predicted", "measured", "ratio"], rows))
+    return as_markdown(Table.compared(rows))
 
 
 def predicted_overlap(profile: Profile) -> float | None:
@@ -93,14 +98,18 @@ def predicted_overlap(profile: Profile) -> float | None:
     return max(0.0, 1 - profile.comparison.predicted.exposed_s / spent) if spent else None
 
 
-def difference(row: TimeRow) -> str:
-    """Returns ``+12.3 ms``."""
-    return f"{'-' if row.difference_s < 0 else '+'}{format_seconds(abs(row.difference_s))}"
-
-
-def _rows(rows: Sequence[TimeRow], what: str) -> str:
-    columns: ReportColumns = [what, ("predicted", format_seconds), ("measured", format_seconds), "difference"]
-    return as_markdown(Table(columns, [[row.name, row.predicted_s, row.measured_s, difference(row)] for row in rows]))
+def times_table(rows: Sequence[TimeRow], what: str) -> Table:
+    """Returns the table of rows ``what``: predicted and measured seconds, and their difference."""
+    return Table.of(
+        rows,
+        {
+            # A narrow table breaks a label at spaces.
+            what: ("name", lambda name: name if " " in name else name.replace(":", " ")),
+            "predicted": ("predicted_s", format_seconds),
+            "measured": ("measured_s", format_seconds),
+            "difference": ("difference_s", lambda s: f"{'-' if s < 0 else '+'}{format_seconds(abs(s))}"),
+        },
+    )
 
 
 def _more(profile: Profile) -> str:
@@ -109,11 +118,10 @@ def _more(profile: Profile) -> str:
 
 
 def _terms(profile: Profile) -> str:
-    advice = {one.term: one.text for one in profile.advice}
     lines = [f"- **{one.term}** ({difference_words(one.difference_s)}): {one.text}." for one in profile.advice]
     nothing = "Nothing is further from its prediction than 2% of the step."
-    table = _rows(profile.comparison.terms, "kind of work")
-    return table + "\n" + ("\n".join(lines) if advice else nothing) + "\n"
+    table = as_markdown(times_table(profile.comparison.terms, "kind of work"))
+    return table + "\n" + ("\n".join(lines) or nothing) + "\n"
 
 
 def difference_words(seconds: float) -> str:
@@ -125,55 +133,54 @@ def _where(profile: Profile) -> str:
     mean, predicted = profile.times.mean, profile.comparison.predicted
     rows = [(name, predicted.parts[name], seconds) for name, seconds in mean.parts.items()]
     rows.append(("whole step", predicted.total_s, mean.total_s))
-    columns: ReportColumns = ["", ("predicted", format_seconds), ("mean device", format_seconds), ("share", PERCENT)]
+    columns: list[TableColumn] = [
+        "",
+        ("predicted", format_seconds),
+        ("mean device", format_seconds),
+        ("share", PERCENT),
+    ]
     return as_markdown(Table(columns, [[*row, row[-1] / mean.total_s] for row in rows]))
+
+
+OWN = ("own_s", format_seconds)
+RATES: TableColumns = {
+    "FLOP/s": (lambda row: _rate(row.flops, row.own_s), format_flops),
+    "bytes/s": (lambda row: _rate(row.hbm_bytes, row.own_s), lambda rate: f"{format_bytes(rate)}/s"),
+}
+COUNT = ("count", "{:g}".format)
+
+
+def _rate(amount: float, seconds: float) -> float | None:
+    return amount / seconds if amount and seconds else None
 
 
 def _classes(profile: Profile) -> str:
     whole, flops = profile.times.mean.total_s, profile.flops
-    rows = [
-        [
-            row.kind,
-            row.own_s,
-            row.wall_s,
-            row.wall_s / whole,
-            row.flops / flops if flops else None,
-            row.flops / row.own_s if row.flops and row.own_s else None,
-            row.hbm_bytes / row.own_s if row.own_s else None,
-        ]
-        for row in profile.comparison.classes
-    ]
-    seconds = [("by itself", format_seconds), ("of the wall time", format_seconds)]
-    shares = [("share", PERCENT), ("FLOP share", PERCENT)]
-    rates = [("FLOP/s", format_flops), ("bytes/s", lambda rate: f"{format_bytes(rate)}/s")]
-    text = as_markdown(Table(["kind", *seconds, *shares, *rates], rows))
+    columns: TableColumns = {
+        "kind": "kind",
+        "by itself": OWN,
+        "of the wall time": ("wall_s", format_seconds),
+        "share": (lambda row: row.wall_s / whole, PERCENT),
+        "FLOP share": (lambda row: row.flops / flops if flops else None, PERCENT),
+        **RATES,
+    }
+    text = as_markdown(Table.of(profile.comparison.classes, columns))
     return text + "\nOf a mean device. Instructions that run at the same instant share it in the wall time.\n"
 
 
-COUNT = ("times", "{:g}".format)
-OWN = ("by itself", format_seconds)
-
-
 def _ops(profile: Profile) -> str:
-    whole = profile.times.mean.total_s
-    rows = [
-        [
-            *(op.name, op.kind, op.step, op.count, op.own_s, op.wall_s / whole),
-            op.flops / op.own_s if op.flops and op.own_s else None,
-        ]
-        for op in profile.times.ops[:MAX_OPS]
-    ]
-    columns: ReportColumns = [
-        "instruction",
-        "kind",
-        "derived step",
-        COUNT,
-        OWN,
-        ("share", PERCENT),
-        ("FLOP/s", format_flops),
-    ]
-    shown = f"\nThe longest {len(rows)} of {len(profile.times.ops)} instructions of a mean device.\n"
-    return as_markdown(Table(columns, rows)) + shown
+    whole, shown = profile.times.mean.total_s, profile.times.ops[:MAX_OPS]
+    columns: TableColumns = {
+        "instruction": "name",
+        "kind": "kind",
+        "derived step": "step",
+        "times": COUNT,
+        "by itself": OWN,
+        "share": (lambda op: op.wall_s / whole, PERCENT),
+        "FLOP/s": RATES["FLOP/s"],
+    }
+    count = f"\nThe longest {len(shown)} of {len(profile.times.ops)} instructions of a mean device.\n"
+    return as_markdown(Table.of(shown, columns)) + count
 
 
 _UNITS = {
@@ -192,8 +199,13 @@ def _float32(profile: Profile) -> str:
     flops = sum(row.flops for row in rows)
     missed = f" {len(profile.missed)} of them miss the matrix units." if profile.platform != "cpu" else ""
     head = f"{len(rows)} products take float32 operands, {flops / profile.flops:.0%} of the FLOPs.{missed} "
-    columns = {"instruction": "name", "derived step": "step", "operands": "operands", "precision": "precision"}
-    shown = Table.of(rows[:MAX_PRODUCTS], columns | {"times": ("count", COUNT[1]), "by itself": ("seconds", OWN[1])})
+    what: TableColumns = {
+        "instruction": "name",
+        "derived step": "step",
+        "operands": "operands",
+        "precision": "precision",
+    }
+    shown = Table.of(rows[:MAX_PRODUCTS], {**what, "times": COUNT, "by itself": ("seconds", format_seconds)})
     return head + _UNITS[profile.platform] + "\n\n" + as_markdown(shown)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
+from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, panel, si_scale, themed
 from meshwright.report.marks import Points, ReferenceLine, color_by, labels, lines, log_axis, plot, reference
 
-PANEL_PX = {"width": 420, "height": 320}
+PANEL_PX = (420, 320)
 MIN_SHARE = 1e-3
 """Times below this share of the largest do not extend the axis."""
 RATIOS = (1e-2, 1e2)
@@ -60,7 +60,7 @@ def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, c
     ]
     dashed = plot(work).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
     label = labels(work[-1:], x, y, align="right", dx=-8, dy=-8, fill="black")
-    return alt.layer(*_lines(shown, (low, high), x, y, color), dashed, label).properties(**PANEL_PX)
+    return panel(*_lines(shown, (low, high), x, y, color), dashed, label, size=PANEL_PX)
 
 
 def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
@@ -74,7 +74,7 @@ def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, 
     crossings = plot({"x": one.crossing, "y": 1.0} for one in curves if one.crossing)
     rings = crossings.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
     even = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED))
-    return alt.layer(*_lines(shown, domain, x, y, color), even, rings).properties(**PANEL_PX)
+    return panel(*_lines(shown, domain, x, y, color), even, rings, size=PANEL_PX)
 
 
 def _lines(

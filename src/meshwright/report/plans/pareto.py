@@ -3,12 +3,9 @@
 import math
 from collections.abc import Sequence
 
-import msgspec
-
-from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
-from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, si_scale, themed
-from meshwright.report.marks import Datum, ReferenceLine, labels, log_axis, plot, reference
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, panel, si_scale, themed
+from meshwright.report.marks import Datum, ReferenceLine, labels, log_axis, plot, reference, without_overlaps
 
 PANEL_PX = (430, 320)
 LABEL_PX = (16, 13)
@@ -16,26 +13,20 @@ LOG_FROM = 5.0
 """Ratio of the longest to the shortest step above which the time axis is logarithmic."""
 
 
-class ParetoPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan: its step time, its memory or cost, and a label (empty: a small dot)."""
-
-    step_s: float
-    amount: float
-    label: str = ""
+PlanPoints = Sequence[tuple[float, float, str]]
+"""(step time in seconds, memory or cost, label) of each plan; with an empty label a small dot."""
 
 
 def pareto_figure(
-    memory: Sequence[ParetoPoint],
-    cost: Sequence[ParetoPoint] = (),
+    memory: PlanPoints,
+    cost: PlanPoints = (),
     *,
     limit_bytes: float | None = None,
     title: str,
     subtitle: str = "",
 ) -> Figure:
     """Draws memory (bytes) over step time and, given at least two points, dollars per billion tokens over step time."""
-    if not memory:
-        raise InputError("There is no plan to draw. Give at least one.")
-    scale, unit = si_scale(max([limit_bytes or 0.0, *(point.amount for point in memory)]), "B")
+    scale, unit = si_scale(max([limit_bytes or 0.0, *(amount for _, amount, _ in memory)]), "B")
     limit = []
     if limit_bytes is not None:
         text = f"what a chip holds: {format_bytes(limit_bytes)}"
@@ -47,12 +38,12 @@ def pareto_figure(
     return themed(alt.hconcat(*panels, spacing=36), title, subtitle)
 
 
-def _panel(
-    points: Sequence[ParetoPoint], scale: float, y_title: str, interpolate: str, limit: Sequence[ReferenceLine]
-) -> Layer:
+def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, limit: Sequence[ReferenceLine]) -> Layer:
     """Draws dots joined by a line, and the limit as a reference line."""
-    x_scale, x_unit = si_scale(max(point.step_s for point in points), "s")
-    rows: list[Datum] = [{"x": p.step_s / x_scale, "y": p.amount / scale, "text": p.label} for p in points]
+    x_scale, x_unit = si_scale(max(step_s for step_s, _, _ in points), "s")
+    rows: list[Datum] = [
+        {"x": step_s / x_scale, "y": amount / scale, "text": label} for step_s, amount, label in points
+    ]
     top = 1.08 * max([*(line.value for line in limit), *(row["y"] for row in rows)])
     low, high = min(row["x"] for row in rows), max(row["x"] for row in rows)
     log, x_title = high > LOG_FROM * low, f"time per step ({x_unit})"
@@ -66,25 +57,20 @@ def _panel(
         x = alt.X("x:Q", title=x_title, scale=alt.Scale(domain=list(domain), nice=False), axis=axis)
     y = alt.Y("y:Q", title=y_title, scale=alt.Scale(domain=[0, top], nice=False), axis=alt.Axis(tickCount=6))
     named = [row for row in rows if row["text"]]
-    legible = _without_overlaps(named, domain, top, log=log)
+    on_axis = math.log if log else float
+    left, width = on_axis(domain[0]), on_axis(domain[1]) - on_axis(domain[0])
+
+    def at(row: Datum) -> tuple[float, float]:
+        across, up = (on_axis(row["x"]) - left) / width, row["y"] / top
+        return across * PANEL_PX[0] / LABEL_PX[0], up * PANEL_PX[1] / LABEL_PX[1]
+
+    legible = without_overlaps(named, at)
     every, chosen = (plot(some).encode(x=x, y=y) for some in (rows, named))
-    chart = alt.layer(
+    return panel(
         every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
         every.mark_circle(size=26, opacity=1, color=PALETTE[4]),
         chosen.mark_circle(size=60, opacity=1, color=PALETTE[0]),
         *map(reference, limit),
         labels(legible, x, y, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
+        size=PANEL_PX,
     )
-    return chart.properties(width=PANEL_PX[0], height=PANEL_PX[1])
-
-
-def _without_overlaps(rows: Sequence[Datum], domain: tuple[float, float], top: float, *, log: bool) -> list[Datum]:
-    """Returns the rows whose labels overlap none of the rows before them."""
-    on_axis = math.log if log else float
-    low, high = map(on_axis, domain)
-    kept: list[tuple[float, float, Datum]] = []
-    for row in rows:
-        left, up = (on_axis(row["x"]) - low) / (high - low) * PANEL_PX[0], row["y"] / top * PANEL_PX[1]
-        if all(abs(left - x) > LABEL_PX[0] or abs(up - y) > LABEL_PX[1] for x, y, _ in kept):
-            kept.append((left, up, row))
-    return [row for _, _, row in kept]

@@ -60,7 +60,7 @@ def timeline_figure(
     x = alt.X("start:Q", title=f"time ({shown_unit})", scale=alt.Scale(domain=[0, end], nice=False), axis=axis)
     idle = plot({"device": device, "start": 0, "end": end} for device in range(schedule.num_devices))
     legend = dict(colors[key] for key in sorted(colors))
-    color = color_by("what", legend, orient="bottom", columns=4, symbolType="square")
+    color = color_by("what", legend, orient="bottom", columns=4)
     edge = 1.0 if row_px >= 16 else 0.4
     chart = alt.layer(
         idle.mark_bar(height=alt.RelativeBandSize(band=0.88), color=IDLE).encode(y=y, x=x, x2="end"),

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from meshwright.core.errors import InputError
 from meshwright.core.units import format_seconds
 from meshwright.cost.lanes import Streams
 from meshwright.report.figure import INK, Figure, alt, si_scale, themed
@@ -27,8 +26,6 @@ SHORT = {"forward": "F", "backward": "B"}
 
 def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = "") -> Figure:
     """Draws a pair of lanes per data-parallel variant on one time axis, with the total time at the end of each pair."""
-    if not pairs or not all(pair.boxes for pair in pairs):
-        raise InputError("There is nothing to draw on a lane. Give at least one way with its boxes.")
     longest = max(pair.total_s for pair in pairs)
     scale, unit = si_scale(longest, "s")
     rows, names, totals = [], [], []
@@ -48,7 +45,7 @@ def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = 
     y = alt.Y("lane:N", sort=lanes, scale=alt.Scale(domain=lanes), axis=None)
     domain = alt.Scale(domain=[0, longest / scale * 1.08], nice=False)
     x = alt.X("start:Q", title=f"time ({unit})", scale=domain, axis=alt.Axis(tickCount=10))
-    color = color_by("what", shown, orient="bottom", columns=len(shown), symbolType="square")
+    color = color_by("what", shown, orient="bottom", columns=len(shown))
     beside = plot(names).mark_text(align="right", baseline="middle", dx=-8, fontSize=12, fill=INK)
     chart = alt.layer(
         spans(rows, y=y, x=x, color=color, band=0.9, edge=0.3),

@@ -1,0 +1,97 @@
+"""Strategies and what they take in words and as columns, for the verbs that print plans."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from meshwright.cli.output import format_energy, format_power, three_digits
+from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
+from meshwright.cost.formulas.training_budget import DAY_S
+from meshwright.plan.run_budget import RunBudget
+from meshwright.report.answer import Fact, Piece, TableColumns
+from meshwright.spec.strategy import Strategy, mesh_words
+
+STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
+MFU: TableColumns = {"MFU": ("estimate.mfu", "{:.0%}".format)}
+MEMORY: TableColumns = {"memory": ("estimate.hbm_bytes_per_chip", format_bytes)}
+BOUND_BY: TableColumns = {"bound by": "estimate.bound_by"}
+"""Columns of tables of planned strategies."""
+
+
+def microbatch_words(strategy: Strategy) -> str:
+    """``"1 microbatch"``, ``"8 microbatches"``."""
+    count = strategy.num_microbatches
+    return f"{count:,} microbatch{'es' if count > 1 else ''}"
+
+
+def remat_words(strategy: Strategy) -> str:
+    """``"remat block"``, or the kept results joined by plus signs."""
+    kept = strategy.remat
+    return f"remat {kept if isinstance(kept, str) else '+'.join(kept) or 'keeping nothing'}"
+
+
+def schedule_words(strategy: Strategy) -> str:
+    """``"interleaved, 4 chunks"``; "" without a pipeline."""
+    if strategy.mesh.get("pipeline", 1) == 1:
+        return ""
+    return strategy.schedule if strategy.chunks == 1 else f"{strategy.schedule} in {strategy.chunks} chunks"
+
+
+def sharding_words(strategy: Strategy) -> str:
+    """What ``fsdp`` splits, and how keys meet queries over ``context``; "" where there is only one way."""
+    words = []
+    if strategy.mesh.get("fsdp", 1) > 1 and strategy.zero is not None:
+        words.append(f"ZeRO-{strategy.zero}")
+    if strategy.mesh.get("context", 1) > 1:
+        words.append({"gather": "gathered keys"}.get(strategy.context_attention, strategy.context_attention))
+    return ", ".join(words)
+
+
+def offload_words(strategy: Strategy) -> str:
+    """``"optimizer offloaded"``, or ""."""
+    return f"{' and '.join(strategy.offload)} offloaded" if strategy.offload else ""
+
+
+def collective_matmul_words(strategy: Strategy) -> str:
+    """``"two-way collective matmuls"``; "" without them, or without an axis that they run over."""
+    found = strategy.collective_matmul
+    return "" if found == "none" or strategy.mesh.get("tensor", 1) == 1 else f"{found} collective matmuls"
+
+
+CHOICES: tuple[Callable[[Strategy], str], ...] = (
+    microbatch_words,
+    remat_words,
+    schedule_words,
+    sharding_words,
+    offload_words,
+    collective_matmul_words,
+)
+
+
+def full_words(strategy: Strategy) -> str:
+    """The mesh and every choice, in one line."""
+    return ", ".join(filter(None, (mesh_words(strategy.mesh), *(words(strategy) for words in CHOICES))))
+
+
+def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
+    """What the whole run takes, in a few lines."""
+    money = "no price known" if budget.cost_usd is None else f"${budget.cost_usd:,.0f}"
+    yield Fact(
+        "the run",
+        f"{format_count(budget.train_tokens)} tokens in {budget.steps:,.0f} steps: "
+        f"{format_seconds(budget.days * DAY_S)}, {money}, {format_params(budget.chip_hours)} chip-hours",
+    )
+    petaflop_days, years = (three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
+    yield Fact(
+        "",
+        f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, {budget.mfu_6nd:.1%} of the chip-hours' "
+        f"peak; {years} years on one chip at peak",
+    )
+    if budget.power_w is not None and budget.energy_kwh is not None:
+        yield Fact(
+            "power",
+            f"{format_power(budget.power_w)} for {num_chips:,} chips alone, {format_energy(budget.energy_kwh)} in all",
+        )
+
+
+def placement_words(placement: Mapping[str, str]) -> str:
+    """``"fsdp on x (16) x y (16); tensor on z (4)"``; axes of one chip are left out."""
+    return "; ".join(f"{axis} on {place}" for axis, place in placement.items() if place != "1 chip") or "one chip"
