@@ -58,7 +58,7 @@ def held_out(step: TrainStep, source: Source | None, job: Job, *, max_batches: i
 
     The batch size is the job's, or the largest that the rows fill and the mesh divides.
     """
-    found = source.num_samples(job.seq_len) if source else 0
+    found = len(source.rows(job.seq_len)) if source else 0
     _, parts = batch_parts(step, "B")
     size = min(job.batch_seqs, found) // parts * parts
     if source is None or size == 0:

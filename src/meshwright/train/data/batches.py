@@ -41,67 +41,52 @@ class Row(NamedTuple):
     documents: np.ndarray
 
 
-class PackedRows:
-    """Concatenated documents, cut every ``seq_len`` tokens: each token is in exactly one row.
+class Rows:
+    """The rows of ``seq_len`` tokens of a store, in the order of the text.
 
-    Document numbers keep attention within documents; positions count from the start of the document's piece in the
-    row. The last token of a document (its end-of-text token) has no label; the last token of a row has one if its
-    document continues in the next row. The last row is padded, and omitted if it has no label. Fewer tokens than one
-    row give no rows.
+    With ``packing`` documents are concatenated, and each token is in exactly one row. Document numbers keep attention
+    within documents; positions count from the start of the document's piece in the row. The last token of a document
+    (its end-of-text token) has no label; the last token of a row has one if its document continues in the next row. The
+    last row is padded, and omitted if it has no label. Fewer tokens than one row give no rows.
+
+    Without, rows ignore documents: every position has the next token as its label, and the last label of a row is the
+    first token of the next. Tokens that do not fill a row are omitted.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int) -> None:
-        self.store, self.seq_len = store, seq_len
+    def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:
+        self.store, self.seq_len, self.packing = store, seq_len, packing
         whole, rest = divmod(len(store), seq_len)
-        self._length = whole + (whole > 0 and rest > 0 and self.num_labels(whole) > 0)
+        if packing:
+            self._length = whole + (whole > 0 and rest > 0 and self.num_labels(whole) > 0)
+        else:
+            self._length = max(0, len(store) - 1) // seq_len
 
     def __len__(self) -> int:
         return self._length
 
+    def _boundaries(self, number: int) -> np.ndarray:
+        """Returns the indices in the row at which a document starts or the tokens end."""
+        start = number * self.seq_len
+        found = self.store.boundaries(start, start + self.seq_len) if self.packing else np.empty(0, np.int64)
+        return found - start
+
     def read(self, number: int, positions: np.ndarray) -> Row:
         """Reads these positions of a row, and no others, from disk."""
-        start = number * self.seq_len
-        inner = self.store.boundaries(start, start + self.seq_len) - start
+        inner = self._boundaries(number)
         documents = np.searchsorted(inner, positions, side="right")
         begins = np.concatenate([[0], inner])[documents]
         # Padding and last tokens read some token that lies within the store, and are masked.
-        places, last = start + positions, len(self.store) - 1
+        places, last = number * self.seq_len + positions, len(self.store) - 1
         tokens = np.where(places <= last, self.store.read(np.minimum(places, last)), PADDING)
         following = self.store.read(np.minimum(places + 1, last))
         goes_on = (np.searchsorted(inner, positions + 1, side="right") == documents) & (places < last)
-        return _row(tokens, np.where(goes_on, following, NO_LABEL), positions - begins, documents)
+        arrays = (tokens, np.where(goes_on, following, NO_LABEL), positions - begins, documents)
+        return Row(*(np.asarray(array, np.int32) for array in arrays))
 
     def num_labels(self, number: int) -> int:
-        """Counts positions whose document continues after them."""
-        start, stop = number * self.seq_len, min((number + 1) * self.seq_len, len(self.store))
-        return stop - start - len(self.store.boundaries(start, stop))
-
-
-class WindowRows:
-    """Windows of ``seq_len`` tokens that ignore documents: every position has the next token as its label.
-
-    Windows do not overlap; the last label of one is the first token of the next. Tokens that do not fill a window are
-    omitted.
-    """
-
-    def __init__(self, store: TokenStore, seq_len: int) -> None:
-        self.store, self.seq_len = store, seq_len
-
-    def __len__(self) -> int:
-        return max(0, len(self.store) - 1) // self.seq_len
-
-    def read(self, number: int, positions: np.ndarray) -> Row:
-        """Reads these positions of a window, and no others, from disk."""
-        places = number * self.seq_len + positions
-        return _row(self.store.read(places), self.store.read(places + 1), positions, np.zeros_like(positions))
-
-    def num_labels(self, number: int) -> int:
-        """Counts all positions."""
-        return self.seq_len
-
-
-def _row(*arrays: np.ndarray) -> Row:
-    return Row(*(np.asarray(array, np.int32) for array in arrays))
+        """Counts positions with a label: those whose document continues after them."""
+        size = min(self.seq_len, len(self.store) - number * self.seq_len)
+        return size - len(self._boundaries(number))
 
 
 class Ahead(Generic[T]):
@@ -149,18 +134,14 @@ class Ahead(Generic[T]):
 
 
 class Source(NamedTuple):
-    """Tokens, and how they are cut into rows: packed by document (`PackedRows`) or not (`WindowRows`)."""
+    """Tokens, and how they are cut into `Rows`: packed by document or not."""
 
     store: TokenStore
     packing: bool = True
 
-    def rows(self, seq_len: int) -> "PackedRows | WindowRows":
-        """Returns the rows of ``seq_len`` tokens, in the order of the text."""
-        return PackedRows(self.store, seq_len) if self.packing else WindowRows(self.store, seq_len)
-
-    def num_samples(self, seq_len: int) -> int:
-        """Counts rows of ``seq_len`` tokens; 0 if the text does not fill one."""
-        return len(self.rows(seq_len))
+    def rows(self, seq_len: int) -> Rows:
+        """Returns the rows of ``seq_len`` tokens; none if the text does not fill one."""
+        return Rows(self.store, seq_len, packing=self.packing)
 
 
 class Data(NamedTuple):
