@@ -95,9 +95,7 @@ def test_packing_of_a_part_is_that_of_its_own_documents(lengths, share, seq_len)
         starts = np.unique([0, *breaks, len(kept)]).astype(np.uint64)
         copy = TokenStore(kept.astype(np.uint32), starts if len(kept) else np.array([0], np.uint64))
         assert part.num_documents == copy.num_documents
-        for found, expected in zip(
-            all_rows(Rows(part, seq_len)), all_rows(Rows(copy, seq_len)), strict=True
-        ):
+        for found, expected in zip(all_rows(Rows(part, seq_len)), all_rows(Rows(copy, seq_len)), strict=True):
             np.testing.assert_array_equal(found, expected)
 
 

@@ -29,11 +29,9 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.optimizer import Optimizer, weight_of
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES
-from meshwright.train.optimizers.adafactor import scale_by_adafactor
-from meshwright.train.optimizers.muon import scale_by_muon
 from meshwright.train.optimizers.rounding import round_to, round_tree
 from meshwright.train.optimizers.schedules import learning_rate
-from meshwright.train.optimizers.sharded import WeightLayout, on_one_device
+from meshwright.train.optimizers.sharded import WeightLayout, on_one_device, scale_by_adafactor, scale_by_muon
 from meshwright.train.settings import Rounding, TrainSettings
 
 
