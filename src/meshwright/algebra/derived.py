@@ -71,6 +71,11 @@ class Derived(msgspec.Struct, frozen=True):
         return {name: weight.shard for name, weight in self.weights.items()}
 
     @property
+    def by_name(self) -> dict[str, BlockSteps]:
+        """The steps of each block by the block's name."""
+        return {steps.block.name: steps for steps in self.blocks}
+
+    @property
     def num_layers(self) -> int:
         """Repeats of the blocks that pipeline stages share out."""
         return sum(block.repeat for block in self.blocks if block.block.carry)
@@ -84,7 +89,7 @@ class Derived(msgspec.Struct, frozen=True):
             for step in (*block.forward, *block.backward):
                 times = block.repeat - self._stays(block, step)
                 yield step, times if step.scope == "step" else times * num_microbatches
-        repeats = {name: b.repeat for b in self.blocks for op in b.block.ops for name in op.inputs}
+        repeats = {name: b.repeat for b in self.blocks for name in b.block.reads}
         for step in self.update:
             yield step, 1 if self.is_stacked(step) else repeats.get(step.result.name, 1)
 

@@ -40,7 +40,7 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
         given: dict[str, Any] = {"tokens": tokens, "positions": _positions(tokens), "documents": documents}
         if encoder_tokens is not None:
             given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _positions(encoder_tokens)}
-        blocks = {steps.block.name: steps for steps in derived.blocks}
+        blocks = derived.by_name
 
         def layer(steps: BlockSteps, number: jax.Array, own: Params, stream: jax.Array) -> jax.Array:
             return run_block(context, steps, {**given, **own, steps.block.carry: stream})[0]
@@ -66,8 +66,7 @@ def run_block(
     """Runs the forward steps of a block on values by name, up to the step ``until`` if given; returns its result and
     the results of all steps."""
     declared = context.derived.declared
-    used = _used(steps)
-    env = {declared[name]: value for name, value in values.items() if name in used and value is not None}
+    env = {declared[name]: values[name] for name in steps.block.reads if values.get(name) is not None}
     env = run(context, steps.forward, env, until=until)
     return env[declared[until or steps.block.result or steps.block.ops[-1].out]], env
 
@@ -81,21 +80,20 @@ def over_layers(
 ) -> _Carry:
     """Runs ``carry = layer(block, number, own weights, carry)`` for every layer of a stack in order, a loop for each
     span; a layer is numbered among those of its kind."""
-    blocks = {steps.block.name: steps for steps in derived.blocks}
+    blocks = derived.by_name
 
     def iteration(span: Span, carry: _Carry, number: jax.Array) -> tuple[_Carry, None]:
         for position, kind in enumerate(span.pattern):
             place, per_turn = span.place(position)
             index = span.starts[kind] + number * per_turn + place
-            used = _used(blocks[kind])
-            own = {n: lax.dynamic_index_in_dim(p, index, keepdims=False) for n, p in params.items() if n in used}
+            own = {
+                name: lax.dynamic_index_in_dim(params[name], index, keepdims=False)
+                for name in blocks[kind].block.reads
+                if name in params
+            }
             carry = layer(blocks[kind], index, own, carry)
         return carry, None
 
     for span in spans(stack.layers):
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
     return carry
-
-
-def _used(steps: BlockSteps) -> set[str]:
-    return {name for op in steps.block.ops for name in op.inputs}

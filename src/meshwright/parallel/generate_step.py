@@ -313,7 +313,7 @@ class GenerateStep:
             written: Any = {step.inputs[0].name: env[step.result] for step in writes}
             return stream, {**cache, **{name: held.stack for name, held in written.items()}}
 
-        blocks = {steps.block.name: steps for steps in derived.blocks}
+        blocks = derived.by_name
         x, _ = run_block(context, blocks[stack.first], {**given, **params})
         x, cache = over_layers(derived, stack, params, layer, (x, cache))
         logits, _ = run_block(context, blocks[stack.last], {**given, **params, stack.carry: x})

@@ -8,10 +8,10 @@ import msgspec
 
 from meshwright.hlo.collectives import collectives
 from meshwright.verify.differences import TrafficComparison, compare_traffic
+from meshwright.verify.expected import StepDerivation
 from meshwright.verify.flops import Products, compare_products
 from meshwright.verify.request import Memory, Request
 from meshwright.verify.running import CompileOutcome, available_bytes, run_request
-from meshwright.verify.step_derivation import StepDerivation
 
 ARGUMENTS = ("weights", "optimizer", "kv_cache")
 """Items of memory that are arguments of a step; all others are temporaries."""
