@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.parallel.processes import is_first, wait_for_all
 
 CHECKPOINTS = "checkpoints"
@@ -109,7 +109,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:  # what Orbax raises where a disk is full: the second for arrays
-            said = (str(error).splitlines() or [type(error).__name__])[0]
+            said = first_line(error)
             # The reason stands last, behind the names of files.
             why = getattr(error, "strerror", None) or said.rpartition(": ")[2].rstrip(".")
             raise CannotRunError(
@@ -159,7 +159,7 @@ class Checkpoints:
             raise self._damaged(step, error) from None
 
     def _damaged(self, step: int, error: Exception) -> CannotRunError:
-        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(":.")
+        why = first_line(error).rstrip(":.")
         before = [each for each in self.steps() if each < step]
         then = f"step {before[-1]}" if before else "the start"
         return CannotRunError(

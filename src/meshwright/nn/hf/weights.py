@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import write_text_whole
+from meshwright.core.files import write_json_whole
 from meshwright.nn.hf.files import DTYPES, Entry, Tensors, open_checkpoint, write_checkpoint
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
 from meshwright.nn.hf.mxfp4 import with_unpacked
@@ -47,13 +47,10 @@ def load_params(
         return read_params(model, with_unpacked(tensors), shardings, dtype)
 
 
-def params_from_hf(model: Model, tensors: Mapping[str, np.ndarray], *, dtype: Any = None) -> Params:
-    """Returns weights from a Hugging Face state dict (names to arrays) of the same model, on the first device."""
-    return read_params(model, tensors, None, dtype)
-
-
-def read_params(model: Model, tensors: Tensors, shardings: Mapping[str, Sharding] | None, dtype: Any) -> Params:
-    """Loads weights as `load_params` does, from tensors of any kind."""
+def read_params(
+    model: Model, tensors: Tensors, shardings: Mapping[str, Sharding] | None = None, dtype: Any = None
+) -> Params:
+    """Loads weights as `load_params` does, from tensors of any kind: files, or a state dict of NumPy arrays."""
     table = checked_parts(model, tensors)
     one_device = SingleDeviceSharding(jax.devices()[0])
     params = {}
@@ -129,20 +126,19 @@ def save_hf(
     folder: Path | str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
-    dtype: str | None = None,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
     """Writes a Hugging Face folder, ``config.json`` and safetensors files, one tensor at a time.
 
-    ``dtype`` is one of `DTYPES`, by default the weights' own; ``config`` are more keys of config.json. Every process
-    of a run calls this, and the first one writes. Returns the files of weights.
+    ``config`` are more keys of config.json. Every process of a run calls this, and the first one writes. Returns the
+    files of weights.
     """
     dtypes = {name: np.dtype(array.dtype) for name, array in params.items()}
 
     def fetch(name: str, index: tuple[int, ...]) -> np.ndarray:
         return _on_host(params[name], index)
 
-    return write_hf(model, fetch, dtypes, Path(folder), dtype=dtype, max_shard_bytes=max_shard_bytes, config=config)
+    return write_hf(model, fetch, dtypes, Path(folder), max_shard_bytes=max_shard_bytes, config=config)
 
 
 def _on_host(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
@@ -178,7 +174,10 @@ def write_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
-    """Writes a folder as `save_hf` does, from any source of layers, whose own dtypes are ``dtypes``."""
+    """Writes a folder as `save_hf` does, from any source of layers, whose own dtypes are ``dtypes``.
+
+    ``dtype``, one of `DTYPES`, replaces them.
+    """
     model = text_model(model)
     if dtype:
         dtypes = dict.fromkeys(dtypes, DTYPES[dtype])
@@ -189,7 +188,7 @@ def write_hf(
         return []
     files = write_checkpoint(folder, entries, max_bytes=max_shard_bytes)
     keys = config_from_model(model) | {"dtype": entries[0].dtype.name, **config}
-    write_text_whole(folder / CONFIG, msgspec.json.format(msgspec.json.encode(keys)).decode() + "\n")
+    write_json_whole(folder / CONFIG, keys)
     return files
 
 
