@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.program import Stack
 from meshwright.algebra.transformer import Span, spans, transformer
@@ -20,7 +20,7 @@ from meshwright.nn.weights import Params
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, make_mesh
 
-_Carry = TypeVar("_Carry")
+_State = TypeVar("_State")
 
 
 def logits_fn(model: Model) -> Callable[..., jax.Array]:
@@ -40,16 +40,16 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
         given: dict[str, Any] = {"tokens": tokens, "positions": _positions(tokens), "documents": documents}
         if encoder_tokens is not None:
             given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _positions(encoder_tokens)}
-        blocks = derived.by_name
 
-        def layer(steps: BlockSteps, number: jax.Array, own: Params, stream: jax.Array) -> jax.Array:
-            return run_block(context, steps, {**given, **own, steps.block.carry: stream})[0]
+        def layer(
+            steps: BlockSteps, number: jax.Array, values: Mapping[str, Any], state: None
+        ) -> tuple[jax.Array, None]:
+            return run_block(context, steps, values)[0], None
 
         for stack in derived.program.stacks:
-            x, _ = run_block(context, blocks[stack.first], {**given, **params})
-            x = over_layers(derived, stack, params, layer, x)
-            result = "logits" if stack is derived.program.stacks[-1] else blocks[stack.last].block.ops[-1].out
-            given[result], _ = run_block(context, blocks[stack.last], {**params, stack.carry: x}, until=result)
+            last = derived.by_name[stack.last].block
+            result = "logits" if stack is derived.program.stacks[-1] else last.ops[-1].out
+            given[result], _ = run_stack(context, stack, params, given, layer, None, until=result)
         return capped(given["logits"], model.logit_softcap)
 
     return logits
@@ -71,18 +71,25 @@ def run_block(
     return env[declared[until or steps.block.result or steps.block.ops[-1].out]], env
 
 
-def over_layers(
-    derived: Derived,
+def run_stack(
+    context: Context,
     stack: Stack,
     params: Params,
-    layer: Callable[[BlockSteps, jax.Array, Params, _Carry], _Carry],
-    carry: _Carry,
-) -> _Carry:
-    """Runs ``carry = layer(block, number, own weights, carry)`` for every layer of a stack in order, a loop for each
-    span; a layer is numbered among those of its kind."""
-    blocks = derived.by_name
+    given: Mapping[str, Any],
+    layer: Callable[[BlockSteps, jax.Array, Mapping[str, Any], _State], tuple[jax.Array, _State]],
+    state: _State,
+    *,
+    until: str = "",
+) -> tuple[jax.Array, _State]:
+    """Runs a stack: its first block, ``stream, state = layer(block, number, values by name, state)`` for every layer in
+    order, a loop for each span, and its last block up to ``until``; returns the result and the last state.
 
-    def iteration(span: Span, carry: _Carry, number: jax.Array) -> tuple[_Carry, None]:
+    A layer is numbered among those of its kind.
+    """
+    blocks = context.derived.by_name
+
+    def iteration(span: Span, carry: tuple[jax.Array, _State], number: jax.Array) -> tuple[Any, None]:
+        stream, state = carry
         for position, kind in enumerate(span.pattern):
             place, per_turn = span.place(position)
             index = span.starts[kind] + number * per_turn + place
@@ -91,9 +98,12 @@ def over_layers(
                 for name in blocks[kind].block.reads
                 if name in params
             }
-            carry = layer(blocks[kind], index, own, carry)
-        return carry, None
+            stream, state = layer(blocks[kind], index, {**given, **own, stack.carry: stream}, state)
+        return (stream, state), None
 
+    stream, _ = run_block(context, blocks[stack.first], {**given, **params})
+    carry = stream, state
     for span in spans(stack.layers):
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
-    return carry
+    stream, state = carry
+    return run_block(context, blocks[stack.last], {**given, **params, stack.carry: stream}, until=until)[0], state

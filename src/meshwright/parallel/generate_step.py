@@ -28,7 +28,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.nn import quantisation
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
-from meshwright.nn.forward import over_layers, run_block
+from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.mesh import device_mesh, lower, partition_spec, shardings
@@ -304,20 +304,15 @@ class GenerateStep:
         (stack,) = derived.program.stacks
 
         def layer(
-            steps: BlockSteps, number: jax.Array, own: Params, carry: tuple[jax.Array, Cache]
+            steps: BlockSteps, number: jax.Array, values: Mapping[str, Any], cache: Cache
         ) -> tuple[jax.Array, Cache]:
-            stream, cache = carry
             held = {name: LayerCache(array, number) for name, array in cache.items()}
-            stream, env = run_block(context, steps, {**given, **own, **held, stack.carry: stream})
+            stream, env = run_block(context, steps, {**values, **held})
             writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))
             written: Any = {step.inputs[0].name: env[step.result] for step in writes}
             return stream, {**cache, **{name: held.stack for name, held in written.items()}}
 
-        blocks = derived.by_name
-        x, _ = run_block(context, blocks[stack.first], {**given, **params})
-        x, cache = over_layers(derived, stack, params, layer, (x, cache))
-        logits, _ = run_block(context, blocks[stack.last], {**given, **params, stack.carry: x})
-        return logits, cache
+        return run_stack(context, stack, params, given, layer, cache)
 
 
 def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, weights: str) -> None:

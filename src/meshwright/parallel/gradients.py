@@ -5,12 +5,13 @@ microbatches like these, and complete on every device without any further sum.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray
@@ -106,15 +107,10 @@ def _over_microbatches(
 ) -> tuple[jax.Array, Params]:
     """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last one adds the
     sum of the others layer by layer."""
-
-    def one(weights: Params, rows: Inputs) -> tuple[jax.Array, Params]:
-        return microbatch_gradients(passes, weights, rows, dloss)
-
-    def last(weights: Params, rows: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
-        return microbatch_gradients(passes, weights, rows, dloss, earlier=earlier, overlapped=overlapped)
-
+    one = partial(microbatch_gradients, passes, dloss=dloss)
+    last = partial(one, overlapped=overlapped)
     if count == 1:
-        return last(params, inputs, None)
+        return last(params, inputs)
     parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
     def body(carry: tuple[jax.Array, Params], part: Inputs) -> tuple[tuple[jax.Array, Params], None]:
@@ -128,7 +124,7 @@ def _over_microbatches(
         return lax.scan(body, (jnp.zeros(()), zeros), parts)[0]
     (before, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), jax.tree.map(lambda a: a[:-1], parts))
     final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
-    loss, grads = _run_after(grads, lambda given: last(*given), final)
+    loss, grads = _run_after(grads, lambda given: last(*given[:2], earlier=given[2]), final)
     return before + loss, grads
 
 
@@ -181,11 +177,8 @@ def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], buck
     found = once_per_step(derived, {n: g for n, g in grads.items() if n not in together}, stacked=stacked)
     for names in joined.values():
         for bucket in _buckets(names, grads, bucket_bytes):
-            flat = jnp.concatenate([grads[name].reshape(-1) for name in bucket])
-            total = apply_collectives(steps[bucket[0]], flat)
-            cuts = np.cumsum([grads[name].size for name in bucket])[:-1]
-            parts = jnp.split(total, [int(cut) for cut in cuts])
-            found |= {name: part.reshape(grads[name].shape) for name, part in zip(bucket, parts, strict=True)}
+            flat, split = ravel_pytree([grads[name] for name in bucket])
+            found |= zip(bucket, split(apply_collectives(steps[bucket[0]], flat)), strict=True)
     return found
 
 
