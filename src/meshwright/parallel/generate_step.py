@@ -31,7 +31,7 @@ from meshwright.nn.context import Context
 from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
-from meshwright.parallel.mesh import device_mesh, lower, partition_spec, shardings
+from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
@@ -122,7 +122,7 @@ class GenerateStep:
     @property
     def logits_sharding(self) -> NamedSharding:
         """The sharding of logits [B, V]."""
-        return NamedSharding(self.mesh, partition_spec(self.generate_declared.declared["logits"]))
+        return named_sharding(self.mesh, self.generate_declared.declared["logits"])
 
     @property
     def dtype(self) -> Any:
@@ -201,19 +201,11 @@ class GenerateStep:
         """Returns the inputs of the program of `prefill` besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         self._require_prompts(tokens, lengths)
-        rows = {"tokens": tokens, "last": lengths - 1, **self._pages(pages)}
-        return self._place(rows, self._given_specs(1))
+        return self._placed(1, pages, tokens=tokens, last=lengths - 1)
 
     def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, jax.Array]:
         """Returns the inputs of the program of `generate` besides weights and cache, on its devices."""
-        rows = {"tokens": tokens, "positions": positions, **self._pages(pages)}
-        return self._place(rows, self._given_specs(0))
-
-    def _pages(self, pages: Any) -> dict[str, Any]:
-        """Returns the page table as an input of the programs; nothing where no cache has pages."""
-        if not self.has_pages:
-            return {}
-        return {PAGES: self.init_pages() if pages is None else pages}
+        return self._placed(0, pages, tokens=tokens, positions=positions)
 
     def compiled(self, length: int) -> jax.stages.Compiled:
         """Returns the program for prompts of a padded length, or for one more token where it is 0; compiles it once."""
@@ -258,9 +250,12 @@ class GenerateStep:
         names = ("tokens", "positions", "last", *((PAGES,) if self.has_pages else ()))
         return {name: partition_spec(derived.declared[name]) for name in names}
 
-    def _place(self, given: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, jax.Array]:
+    def _placed(self, length: int, pages: Any, **given: Any) -> dict[str, jax.Array]:
+        """Puts the inputs of a program on its devices, with the page table where a cache has pages."""
+        if self.has_pages:
+            given[PAGES] = self.init_pages() if pages is None else pages
         arrays = {n: a if isinstance(a, jax.Array) else np.asarray(a, np.int32) for n, a in given.items()}
-        return jax.device_put(arrays, shardings(self.mesh, {name: specs[name] for name in arrays}))
+        return jax.device_put(arrays, shardings(self.mesh, self._given_specs(length)))
 
     def _program(self, length: int) -> Any:
         """Jitted: (weights, cache, what is given) -> logits and cache; for 0 one more token."""

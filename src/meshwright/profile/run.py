@@ -1,9 +1,8 @@
 """Runs steps of a plan under the profiler, and keeps their trace, program, times and memory."""
 
-import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ class TracedSteps:
         self.warm_s: list[float] = []
         self.profiled_s: list[float] = []
         self.cores: float | None = None
-        self._tracing = False
+        self._trace: ExitStack | None = None
         self._began = (0.0, 0.0)
 
     def __enter__(self) -> "TracedSteps":
@@ -82,7 +81,7 @@ class TracedSteps:
 
     def step_done(self, step_s: float) -> None:
         """Counts a finished step, and starts or stops the profiler when it is time."""
-        if self._tracing:
+        if self._trace:
             self.profiled_s.append(step_s)
             _mark_end(self.done)
             if len(self.profiled_s) == self.steps:
@@ -93,18 +92,18 @@ class TracedSteps:
             if self.done == self.warmup:
                 # sampling stops here: the profiler keeps its events in the memory of the process
                 self.sampler.close()
-                start_trace(self.folder)
-                self._tracing = True
+                self._trace = ExitStack()
+                self._trace.enter_context(traced(self.folder))
                 self._began = (time.process_time(), time.perf_counter())
                 _mark_end(self.done)
 
     def close(self) -> None:
         """Stops tracing and sampling, and keeps what was traced."""
-        if self._tracing:
-            self._tracing = False
+        if self._trace:
             busy_s, wall_s = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
             self.cores = busy_s / wall_s
-            jax.profiler.stop_trace()
+            self._trace.close()
+            self._trace = None
         self.sampler.close()
 
     def recording(self, step: TrainStep, job: Job) -> Recording:
@@ -167,21 +166,11 @@ def record_steps(
     return run.recorded(subject, compiled)
 
 
-def start_trace(folder: Path) -> None:
-    """Starts the profiler without its Python tracer, which would slow the host down."""
+def traced(folder: Path) -> AbstractContextManager[None]:
+    """Traces everything inside into the folder; without the Python tracer, which would slow the host down."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    jax.profiler.start_trace(folder, profiler_options=options)
-
-
-@contextlib.contextmanager
-def traced(folder: Path) -> Iterator[None]:
-    """Traces everything inside into the folder."""
-    start_trace(folder)
-    try:
-        yield
-    finally:
-        jax.profiler.stop_trace()
+    return jax.profiler.trace(folder, profiler_options=options)
 
 
 def _mark_end(number: int) -> None:
