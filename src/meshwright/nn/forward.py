@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import BlockSteps
@@ -23,16 +23,16 @@ from meshwright.spec.strategy import Strategy, make_mesh
 _State = TypeVar("_State")
 
 
-def logits_fn(model: Model) -> Callable[..., jax.Array]:
+def logits_fn(model: Model) -> Callable[..., Array]:
     """Returns a function (params, tokens[B,T], documents[B,T], encoder tokens) -> logits[B,T,V] in float32."""
     require_runnable(model)
 
     def logits(
         params: Params,
-        tokens: jax.Array,
-        documents: jax.Array | None = None,
-        encoder_tokens: jax.Array | None = None,
-    ) -> jax.Array:
+        tokens: Array,
+        documents: Array | None = None,
+        encoder_tokens: Array | None = None,
+    ) -> Array:
         options = ProgramOptions(documents=documents is not None)
         # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
         derived = derive(transformer(model, options), Strategy(mesh=make_mesh({}), remat="none"))
@@ -41,9 +41,7 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
         if encoder_tokens is not None:
             given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _positions(encoder_tokens)}
 
-        def layer(
-            steps: BlockSteps, number: jax.Array, values: Mapping[str, Any], state: None
-        ) -> tuple[jax.Array, None]:
+        def layer(steps: BlockSteps, number: Array, values: Mapping[str, Any], state: None) -> tuple[Array, None]:
             return run_block(context, steps, values)[0], None
 
         for stack in derived.program.stacks:
@@ -55,14 +53,14 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
     return logits
 
 
-def _positions(tokens: jax.Array) -> jax.Array:
+def _positions(tokens: Array) -> Array:
     """Returns the position of each token in its row."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
 def run_block(
     context: Context, steps: BlockSteps, values: Mapping[str, Any], *, until: str = ""
-) -> tuple[jax.Array, Environment]:
+) -> tuple[Array, Environment]:
     """Runs the forward steps of a block on values by name, up to the step ``until`` if given; returns its result and
     the results of all steps."""
     declared = context.derived.declared
@@ -76,11 +74,11 @@ def run_stack(
     stack: Stack,
     params: Params,
     given: Mapping[str, Any],
-    layer: Callable[[BlockSteps, jax.Array, Mapping[str, Any], _State], tuple[jax.Array, _State]],
+    layer: Callable[[BlockSteps, Array, Mapping[str, Any], _State], tuple[Array, _State]],
     state: _State,
     *,
     until: str = "",
-) -> tuple[jax.Array, _State]:
+) -> tuple[Array, _State]:
     """Runs a stack: its first block, ``stream, state = layer(block, number, values by name, state)`` for every layer in
     order, a loop for each span, and its last block up to ``until``; returns the result and the last state.
 
@@ -88,7 +86,7 @@ def run_stack(
     """
     blocks = context.derived.by_name
 
-    def iteration(span: Span, carry: tuple[jax.Array, _State], number: jax.Array) -> tuple[Any, None]:
+    def iteration(span: Span, carry: tuple[Array, _State], number: Array) -> tuple[Any, None]:
         stream, state = carry
         for position, kind in enumerate(span.pattern):
             place, per_turn = span.place(position)

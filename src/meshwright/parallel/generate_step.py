@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import (
@@ -37,7 +38,7 @@ from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
 WeightStorage = Literal["as they are", "int8"]
-Cache = dict[str, jax.Array]
+Cache = dict[str, Array]
 """Row of the cache table -> its array, the layers of its kind in front."""
 
 
@@ -182,7 +183,7 @@ class GenerateStep:
 
     def prefill(
         self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after each row's last token, and the cache with its keys and values.
 
         ``tokens`` [B, T] are padded behind ``lengths`` [B], 1 at least; each T is compiled once, and `padded_length`
@@ -193,17 +194,17 @@ class GenerateStep:
 
     def generate(
         self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after one more token of a row, ``tokens`` [B] at ``positions`` [B], and the cache."""
         return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages))
 
-    def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, jax.Array]:
+    def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, Array]:
         """Returns the inputs of the program of `prefill` besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         self._require_prompts(tokens, lengths)
         return self._placed(1, pages, tokens=tokens, last=lengths - 1)
 
-    def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, jax.Array]:
+    def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, Array]:
         """Returns the inputs of the program of `generate` besides weights and cache, on its devices."""
         return self._placed(0, pages, tokens=tokens, positions=positions)
 
@@ -250,11 +251,11 @@ class GenerateStep:
         names = ("tokens", "positions", "last", *((PAGES,) if self.has_pages else ()))
         return {name: partition_spec(derived.declared[name]) for name in names}
 
-    def _placed(self, length: int, pages: Any, **given: Any) -> dict[str, jax.Array]:
+    def _placed(self, length: int, pages: Any, **given: Any) -> dict[str, Array]:
         """Puts the inputs of a program on its devices, with the page table where a cache has pages."""
         if self.has_pages:
             given[PAGES] = self.init_pages() if pages is None else pages
-        arrays = {n: a if isinstance(a, jax.Array) else np.asarray(a, np.int32) for n, a in given.items()}
+        arrays = {n: a if isinstance(a, Array) else np.asarray(a, np.int32) for n, a in given.items()}
         return jax.device_put(arrays, shardings(self.mesh, self._given_specs(length)))
 
     def _program(self, length: int) -> Any:
@@ -268,12 +269,12 @@ class GenerateStep:
             check_vma=False,
         )
 
-        def prefill(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+        def prefill(params: Params, cache: Cache, given: dict[str, Array]) -> tuple[Array, Cache]:
             shape = given["tokens"].shape
             positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
             return mapped(params, cache, {**given, "positions": positions})
 
-        def generate(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+        def generate(params: Params, cache: Cache, given: dict[str, Array]) -> tuple[Array, Cache]:
             columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
             return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
 
@@ -284,7 +285,7 @@ class GenerateStep:
             donate_argnums=1,
         )
 
-    def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[jax.Array, Cache]:
+    def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[Array, Cache]:
         """Returns logits and the next cache, on one device's shards; ``given`` are tokens, positions and last by name.
 
         The loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
@@ -298,9 +299,7 @@ class GenerateStep:
         )
         (stack,) = derived.program.stacks
 
-        def layer(
-            steps: BlockSteps, number: jax.Array, values: Mapping[str, Any], cache: Cache
-        ) -> tuple[jax.Array, Cache]:
+        def layer(steps: BlockSteps, number: Array, values: Mapping[str, Any], cache: Cache) -> tuple[Array, Cache]:
             held = {name: LayerCache(array, number) for name, array in cache.items()}
             stream, env = run_block(context, steps, {**values, **held})
             writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray
@@ -27,11 +28,11 @@ def microbatch_gradients(
     passes: Passes,
     params: Params,
     inputs: Inputs,
-    dloss: jax.Array,
+    dloss: Array,
     *,
     earlier: Params | None = None,
     overlapped: bool = False,
-) -> tuple[jax.Array, Params]:
+) -> tuple[Array, Params]:
     """Returns the summed loss of a microbatch, and the gradients of ``dloss`` times it.
 
     With ``overlapped`` each layer adds its gradients to the ``earlier`` ones and runs their collectives of scope "step"
@@ -57,7 +58,7 @@ def microbatch_gradients(
     return loss, summed(ends, of_layers)
 
 
-def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> jax.Array:
+def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> Array:
     """Returns the summed loss of a microbatch."""
     return _forward(passes, params, inputs)[0][passes.head.result]
 
@@ -83,8 +84,8 @@ def summed(*parts: Params) -> Params:
 
 
 def step_gradients(
-    passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array, *, strategy: Strategy, stacked: frozenset[str]
-) -> tuple[jax.Array, Params]:
+    passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, strategy: Strategy, stacked: frozenset[str]
+) -> tuple[Array, Params]:
     """Returns the summed loss of all microbatches, and gradients of ``dloss`` times it after the collectives of a step.
 
     Gradients are summed in float32 if there are several microbatches, or the training state asks for it.
@@ -103,8 +104,8 @@ def step_gradients(
 
 
 def _over_microbatches(
-    passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array, *, count: int, overlapped: bool
-) -> tuple[jax.Array, Params]:
+    passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, count: int, overlapped: bool
+) -> tuple[Array, Params]:
     """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last one adds the
     sum of the others layer by layer."""
     one = partial(microbatch_gradients, passes, dloss=dloss)
@@ -113,7 +114,7 @@ def _over_microbatches(
         return last(params, inputs)
     parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
-    def body(carry: tuple[jax.Array, Params], part: Inputs) -> tuple[tuple[jax.Array, Params], None]:
+    def body(carry: tuple[Array, Params], part: Inputs) -> tuple[tuple[Array, Params], None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
         loss, grads = one(*lax.optimization_barrier((params, part)))
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], barrier(grads))), None
@@ -148,7 +149,7 @@ def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
     never = (jnp.isnan(one) & jnp.isinf(one)).astype(jnp.int32)
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, given))
 
-    def once(number: jax.Array, _: Any) -> Any:
+    def once(number: Array, _: Any) -> Any:
         # Depends on the iteration: XLA moves loop invariants out of the loop.
         return run(lax.optimization_barrier((given, number))[0])
 
@@ -197,7 +198,7 @@ def _buckets(names: list[str], grads: Params, bucket_bytes: int) -> list[list[st
 
 def squared_norm(
     shards: Mapping[str, ShardedArray], grads: Params, mesh: Mapping[str, int], *, stacked: frozenset[str]
-) -> jax.Array:
+) -> Array:
     """Returns this device's share of the squared gradient norm: the squared sum of a shard over its number of replicas.
 
     Layers, the ``stacked`` weights, are not replicated over the pipeline.

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.program import Stack
@@ -53,8 +54,8 @@ class LayerLoop:
         return tuple(self.blocks[kind].gather(own) for kind, own in zip(self.span.pattern, weights, strict=True))
 
     def iteration(
-        self, weights: IterationParams, stream: jax.Array, ready: tuple[Ready, ...] | None = None
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        self, weights: IterationParams, stream: Array, ready: tuple[Ready, ...] | None = None
+    ) -> tuple[Array, tuple[Any, ...]]:
         """Returns the stream after one iteration, and its saved activations."""
         saved = []
         for number, kind in enumerate(self.span.pattern):
@@ -81,7 +82,7 @@ class LayerLoop:
             found = (left, *found)
         return cotangent, self.finish(found, earlier) if self.finish else found
 
-    def forward(self, weights: IterationParams, stream: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(self, weights: IterationParams, stream: Array) -> tuple[Array, Any]:
         """Returns the stream after the span, and what the backward pass needs."""
         return lax.scan(lambda x, own: self.iteration(own, x), stream, weights, unroll=self.unroll)
 
@@ -112,8 +113,8 @@ class SegmentLoop(LayerLoop):
 
     layers: int
 
-    def forward(self, weights: IterationParams, stream: jax.Array) -> tuple[jax.Array, Any]:
-        def segment(stream: jax.Array, own: IterationParams) -> tuple[jax.Array, jax.Array]:
+    def forward(self, weights: IterationParams, stream: Array) -> tuple[Array, Any]:
+        def segment(stream: Array, own: IterationParams) -> tuple[Array, Array]:
             return lax.scan(lambda x, w: (self.iteration(w, x)[0], None), stream, own)[0], stream
 
         saved = []
@@ -151,7 +152,7 @@ class SegmentLoop(LayerLoop):
 class AheadLoop(LayerLoop):
     """Gathers weights one iteration ahead, and keeps those of the last iteration until its backward pass."""
 
-    def forward(self, weights: IterationParams, stream: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(self, weights: IterationParams, stream: Array) -> tuple[Array, Any]:
         def iteration(carry: Any, given: Any) -> tuple[Any, Any]:
             stream, ready = carry
             own, following = given
@@ -271,7 +272,7 @@ class Passes:
         again = any(step.phase == "recompute" for block in self.derived.blocks for step in block.backward)
         return default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1 and not again
 
-    def layers_forward(self, params: Params, inputs: Inputs, stream: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+    def layers_forward(self, params: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Any, ...]]:
         """Returns the stream after all layers, and the activations that each span saves."""
         saved = []
         for span in self.spans:
@@ -344,7 +345,7 @@ class Passes:
         place, per_iteration = span.place(position)
         start, count = span.starts[kind], per_iteration * span.repeats
 
-        def part(array: jax.Array) -> jax.Array:
+        def part(array: Array) -> Array:
             if start == 0 and count == array.shape[0] and per_iteration == 1:
                 return array
             own = lax.slice_in_dim(array, start, start + count)
@@ -356,7 +357,7 @@ class Passes:
 
 def _stacked(spans: Sequence[IterationParams]) -> Params:
     """Returns the gradients of all spans, stacked as the weights are: the layers of a kind in order, [layers, ...]."""
-    found: dict[str, list[jax.Array]] = {}
+    found: dict[str, list[Array]] = {}
     for iterations in reversed(spans):
         names = dict.fromkeys(name for grads in iterations for name in grads)
         for name in names:

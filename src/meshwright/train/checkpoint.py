@@ -11,6 +11,7 @@ import jax
 import msgspec
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
+from jaxtyping import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from meshwright.core.errors import CannotRunError, InputError, first_line
@@ -21,11 +22,11 @@ STATE, POSITION = "state", "position"
 UNFINISHED = ".orbax-checkpoint-tmp"
 WRITE_TIMEOUT_S = 3600
 
-Reorder = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
+Reorder = Callable[[dict[str, Array]], dict[str, Array]]
 """Returns weights, or an optimizer's arrays by their names, with the layers in another order."""
 
 
-def unchanged(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def unchanged(named: dict[str, Array]) -> dict[str, Array]:
     """Returns the arrays; for layers that are in the order of the model."""
     return named
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import msgspec
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
@@ -49,7 +50,7 @@ class HeldOut:
             jax.block_until_ready(sums[-1])
         return math.fsum(map(float, sums)) / max(1.0, math.fsum(map(float, counts)))
 
-    def _batch(self, index: int) -> dict[str, jax.Array]:
+    def _batch(self, index: int) -> dict[str, Array]:
         return self._batches.global_batch(index * self._batches.batch_seqs, self._step.batch_shardings)
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Array
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_json_whole
@@ -86,7 +87,7 @@ def _missing(place: StoredPart, names: Collection[str]) -> str:
 
 def _array(
     weight: Weight, table: Mapping[tuple[int, ...], StoredPart], tensors: Tensors, sharding: Sharding, dtype: Any
-) -> jax.Array:
+) -> Array:
     """Reads one variable shard by shard; devices with the same shard share one read."""
     shape = stacked_shape(weight)
     devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
@@ -141,22 +142,22 @@ def save_hf(
     return write_hf(model, fetch, dtypes, Path(folder), max_shard_bytes=max_shard_bytes, config=config)
 
 
-def _on_host(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+def _on_host(array: Array, index: tuple[int, ...]) -> np.ndarray:
     """Returns a part of an array on this host; with several processes all must call it together."""
     if not array.is_fully_addressable:
         return np.asarray(gathered_part(array, index).addressable_data(0))
     return np.asarray(array[index] if index else array)
 
 
-def gathered_part(array: jax.Array, index: tuple[int, ...]) -> jax.Array:
+def gathered_part(array: Array, index: tuple[int, ...]) -> Array:
     """Gathers a part of a sharded array to every device; compiled once for all parts of one shape."""
     assert isinstance(array.sharding, NamedSharding)
     return _gather(array.sharding.mesh)(array, tuple(np.int32(number) for number in index))
 
 
 @cache
-def _gather(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, tuple[np.int32, ...]], jax.Array]:
-    def part(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+def _gather(mesh: Mesh | AbstractMesh) -> Callable[[Array, tuple[np.int32, ...]], Array]:
+    def part(array: Array, index: tuple[Array, ...]) -> Array:
         for number in index:
             array = lax.dynamic_index_in_dim(array, number, keepdims=False)
         return array

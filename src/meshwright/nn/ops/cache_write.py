@@ -1,7 +1,7 @@
 """Writes new positions into a cache."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn import cache
@@ -10,7 +10,7 @@ from meshwright.nn.context import Context
 
 
 def cache_write(
-    context: Context, step: Step, before: LayerCache, values: jax.Array, where: jax.Array, *pages: jax.Array
+    context: Context, step: Step, before: LayerCache, values: Array, where: Array, *pages: Array
 ) -> LayerCache:
     """Writes a prompt, or one more position of each row; ``pages`` are a page table."""
     if step.details.paged:
@@ -19,7 +19,7 @@ def cache_write(
     return write(before, values, where)
 
 
-def _positions(values: jax.Array, last: jax.Array) -> jax.Array:
+def _positions(values: Array, last: Array) -> Array:
     """Returns the positions of a prompt, -1 for padding: its page may belong to another sequence."""
     own = jnp.arange(values.shape[1], dtype=last.dtype)[None]
     return jnp.where(own <= last[:, None], own, -1)

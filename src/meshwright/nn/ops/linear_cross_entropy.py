@@ -76,14 +76,14 @@ def logits_backward(
     return found * (1 - (soft / softcap) ** 2) if softcap else found
 
 
-def facts(step: Step, position: int, value: jax.Array) -> dict[str, Any]:
+def facts(step: Step, position: int, value: Array) -> dict[str, Any]:
     """Returns the device's first row of the vocabulary, from the step's input with V, and the cap of the logits."""
     array = step.inputs[position]
     first_row = first_index(array.axes_of("V"), value.shape[array.dims.index("V")])
     return {"first_row": first_row, "softcap": step.details.softcap}
 
 
-def _logits_backward(context: Context, step: Step, logits: jax.Array, labels: jax.Array, *rows: jax.Array) -> jax.Array:
+def _logits_backward(context: Context, step: Step, logits: Array, labels: Array, *rows: Array) -> Array:
     _, *statistics = rows  # the local peak only marks the logits to recompute
     return logits_backward(logits, labels, *statistics, **facts(step, 0, logits))
 

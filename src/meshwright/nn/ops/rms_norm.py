@@ -5,7 +5,6 @@ Families differ in the meaning of the learned scale and in where the result is c
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -97,11 +96,11 @@ def _form(context: Context, scale_name: str) -> RmsForm:
     return rms_form(context.model, latent=scale_name.startswith(LATENT_NORMS))
 
 
-def _forward(context: Context, step: Step, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _forward(context: Context, step: Step, x: Array, scale: Array) -> Array:
     return rms_norm(x, scale, _form(context, step.inputs[1].name))
 
 
-def _backward(context: Context, step: Step, dout: jax.Array, x: jax.Array, scale: jax.Array) -> Any:
+def _backward(context: Context, step: Step, dout: Array, x: Array, scale: Array) -> Any:
     return rms_norm_backward(dout, x, scale, _form(context, step.inputs[2].name))
 
 

@@ -89,12 +89,12 @@ def _spread(values: Gates, experts: Chosen, num_experts: int) -> RouterScores:
     return total
 
 
-def slot_capacity(context: Context, step: Step, tokens: jax.Array) -> int:
+def slot_capacity(context: Context, step: Step, tokens: Array) -> int:
     """Returns the slots per expert for the tokens of a block [B, T, ...]."""
     return expert_capacity(context.model, tokens.shape[0] * tokens.shape[1], step.details.capacity)
 
 
-def _route(context: Context, step: Step, scores: jax.Array) -> tuple[jax.Array, ...]:
+def _route(context: Context, step: Step, scores: Array) -> tuple[Array, ...]:
     """Returns weights and slots of each token and, if the step has a result for them, the device's counts."""
     capacity = slot_capacity(context, step, scores)
     gates, chosen = route(scores, context.model, capacity=capacity)
@@ -104,8 +104,8 @@ def _route(context: Context, step: Step, scores: jax.Array) -> tuple[jax.Array, 
 
 
 def _route_backward(
-    context: Context, step: Step, dgates: jax.Array, scores: jax.Array, chosen: jax.Array, *routing: jax.Array
-) -> jax.Array:
+    context: Context, step: Step, dgates: Array, scores: Array, chosen: Array, *routing: Array
+) -> Array:
     """Returns the cotangent of the scores, from the weights and from the losses on the router."""
     model, details = context.model, step.details
     dscores = route_backward(dgates, scores, chosen, model, capacity=slot_capacity(context, step, scores))

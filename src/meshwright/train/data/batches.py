@@ -14,6 +14,7 @@ import grain
 import jax
 import numpy as np
 from jax.sharding import Sharding
+from jaxtyping import Array
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
@@ -227,7 +228,7 @@ class Batches:
         """Counts the labels of the whole global batch, from the index of documents alone."""
         return sum(map(self.source.num_labels, self.row_numbers(first_sample)))
 
-    def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+    def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
         """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
 
         ``tokens``, ``labels``, ``positions`` and ``documents`` are int32 [batch_seqs, seq_len]; ``num_labels`` is
@@ -243,12 +244,12 @@ class Batches:
             (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip(index, shape, strict=True))
             return read(a, b, c, d)[name]
 
-        def whole(name: str, sharding: Sharding) -> jax.Array:
+        def whole(name: str, sharding: Sharding) -> Array:
             size = () if name == "num_labels" else shape
             return jax.make_array_from_callback(size, sharding, lambda index: part(name, index))
 
         return {name: whole(name, sharding) for name, sharding in shardings.items()}
 
-    def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead[dict[str, jax.Array]]:
+    def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead[dict[str, Array]]:
         """Returns global batches from ``first_sample`` on, each read while the previous one is in use."""
         return Ahead(lambda first: self.global_batch(first, shardings), start=first_sample, stride=self.batch_seqs)

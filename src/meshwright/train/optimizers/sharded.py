@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.kinds import Updated
@@ -40,11 +41,11 @@ def on_one_device(model: Model) -> WeightLayout:
 
 
 def on_shards(
-    body: Callable[..., tuple[jax.Array, ...]],
+    body: Callable[..., tuple[Array, ...]],
     layout: WeightLayout,
-    given: Mapping[ShardedArray, jax.Array],
+    given: Mapping[ShardedArray, Array],
     results: Sequence[ShardedArray],
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """Runs ``body`` on each device's shards of the arrays ``given``; it returns shards of ``results``."""
     if layout.mesh is None:
         return body(*given.values())
@@ -79,7 +80,7 @@ def scale_by_muon(decay: float, layout: Callable[[], WeightLayout]) -> optax.Gra
     return optax.GradientTransformation(init, update)
 
 
-def orthogonal(values: jax.Array, weight: Updated, layout: WeightLayout) -> jax.Array:
+def orthogonal(values: Array, weight: Updated, layout: WeightLayout) -> Array:
     """Maps every matrix U S V^T of a sharded array to nearly U V^T; each device works on whole matrices of some layers.
 
     Layers are padded with zeros to a multiple of the devices, so a device receives at most one matrix that it does not
@@ -90,7 +91,7 @@ def orthogonal(values: jax.Array, weight: Updated, layout: WeightLayout) -> jax.
     counted = 1 + len(weight.batch)
     devices = math.prod(layout.mesh.shape[axis] for axis in steps[0].details.axes) if layout.mesh is not None else 1
 
-    def body(here: jax.Array) -> tuple[jax.Array, ...]:
+    def body(here: Array) -> tuple[Array, ...]:
         count = math.prod(here.shape[:counted])
         flat = here.reshape(count, *here.shape[counted:])
         whole = jnp.pad(flat, [(0, -count % devices), *[(0, 0)] * (flat.ndim - 1)])
@@ -129,7 +130,7 @@ def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Up
         kept = ({*own, *weight.inputs}, {*own, *outputs(weight)})
         return tuple(tuple(i for i, dim in enumerate(dims) if dim not in each) for each in kept)
 
-    def state(count: jax.Array, means: dict[str, list[jax.Array]]) -> FactoredState:
+    def state(count: Array, means: dict[str, list[Array]]) -> FactoredState:
         matrices = [name for name in means if weights[name].inputs]
         return FactoredState(
             count,
@@ -139,7 +140,7 @@ def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Up
         )
 
     def init(params: Params) -> FactoredState:
-        def empty(name: str, over: tuple[int, ...]) -> jax.Array:
+        def empty(name: str, over: tuple[int, ...]) -> Array:
             shape = [1 if axis in over else size for axis, size in enumerate(params[name].shape)]
             return jnp.zeros(shape, jnp.float32)
 
@@ -149,7 +150,7 @@ def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Up
         assert params is not None
         count, at = old.count + 1, layout()
         decay = 1 - count.astype(jnp.float32) ** -DECAY_POWER
-        changes, after = Params(), dict[str, list[jax.Array]]()
+        changes, after = Params(), dict[str, list[Array]]()
         for name, grad in grads.items():
             axes = left_out(name)
             before = (old.rows[name], old.columns[name]) if weights[name].inputs else (old.whole[name],)
@@ -162,8 +163,8 @@ def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Up
 
 
 def _updated(
-    layout: WeightLayout, weight: Updated, values: tuple[jax.Array, jax.Array], means: list[jax.Array], decay: jax.Array
-) -> tuple[jax.Array, ...]:
+    layout: WeightLayout, weight: Updated, values: tuple[Array, Array], means: list[Array], decay: Array
+) -> tuple[Array, ...]:
     """Returns the change of one weight, and its new running means."""
     *steps, _ = adafactor_steps(weight)
     first, keeping = steps[0], next(step for step in steps if "decay" in {array.name for array in step.inputs})
@@ -173,7 +174,7 @@ def _updated(
     given = dict(zip((first.inputs[0], own, *before, keeping.inputs[-1]), (*values, *means, decay), strict=True))
     results = (steps[-1].result, *after)
 
-    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+    def body(*blocks: Array) -> tuple[Array, ...]:
         env = run_update(steps, dict(zip(given, blocks, strict=True)))
         return tuple(env[array] for array in results)
 

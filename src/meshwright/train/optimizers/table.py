@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
+from jaxtyping import Array
 from optax import GradientTransformation
 
 from meshwright.algebra.ops.muon import orthogonalises
@@ -123,7 +124,7 @@ def _float32(tree: Any) -> Any:
 def _narrow_moments(moments: Any, params: Params) -> Any:
     """Casts the arrays of weights to bfloat16; counters and constants stay."""
 
-    def narrow(path: KeyPath, leaf: jax.Array) -> jax.Array:
+    def narrow(path: KeyPath, leaf: Array) -> Array:
         kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
         return leaf.astype(jnp.bfloat16) if kept else leaf
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
+from jaxtyping import Array
 
 from meshwright.nn.weights import rows
 from meshwright.parallel.optimizer import weight_of
@@ -75,8 +76,8 @@ def _flags_on(mesh: Mesh | None) -> Any:
     return jax.jit(_flags, static_argnums=1, out_shardings=everywhere)
 
 
-def _flags(arrays: list[jax.Array], stacked: tuple[bool, ...]) -> list[jax.Array]:
-    def flags(array: jax.Array, by_layer: bool) -> jax.Array:
+def _flags(arrays: list[Array], stacked: tuple[bool, ...]) -> list[Array]:
+    def flags(array: Array, by_layer: bool) -> Array:
         over = tuple(range(by_layer, array.ndim))
         return jnp.stack([jnp.isnan(array).any(over).reshape(-1), jnp.isinf(array).any(over).reshape(-1)])
 
