@@ -14,6 +14,9 @@ from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
 from meshwright.spec.model import Model
 
+ModelRows = Float[Array, "*rows D"]
+ModelVector = Float[Array, " D"]
+
 LATENT_NORM_EPS = 1e-6
 LATENT_NORMS = ("q_a_norm", "kv_a_norm")
 """Weights of the norms inside latent attention."""
@@ -38,7 +41,7 @@ def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
     return RmsForm(eps=eps, unit_offset=model.norm_unit_offset, wide_scale=wide)
 
 
-def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], form: RmsForm) -> Float[Array, "*rows D"]:
+def rms_norm(x: ModelRows, scale: ModelVector, form: RmsForm) -> ModelRows:
     """``x / sqrt(mean(x**2) + eps) * scale`` over the last dim."""
     normed, _ = normed_rows(x, form.eps)
     if form.wide_scale:
@@ -47,8 +50,8 @@ def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], form: RmsFor
 
 
 def rms_norm_backward(
-    dout: Float[Array, "*rows D"], x: Float[Array, "*rows D"], scale: Float[Array, " D"], form: RmsForm
-) -> tuple[Float[Array, "*rows D"], Float[Array, " D"]]:
+    dout: ModelRows, x: ModelRows, scale: ModelVector, form: RmsForm
+) -> tuple[ModelRows, ModelVector]:
     """Returns the cotangents of x and of the scale.
 
     With n the normed row and g = dout * scale: dx = (g - n mean(g n)) / rms, dscale = sum over rows of dout * n.
