@@ -76,16 +76,13 @@ class GenerateStep:
         self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
         self.table = cache_table(model, batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
         self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
-        self._require_even_splits()
-        self.mesh = mesh or device_mesh(strategy.mesh)
-        self._compiled: dict[int, jax.stages.Compiled] = {}
-
-    def _require_even_splits(self) -> None:
-        """Raise InputError unless every array divides: heads and widths over ``tensor``, sequences over the rest."""
-        sizes = {**self.model.dims, "B": self.batch_seqs, **self.cache_sizes}
+        # Heads and widths divide over ``tensor``, sequences over the other axes.
+        sizes = {**model.dims, "B": batch_seqs, **self.cache_sizes}
         for name, array in self.prefill_declared.declared.items():
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
-                check(array, sizes, self.strategy.mesh)
+                check(array, sizes, strategy.mesh)
+        self.mesh = mesh or device_mesh(strategy.mesh)
+        self._compiled: dict[int, jax.stages.Compiled] = {}
 
     @property
     def _prompt_parts(self) -> int:

@@ -54,6 +54,7 @@ from meshwright.train.weights import save_weights
 
 OnStep = Callable[[StepRecord], None]
 POLL_S = 0.001
+_averaged = jax.jit(averaged)
 
 
 class _Flight(NamedTuple):
@@ -137,7 +138,7 @@ class Run:
         self.live.say(f"{self.folder.path}: {start}compiled in {seconds}")
         return compiled
 
-    def _read(self, reader: Ahead[Batch]) -> Batch:
+    def _read(self, reader: Ahead) -> Batch:
         """Returns the next batch. The wait for it counts from when the devices are idle, and belongs to no step."""
         while self.flying and not reader.is_ready and not self.flying[-1].metrics.loss.is_ready():
             time.sleep(POLL_S)
@@ -209,7 +210,7 @@ class Run:
             self.checkpoints.save(self.state, self.position, to_canonical=self.setup.step.to_canonical)
 
     def _evaluated_weights(self) -> Params:
-        return _averaged(self.state) if self.settings.average else self.state.params
+        return _averaged(self.state.opt_state, self.state.params) if self.settings.average else self.state.params
 
     def _evaluate(self) -> None:
         if self.setup.held_out is None:
@@ -280,11 +281,6 @@ class Run:
             f"warmup_steps={settings.warmup_steps}: {where}. Use a lower rate or a longer warmup; "
             f"{kept} in {self.folder.path}."
         )
-
-
-@jax.jit
-def _averaged(state: State) -> Params:
-    return averaged(state.opt_state, state.params)
 
 
 def train(

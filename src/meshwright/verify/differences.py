@@ -141,7 +141,9 @@ def compare_traffic(
     ``remarks`` are the partitioner's messages about arrays that it replicated.
     """
     labels, rows = _sides(expected, found, mesh)
-    table = _Table(rows, mesh, _copied_elements(remarks) * math.prod(mesh.values()))
+    shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
+    copied = max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
+    table = _Table(rows, mesh, copied * math.prod(mesh.values()))
     for key in rows.derived:
         table.take_joined(key, labels)
     for label, sides in labels.items():
@@ -184,12 +186,6 @@ def _amount_of(found: CompiledCollective, size: int) -> Amount:
     if found.dcn and group < size:
         return Amount(wire=wire)
     return Amount(found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire, found.trips * found.num_arrays)
-
-
-def _copied_elements(remarks: Iterable[str]) -> int:
-    """Returns the elements of the largest shard whose array the partitioner reports as replicated; 0 if none."""
-    shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
-    return max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
 
 
 def _same(one: float, other: float) -> bool:

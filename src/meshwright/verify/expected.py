@@ -172,16 +172,14 @@ class StepDerivation:
         if not job.trains:
             sizes |= cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len)
         if model.num_experts:
-            slots = self._slots(job.tokens_per_step // self.strategy.num_microbatches)
+            num_tokens = job.tokens_per_step // self.strategy.num_microbatches
+            bound = self.request.options.capacity_factor
+            slots = expert_capacity(model, num_tokens, bound)
+            if not bound and not slots_move(self.derived, self.strategy.mesh):
+                # Only the filled slots.
+                slots = num_tokens * model.experts_per_token // model.num_experts
             sizes |= {"C": slots, "Er": len(ROUTING_ROWS)}
         return sizes
-
-    def _slots(self, num_tokens: int) -> int:
-        """Returns the slots of one expert over all devices; where slots do not move, the filled ones."""
-        model, bound = self.setting.model, self.request.options.capacity_factor
-        if not bound and not slots_move(self.derived, self.strategy.mesh):
-            return num_tokens * model.experts_per_token // model.num_experts
-        return expert_capacity(model, num_tokens, bound)
 
     def expected(self) -> list[Expected]:
         """Returns the collectives of one step; of a pipeline, those in its text: every branch in every tick."""
@@ -197,9 +195,12 @@ class StepDerivation:
 
     def products(self) -> dict[StepLabel, float]:
         """Returns the FLOPs of each step's products on one device; of a pipeline, those in its text: in every tick."""
+        # Sizes of one microbatch, with all slots of experts, and attention over all keys.
+        dims = {**self.dims, "B": self.job.batch_seqs / self.strategy.num_microbatches}
+        sizes = OpSizes(dims=dims, mesh=self.strategy.mesh, state=self.strategy.state)
         found: dict[StepLabel, float] = defaultdict(float)
         for step, times in self._local_steps():
-            flops = float(np.asarray(op_flops(step, self._sizes)))
+            flops = float(np.asarray(op_flops(step, sizes)))
             if flops:
                 found[step.label] += flops * times
         return dict(found)
@@ -221,12 +222,6 @@ class StepDerivation:
         if not self.job.trains or self.strategy.mesh.get("pipeline", 1) == 1:
             return None
         return tick_tables(strategy_schedule(self.strategy))
-
-    @cached_property
-    def _sizes(self) -> OpSizes:
-        """Sizes of one microbatch, with all slots of experts, and attention over all keys."""
-        dims = {**self.dims, "B": self.job.batch_seqs / self.strategy.num_microbatches}
-        return OpSizes(dims=dims, mesh=self.strategy.mesh, state=self.strategy.state)
 
     def memory(self) -> dict[str, float]:
         """Returns the predicted bytes on one device by item."""

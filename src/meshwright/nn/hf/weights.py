@@ -1,6 +1,6 @@
 """Loads and saves Hugging Face checkpoints: devices read their own shards, tensors are written one at a time."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -70,19 +70,15 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
             raise CannotRunError(f"{name} is not zero: a corrected router is not run in this version.")
     for place in stored_parts(model, tensors):
         if place.tensor not in tensors:
-            raise InputError(_missing(place, tensors))
+            forms = ("_blocks", "_scale_inv", ".qweight", ".SCB")
+            if quantised := next((name for name in tensors if name.endswith(forms)), ""):
+                raise InputError(f"the checkpoint is quantised (it has {quantised}). Give one in bf16, fp16 or fp32.")
+            raise InputError(f"the checkpoint lacks {place.tensor} ({place.variable}). Give one made for this model.")
         shape = tuple(tensors[place.tensor].shape)
         if shape != place.shape:
             raise InputError(f"{place.tensor} has shape {shape}; {model.name} needs {place.shape}. Is it its config?")
         found.setdefault(place.variable, {})[place.leading] = place
     return found
-
-
-def _missing(place: StoredPart, names: Collection[str]) -> str:
-    quantised = next((name for name in names if name.endswith(("_blocks", "_scale_inv", ".qweight", ".SCB"))), "")
-    if quantised:
-        return f"the checkpoint is quantised (it has {quantised}). Give one in bf16, fp16 or fp32."
-    return f"the checkpoint lacks {place.tensor} ({place.variable}). Give one made for this model."
 
 
 def _array(
@@ -137,16 +133,12 @@ def save_hf(
     dtypes = {name: np.dtype(array.dtype) for name, array in params.items()}
 
     def fetch(name: str, index: tuple[int, ...]) -> np.ndarray:
-        return _on_host(params[name], index)
+        array = params[name]
+        if not array.is_fully_addressable:
+            return np.asarray(gathered_part(array, index).addressable_data(0))
+        return np.asarray(array[index] if index else array)
 
     return write_hf(model, fetch, dtypes, Path(folder), max_shard_bytes=max_shard_bytes, config=config)
-
-
-def _on_host(array: Array, index: tuple[int, ...]) -> np.ndarray:
-    """Returns a part of an array on this host; with several processes all must call it together."""
-    if not array.is_fully_addressable:
-        return np.asarray(gathered_part(array, index).addressable_data(0))
-    return np.asarray(array[index] if index else array)
 
 
 def gathered_part(array: Array, index: tuple[int, ...]) -> Array:

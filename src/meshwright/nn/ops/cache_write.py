@@ -14,15 +14,13 @@ def cache_write(
 ) -> LayerCache:
     """Writes a prompt, or one more position of each row; ``pages`` are a page table."""
     if step.details.paged:
-        return cache.write_pages(before, values, _positions(values, where) if step.details.prompt else where, *pages)
+        if step.details.prompt:
+            # -1 for padding: its page may belong to another sequence.
+            own = jnp.arange(values.shape[1], dtype=where.dtype)[None]
+            where = jnp.where(own <= where[:, None], own, -1)
+        return cache.write_pages(before, values, where, *pages)
     write = cache.write_prompt if step.details.prompt else cache.write_position
     return write(before, values, where)
-
-
-def _positions(values: Array, last: Array) -> Array:
-    """Returns the positions of a prompt, -1 for padding: its page may belong to another sequence."""
-    own = jnp.arange(values.shape[1], dtype=last.dtype)[None]
-    return jnp.where(own <= last[:, None], own, -1)
 
 
 STEPS = {"cache_write": cache_write}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import grain
 import jax
@@ -24,8 +24,7 @@ from meshwright.train.data.token_store import TokenStore, split
 from meshwright.train.data.tokenizer import open_tokenizer
 from meshwright.train.settings import TrainSettings
 
-T = TypeVar("T")
-
+READ_AHEAD = 2
 NO_LABEL = -1
 """Label of a position without a prediction."""
 PADDING = 0
@@ -90,16 +89,16 @@ class Rows:
         return size - len(self._boundaries(number))
 
 
-class Ahead(Generic[T]):
+class Ahead:
     """Iterates over ``(number, make(number))`` for start, start + stride, ... without end.
 
-    Within its context one thread keeps ``depth`` items ready; at its end the thread and its items are gone. An error of
-    ``make`` is raised where its item is read.
+    Within its context one thread keeps `READ_AHEAD` items ready; at its end the thread and its items are gone. An error
+    of ``make`` is raised where its item is read.
     """
 
-    def __init__(self, make: Callable[[int], T], *, start: int, stride: int, depth: int = 2) -> None:
-        self._make, self._next, self._stride, self._depth = make, start, stride, depth
-        self._ready: deque[tuple[int, Future[T]]] = deque()
+    def __init__(self, make: Callable[[int], dict[str, Array]], *, start: int, stride: int) -> None:
+        self._make, self._next, self._stride = make, start, stride
+        self._ready: deque[tuple[int, Future[dict[str, Array]]]] = deque()
         # One worker, so that items are made in order and `make` need not be safe for several threads.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
 
@@ -116,17 +115,17 @@ class Ahead(Generic[T]):
         """True if the next item is ready."""
         return bool(self._ready) and self._ready[0][1].done()
 
-    def __iter__(self) -> Iterator[tuple[int, T]]:
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Array]]]:
         return self
 
-    def __next__(self) -> tuple[int, T]:
+    def __next__(self) -> tuple[int, dict[str, Array]]:
         self._fill()
         number, item = self._ready.popleft()
         self._fill()
         return number, item.result()
 
     def _fill(self) -> None:
-        while len(self._ready) < self._depth:
+        while len(self._ready) < READ_AHEAD:
             self._ready.append((self._next, self._pool.submit(self._make, self._next)))
             self._next += self._stride
 
@@ -250,6 +249,6 @@ class Batches:
 
         return {name: whole(name, sharding) for name, sharding in shardings.items()}
 
-    def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead[dict[str, Array]]:
+    def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead:
         """Returns global batches from ``first_sample`` on, each read while the previous one is in use."""
         return Ahead(lambda first: self.global_batch(first, shardings), start=first_sample, stride=self.batch_seqs)
