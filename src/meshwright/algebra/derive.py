@@ -76,8 +76,7 @@ def derive(
 
 def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
     """Returns the arrays that exist before a block starts: weights, inputs of the job, and the stream."""
-    made = {op.out for op in block.ops}
-    return {array for name in block.reads.keys() - made for array in shardings.as_read(name)}
+    return {array for name in block.reads.keys() - {op.out for op in block.ops} for array in shardings.as_read(name)}
 
 
 def forward_pass(block: Block, shardings: Shardings) -> Tape:

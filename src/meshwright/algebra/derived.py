@@ -71,11 +71,6 @@ class Derived(msgspec.Struct, frozen=True):
         return {name: weight.shard for name, weight in self.weights.items()}
 
     @property
-    def by_name(self) -> dict[str, BlockSteps]:
-        """The steps of each block by the block's name."""
-        return {steps.block.name: steps for steps in self.blocks}
-
-    @property
     def num_layers(self) -> int:
         """Repeats of the blocks that pipeline stages share out."""
         return sum(block.repeat for block in self.blocks if block.block.carry)

@@ -44,11 +44,11 @@ def logits_fn(model: Model) -> Callable[..., Array]:
         def layer(steps: BlockSteps, number: Array, values: Mapping[str, Any], state: None) -> tuple[Array, None]:
             return run_block(context, steps, values)[0], None
 
+        results = {block.name: block.ops[-1].out for block in derived.program.blocks}
         for stack in derived.program.stacks:
-            last = derived.by_name[stack.last].block
-            result = "logits" if stack is derived.program.stacks[-1] else last.ops[-1].out
-            given[result], _ = run_stack(context, stack, params, given, layer, None, until=result)
-        return capped(given["logits"], model.logit_softcap)
+            result, _ = run_stack(context, stack, params, given, layer, None)
+            given[results[stack.last]] = result
+        return capped(result, model.logit_softcap)
 
     return logits
 
@@ -76,15 +76,13 @@ def run_stack(
     given: Mapping[str, Any],
     layer: Callable[[BlockSteps, Array, Mapping[str, Any], _State], tuple[Array, _State]],
     state: _State,
-    *,
-    until: str = "",
 ) -> tuple[Array, _State]:
-    """Runs a stack: its first block, ``stream, state = layer(block, number, values by name, state)`` for every layer in
-    order, a loop for each span, and its last block up to ``until``; returns the result and the last state.
+    """Runs a stack; returns its result, of a loss head the logits, and the last state.
 
-    A layer is numbered among those of its kind.
+    Between the first and the last block, every layer runs in order, a loop for each span: ``stream, state =
+    layer(block, number, values by name, state)``. A layer is numbered among those of its kind.
     """
-    blocks = context.derived.by_name
+    blocks = {steps.block.name: steps for steps in context.derived.blocks}
 
     def iteration(span: Span, carry: tuple[Array, _State], number: Array) -> tuple[Any, None]:
         stream, state = carry
@@ -104,4 +102,6 @@ def run_stack(
     for span in spans(stack.layers):
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
     stream, state = carry
-    return run_block(context, blocks[stack.last], {**given, **params, stack.carry: stream}, until=until)[0], state
+    last = blocks[stack.last]
+    until = "logits" if any(op.out == "logits" for op in last.block.ops[:-1]) else ""
+    return run_block(context, last, {**given, **params, stack.carry: stream}, until=until)[0], state

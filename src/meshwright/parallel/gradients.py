@@ -4,6 +4,7 @@ The routers' counts go with the gradients as `BlockPasses.counts` names them: st
 microbatches like these, and complete on every device without any further sum.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +24,9 @@ from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
 from meshwright.spec.strategy import Strategy
 
+LossAndGradients = tuple[Array, Params]
+"""A summed loss, and gradients by name."""
+
 
 def microbatch_gradients(
     passes: Passes,
@@ -32,7 +36,7 @@ def microbatch_gradients(
     *,
     earlier: Params | None = None,
     overlapped: bool = False,
-) -> tuple[Array, Params]:
+) -> LossAndGradients:
     """Returns the summed loss of a microbatch, and the gradients of ``dloss`` times it.
 
     With ``overlapped`` each layer adds its gradients to the ``earlier`` ones and runs their collectives of scope "step"
@@ -85,7 +89,7 @@ def summed(*parts: Params) -> Params:
 
 def step_gradients(
     passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, strategy: Strategy, stacked: frozenset[str]
-) -> tuple[Array, Params]:
+) -> LossAndGradients:
     """Returns the summed loss of all microbatches, and gradients of ``dloss`` times it after the collectives of a step.
 
     Gradients are summed in float32 if there are several microbatches, or the training state asks for it.
@@ -105,7 +109,7 @@ def step_gradients(
 
 def _over_microbatches(
     passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, count: int, overlapped: bool
-) -> tuple[Array, Params]:
+) -> LossAndGradients:
     """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last one adds the
     sum of the others layer by layer."""
     one = partial(microbatch_gradients, passes, dloss=dloss)
@@ -114,7 +118,7 @@ def _over_microbatches(
         return last(params, inputs)
     parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
-    def body(carry: tuple[Array, Params], part: Inputs) -> tuple[tuple[Array, Params], None]:
+    def body(carry: LossAndGradients, part: Inputs) -> tuple[LossAndGradients, None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
         loss, grads = one(*lax.optimization_barrier((params, part)))
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], barrier(grads))), None
@@ -205,10 +209,7 @@ def squared_norm(
     """
     total: Any = jnp.zeros((), jnp.float32)
     for name, grad in grads.items():
-        copies = 1
-        for axis, size in mesh.items():
-            of_stage = axis == "pipeline" and name in stacked
-            if axis not in shards[name].spread and not of_stage:
-                copies *= size
+        split = {*shards[name].spread, *(("pipeline",) if name in stacked else ())}
+        copies = math.prod(size for axis, size in mesh.items() if axis not in split)
         total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
     return total

@@ -30,6 +30,9 @@ from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, a
 IterationParams = tuple[Params, ...]
 """Weights or gradients of one iteration of a loop: a dict for each of its layers."""
 
+SpanCotangents = tuple[Cotangents, IterationParams]
+"""Cotangents of the inputs of iterations, and their gradients."""
+
 Finish = Callable[[IterationParams, IterationParams | None], IterationParams]
 """(gradients of an iteration, those of earlier microbatches or None) -> gradients that the loop returns."""
 
@@ -71,7 +74,7 @@ class LayerLoop:
         cotangent: Cotangents,
         earlier: IterationParams | None,
         ready: tuple[Ready, ...] | None = None,
-    ) -> tuple[Cotangents, IterationParams]:
+    ) -> SpanCotangents:
         """Returns the cotangents of the inputs of one iteration, and its gradients."""
         found: tuple[Any, ...] = ()
         for number, kind in reversed(list(enumerate(self.span.pattern))):
@@ -88,10 +91,10 @@ class LayerLoop:
 
     def backward(
         self, weights: IterationParams, saved: Any, cotangent: Cotangents, earlier: IterationParams | None
-    ) -> tuple[Cotangents, IterationParams]:
+    ) -> SpanCotangents:
         """Returns the cotangents of the inputs of the span, and its gradients."""
 
-        def back(cotangent: Cotangents, given: Any) -> tuple[Cotangents, IterationParams]:
+        def back(cotangent: Cotangents, given: Any) -> SpanCotangents:
             own, kept, before = given
             return self.iteration_back(own, kept, cotangent, before)
 
@@ -125,8 +128,8 @@ class SegmentLoop(LayerLoop):
 
     def backward(
         self, weights: IterationParams, saved: Any, cotangent: Cotangents, earlier: IterationParams | None
-    ) -> tuple[Cotangents, IterationParams]:
-        def segment(cotangent: Cotangents, given: Any) -> tuple[Cotangents, IterationParams]:
+    ) -> SpanCotangents:
+        def segment(cotangent: Cotangents, given: Any) -> SpanCotangents:
             own, stream, before = given
             _, kept = LayerLoop.forward(self, own, stream)
             return LayerLoop.backward(self, own, kept, cotangent, before)
@@ -168,7 +171,7 @@ class AheadLoop(LayerLoop):
 
     def backward(
         self, weights: IterationParams, saved: Any, cotangent: Cotangents, earlier: IterationParams | None
-    ) -> tuple[Cotangents, IterationParams]:
+    ) -> SpanCotangents:
         def back(carry: Any, given: Any) -> tuple[Any, IterationParams]:
             cotangent, ready = carry
             own, previous, kept, before = given

@@ -40,6 +40,10 @@ Batch = dict[str, Array]
 several documents; num_labels, a float32 scalar: the labels of the whole batch that count (none: the loss is 0)."""
 
 
+StepGradients = tuple[Array, Params, Array, Params]
+"""Mean loss of the global batch, gradients reduced, the squared norm of these, and the routers' metrics."""
+
+
 class State(NamedTuple):
     """Weights (`Params`) and the optimizer's state, or their shardings."""
 
@@ -283,7 +287,7 @@ class TrainStep:
             offload="activations" in self.strategy.offload,
         )
 
-    def _local_gradients(self, params: Params, batch: Batch) -> tuple[Array, Params, Array, Params]:
+    def _local_gradients(self, params: Params, batch: Batch) -> StepGradients:
         """Returns global loss, reduced gradients, squared norm and the routers' metrics, from one device's shards."""
         dloss = _per_label(batch)
         if self.pipeline:
@@ -312,7 +316,7 @@ class TrainStep:
         steps = [s for s in self.declared.update if s.is_collective and s.result.name == name]
         return apply_collectives(steps, value)
 
-    def _gradients(self, params: Params, batch: Batch) -> tuple[Array, Params, Array, Params]:
+    def _gradients(self, params: Params, batch: Batch) -> StepGradients:
         if self.form == "gspmd":
             return self._gspmd_gradients(params, batch)
         of_layers = PartitionSpec("pipeline") if self.pipeline else PartitionSpec()
@@ -364,7 +368,7 @@ class TrainStep:
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
 
-    def _gspmd_gradients(self, params: Params, batch: Batch) -> tuple[Array, Params, Array, Params]:
+    def _gspmd_gradients(self, params: Params, batch: Batch) -> StepGradients:
         given, mesh = self.strategy, dict.fromkeys(self.strategy.mesh, 1)
         alone = Strategy(mesh=mesh, remat=given.remat, num_microbatches=given.num_microbatches, state=given.state)
         whole = derive(self.program, alone, fused_head=False)
