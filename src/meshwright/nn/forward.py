@@ -103,5 +103,6 @@ def run_stack(
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
     stream, state = carry
     last = blocks[stack.last]
-    until = "logits" if any(op.out == "logits" for op in last.block.ops[:-1]) else ""
+    is_loss_head = last.block.ops[-1].out != "logits" and any(step.result.name == "logits" for step in last.forward)
+    until = "logits" if is_loss_head else ""
     return run_block(context, last, {**given, **params, stack.carry: stream}, until=until)[0], state
