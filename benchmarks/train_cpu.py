@@ -105,7 +105,7 @@ def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...], ax
 
     from meshwright.cli.fields import parse_axes
     from meshwright.core.host_memory import keep_freed_memory
-    from meshwright.nn.hf.weights import params_from_hf
+    from meshwright.nn.hf.weights import read_params
     from meshwright.parallel.mesh import emulate_devices
     from meshwright.parallel.train_step import State, TrainStep
     from meshwright.spec.hf.read import model_from_config
@@ -128,7 +128,7 @@ def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...], ax
     emulate_devices(math.prod(mesh.values()))
     strategy = Strategy(mesh=mesh, remat=remat, state="fp32", assignment=standard_assignment(zero=2))
     step = TrainStep(model, strategy, optimizer=make_optimizer(model, settings))
-    params = jax.device_put(params_from_hf(model, load_file(weights)), step.state_shardings.params)
+    params = jax.device_put(read_params(model, load_file(weights)), step.state_shardings.params)
     states = [State(params, step.init_optimizer(params))]
 
     def run(tokens: np.ndarray) -> float:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.nn.forward import logits_fn
-from meshwright.nn.hf.weights import load_params, params_from_hf, save_hf
+from meshwright.nn.hf.weights import load_params, read_params, save_hf
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -53,7 +53,7 @@ def arrays(tensors):
 @pytest.mark.parametrize("family", RUNNING)
 def test_logits_are_those_of_transformers(family):
     theirs, model = their_model(family), FAMILIES[family]
-    params = params_from_hf(model, arrays(theirs.state_dict().items()))
+    params = read_params(model, arrays(theirs.state_dict().items()))
     expected = their_logits(theirs).detach().numpy()
     found = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(TOKENS)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
@@ -66,7 +66,7 @@ def test_each_side_reads_what_the_other_wrote(family, tmp_path):
     model = model_from_config(tmp_path / "theirs", family)
     assert model == FAMILIES[family]
     params = load_params(model, tmp_path / "theirs")
-    for name, array in params_from_hf(model, arrays(theirs.state_dict().items())).items():
+    for name, array in read_params(model, arrays(theirs.state_dict().items())).items():
         np.testing.assert_array_equal(params[name], array)
 
     save_hf(model, params, tmp_path / "ours", 50_000)
@@ -77,11 +77,11 @@ def test_each_side_reads_what_the_other_wrote(family, tmp_path):
 @pytest.mark.parametrize("family", quick_of(RUNNING, but=("gemma2", "qwen2_moe")))
 def test_gradients_are_those_of_transformers(family):
     theirs, model = their_model(family), FAMILIES[family]
-    params = params_from_hf(model, arrays(theirs.named_parameters()))
+    params = read_params(model, arrays(theirs.named_parameters()))
     logits = their_logits(theirs).flatten(0, 1)
     expected_loss = torch.nn.functional.cross_entropy(logits, torch.tensor(LABELS, dtype=torch.long).flatten())
     expected_loss.backward()
-    expected = params_from_hf(model, arrays((name, p.grad) for name, p in theirs.named_parameters()))
+    expected = read_params(model, arrays((name, p.grad) for name, p in theirs.named_parameters()))
 
     step = TrainStep(model, Strategy(mesh=make_mesh({}), state="fp32"))
     loss, grads = step.gradients(params, {"tokens": jnp.asarray(TOKENS), "labels": jnp.asarray(LABELS)})

@@ -181,15 +181,16 @@ def test_at_most_five_lines():
 
 
 def test_steps_unlike_those_before_are_named():
-    assert profile._slower_notes(1.1, 1.0) == ()
-    (note,) = profile._slower_notes(3.4, 1.0)
+    of_gpu = SimpleNamespace(platform="gpu")
+    assert list(profile._warnings(1.1, 1.0, of_gpu, None)) == []
+    (note,) = profile._warnings(3.4, 1.0, of_gpu, None)
     assert "3.4 times as long" in note
 
 
 @pytest.mark.parametrize(("busy", "warned"), [(0.99, False), (0.4, True)])
 def test_a_busy_machine_is_named(busy, warned, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    (note,) = profile._machine_notes(SimpleNamespace(platform="cpu"), SimpleNamespace(cores=4 * busy))
+    (note,) = profile._warnings(1.0, 1.0, SimpleNamespace(platform="cpu"), SimpleNamespace(cores=4 * busy))
     assert f"{4 * busy:.1f} of 4 cores" in note
     assert ("quiet machine" in note) is warned
-    assert profile._machine_notes(SimpleNamespace(platform="gpu"), SimpleNamespace(cores=1.0)) == ()
+    assert list(profile._warnings(1.0, 1.0, SimpleNamespace(platform="gpu"), SimpleNamespace(cores=1.0))) == []

@@ -214,7 +214,7 @@ def test_a_request_to_stop_ends_with_everything_written(tmp_path, text, on_step)
 def test_a_step_in_hand_changes_no_number(tmp_path, text, monkeypatch):
     """What runs on accelerators: the next step is handed over before the loss of this one is read."""
     plain = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path)
-    monkeypatch.setattr("meshwright.train.run.steps_ahead", lambda: 1)
+    monkeypatch.setattr("meshwright.train.loop.steps_ahead", lambda: 1)
     pauses = settings(text, checkpoint_every=2, evaluate_every=3)
     ahead = train(MODEL, strategy(), JOB, pauses, run_root=tmp_path)
     assert ahead.losses == plain.losses
@@ -233,7 +233,7 @@ def test_the_wait_for_slow_data_is_no_time_in_steps(tmp_path, text, monkeypatch)
         time.sleep(wait_s)
         return read(self, first_sample, shardings)
 
-    monkeypatch.setattr("meshwright.train.run.steps_ahead", lambda: 1)
+    monkeypatch.setattr("meshwright.train.loop.steps_ahead", lambda: 1)
     monkeypatch.setattr(Batches, "global_batch", slowly)
     result = train(MODEL, strategy(), JOB, settings(text, steps=8, held_out=0.0), run_root=tmp_path)
     goodput = result.goodput

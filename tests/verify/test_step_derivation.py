@@ -14,9 +14,8 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Encoder
 from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.verify.expected import expected_collectives, expected_of_pipeline
+from meshwright.verify.expected import StepDerivation, expected_collectives, expected_of_pipeline
 from meshwright.verify.request import Request
-from meshwright.verify.step_derivation import StepDerivation
 from meshwright.verify.targets import Target
 
 TINY, MIXTRAL = load_model("tiny"), load_model("mixtral-8x7b")

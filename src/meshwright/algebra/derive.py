@@ -76,9 +76,7 @@ def derive(
 
 def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
     """Returns the arrays that exist before a block starts: weights, inputs of the job, and the stream."""
-    made = {op.out for op in block.ops}
-    used = {name for op in block.ops for name in op.inputs}
-    return {array for name in used - made for array in shardings.as_read(name)}
+    return {array for name in block.reads.keys() - {op.out for op in block.ops} for array in shardings.as_read(name)}
 
 
 def forward_pass(block: Block, shardings: Shardings) -> Tape:
@@ -115,7 +113,7 @@ def _both_passes(block: Block, shardings: Shardings) -> list[Step]:
 def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
     """Every weight as its optimizer updates it."""
     stages = ("pipeline",) if "pipeline" in shardings.axes else ()
-    layers = {name: layers_dim(b.name) for b in program.blocks if b.carry for op in b.ops for name in op.inputs}
+    layers = {name: layers_dim(b.name) for b in program.blocks if b.carry for name in b.reads}
     return {
         weight.name: Updated(
             shard=shardings.optimizer(weight.name),

@@ -97,7 +97,7 @@ class Derived(msgspec.Struct, frozen=True):
                 again = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
                 times = block.repeat - stay * again
                 yield step, times if step.scope == "step" else times * num_microbatches
-        repeats = {name: b.repeat for b in self.blocks for op in b.block.ops for name in op.inputs}
+        repeats = {name: b.repeat for b in self.blocks for name in b.block.reads}
         for step in self.update:
             yield step, 1 if self.is_stacked(step) else repeats.get(step.result.name, 1)
 

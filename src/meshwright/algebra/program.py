@@ -44,6 +44,11 @@ class Block(msgspec.Struct, frozen=True):
     result: str = ""
     last_turn: int = 1
 
+    @property
+    def reads(self) -> dict[str, None]:
+        """Names of the variables that the ops read, in order of first use."""
+        return dict.fromkeys(name for op in self.ops for name in op.inputs)
+
 
 def layers_dim(block: str) -> str:
     """Returns the dim that counts the layers of a block: L, or Lmoe, Llocal where a model has several kinds."""

@@ -18,8 +18,8 @@ from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_ru
 if TYPE_CHECKING:
     from meshwright.parallel.generate_step import GenerateStep
     from meshwright.serve.model_folder import ModelFolder
+    from meshwright.train.loop import OnStep
     from meshwright.train.record.result import TrainResult
-    from meshwright.train.run import OnStep
 
 
 def run_training(

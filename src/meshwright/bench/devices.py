@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from meshwright.bench.results import Contents, MatmulPart, Timing
 from meshwright.bench.timing import MAX_REPEATS, Budget, Call, time_together
@@ -202,7 +203,7 @@ class Bench:
         mapped = jax.shard_map(workload.body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(mapped, donate_argnums=(0,) if workload.arrays == "in place" else ())
 
-    def data(self, workload: Workload, number: int) -> tuple[jax.Array, ...]:
+    def data(self, workload: Workload, number: int) -> tuple[Array, ...]:
         """Returns the inputs of a workload: equal shards on all devices, different for each ``number``."""
         mesh, rng = self.mesh(workload.axes), np.random.default_rng(number)
         sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -220,11 +221,11 @@ class Bench:
             made.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
         return tuple(made)
 
-    def call(self, workload: Workload, kept: list[jax.Array] | None = None) -> Call:
+    def call(self, workload: Workload, kept: list[Array] | None = None) -> Call:
         """Returns the call that times a workload. Workloads in place share their inputs through one list ``kept``."""
         run, held = self.program(workload), [] if kept is None else kept
 
-        def arguments(repeat: int) -> tuple[jax.Array, ...]:
+        def arguments(repeat: int) -> tuple[Array, ...]:
             if workload.arrays == "new":
                 return self.data(workload, repeat)
             # A program that failed may have deleted its donated input.
@@ -232,7 +233,7 @@ class Bench:
                 held[:] = self.data(workload, 0)
             return tuple(held)
 
-        def in_place(first: jax.Array, *others: jax.Array) -> jax.Array:
+        def in_place(first: Array, *others: Array) -> Array:
             for _ in range(workload.launches):
                 first = run(first, *others)
             held[0] = first

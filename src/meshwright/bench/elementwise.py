@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+from jaxtyping import Array
 
 from meshwright.bench.devices import Bench, Runner, Workload
 from meshwright.bench.fit import crossing
@@ -73,7 +73,7 @@ MADE_BYTES_PER_S = 1e9
 def measure_elementwise(runner: Runner) -> ElementwisePart:
     """Measures fused chains until one takes several times as long as one multiply-add, then short unfused chains."""
     bench, elements = runner.bench, chain_elements(runner.bench, runner.left_s)
-    array: list[jax.Array] = []
+    array: list[Array] = []
     fused: list[ChainTime] = []
     fusing = runner.share(0.6)
     for repeats in FUSED:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from meshwright.bench.devices import Bench, Runner
 from meshwright.bench.fit import FittedLine, fit_line
@@ -95,11 +96,11 @@ def measure_overhead(runner: Runner) -> OverheadPart:
     return OverheadPart(launches=tuple(found), line=line)
 
 
-def _launches(arrays: tuple[jax.Array, ...], launches: int) -> Call:
+def _launches(arrays: tuple[Array, ...], launches: int) -> Call:
     # A new program each time: one that was compiled for other numbers of arguments looks its code up at each launch.
     program = jax.jit(lambda *given: given[0] + 1)
 
-    def run(*given: jax.Array) -> Any:
+    def run(*given: Array) -> Any:
         result = None
         for _ in range(launches):
             result = program(*given)

@@ -10,6 +10,7 @@ import jax
 import msgspec
 
 from meshwright.bench.results import Timing
+from meshwright.core.errors import first_line
 
 MIN_REPEATS = 3
 """Fewer repeats than this show no spread: the call counts as not measured."""
@@ -91,7 +92,7 @@ def time_together(calls: Mapping[Any, Call], budget: Budget, *, max_repeats: int
         try:
             seconds[name].append(calls[name].round_s(repeat))
         except FAILURES as error:
-            why_not[name] = first_line(error)
+            why_not[name] = first_line(error)[:100]
 
     for name in calls:
         if budget.left_s > 0:
@@ -130,12 +131,6 @@ def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str
                 times.append(call.round_s(len(times)))
             medians[name].append(median(times))
     return {name: median(times) for name, times in medians.items()}
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error, at most 100 characters."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0][:100]
 
 
 def rounds_for(seconds: float, *, target_s: float = 0.02, most: int = 1024) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.bench.devices import JAX_DTYPES, AttentionShape, Bench, MlpShape, Shard, Workload
@@ -48,11 +49,11 @@ def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, conten
     exact = dtype == "fp32" and not bench.emulated
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
 
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    def product(a: Array, b: Array) -> Array:
         return jnp.matmul(a, b, preferred_element_type=result, precision=precision)
 
-    def body(a: jax.Array, b: jax.Array) -> jax.Array:
-        def again(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def body(a: Array, b: Array) -> Array:
+        def again(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             a, _out = carry
             out = product(a, b)
             # Clipped to stay finite through many products.
@@ -75,10 +76,10 @@ def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
     """
     m, k, n = shape
 
-    def forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    def forward(x: Array, gate: Array, up: Array, down: Array) -> Array:
         return silu_mul((x @ gate)[None], (x @ up)[None])[0] @ down
 
-    def body(*given: jax.Array) -> tuple[jax.Array, ...]:
+    def body(*given: Array) -> tuple[Array, ...]:
         out, backward = jax.vjp(forward, *given[:-1])
         return out, *backward(given[-1])
 
@@ -92,7 +93,7 @@ def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Work
     """The attention of training, forward or in both passes."""
     batch, length, heads, kv_heads, width = shape
 
-    def body(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> Any:
+    def body(q: Array, k: Array, v: Array, cotangent: Array) -> Any:
         places = TokenPositions(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
         call = AttentionCall(scale=width**-0.5, query=places, key=places, mask="rows")
         o, lse = attention(call, q, k, v)
@@ -128,11 +129,11 @@ def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workloa
     No scores are computed: the sum of queries, keys and values stands in for attention.
     """
 
-    def norm(x: jax.Array) -> jax.Array:
+    def norm(x: Array) -> Array:
         wide = x.astype(jnp.float32)
         return (wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPSILON)).astype(x.dtype)
 
-    def layer(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    def layer(x: Array, *weights: Array) -> Array:
         query, key, value, out, gate, up, down = weights
         h = norm(x)
         group = query.shape[1] // key.shape[1]
@@ -141,7 +142,7 @@ def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workloa
         h = norm(x)
         return norm(x + silu_mul((h @ gate)[None], (h @ up)[None])[0] @ down)
 
-    def body(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    def body(x: Array, *weights: Array) -> Array:
         return lax.fori_loop(0, LAYER_ROUNDS, lambda _, y: layer(y, *weights), x)
 
     stream = Shard(shape=(tokens, sizes["D"]), dtype=dtype)
@@ -152,17 +153,17 @@ def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workloa
 # -- no products ------------------------------------------------------------------------------------------
 
 
-def log_space(a: jax.Array, b: jax.Array) -> jax.Array:
+def log_space(a: Array, b: Array) -> Array:
     """Returns the log of the product of exp a and exp b."""
     return jax.nn.logsumexp(a[:, :, None] + b[None, :, :], axis=1)
 
 
-def l1_distance(a: jax.Array, b: jax.Array) -> jax.Array:
+def l1_distance(a: Array, b: Array) -> Array:
     """Returns the sums of absolute differences between rows of a and columns of b."""
     return jnp.sum(jnp.abs(a[:, :, None] - b[None, :, :]), axis=1)
 
 
-DISTANCES: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], int | None]] = {
+DISTANCES: dict[str, tuple[Callable[[Array, Array], Array], int | None]] = {
     "matmul": (lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST), None),
     "log-space": (log_space, 6),
     "L1 distance": (l1_distance, 3),
@@ -181,7 +182,7 @@ def distance_workload(what: str, size: int) -> Workload:
 def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Workload:
     """``repeats`` times x = a x + b, with a and b unknown to the compiler, fused into one kernel or one kernel each."""
 
-    def body(x: jax.Array, ab: jax.Array) -> jax.Array:
+    def body(x: Array, ab: Array) -> Array:
         factor, added = ab[0] * 1e-3, ab[1]
         for _ in range(repeats if fused else 1):
             x = x * factor + added
@@ -199,7 +200,7 @@ def copy_workload(kind: CopyKind, array_bytes: int, rounds: int) -> Workload:
     works in place, so that arrays may be large.
     """
 
-    def once(_: Any, x: jax.Array) -> jax.Array:
+    def once(_: Any, x: Array) -> Array:
         return jax.nn.silu(x) + 0.5 if kind == "silu" else x + 1.0
 
     return Workload(
@@ -214,12 +215,12 @@ def copy_workload(kind: CopyKind, array_bytes: int, rounds: int) -> Workload:
 # -- collectives ------------------------------------------------------------------------------------------
 
 
-def _next_device(x: jax.Array, axis: str) -> jax.Array:
+def _next_device(x: Array, axis: str) -> Array:
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
 
 
-COLLECTIVE_FUNCTIONS: dict[CollectiveKind, Callable[[jax.Array, str], jax.Array]] = {
+COLLECTIVE_FUNCTIONS: dict[CollectiveKind, Callable[[Array, str], Array]] = {
     "all_gather": lambda x, axis: lax.all_gather(x, axis, tiled=True),
     "reduce_scatter": lambda x, axis: lax.psum_scatter(x, axis, tiled=True),
     "all_reduce": lax.psum,
@@ -242,7 +243,7 @@ def groups_of(num_devices: int, axes: Mapping[str, int]) -> list[Group]:
 def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) -> Workload:
     """Consecutive collectives on ``array_bytes`` over the group (the bytes that a device sends, in a permute)."""
 
-    def again(_: Any, y: jax.Array) -> jax.Array:
+    def again(_: Any, y: Array) -> Array:
         # The first element of the result feeds the next round, so that none is dropped or reordered.
         return y + COLLECTIVE_FUNCTIONS[kind](y, group.axis)[:1] * 1e-6
 

@@ -12,7 +12,8 @@ from meshwright.core.errors import nearest
 class VerbGroup(click.Group):
     """A verb that is made of verbs: name -> (package of its module, what `--help` says of it).
 
-    The function `command` of ``PACKAGE.verbs.PREFIX + NAME`` is the verb, imported when it runs. A first word that names none of them goes to the verb ``otherwise``; without one it is a UsageError.
+    The verb is the function `command` of ``PACKAGE.verbs.PREFIX + NAME``, imported when it runs. A first word that
+    names none of them goes to the verb ``otherwise``; without one it is a UsageError.
     """
 
     def __init__(

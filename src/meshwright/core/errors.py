@@ -23,6 +23,11 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return ""
 
 
+def first_line(error: Exception) -> str:
+    """Returns the first line of what an error says; the name of its class where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def as_sentence(text: str) -> str:
     """Returns the text as it follows a colon: lower-case first letter, one punctuation mark at the end."""
     ended = text if text.endswith("?") else f"{text.rstrip('.')}."

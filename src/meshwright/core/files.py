@@ -5,6 +5,9 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from meshwright.core.errors import InputError
 
@@ -45,3 +48,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_text_whole(path: Path, text: str) -> None:
     """Writes text to a file, see `write_whole`."""
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def write_json_whole(path: Path, value: Any) -> None:
+    """Writes plain data or a Struct as indented JSON, see `write_whole`."""
+    write_text_whole(path, msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")

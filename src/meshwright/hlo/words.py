@@ -86,8 +86,10 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
 
 def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
     """Describes one array: type, bytes, dim order, tiles, memory space, padding."""
+    size, left = divmod(shape.element_bits, 8)
+    element = f"{shape.dtype} of {f'{shape.element_bits} bits' if left else f'{size} B'}"
     return [
-        ("shape", f"{shape}: {shape.num_elements:,} x {_element(shape)}, {format_bytes(shape.num_bytes)}"),
+        ("shape", f"{shape}: {shape.num_elements:,} x {element}, {format_bytes(shape.num_bytes)}"),
         ("order", order_words(shape)),
         *(("tiles", text) for text in tile_words(shape)),
         *([("memory", space_words(shape.memory_space, is_tpu=is_tpu))] if is_tpu or shape.memory_space else []),
@@ -185,11 +187,6 @@ def _named(found: Iterable[Instruction | None]) -> str:
 def _listed(found: Sequence[object], separator: str) -> str:
     more = len(found) - _MAX_LISTED
     return separator.join(map(str, found[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")
-
-
-def _element(shape: Shape) -> str:
-    whole = shape.element_bits % 8 == 0
-    return f"{shape.dtype} of {f'{shape.element_bits // 8} B' if whole else f'{shape.element_bits} bits'}"
 
 
 def _by(sizes: tuple[int, ...]) -> str:

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
 
-def communicate(step: Step, value: jax.Array, *, leading: int = 0) -> jax.Array:
+def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
     """Runs a collective or slice step on this device's block, which has ``leading`` dims more than the step's array."""
     with jax.named_scope(str(step.label)):
         return _communicate(step, value, leading)
 
 
-def _communicate(step: Step, value: jax.Array, leading: int) -> jax.Array:
+def _communicate(step: Step, value: Array, leading: int) -> Array:
     axes = step.axes
     dim = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     if step.op == "all_gather":
@@ -36,9 +37,7 @@ def _communicate(step: Step, value: jax.Array, leading: int) -> jax.Array:
     raise AssertionError(f"{step.op} is not a collective")
 
 
-def own_entries(
-    numbers: jax.Array, first: jax.Array | int, size: int, *, elsewhere: int = 0
-) -> tuple[jax.Array, jax.Array]:
+def own_entries(numbers: Array, first: Array | int, size: int, *, elsewhere: int = 0) -> tuple[Array, Array]:
     """Returns indices of a dim counted from the device's first entry, and which of them the device holds.
 
     Indices that it does not hold become ``elsewhere``.
@@ -48,7 +47,7 @@ def own_entries(
     return jnp.where(inside, local, elsewhere), inside
 
 
-def first_index(axes: tuple[str, ...], block_size: int) -> jax.Array | int:
+def first_index(axes: tuple[str, ...], block_size: int) -> Array | int:
     """Returns the index in the whole dim of this device's first entry, for a dim split over ``axes``."""
     return lax.axis_index(axes) * block_size if axes else 0
 
@@ -71,11 +70,11 @@ class Ring:
         return int(lax.axis_size(self.axes))
 
     @property
-    def rank(self) -> jax.Array:
+    def rank(self) -> Array:
         """This device's index in the ring."""
         return lax.axis_index(self.axes)
 
-    def shift(self, value: jax.Array, by: int) -> jax.Array:
+    def shift(self, value: Array, by: int) -> Array:
         """Returns the block of the device ``by`` places before this one."""
         size = self.size
         if by % size == 0:
@@ -84,7 +83,7 @@ class Ring:
             return self._exchanged(value, by)
         return lax.ppermute(value, self.axes, [(source, (source + by) % size) for source in range(size)])
 
-    def _exchanged(self, value: jax.Array, by: int) -> jax.Array:
+    def _exchanged(self, value: Array, by: int) -> Array:
         outgoing = jnp.zeros((self.size, *value.shape), value.dtype)
         outgoing = lax.dynamic_update_index_in_dim(outgoing, value, (self.rank + by) % self.size, 0)
         incoming = lax.all_to_all(outgoing, self.axes, split_axis=0, concat_axis=0, tiled=True)

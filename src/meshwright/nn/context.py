@@ -4,17 +4,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import jax
+from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.spec.model import Model
 
-Constrain = Callable[[ShardedArray, jax.Array], jax.Array]
+Constrain = Callable[[ShardedArray, Array], Array]
 
 
-def as_given(array: ShardedArray, value: jax.Array) -> jax.Array:
+def as_given(array: ShardedArray, value: Array) -> Array:
     """Returns the value unchanged."""
     return value
 

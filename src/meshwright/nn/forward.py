@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.program import Stack
 from meshwright.algebra.transformer import Span, spans, transformer
@@ -20,19 +20,19 @@ from meshwright.nn.weights import Params
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, make_mesh
 
-_Carry = TypeVar("_Carry")
+_State = TypeVar("_State")
 
 
-def logits_fn(model: Model) -> Callable[..., jax.Array]:
+def logits_fn(model: Model) -> Callable[..., Array]:
     """Returns a function (params, tokens[B,T], documents[B,T], encoder tokens) -> logits[B,T,V] in float32."""
     require_runnable(model)
 
     def logits(
         params: Params,
-        tokens: jax.Array,
-        documents: jax.Array | None = None,
-        encoder_tokens: jax.Array | None = None,
-    ) -> jax.Array:
+        tokens: Array,
+        documents: Array | None = None,
+        encoder_tokens: Array | None = None,
+    ) -> Array:
         options = ProgramOptions(documents=documents is not None)
         # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
         derived = derive(transformer(model, options), Strategy(mesh=make_mesh({}), remat="none"))
@@ -40,62 +40,69 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
         given: dict[str, Any] = {"tokens": tokens, "positions": _positions(tokens), "documents": documents}
         if encoder_tokens is not None:
             given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _positions(encoder_tokens)}
-        blocks = {steps.block.name: steps for steps in derived.blocks}
 
-        def layer(steps: BlockSteps, number: jax.Array, own: Params, stream: jax.Array) -> jax.Array:
-            return run_block(context, steps, {**given, **own, steps.block.carry: stream})[0]
+        def layer(steps: BlockSteps, number: Array, values: Mapping[str, Any], state: None) -> tuple[Array, None]:
+            return run_block(context, steps, values)[0], None
 
+        results = {block.name: block.ops[-1].out for block in derived.program.blocks}
         for stack in derived.program.stacks:
-            x, _ = run_block(context, blocks[stack.first], {**given, **params})
-            x = over_layers(derived, stack, params, layer, x)
-            result = "logits" if stack is derived.program.stacks[-1] else blocks[stack.last].block.ops[-1].out
-            given[result], _ = run_block(context, blocks[stack.last], {**params, stack.carry: x}, until=result)
-        return capped(given["logits"], model.logit_softcap)
+            result, _ = run_stack(context, stack, params, given, layer, None)
+            given[results[stack.last]] = result
+        return capped(result, model.logit_softcap)
 
     return logits
 
 
-def _positions(tokens: jax.Array) -> jax.Array:
+def _positions(tokens: Array) -> Array:
     """Returns the position of each token in its row."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
 def run_block(
     context: Context, steps: BlockSteps, values: Mapping[str, Any], *, until: str = ""
-) -> tuple[jax.Array, Environment]:
+) -> tuple[Array, Environment]:
     """Runs the forward steps of a block on values by name, up to the step ``until`` if given; returns its result and
     the results of all steps."""
     declared = context.derived.declared
-    used = _used(steps)
-    env = {declared[name]: value for name, value in values.items() if name in used and value is not None}
+    env = {declared[name]: values[name] for name in steps.block.reads if values.get(name) is not None}
     env = run(context, steps.forward, env, until=until)
     return env[declared[until or steps.block.result or steps.block.ops[-1].out]], env
 
 
-def over_layers(
-    derived: Derived,
+def run_stack(
+    context: Context,
     stack: Stack,
     params: Params,
-    layer: Callable[[BlockSteps, jax.Array, Params, _Carry], _Carry],
-    carry: _Carry,
-) -> _Carry:
-    """Runs ``carry = layer(block, number, own weights, carry)`` for every layer of a stack in order, a loop for each
-    span; a layer is numbered among those of its kind."""
-    blocks = {steps.block.name: steps for steps in derived.blocks}
+    given: Mapping[str, Any],
+    layer: Callable[[BlockSteps, Array, Mapping[str, Any], _State], tuple[Array, _State]],
+    state: _State,
+) -> tuple[Array, _State]:
+    """Runs a stack; returns its result, of a loss head the logits, and the last state.
 
-    def iteration(span: Span, carry: _Carry, number: jax.Array) -> tuple[_Carry, None]:
+    Between the first and the last block, every layer runs in order, a loop for each span: ``stream, state =
+    layer(block, number, values by name, state)``. A layer is numbered among those of its kind.
+    """
+    blocks = {steps.block.name: steps for steps in context.derived.blocks}
+
+    def iteration(span: Span, carry: tuple[Array, _State], number: Array) -> tuple[Any, None]:
+        stream, state = carry
         for position, kind in enumerate(span.pattern):
             place, per_turn = span.place(position)
             index = span.starts[kind] + number * per_turn + place
-            used = _used(blocks[kind])
-            own = {n: lax.dynamic_index_in_dim(p, index, keepdims=False) for n, p in params.items() if n in used}
-            carry = layer(blocks[kind], index, own, carry)
-        return carry, None
+            own = {
+                name: lax.dynamic_index_in_dim(params[name], index, keepdims=False)
+                for name in blocks[kind].block.reads
+                if name in params
+            }
+            stream, state = layer(blocks[kind], index, {**given, **own, stack.carry: stream}, state)
+        return (stream, state), None
 
+    stream, _ = run_block(context, blocks[stack.first], {**given, **params})
+    carry = stream, state
     for span in spans(stack.layers):
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
-    return carry
-
-
-def _used(steps: BlockSteps) -> set[str]:
-    return {name for op in steps.block.ops for name in op.inputs}
+    stream, state = carry
+    last = blocks[stack.last]
+    is_loss_head = last.block.ops[-1].out != "logits" and any(step.result.name == "logits" for step in last.forward)
+    until = "logits" if is_loss_head else ""
+    return run_block(context, last, {**given, **params, stack.carry: stream}, until=until)[0], state

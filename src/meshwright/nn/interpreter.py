@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import jax
 import msgspec
+from jaxtyping import Array
 
 from meshwright.algebra.kinds import nothing
 from meshwright.algebra.notation import ShardedArray
@@ -15,7 +16,7 @@ from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
 from meshwright.nn.ops import local_steps
 
-Environment = dict[ShardedArray, jax.Array]
+Environment = dict[ShardedArray, Array]
 
 
 def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str = "") -> Environment:
@@ -53,7 +54,7 @@ def run_update(steps: Iterable[Step], env: Environment) -> Environment:
     return env
 
 
-def _results(context: Context | None, step: Step, inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
+def _results(context: Context | None, step: Step, inputs: list[Array]) -> tuple[Array, ...]:
     """Runs one step. A round of a ring returns its block unchanged: attention itself sends it on."""
     if isinstance(step.details, Round):
         return (inputs[0],)

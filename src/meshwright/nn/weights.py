@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 from msgspec.structs import replace
 
 from meshwright.algebra.layers import ENCODER
@@ -10,7 +11,7 @@ from meshwright.algebra.transformer import layer_kinds, local_name, weight_varia
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight
 
-Params = dict[str, jax.Array]
+Params = dict[str, Array]
 """Variable of the program -> array; the weights of layers are stacked over those of their kind, [L, ...]."""
 
 INIT_STD = 0.02
@@ -56,7 +57,7 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
     }
 
 
-def _initial(model: Model, weight: Weight, key: jax.Array) -> jax.Array:
+def _initial(model: Model, weight: Weight, key: Array) -> Array:
     """Draws from a normal distribution with standard deviation 0.02, divided by sqrt(2 L) for matrices that write into
     the residual stream (GPT-2). Norms start as identities; biases and sinks are zeros."""
     shape = stacked_shape(weight)

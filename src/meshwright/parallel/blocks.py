@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import Array
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
@@ -28,14 +29,14 @@ from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
 
-Inputs = dict[str, jax.Array]
+Inputs = dict[str, Array]
 """Inputs of the blocks of a microbatch by name: tokens, labels, positions, documents; and the results of earlier
 stacks."""
 
-Saved = tuple[jax.Array, ...]
+Saved = tuple[Array, ...]
 """Forward results that the backward pass reads, in the order of the derivation."""
 
-Ready = tuple[jax.Array, ...]
+Ready = tuple[Array, ...]
 """Gathered weights of a block, in the order of `BlockPasses.gathers`."""
 
 
@@ -88,12 +89,12 @@ class BlockPasses:
         """Forward steps that only move weights, and so can run before the stream arrives."""
         return tuple(s for s in self.steps.forward if s.result.name in self.weights)
 
-    def gather(self, weights: Mapping[str, jax.Array]) -> Ready:
+    def gather(self, weights: Mapping[str, Array]) -> Ready:
         """Runs the steps of `gathers`."""
         env = run(self.context, self.gathers, {self.derived.declared[n]: weights[n] for n in self.weights})
         return tuple(env[step.result] for step in self.gathers)
 
-    def _environment(self, weights: Mapping[str, jax.Array], inputs: Inputs) -> Environment:
+    def _environment(self, weights: Mapping[str, Array], inputs: Inputs) -> Environment:
         declared = self.derived.declared
         given = declared | {name: shared.given for name, shared in self.derived.shared.items()}
         env = {declared[name]: weights[name] for name in self.weights}
@@ -111,8 +112,8 @@ class BlockPasses:
         return tuple(jax.device_put(array, space) for array in saved)
 
     def forward(
-        self, weights: Params, inputs: Inputs, stream: jax.Array | None, *, ready: Ready | None = None
-    ) -> tuple[jax.Array, Saved]:
+        self, weights: Params, inputs: Inputs, stream: Array | None, *, ready: Ready | None = None
+    ) -> tuple[Array, Saved]:
         """Returns the block's result, and the activations that its backward pass reads."""
         env = self._environment(weights, inputs)
         if stream is not None:
@@ -166,13 +167,13 @@ class BlockPasses:
         counts = (array for array in self.counts.values() if array not in self._split.handed)
         return (*self._split.handed, *counts)
 
-    def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[jax.Array]) -> Params:
+    def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[Array]) -> Params:
         """Returns the gradients from what `backward` returned with ``split``."""
         env = self._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
         return self._gradients(self._run(self._backward_at(self._split.weights), env, None))
 
 
-def apply_collectives(steps: Sequence[Step], value: jax.Array, *, leading: int = 0) -> jax.Array:
+def apply_collectives(steps: Sequence[Step], value: Array, *, leading: int = 0) -> Array:
     """Returns a value after a sequence of collectives and slices."""
     for step in steps:
         value = communicate(step, value, leading=leading)

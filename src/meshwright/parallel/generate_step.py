@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import (
@@ -28,16 +29,16 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.nn import quantisation
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
-from meshwright.nn.forward import over_layers, run_block
+from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
-from meshwright.parallel.mesh import device_mesh, lower, partition_spec, shardings
+from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
 WeightStorage = Literal["as they are", "int8"]
-Cache = dict[str, jax.Array]
+Cache = dict[str, Array]
 """Row of the cache table -> its array, the layers of its kind in front."""
 
 
@@ -75,16 +76,13 @@ class GenerateStep:
         self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
         self.table = cache_table(model, batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
         self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
-        self._require_even_splits()
-        self.mesh = mesh or device_mesh(strategy.mesh)
-        self._compiled: dict[int, jax.stages.Compiled] = {}
-
-    def _require_even_splits(self) -> None:
-        """Raise InputError unless every array divides: heads and widths over ``tensor``, sequences over the rest."""
-        sizes = {**self.model.dims, "B": self.batch_seqs, **self.cache_sizes}
+        # Heads and widths divide over ``tensor``, sequences over the other axes.
+        sizes = {**model.dims, "B": batch_seqs, **self.cache_sizes}
         for name, array in self.prefill_declared.declared.items():
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
-                check(array, sizes, self.strategy.mesh)
+                check(array, sizes, strategy.mesh)
+        self.mesh = mesh or device_mesh(strategy.mesh)
+        self._compiled: dict[int, jax.stages.Compiled] = {}
 
     @property
     def _prompt_parts(self) -> int:
@@ -122,7 +120,7 @@ class GenerateStep:
     @property
     def logits_sharding(self) -> NamedSharding:
         """The sharding of logits [B, V]."""
-        return NamedSharding(self.mesh, partition_spec(self.generate_declared.declared["logits"]))
+        return named_sharding(self.mesh, self.generate_declared.declared["logits"])
 
     @property
     def dtype(self) -> Any:
@@ -182,7 +180,7 @@ class GenerateStep:
 
     def prefill(
         self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after each row's last token, and the cache with its keys and values.
 
         ``tokens`` [B, T] are padded behind ``lengths`` [B], 1 at least; each T is compiled once, and `padded_length`
@@ -193,27 +191,19 @@ class GenerateStep:
 
     def generate(
         self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after one more token of a row, ``tokens`` [B] at ``positions`` [B], and the cache."""
         return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages))
 
-    def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, jax.Array]:
+    def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, Array]:
         """Returns the inputs of the program of `prefill` besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         self._require_prompts(tokens, lengths)
-        rows = {"tokens": tokens, "last": lengths - 1, **self._pages(pages)}
-        return self._place(rows, self._given_specs(1))
+        return self._placed(1, pages, tokens=tokens, last=lengths - 1)
 
-    def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, jax.Array]:
+    def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, Array]:
         """Returns the inputs of the program of `generate` besides weights and cache, on its devices."""
-        rows = {"tokens": tokens, "positions": positions, **self._pages(pages)}
-        return self._place(rows, self._given_specs(0))
-
-    def _pages(self, pages: Any) -> dict[str, Any]:
-        """Returns the page table as an input of the programs; nothing where no cache has pages."""
-        if not self.has_pages:
-            return {}
-        return {PAGES: self.init_pages() if pages is None else pages}
+        return self._placed(0, pages, tokens=tokens, positions=positions)
 
     def compiled(self, length: int) -> jax.stages.Compiled:
         """Returns the program for prompts of a padded length, or for one more token where it is 0; compiles it once."""
@@ -258,9 +248,12 @@ class GenerateStep:
         names = ("tokens", "positions", "last", *((PAGES,) if self.has_pages else ()))
         return {name: partition_spec(derived.declared[name]) for name in names}
 
-    def _place(self, given: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, jax.Array]:
-        arrays = {n: a if isinstance(a, jax.Array) else np.asarray(a, np.int32) for n, a in given.items()}
-        return jax.device_put(arrays, shardings(self.mesh, {name: specs[name] for name in arrays}))
+    def _placed(self, length: int, pages: Any, **given: Any) -> dict[str, Array]:
+        """Puts the inputs of a program on its devices, with the page table where a cache has pages."""
+        if self.has_pages:
+            given[PAGES] = self.init_pages() if pages is None else pages
+        arrays = {n: a if isinstance(a, Array) else np.asarray(a, np.int32) for n, a in given.items()}
+        return jax.device_put(arrays, shardings(self.mesh, self._given_specs(length)))
 
     def _program(self, length: int) -> Any:
         """Jitted: (weights, cache, what is given) -> logits and cache; for 0 one more token."""
@@ -273,12 +266,12 @@ class GenerateStep:
             check_vma=False,
         )
 
-        def prefill(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+        def prefill(params: Params, cache: Cache, given: dict[str, Array]) -> tuple[Array, Cache]:
             shape = given["tokens"].shape
             positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
             return mapped(params, cache, {**given, "positions": positions})
 
-        def generate(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+        def generate(params: Params, cache: Cache, given: dict[str, Array]) -> tuple[Array, Cache]:
             columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
             return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
 
@@ -289,7 +282,7 @@ class GenerateStep:
             donate_argnums=1,
         )
 
-    def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[jax.Array, Cache]:
+    def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[Array, Cache]:
         """Returns logits and the next cache, on one device's shards; ``given`` are tokens, positions and last by name.
 
         The loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
@@ -303,21 +296,14 @@ class GenerateStep:
         )
         (stack,) = derived.program.stacks
 
-        def layer(
-            steps: BlockSteps, number: jax.Array, own: Params, carry: tuple[jax.Array, Cache]
-        ) -> tuple[jax.Array, Cache]:
-            stream, cache = carry
+        def layer(steps: BlockSteps, number: Array, values: Mapping[str, Any], cache: Cache) -> tuple[Array, Cache]:
             held = {name: LayerCache(array, number) for name, array in cache.items()}
-            stream, env = run_block(context, steps, {**given, **own, **held, stack.carry: stream})
+            stream, env = run_block(context, steps, {**values, **held})
             writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))
             written: Any = {step.inputs[0].name: env[step.result] for step in writes}
             return stream, {**cache, **{name: held.stack for name, held in written.items()}}
 
-        blocks = {steps.block.name: steps for steps in derived.blocks}
-        x, _ = run_block(context, blocks[stack.first], {**given, **params})
-        x, cache = over_layers(derived, stack, params, layer, (x, cache))
-        logits, _ = run_block(context, blocks[stack.last], {**given, **params, stack.carry: x})
-        return logits, cache
+        return run_stack(context, stack, params, given, layer, cache)
 
 
 def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, weights: str) -> None:

@@ -4,13 +4,16 @@ The routers' counts go with the gradients as `BlockPasses.counts` names them: st
 microbatches like these, and complete on every device without any further sum.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray
@@ -21,16 +24,19 @@ from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
 from meshwright.spec.strategy import Strategy
 
+LossAndGradients = tuple[Array, Params]
+"""A summed loss, and gradients by name."""
+
 
 def microbatch_gradients(
     passes: Passes,
     params: Params,
     inputs: Inputs,
-    dloss: jax.Array,
+    dloss: Array,
     *,
     earlier: Params | None = None,
     overlapped: bool = False,
-) -> tuple[jax.Array, Params]:
+) -> LossAndGradients:
     """Returns the summed loss of a microbatch, and the gradients of ``dloss`` times it.
 
     With ``overlapped`` each layer adds its gradients to the ``earlier`` ones and runs their collectives of scope "step"
@@ -56,7 +62,7 @@ def microbatch_gradients(
     return loss, summed(ends, of_layers)
 
 
-def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> jax.Array:
+def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> Array:
     """Returns the summed loss of a microbatch."""
     return _forward(passes, params, inputs)[0][passes.head.result]
 
@@ -82,8 +88,8 @@ def summed(*parts: Params) -> Params:
 
 
 def step_gradients(
-    passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array, *, strategy: Strategy, stacked: frozenset[str]
-) -> tuple[jax.Array, Params]:
+    passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, strategy: Strategy, stacked: frozenset[str]
+) -> LossAndGradients:
     """Returns the summed loss of all microbatches, and gradients of ``dloss`` times it after the collectives of a step.
 
     Gradients are summed in float32 if there are several microbatches, or the training state asks for it.
@@ -102,22 +108,17 @@ def step_gradients(
 
 
 def _over_microbatches(
-    passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array, *, count: int, overlapped: bool
-) -> tuple[jax.Array, Params]:
+    passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, count: int, overlapped: bool
+) -> LossAndGradients:
     """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last one adds the
     sum of the others layer by layer."""
-
-    def one(weights: Params, rows: Inputs) -> tuple[jax.Array, Params]:
-        return microbatch_gradients(passes, weights, rows, dloss)
-
-    def last(weights: Params, rows: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
-        return microbatch_gradients(passes, weights, rows, dloss, earlier=earlier, overlapped=overlapped)
-
+    one = partial(microbatch_gradients, passes, dloss=dloss)
+    last = partial(one, overlapped=overlapped)
     if count == 1:
-        return last(params, inputs, None)
+        return last(params, inputs)
     parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
-    def body(carry: tuple[jax.Array, Params], part: Inputs) -> tuple[tuple[jax.Array, Params], None]:
+    def body(carry: LossAndGradients, part: Inputs) -> tuple[LossAndGradients, None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
         loss, grads = one(*lax.optimization_barrier((params, part)))
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], barrier(grads))), None
@@ -128,7 +129,7 @@ def _over_microbatches(
         return lax.scan(body, (jnp.zeros(()), zeros), parts)[0]
     (before, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), jax.tree.map(lambda a: a[:-1], parts))
     final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
-    loss, grads = _run_after(grads, lambda given: last(*given), final)
+    loss, grads = _run_after(grads, lambda given: last(*given[:2], earlier=given[2]), final)
     return before + loss, grads
 
 
@@ -152,7 +153,7 @@ def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
     never = (jnp.isnan(one) & jnp.isinf(one)).astype(jnp.int32)
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, given))
 
-    def once(number: jax.Array, _: Any) -> Any:
+    def once(number: Array, _: Any) -> Any:
         # Depends on the iteration: XLA moves loop invariants out of the loop.
         return run(lax.optimization_barrier((given, number))[0])
 
@@ -181,11 +182,8 @@ def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], buck
     found = once_per_step(derived, {n: g for n, g in grads.items() if n not in together}, stacked=stacked)
     for names in joined.values():
         for bucket in _buckets(names, grads, bucket_bytes):
-            flat = jnp.concatenate([grads[name].reshape(-1) for name in bucket])
-            total = apply_collectives(steps[bucket[0]], flat)
-            cuts = np.cumsum([grads[name].size for name in bucket])[:-1]
-            parts = jnp.split(total, [int(cut) for cut in cuts])
-            found |= {name: part.reshape(grads[name].shape) for name, part in zip(bucket, parts, strict=True)}
+            flat, split = ravel_pytree([grads[name] for name in bucket])
+            found |= zip(bucket, split(apply_collectives(steps[bucket[0]], flat)), strict=True)
     return found
 
 
@@ -204,17 +202,14 @@ def _buckets(names: list[str], grads: Params, bucket_bytes: int) -> list[list[st
 
 def squared_norm(
     shards: Mapping[str, ShardedArray], grads: Params, mesh: Mapping[str, int], *, stacked: frozenset[str]
-) -> jax.Array:
+) -> Array:
     """Returns this device's share of the squared gradient norm: the squared sum of a shard over its number of replicas.
 
     Layers, the ``stacked`` weights, are not replicated over the pipeline.
     """
     total: Any = jnp.zeros((), jnp.float32)
     for name, grad in grads.items():
-        copies = 1
-        for axis, size in mesh.items():
-            of_stage = axis == "pipeline" and name in stacked
-            if axis not in shards[name].spread and not of_stage:
-                copies *= size
+        split = {*shards[name].spread, *(("pipeline",) if name in stacked else ())}
+        copies = math.prod(size for axis, size in mesh.items() if axis not in split)
         total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
     return total

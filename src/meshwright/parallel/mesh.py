@@ -83,9 +83,9 @@ def partition_spec(array: ShardedArray, *, stacked: bool = False, layers: str | 
     return PartitionSpec(*([layers] if stacked else []), *parts)
 
 
-def named_sharding(mesh: Mesh | AbstractMesh, array: ShardedArray, *, stacked: bool = False) -> NamedSharding:
+def named_sharding(mesh: Mesh | AbstractMesh, array: ShardedArray) -> NamedSharding:
     """`partition_spec` on a mesh."""
-    return NamedSharding(mesh, partition_spec(array, stacked=stacked))
+    return NamedSharding(mesh, partition_spec(array))
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs: Any) -> Any:

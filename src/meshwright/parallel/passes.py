@@ -1,10 +1,14 @@
 """The forward and the backward pass of a microbatch through a stack: first block, layers in loops, last block.
 
 Nothing here is differentiated: the backward pass runs the derived backward steps on what the forward pass saved.
+A loop over a span of layers has three forms. `LayerLoop` saves the activations of every iteration. `SegmentLoop` saves
+only the stream that enters a segment, and runs its layers again in the backward pass. `AheadLoop` gathers the weights
+of the next iteration while one computes, and keeps those of the last iteration for its backward pass, which comes
+first.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.program import Stack
@@ -20,8 +25,181 @@ from meshwright.algebra.transformer import Span, spans
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, apply_collectives
-from meshwright.parallel.layer_loops import AheadLoop, IterationParams, LayerLoop, SegmentLoop
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, apply_collectives
+
+IterationParams = tuple[Params, ...]
+"""Weights or gradients of one iteration of a loop: a dict for each of its layers."""
+
+SpanCotangents = tuple[Cotangents, IterationParams]
+"""Cotangents of the inputs of iterations, and their gradients."""
+
+Finish = Callable[[IterationParams, IterationParams | None], IterationParams]
+"""(gradients of an iteration, those of earlier microbatches or None) -> gradients that the loop returns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoop:
+    """Runs all iterations of a span and saves the activations of each. Iterations are the first dim of every array.
+
+    The compiled loop has ``unroll`` iterations in its body. With ``split``, `backward` returns the operands of
+    `weight_backward` instead of gradients.
+    """
+
+    span: Span
+    blocks: Mapping[str, BlockPasses]
+    inputs: Inputs
+    finish: Finish | None = None
+    split: bool = False
+    unroll: int = 1
+
+    def gather(self, weights: IterationParams) -> tuple[Ready, ...]:
+        """Returns the gathered weights of one iteration."""
+        return tuple(self.blocks[kind].gather(own) for kind, own in zip(self.span.pattern, weights, strict=True))
+
+    def iteration(
+        self, weights: IterationParams, stream: Array, ready: tuple[Ready, ...] | None = None
+    ) -> tuple[Array, tuple[Any, ...]]:
+        """Returns the stream after one iteration, and its saved activations."""
+        saved = []
+        for number, kind in enumerate(self.span.pattern):
+            own, at_hand = weights[number], ready[number] if ready else None
+            stream, kept = self.blocks[kind].forward(own, self.inputs, stream, ready=at_hand)
+            saved.append(kept)
+        return stream, tuple(saved)
+
+    def iteration_back(
+        self,
+        weights: IterationParams,
+        saved: tuple[Any, ...],
+        cotangent: Cotangents,
+        earlier: IterationParams | None,
+        ready: tuple[Ready, ...] | None = None,
+    ) -> SpanCotangents:
+        """Returns the cotangents of the inputs of one iteration, and its gradients."""
+        found: tuple[Any, ...] = ()
+        for number, kind in reversed(list(enumerate(self.span.pattern))):
+            own, at_hand = weights[number], ready[number] if ready else None
+            cotangent, left = self.blocks[kind].backward(
+                own, self.inputs, saved[number], cotangent, ready=at_hand, split=self.split
+            )
+            found = (left, *found)
+        return cotangent, self.finish(found, earlier) if self.finish else found
+
+    def forward(self, weights: IterationParams, stream: Array) -> tuple[Array, Any]:
+        """Returns the stream after the span, and what the backward pass needs."""
+        return lax.scan(lambda x, own: self.iteration(own, x), stream, weights, unroll=self.unroll)
+
+    def backward(
+        self, weights: IterationParams, saved: Any, cotangent: Cotangents, earlier: IterationParams | None
+    ) -> SpanCotangents:
+        """Returns the cotangents of the inputs of the span, and its gradients."""
+
+        def back(cotangent: Cotangents, given: Any) -> SpanCotangents:
+            own, kept, before = given
+            return self.iteration_back(own, kept, cotangent, before)
+
+        return lax.scan(back, cotangent, (weights, saved, earlier), reverse=True, unroll=self.unroll)
+
+    def weight_backward(self, weights: IterationParams, handed: tuple[Any, ...]) -> IterationParams:
+        """Returns gradients from what `backward` returned with ``split``."""
+
+        def iteration(_: None, given: Any) -> tuple[None, IterationParams]:
+            layers = zip(self.span.pattern, *given, strict=True)
+            return None, tuple(self.blocks[kind].weight_backward(own, self.inputs, left) for kind, own, left in layers)
+
+        return lax.scan(iteration, None, (weights, handed))[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentLoop(LayerLoop):
+    """Saves only the stream that enters each segment of ``layers`` layers."""
+
+    layers: int
+
+    def forward(self, weights: IterationParams, stream: Array) -> tuple[Array, Any]:
+        def segment(stream: Array, own: IterationParams) -> tuple[Array, Array]:
+            return lax.scan(lambda x, w: (self.iteration(w, x)[0], None), stream, own)[0], stream
+
+        saved = []
+        for part in self._cut(weights):
+            stream, kept = lax.scan(segment, stream, part)
+            saved.append(kept)
+        return stream, saved
+
+    def backward(
+        self, weights: IterationParams, saved: Any, cotangent: Cotangents, earlier: IterationParams | None
+    ) -> SpanCotangents:
+        def segment(cotangent: Cotangents, given: Any) -> SpanCotangents:
+            own, stream, before = given
+            _, kept = LayerLoop.forward(self, own, stream)
+            return LayerLoop.backward(self, own, kept, cotangent, before)
+
+        found: list[IterationParams] = []
+        for given in reversed(list(zip(self._cut(weights), saved, self._cut(earlier), strict=True))):
+            cotangent, grads = lax.scan(segment, cotangent, given, reverse=True)
+            found = [jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), grads), *found]
+        return cotangent, jax.tree.map(lambda *grads: jnp.concatenate(grads), *found)
+
+    def _cut(self, weights: IterationParams | None) -> list[Any]:
+        """Returns whole segments, [segments, iterations, ...], and a shorter last one for the remainder."""
+        iterations = max(1, self.layers // len(self.span.pattern))
+        whole = self.span.repeats // iterations
+        cuts = [(0, whole, iterations), (whole * iterations, 1, self.span.repeats - whole * iterations)]
+        return [
+            jax.tree.map(lambda w, a=a, n=n, t=t: w[a : a + n * t].reshape(n, t, *w.shape[1:]), weights)
+            for a, n, t in cuts
+            if n * t
+        ]
+
+
+class AheadLoop(LayerLoop):
+    """Gathers weights one iteration ahead, and keeps those of the last iteration until its backward pass."""
+
+    def forward(self, weights: IterationParams, stream: Array) -> tuple[Array, Any]:
+        def iteration(carry: Any, given: Any) -> tuple[Any, Any]:
+            stream, ready = carry
+            own, following = given
+            coming = self.gather(following)
+            stream, saved = self.iteration(own, stream, ready)
+            return (stream, coming), saved
+
+        ready = self.gather(_at(weights, 0))
+        rest = _at(weights, slice(None, -1)), _at(weights, slice(1, None))
+        (stream, ready), saved = lax.scan(iteration, (stream, ready), rest)
+        stream, kept = self.iteration(_at(weights, -1), stream, ready)
+        return stream, (saved, kept, ready)
+
+    def backward(
+        self, weights: IterationParams, saved: Any, cotangent: Cotangents, earlier: IterationParams | None
+    ) -> SpanCotangents:
+        def back(carry: Any, given: Any) -> tuple[Any, IterationParams]:
+            cotangent, ready = carry
+            own, previous, kept, before = given
+            coming = self.gather(previous)
+            cotangent, grads = self.iteration_back(own, kept, cotangent, before, ready)
+            return (cotangent, coming), grads
+
+        others, kept, ready = saved
+        count, middle = self.span.repeats, slice(1, -1)
+        coming = self.gather(_at(weights, -2)) if count > 1 else ready
+        cotangent, last = self.iteration_back(_at(weights, -1), kept, cotangent, _at(earlier, -1), ready)
+        found = [_at(last, None)]
+        if count > 2:
+            before = _at(weights, slice(None, -2)), _at(others, slice(1, None)), _at(earlier, middle)
+            (cotangent, coming), grads = lax.scan(
+                back, (cotangent, coming), (_at(weights, middle), *before), reverse=True
+            )
+            found = [grads, *found]
+        if count > 1:
+            cotangent, grads = self.iteration_back(_at(weights, 0), _at(others, 0), cotangent, _at(earlier, 0), coming)
+            found = [_at(grads, None), *found]
+        return cotangent, jax.tree.map(lambda *grads: jnp.concatenate(grads), *found)
+
+
+def _at(tree: Any, index: int | slice | None) -> Any:
+    """Returns one iteration of every array, or a slice of several; None adds a first dim of size 1."""
+    return jax.tree.map(lambda a: a[index], tree)
+
 
 MAX_WRITTEN_OUT = 16
 """Most iterations that a loop is unrolled for: on two cores a step of 8 layers of 1.8M weights compiles in 12 s instead
@@ -97,7 +275,7 @@ class Passes:
         again = any(step.phase == "recompute" for block in self.derived.blocks for step in block.backward)
         return default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1 and not again
 
-    def layers_forward(self, params: Params, inputs: Inputs, stream: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+    def layers_forward(self, params: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Any, ...]]:
         """Returns the stream after all layers, and the activations that each span saves."""
         saved = []
         for span in self.spans:
@@ -170,7 +348,7 @@ class Passes:
         place, per_iteration = span.place(position)
         start, count = span.starts[kind], per_iteration * span.repeats
 
-        def part(array: jax.Array) -> jax.Array:
+        def part(array: Array) -> Array:
             if start == 0 and count == array.shape[0] and per_iteration == 1:
                 return array
             own = lax.slice_in_dim(array, start, start + count)
@@ -182,7 +360,7 @@ class Passes:
 
 def _stacked(spans: Sequence[IterationParams]) -> Params:
     """Returns the gradients of all spans, stacked as the weights are: the layers of a kind in order, [layers, ...]."""
-    found: dict[str, list[jax.Array]] = {}
+    found: dict[str, list[Array]] = {}
     for iterations in reversed(spans):
         names = dict.fromkeys(name for grads in iterations for name in grads)
         for name in names:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
@@ -34,9 +35,13 @@ from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
 Form = Literal["shard_map", "gspmd"]
-Batch = dict[str, jax.Array]
+Batch = dict[str, Array]
 """tokens and labels, both [B, T] int32 (a label of -1 counts nothing); positions and documents too where rows hold
 several documents; num_labels, a float32 scalar: the labels of the whole batch that count (none: the loss is 0)."""
+
+
+StepGradients = tuple[Array, Params, Array, Params]
+"""Mean loss of the global batch, gradients reduced, the squared norm of these, and the routers' metrics."""
 
 
 class State(NamedTuple):
@@ -233,12 +238,12 @@ class TrainStep:
         state = State(self.param_shapes, jax.eval_shape(self.optimizer.init, self.param_shapes))
         return lower(self.compile, self.mesh, state, self.batch_shapes(batch_seqs, seq_len), platform=platform)
 
-    def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[jax.Array, Params]:
+    def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[Array, Params]:
         """Returns the mean loss of a global batch and its gradients, sharded for the optimizer (no update)."""
         return jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
 
     @cached_property
-    def loss_sum(self) -> Callable[[Params, Batch], jax.Array]:
+    def loss_sum(self) -> Callable[[Params, Batch], Array]:
         """Jitted (params, placed batch) -> the cross entropy summed over the counted labels, without further losses;
         nothing is saved for a backward pass."""
         if self.options.z_loss:
@@ -247,7 +252,7 @@ class TrainStep:
             step = TrainStep(model, strategy, optimizer=self.optimizer, options=bare, form=self.form, mesh=self.mesh)
             return step.loss_sum
 
-        def local(params: Params, batch: Batch) -> jax.Array:
+        def local(params: Params, batch: Batch) -> Array:
             inputs = _inputs(batch)
             if self.pipeline:
                 return self._over_devices("loss", self.pipeline.loss(params, inputs))
@@ -282,7 +287,7 @@ class TrainStep:
             offload="activations" in self.strategy.offload,
         )
 
-    def _local_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
+    def _local_gradients(self, params: Params, batch: Batch) -> StepGradients:
         """Returns global loss, reduced gradients, squared norm and the routers' metrics, from one device's shards."""
         dloss = _per_label(batch)
         if self.pipeline:
@@ -303,15 +308,15 @@ class TrainStep:
             return of_weights, {}
         return of_weights, routing_metrics(jnp.concatenate(counts), experts_per_token=self.model.experts_per_token)
 
-    def _summed(self, passes: Passes, params: Params, batch: Batch, dloss: jax.Array) -> tuple[jax.Array, Params]:
+    def _summed(self, passes: Passes, params: Params, batch: Batch, dloss: Array) -> tuple[Array, Params]:
         return step_gradients(passes, params, _inputs(batch), dloss, strategy=self.strategy, stacked=self.stacked)
 
-    def _over_devices(self, name: str, value: jax.Array) -> jax.Array:
+    def _over_devices(self, name: str, value: Array) -> Array:
         """Sums a scalar over the devices that have a part of it, as derived."""
         steps = [s for s in self.declared.update if s.is_collective and s.result.name == name]
         return apply_collectives(steps, value)
 
-    def _gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
+    def _gradients(self, params: Params, batch: Batch) -> StepGradients:
         if self.form == "gspmd":
             return self._gspmd_gradients(params, batch)
         of_layers = PartitionSpec("pipeline") if self.pipeline else PartitionSpec()
@@ -329,7 +334,7 @@ class TrainStep:
         shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
         return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm, extras)
 
-    def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: jax.Array) -> tuple[Params, Any]:
+    def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: Array) -> tuple[Params, Any]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
 
         Nothing changes unless ``finite``: clipping would spread one bad gradient to every weight, and the weights
@@ -363,12 +368,12 @@ class TrainStep:
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
 
-    def _gspmd_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
+    def _gspmd_gradients(self, params: Params, batch: Batch) -> StepGradients:
         given, mesh = self.strategy, dict.fromkeys(self.strategy.mesh, 1)
         alone = Strategy(mesh=mesh, remat=given.remat, num_microbatches=given.num_microbatches, state=given.state)
         whole = derive(self.program, alone, fused_head=False)
 
-        def constrain(array: ShardedArray, value: jax.Array) -> jax.Array:
+        def constrain(array: ShardedArray, value: Array) -> Array:
             declared = self.declared.declared[array.name]
             return lax.with_sharding_constraint(value, named_sharding(self.mesh, declared))
 
@@ -384,6 +389,6 @@ def _inputs(batch: Batch) -> Inputs:
     return {name: array for name, array in batch.items() if name != "num_labels"}
 
 
-def _per_label(batch: Batch) -> jax.Array:
+def _per_label(batch: Batch) -> Array:
     """Returns the factor from the summed to the mean loss; without any label the loss and its gradients are 0."""
     return 1.0 / jnp.maximum(batch["num_labels"], 1.0)

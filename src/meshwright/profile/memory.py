@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 class MemoryMark(NamedTuple):
-    """Start of a part of the run: ``state``, ``compile``, ``step 1``."""
+    """Start of a part of the run: ``start``, ``compile``, ``after step 1``."""
 
     at_s: float
     text: str

@@ -1,9 +1,8 @@
 """Runs steps of a plan under the profiler, and keeps their trace, program, times and memory."""
 
-import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +50,96 @@ def warmup_steps() -> int:
     return CPU_WARMUP_STEPS if jax.default_backend() == "cpu" else WARMUP_STEPS
 
 
+class TracedSteps:
+    """Profiles some steps: samples memory and counts warm-up steps, then traces ``steps`` more.
+
+    Whoever runs the steps calls `step_done` after each. A step is the time from the end mark of the step before to its
+    own, which includes the host's work in between, unless the steps are annotated.
+    """
+
+    def __init__(self, folder: Path, *, steps: int, warmup: int) -> None:
+        self.folder, self.steps, self.warmup = folder, steps, warmup
+        self.sampler = Sampler()
+        self.warm_s: list[float] = []
+        self.profiled_s: list[float] = []
+        self.cores: float | None = None
+        self._trace: ExitStack | None = None
+        self._began = (0.0, 0.0)
+
+    def __enter__(self) -> "TracedSteps":
+        self.sampler.__enter__()
+        self.sampler.mark("start")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    @property
+    def done(self) -> int:
+        """Number of steps that have ended."""
+        return len(self.warm_s) + len(self.profiled_s)
+
+    def step_done(self, step_s: float) -> None:
+        """Counts a finished step, and starts or stops the profiler when it is time."""
+        if self._trace:
+            self.profiled_s.append(step_s)
+            _mark_end(self.done)
+            if len(self.profiled_s) == self.steps:
+                self.close()
+        elif self.done < self.warmup:
+            self.warm_s.append(step_s)
+            self.sampler.mark(f"after step {self.done}")
+            if self.done == self.warmup:
+                # sampling stops here: the profiler keeps its events in the memory of the process
+                self.sampler.close()
+                self._trace = ExitStack()
+                self._trace.enter_context(traced(self.folder))
+                self._began = (time.process_time(), time.perf_counter())
+                _mark_end(self.done)
+
+    def close(self) -> None:
+        """Stops tracing and sampling, and keeps what was traced."""
+        if self._trace:
+            busy_s, wall_s = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
+            self.cores = busy_s / wall_s
+            self._trace.close()
+            self._trace = None
+        self.sampler.close()
+
+    def recording(self, step: TrainStep, job: Job) -> Recording:
+        """Returns the recording. Compiles the step again for its text, from the cache of compiled programs."""
+        if not self.profiled_s:
+            raise InputError(f"the run ended after {self.done} steps, before one was profiled. Give it more --steps.")
+        return self.recorded(subject_of(step, job), step.lower(job.batch_seqs, job.seq_len).compile())
+
+    def recorded(self, subject: Subject, compiled: Any) -> Recording:
+        """Writes the program's text beside the trace, and returns the recording with the owners of the peak memory."""
+        text, hlo, sampler = compiled.as_text() or "", self.folder / HLO_FILE, self.sampler
+        hlo.write_text(text, encoding="utf-8")
+        temporary, live = temporary_owners(parse_program(text))
+        owners = sorted([*subject.owners(), *temporary], key=lambda owner: -owner.num_bytes)
+        analysis = compiled.memory_analysis()
+        memory = MemoryProfile(
+            counted=sampler.counted,
+            samples=tuple(sampler.samples),
+            marks=tuple(sampler.marks),
+            owners=tuple(owners[:MAX_OWNERS]),
+            arguments_bytes=float(analysis.argument_size_in_bytes) if analysis is not None else None,
+            temporaries_bytes=float(analysis.temp_size_in_bytes) if analysis is not None else None,
+            live_bytes=live,
+        )
+        return Recording(
+            trace=newest_trace(self.folder),
+            hlo=hlo,
+            step_s=tuple(self.warm_s[len(self.warm_s) // 2 :]) if self.warmup > 1 else (),
+            profiled_s=tuple(self.profiled_s),
+            memory=memory,
+            cores=self.cores,
+        )
+
+
 def record_steps(
-    step: TrainStep | GenerateStep,
-    job: Job,
-    *,
-    folder: Path,
-    steps: int = 3,
-    warmup: int | None = None,
-    seed: int = 0,
+    step: TrainStep | GenerateStep, job: Job, *, folder: Path, steps: int = 3, warmup: int | None = None
 ) -> Recording:
     """Runs warm-up steps and then ``steps`` under the profiler, on random tokens; writes the trace to ``folder``.
 
@@ -71,143 +152,27 @@ def record_steps(
         keep_freed_memory()
     folder.mkdir(parents=True, exist_ok=True)
     subject = subject_of(step, job)
-    with Sampler() as sampler:
-        sampler.mark("state")
-        subject.begin(seed)
-        sampler.mark("compile")
+    with TracedSteps(folder, steps=steps, warmup=warmup) as run:
+        subject.begin(0)
+        run.sampler.mark("compile")
         compiled = subject.compile()
-        warm = []
-        for number in range(warmup):
-            sampler.mark(f"step {number + 1}")
-            warm.append(_timed(subject, compiled))
-    # sampling stops here: the profiler keeps its events in the memory of the process
-    with traced(folder):
-        busy_s = time.process_time()
-        profiled = [_timed(subject, compiled, number) for number in range(steps)]
-        busy_s = time.process_time() - busy_s
-    return _recording(
-        folder,
-        subject,
-        compiled,
-        sampler,
-        step_s=tuple(warm[len(warm) // 2 :]) if warmup > 1 else (),
-        profiled_s=tuple(profiled),
-        cores=busy_s / sum(profiled),
-    )
+        run.sampler.mark("step 1")
+        for number in range(warmup + steps):
+            with jax.profiler.TraceAnnotation(STEP, step=number):
+                start = time.perf_counter()
+                subject.advance(compiled)
+                step_s = time.perf_counter() - start
+            run.step_done(step_s)
+    return run.recorded(subject, compiled)
 
 
-def _timed(subject: Subject, compiled: Any, number: int | None = None) -> float:
-    """Returns the seconds of one step until its results are ready; with a number, annotates it in the trace."""
-    mark = contextlib.nullcontext() if number is None else jax.profiler.TraceAnnotation(STEP, step=number)
-    with mark:
-        start = time.perf_counter()
-        subject.advance(compiled)
-        return time.perf_counter() - start
-
-
-def start_trace(folder: Path) -> None:
-    """Starts the profiler without its Python tracer, which would slow the host down."""
+def traced(folder: Path) -> AbstractContextManager[None]:
+    """Traces everything inside into the folder; without the Python tracer, which would slow the host down."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    jax.profiler.start_trace(folder, profiler_options=options)
-
-
-@contextlib.contextmanager
-def traced(folder: Path) -> Iterator[None]:
-    """Traces everything inside into the folder."""
-    start_trace(folder)
-    try:
-        yield
-    finally:
-        jax.profiler.stop_trace()
-
-
-class TracedSteps:
-    """Profiles some steps of a training run, which calls `step_done` after each step.
-
-    A step is the time from the end mark of the step before to its own, so it includes the host's work in between.
-    """
-
-    def __init__(self, folder: Path, *, steps: int, warmup: int) -> None:
-        self.folder, self.steps, self.warmup = folder, steps, warmup
-        self.sampler = Sampler()
-        self.warm_s: list[float] = []
-        self.profiled_s: list[float] = []
-        self.done = 0
-        self.cores: float | None = None
-        self._tracing = False
-        self._began = (0.0, 0.0)
-
-    def __enter__(self) -> "TracedSteps":
-        self.sampler.__enter__()
-        self.sampler.mark("start")
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-
-    def step_done(self, step_s: float) -> None:
-        """Counts a finished step, and starts or stops the profiler when it is time."""
-        self.done += 1
-        if self._tracing:
-            _mark_end(self.done)
-            self.profiled_s.append(step_s)
-        elif self.done <= self.warmup:
-            self.sampler.mark(f"after step {self.done}")
-            self.warm_s.append(step_s)
-        if self.done == self.warmup:
-            self.sampler.close()
-            start_trace(self.folder)
-            self._tracing = True
-            self._began = (time.process_time(), time.perf_counter())
-            _mark_end(self.done)
-        elif self._tracing and len(self.profiled_s) == self.steps:
-            self.close()
-
-    def close(self) -> None:
-        """Stops tracing and sampling, and keeps what was traced."""
-        if self._tracing:
-            self._tracing = False
-            busy_s, wall_s = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
-            self.cores = busy_s / wall_s
-            jax.profiler.stop_trace()
-        self.sampler.close()
-
-    def recording(self, step: TrainStep, job: Job) -> Recording:
-        """Returns the recording. Compiles the step again for its text, from the cache of compiled programs."""
-        if not self.profiled_s:
-            raise InputError(f"the run ended after {self.done} steps, before one was profiled. Give it more --steps.")
-        compiled = step.lower(job.batch_seqs, job.seq_len).compile()
-        return _recording(
-            self.folder,
-            subject_of(step, job),
-            compiled,
-            self.sampler,
-            step_s=tuple(self.warm_s[len(self.warm_s) // 2 :]),
-            profiled_s=tuple(self.profiled_s),
-            cores=self.cores,
-        )
+    return jax.profiler.trace(folder, profiler_options=options)
 
 
 def _mark_end(number: int) -> None:
     with jax.profiler.TraceAnnotation(STEP_END, step=number):
         pass
-
-
-def _recording(folder: Path, subject: Subject, compiled: Any, sampler: Sampler, **seconds: Any) -> Recording:
-    """Writes the program's text beside the trace, and returns the recording with the owners of the peak memory."""
-    text = compiled.as_text() or ""
-    (folder / HLO_FILE).write_text(text, encoding="utf-8")
-    temporary, live = temporary_owners(parse_program(text))
-    owners = sorted([*subject.owners(), *temporary], key=lambda owner: -owner.num_bytes)
-    analysis = compiled.memory_analysis()
-    memory = MemoryProfile(
-        counted=sampler.counted,
-        samples=tuple(sampler.samples),
-        marks=tuple(sampler.marks),
-        owners=tuple(owners[:MAX_OWNERS]),
-        arguments_bytes=float(analysis.argument_size_in_bytes) if analysis is not None else None,
-        temporaries_bytes=float(analysis.temp_size_in_bytes) if analysis is not None else None,
-        live_bytes=live,
-    )
-    return Recording(trace=newest_trace(folder), hlo=folder / HLO_FILE, memory=memory, **seconds)

@@ -1,6 +1,7 @@
 """Summarises a trace of a plan's step, each figure beside its prediction."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -102,7 +103,12 @@ def analyse(
     estimate = priced.estimate
     flops = sum(row.flops for row in comparison.classes)
     derived_flops = float(estimate.flops) / num_chips
-    warnings = (*_slower_notes(profiled_s, step_s), *_machine_notes(events, recording))
+    warnings = tuple(_warnings(profiled_s, step_s, events, recording))
+    if recording:
+        memory = recording.memory
+    else:
+        owners, live = temporary_owners(program)
+        memory = MemoryProfile(counted="device", owners=tuple(owners[:MAX_OWNERS]), live_bytes=live)
     case = AdviceCase(
         comparison=comparison,
         times=times,
@@ -129,63 +135,32 @@ def analyse(
         times=times,
         comparison=comparison,
         advice=advise(case),
-        memory=recording.memory if recording else _memory_of(program),
+        memory=memory,
         predicted_memory={name: float(b) for name, b in estimate.memory.items() if b},
-        notes=(
-            *_trace_notes(events, times, num_devices=num_chips),
-            *_program_notes(flops, derived_flops),
-            *warnings,
-        ),
+        notes=(*_notes(events, times, flops / derived_flops, num_devices=num_chips), *warnings),
         warnings=warnings,
     )
 
 
-def _memory_of(program: TracedProgram) -> MemoryProfile:
-    owners, live = temporary_owners(program)
-    return MemoryProfile(counted="device", owners=tuple(owners[:MAX_OWNERS]), live_bytes=live)
-
-
-def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
-    """Notes that the profiler slowed the steps down."""
-    if profiled_s <= SLOWER * step_s:
-        return ()
-    return (
-        f"The steps under the profiler took {profiled_s / step_s:.1f} times as long as those before them, and so do "
-        "their parts: the profiler or other work slowed them down.",
-    )
-
-
-def _machine_notes(trace: DeviceTrace, recording: Recording | None) -> tuple[str, ...]:
-    """Notes how busy the emulated devices kept the machine."""
-    cores = os.cpu_count() or 1
-    if trace.platform != "cpu" or recording is None or recording.cores is None:
-        return ()
-    had = f"The process kept {recording.cores:.1f} of {cores} cores busy in these steps"
-    if recording.cores >= ENOUGH_CORES * cores:
-        return (f"{had}.",)
-    return (f"{had}: other programs ran, or threads waited; compare seconds on a quiet machine.",)
-
-
-def _program_notes(flops: float, derived: float) -> tuple[str, ...]:
-    """Notes how the compiled program differs from the derived steps."""
-    found: tuple[str, ...] = (
-        "A fusion's time stands with the derived step of its last operation; what the compiler adds (slices of stacked "
-        "weights, copies between loops) is outside the steps.",
-    )
-    if flops and abs(flops / derived - 1) > SAME_FLOPS:
-        found += (
-            f"The products of the program take {flops / derived:.2f} times the FLOPs of the derived steps, so that "
-            "seconds per FLOP differ by as much: libraries whose FLOPs the program does not say count nothing, while "
-            "padding, passes of a pipeline over nothing and products of experts with empty slots count.",
+def _warnings(profiled_s: float, step_s: float, trace: DeviceTrace, recording: Recording | None) -> Iterator[str]:
+    """Notes that the profiler slowed the steps down, and how busy the emulated devices kept the machine."""
+    if profiled_s > SLOWER * step_s:
+        yield (
+            f"The steps under the profiler took {profiled_s / step_s:.1f} times as long as those before them, and so "
+            "do their parts: the profiler or other work slowed them down."
         )
-    return found
+    cores = os.cpu_count() or 1
+    if trace.platform == "cpu" and recording is not None and recording.cores is not None:
+        quiet = recording.cores >= ENOUGH_CORES * cores
+        why = "." if quiet else ": other programs ran, or threads waited; compare seconds on a quiet machine."
+        yield f"The process kept {recording.cores:.1f} of {cores} cores busy in these steps{why}"
 
 
-def _trace_notes(trace: DeviceTrace, times: StepTimes, *, num_devices: int) -> tuple[str, ...]:
-    """Notes what limits the figures of this trace."""
-    found = []
+def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devices: int) -> Iterator[str]:
+    """Notes what limits the figures of this trace, and how the program differs from the derived steps, of whose FLOPs
+    it has ``of_derived``."""
     if trace.platform == "cpu":
-        found.append(
+        yield (
             "The devices are emulated and share the cores of one machine, so that a device computes while others "
             "wait and a stopped thread looks busy. Seconds of single steps are therefore the machine's: the wall time "
             "shared out over what works at each instant on any of them; kinds of work sum to the step. They can be "
@@ -193,23 +168,32 @@ def _trace_notes(trace: DeviceTrace, times: StepTimes, *, num_devices: int) -> t
             "cannot be told apart well, nor how compute and communication would overlap on devices of their own."
         )
     if len(times.devices) < num_devices:
-        found.append(f"The trace has {len(times.devices)} of {num_devices} devices: those of one process.")
+        yield f"The trace has {len(times.devices)} of {num_devices} devices: those of one process."
     if trace.by_thread:
-        found.append("The events name no device: each thread of the host counts as one.")
+        yield "The events name no device: each thread of the host counts as one."
     words = {
         "marks": "A step lies between the ends of two, so that what the host does between steps is in it.",
         "runs": "The trace has no marks of steps: a step is one run of the program, from its first to its last event.",
         "none": "The trace has no marks of steps: all of it counts as one.",
     }
     if trace.found_steps in words:
-        found.append(words[trace.found_steps])
+        yield words[trace.found_steps]
     named = sum(event.seconds for event in trace.events)
     if trace.unnamed_s > 0.01 * named:
-        found.append(
+        yield (
             f"{trace.unnamed_s / (trace.unnamed_s + named):.0%} of the seconds on the devices are of kernels that name "
             "no instruction; they look idle here. CUDA graphs do that: XLA_FLAGS=--xla_gpu_enable_command_buffer= "
             "turns them off."
         )
     if len(trace.windows) > 1:
-        found.append(f"Figures are means over {len(trace.windows)} steps and {len(times.devices)} devices.")
-    return tuple(found)
+        yield f"Figures are means over {len(trace.windows)} steps and {len(times.devices)} devices."
+    yield (
+        "A fusion's time stands with the derived step of its last operation; what the compiler adds (slices of stacked "
+        "weights, copies between loops) is outside the steps."
+    )
+    if of_derived and abs(of_derived - 1) > SAME_FLOPS:
+        yield (
+            f"The products of the program take {of_derived:.2f} times the FLOPs of the derived steps, so that seconds "
+            "per FLOP differ by as much: libraries whose FLOPs the program does not say count nothing, while padding, "
+            "passes of a pipeline over nothing and products of experts with empty slots count."
+        )

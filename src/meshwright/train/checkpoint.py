@@ -11,9 +11,10 @@ import jax
 import msgspec
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
+from jaxtyping import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.parallel.processes import is_first, wait_for_all
 
 CHECKPOINTS = "checkpoints"
@@ -21,11 +22,11 @@ STATE, POSITION = "state", "position"
 UNFINISHED = ".orbax-checkpoint-tmp"
 WRITE_TIMEOUT_S = 3600
 
-Reorder = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
+Reorder = Callable[[dict[str, Array]], dict[str, Array]]
 """Returns weights, or an optimizer's arrays by their names, with the layers in another order."""
 
 
-def unchanged(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def unchanged(named: dict[str, Array]) -> dict[str, Array]:
     """Returns the arrays; for layers that are in the order of the model."""
     return named
 
@@ -109,7 +110,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:  # what Orbax raises where a disk is full: the second for arrays
-            said = (str(error).splitlines() or [type(error).__name__])[0]
+            said = first_line(error)
             # The reason stands last, behind the names of files.
             why = getattr(error, "strerror", None) or said.rpartition(": ")[2].rstrip(".")
             raise CannotRunError(
@@ -159,7 +160,7 @@ class Checkpoints:
             raise self._damaged(step, error) from None
 
     def _damaged(self, step: int, error: Exception) -> CannotRunError:
-        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(":.")
+        why = first_line(error).rstrip(":.")
         before = [each for each in self.steps() if each < step]
         then = f"step {before[-1]}" if before else "the start"
         return CannotRunError(

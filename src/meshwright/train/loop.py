@@ -1,32 +1,286 @@
-"""Trains a model and leaves a run folder from which training can be resumed."""
+"""Trains a model step by step, and leaves a run folder from which training can be resumed.
 
-from collections.abc import Mapping
+Steps are dispatched, awaited and recorded; checkpoints and evaluations come between them.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
+import numpy as np
 
+from meshwright.core.errors import CannotRunError
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.toml_file import dump_toml
+from meshwright.core.units import format_seconds
 from meshwright.nn.hf.tokenizer import TOKENIZER
+from meshwright.nn.weights import Params
 from meshwright.parallel.mesh import keep_compiled_programs
 from meshwright.parallel.processes import is_first, shared, wait_for_all
+from meshwright.parallel.train_step import Batch, State
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Prediction
 from meshwright.spec.strategy import Strategy
-from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.checkpoint import Checkpoints, Position
+from meshwright.train.data.batches import Ahead
 from meshwright.train.data.tokenizer import save_tokenizer
-from meshwright.train.interrupt import stop_on_signals
-from meshwright.train.record.metrics import LiveLine
-from meshwright.train.record.result import Stopwatch, TrainResult
+from meshwright.train.interrupt import StopRequest, stop_on_signals
+from meshwright.train.optimizers.schedules import learning_rate
+from meshwright.train.optimizers.table import averaged
+from meshwright.train.record.health import where_not_finite
+from meshwright.train.record.metrics import (
+    EvaluationRecord,
+    LiveLine,
+    StepRecord,
+    on_host,
+    over_layers,
+    typical_step_s,
+)
+from meshwright.train.record.result import MemoryUse, Stopwatch, TrainResult, measured_memory, peak_bytes
 from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_folder, held_alone, require_same_model
 from meshwright.train.record.tracking import Tracking, require_trackers
-from meshwright.train.run import OnStep, Run
 from meshwright.train.settings import TrainSettings
-from meshwright.train.setup import prepare, require_same_tokenizer, start_state
+from meshwright.train.setup import Setup, prepare, require_same_tokenizer, start_state
+from meshwright.train.weights import save_weights
+
+OnStep = Callable[[StepRecord], None]
+POLL_S = 0.001
+_averaged = jax.jit(averaged)
+
+
+class _Flight(NamedTuple):
+    """A step in flight; ``end`` is known if it was seen to end before its loss is read."""
+
+    number: int
+    start: float
+    batch: Batch
+    metrics: Any
+    end: float | None = None
+
+
+def steps_ahead() -> int:
+    """Returns the number of steps that are dispatched beyond the one that runs.
+
+    One, so that devices do not wait for the host to read a loss. None on CPU, where host and devices share cores, and
+    where two programs with collectives may wait for each other's threads.
+    """
+    return 0 if jax.devices()[0].platform == "cpu" else 1
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The state of a run. It starts at ``position``; ``resumed_from`` is that step where the run was resumed."""
+
+    setup: Setup
+    folder: RunFolder
+    live: LiveLine
+    tracking: Tracking
+    checkpoints: Checkpoints
+    watch: Stopwatch
+    request: StopRequest
+    predicted: Prediction[float] | None
+    on_step: OnStep | None
+    position: Position
+    state: State
+    resumed_from: int | None
+    flying: deque[_Flight] = field(default_factory=deque)
+    step_s: list[float] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    memory: MemoryUse | None = None
+    last_end: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.job, self.settings = self.setup.job, self.setup.settings
+        self.rates = learning_rate(self.settings)(np.arange(self.settings.steps))
+        self.losses = list(self.folder.kept.losses)
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def steps(self) -> None:
+        """Compiles the step, then runs steps until the last, a request to stop, or one that is not finite."""
+        shardings = self.setup.step.batch_shardings
+        with self.setup.batches.ahead(self.position.samples, shardings) as reader:
+            if self.position.step >= self.settings.steps:
+                return
+            batch = self._read(reader)
+            compiled = self._compile(batch)
+            for number in range(self.position.step + 1, self.settings.steps + 1):
+                start = time.perf_counter()
+                self.state, metrics = compiled(self.state, batch)
+                self.flying.append(_Flight(number, start, batch, metrics))
+                due = self._due(number)
+                self._land(0 if due else steps_ahead())
+                if self.request.stops_after(number):
+                    break
+                for act in due:
+                    act()
+                if number < self.settings.steps:
+                    batch = self._read(reader)
+            self._land(0)
+
+    def _compile(self, batch: Batch) -> Any:
+        with self.watch.timed("compile"):
+            compiled = self.setup.step.compile.lower(self.state, batch).compile()
+            if self.setup.held_out and self.settings.evaluate_every:
+                self.setup.held_out.compile(self._evaluated_weights())
+        self.memory = measured_memory(self.state, batch, compiled)
+        start = f"goes on after step {self.position.step}, " if self.position.step else ""
+        seconds = format_seconds(self.watch.seconds("compile"))
+        self.live.say(f"{self.folder.path}: {start}compiled in {seconds}")
+        return compiled
+
+    def _read(self, reader: Ahead) -> Batch:
+        """Returns the next batch. The wait for it counts from when the devices are idle, and belongs to no step."""
+        while self.flying and not reader.is_ready and not self.flying[-1].metrics.loss.is_ready():
+            time.sleep(POLL_S)
+        start = time.perf_counter()
+        idle = not self.flying or self.flying[-1].metrics.loss.is_ready()
+        if self.flying and idle:
+            self.flying[-1] = self.flying[-1]._replace(end=start)
+        _, batch = next(reader)
+        if idle:
+            self.watch.add("data", time.perf_counter() - start)
+        return batch
+
+    def _land(self, remaining: int) -> None:
+        """Waits for the oldest steps until ``remaining`` are in flight, and records each."""
+        while len(self.flying) > remaining:
+            flight = self.flying.popleft()
+            record = self._record(flight)
+            self.folder.record(record)
+            self.live.show(record)
+            self.tracking.record(record)
+            if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+                self._give_up(flight, record)
+            try:
+                if self.on_step:
+                    self.on_step(record)
+            except KeyboardInterrupt:
+                # The state is whole between steps, so this ends like a Ctrl-C that the handler received.
+                self.request.ask()
+
+    def _record(self, flight: _Flight) -> StepRecord:
+        found = on_host(flight.metrics)
+        end = flight.end or time.perf_counter()
+        # A step dispatched while the previous one ran began when that one ended.
+        step_s = end - max(flight.start, self.last_end)
+        self.last_end = end
+        tokens = self.job.tokens_per_step
+        self.losses.append(float(found.loss))
+        self.step_s.append(step_s)
+        self.position = msgspec.structs.replace(
+            self.position,
+            step=flight.number,
+            samples=self.position.samples + self.job.batch_seqs,
+            tokens=self.position.tokens + tokens,
+        )
+        mfu, hfu = self.predicted.measured(step_s) if self.predicted else (None, None)
+        return StepRecord(
+            step=flight.number,
+            tokens=self.position.tokens,
+            loss=float(found.loss),
+            grad_norm=float(found.grad_norm),
+            learning_rate=float(self.rates[flight.number - 1]),
+            step_s=step_s,
+            tokens_per_s=tokens / step_s,
+            mfu=mfu,
+            hfu=hfu,
+            predicted_step_s=self.predicted.step_s if self.predicted else None,
+            extras=over_layers(found.extras),
+        )
+
+    # -- between steps -------------------------------------------------------------------------------
+
+    def _due(self, number: int) -> list[Callable[[], None]]:
+        """Returns what reads the state after this step, before the next step consumes it; `finish` reads the last."""
+        asked = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
+        return [act for every, act in asked if every and number % every == 0 and number < self.settings.steps]
+
+    def _save(self) -> None:
+        with self.watch.timed("checkpoint"):
+            self.checkpoints.save(self.state, self.position, to_canonical=self.setup.step.to_canonical)
+
+    def _evaluated_weights(self) -> Params:
+        return _averaged(self.state.opt_state, self.state.params) if self.settings.average else self.state.params
+
+    def _evaluate(self) -> None:
+        if self.setup.held_out is None:
+            return
+        with self.watch.timed("evaluation"):
+            loss = self.setup.held_out.loss(self._evaluated_weights())
+        record = EvaluationRecord(step=self.position.step, tokens=self.position.tokens, loss=loss)
+        self.evaluations.append(record)
+        self.folder.evaluated(record)
+        self.tracking.evaluated(record)
+        if record.step < self.settings.steps:  # the last one stands in the result
+            self.live.say(f"step {record.step}: held-out loss {loss:.3f}")
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def finish(self) -> TrainResult:
+        """Makes the last evaluation, checkpoint and weights, then the summary."""
+        stopped = self.position.step < self.settings.steps
+        if not stopped and self.position.step:
+            # A request to stop does not wait for the evaluation.
+            self._evaluate()
+        if self.position.step:
+            self._save()
+            with self.watch.timed("checkpoint"):
+                self.checkpoints.wait()
+        weights = self.setup.step.to_canonical(self._evaluated_weights())
+        save_weights(self.setup.step.model, weights, self.folder.path)
+        result = self._result()
+        self.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
+        return result
+
+    def _result(self) -> TrainResult:
+        kept, done, typical = self.folder.kept, self.position.step, typical_step_s(self.step_s)
+        mfu, hfu = self.predicted.measured(typical) if self.predicted and typical else (None, None)
+        goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=kept.lost_steps, lost_s=kept.lost_s)
+        evaluated = bool(self.evaluations) and self.evaluations[-1].step == done
+        peak = peak_bytes()
+        return TrainResult(
+            run=str(self.folder.path),
+            steps=done,
+            stopped=done < self.settings.steps,
+            losses=list(self.losses),
+            validation_loss=self.evaluations[-1].loss if evaluated else None,
+            step_s=typical,
+            step_s_predicted=self.predicted.step_s if self.predicted else None,
+            tokens_per_s=self.job.tokens_per_step / typical if typical else None,
+            mfu=mfu,
+            hfu=hfu,
+            compile_s=goodput.compile_s,
+            memory=msgspec.structs.replace(self.memory, peak_bytes=peak) if self.memory and peak else self.memory,
+            goodput=goodput,
+            evaluations=list(self.evaluations),
+            resumed_from=self.resumed_from,
+            processes=jax.process_count(),
+        )
+
+    def _give_up(self, flight: _Flight, record: StepRecord) -> None:
+        """Ends a run without a finite loss or gradient; the error names the array."""
+        self.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
+        what = f"the loss is {record.loss}"
+        if math.isfinite(record.loss):
+            what = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
+        where = where_not_finite(self.setup.step, self.state, flight.batch)
+        settings, steps = self.settings, self.checkpoints.steps()
+        kept = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
+        raise CannotRunError(
+            f"{what} at step {record.step} with learning_rate={settings.learning_rate:g} and "
+            f"warmup_steps={settings.warmup_steps}: {where}. Use a lower rate or a longer warmup; "
+            f"{kept} in {self.folder.path}."
+        )
 
 
 def train(

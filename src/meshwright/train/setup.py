@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import msgspec
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
@@ -49,7 +50,7 @@ class HeldOut:
             jax.block_until_ready(sums[-1])
         return math.fsum(map(float, sums)) / max(1.0, math.fsum(map(float, counts)))
 
-    def _batch(self, index: int) -> dict[str, jax.Array]:
+    def _batch(self, index: int) -> dict[str, Array]:
         return self._batches.global_batch(index * self._batches.batch_seqs, self._step.batch_shardings)
 
 
@@ -58,7 +59,7 @@ def held_out(step: TrainStep, source: Source | None, job: Job, *, max_batches: i
 
     The batch size is the job's, or the largest that the rows fill and the mesh divides.
     """
-    found = source.num_samples(job.seq_len) if source else 0
+    found = len(source.rows(job.seq_len)) if source else 0
     _, parts = batch_parts(step, "B")
     size = min(job.batch_seqs, found) // parts * parts
     if source is None or size == 0:

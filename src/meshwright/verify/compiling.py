@@ -40,7 +40,13 @@ def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None
     if only_lower:
         return
     compiled = lowered.compile()
-    memory = _memory(compiled)
+    found: Any = compiled.memory_analysis()
+    memory = Memory(
+        arguments=found.argument_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        outputs=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
+        peak=found.peak_memory_in_bytes,
+    )
     if request.target.platform == "cpu":
         # the other compilers dump the text; some of libtpu's programs cannot be printed after compilation
         write_text_whole(folder / MODULE, compiled.as_text() or "")
@@ -71,13 +77,3 @@ def in_order(devices: list[Any], target: Target) -> list[Any]:
     if len(chips) != target.num_devices:
         raise InputError(f"{target.topology} has {len(chips)} chips and the plan {target.num_devices}. Name its shape.")
     return sorted(chips, key=lambda device: (getattr(device, "slice_index", 0) or 0, *reversed(device.coords)))
-
-
-def _memory(compiled: jax.stages.Compiled) -> Memory:
-    found: Any = compiled.memory_analysis()
-    return Memory(
-        arguments=found.argument_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        outputs=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
-        peak=found.peak_memory_in_bytes,
-    )

@@ -125,7 +125,6 @@ class _Sides:
     def __init__(self) -> None:
         self.derived: dict[TrafficKey, Amount] = defaultdict(Amount)
         self.compiled: dict[TrafficKey, Amount] = defaultdict(Amount)
-        self.repeated_bytes: dict[TrafficKey, float] = defaultdict(float)
         self.windowed = False
 
 
@@ -140,37 +139,15 @@ def compare_traffic(
 
     ``remarks`` are the partitioner's messages about arrays that it replicated.
     """
-    labels, rows = _sides(expected, found, mesh)
-    table = _Table(rows, mesh, _copied_elements(remarks) * math.prod(mesh.values()))
-    for key in rows.derived:
-        table.take_joined(key, labels)
-    for label, sides in labels.items():
+    shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
+    copied = max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
+    table = _Table(expected, found, mesh, copied * math.prod(mesh.values()))
+    for key in table.rows.derived:
+        table.take_joined(key)
+    for label, sides in table.labels.items():
         table.take_label(label, sides)
     table.pair_rows()
     return table.result()
-
-
-def _sides(
-    expected: Iterable[Expected], found: Iterable[CompiledCollective], mesh: Mapping[str, int]
-) -> tuple[dict[StepLabel | None, _Sides], _Sides]:
-    labels: dict[StepLabel | None, _Sides] = defaultdict(_Sides)
-    rows = _Sides()
-    for e in expected:
-        if e.axes:
-            share = received_share(e.kind, math.prod(mesh[axis] for axis in e.axes))
-            amount = Amount(e.full_bytes / e.element_bytes, e.full_bytes * share, e.num_arrays)
-            for sides in (labels[e.label], rows):
-                sides.derived[e.kind, e.axes] += amount
-    for c in found:
-        axes = active_axes(c.axes, mesh)
-        if axes:
-            amount = _amount_of(c, math.prod(mesh[axis] for axis in axes))
-            for sides in (labels[c.label], rows):
-                sides.compiled[c.kind, axes] += amount
-                sides.windowed = sides.windowed or c.windowed
-            if _REPEATED in c.name:
-                rows.repeated_bytes[c.kind, axes] += amount.wire
-    return labels, rows
 
 
 def _amount_of(found: CompiledCollective, size: int) -> Amount:
@@ -186,12 +163,6 @@ def _amount_of(found: CompiledCollective, size: int) -> Amount:
     return Amount(found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire, found.trips * found.num_arrays)
 
 
-def _copied_elements(remarks: Iterable[str]) -> int:
-    """Returns the elements of the largest shard whose array the partitioner reports as replicated; 0 if none."""
-    shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
-    return max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
-
-
 def _same(one: float, other: float) -> bool:
     return abs(one - other) <= TOLERANCE * max(one, other)
 
@@ -202,16 +173,33 @@ class _Table:
     ``copied`` is the number of elements of the largest array that the partitioner replicated.
     """
 
-    def __init__(self, rows: _Sides, mesh: Mapping[str, int], copied: int) -> None:
-        self.rows, self.mesh, self.copied = rows, mesh, copied
+    def __init__(
+        self, expected: Iterable[Expected], found: Iterable[CompiledCollective], mesh: Mapping[str, int], copied: int
+    ) -> None:
+        self.mesh, self.copied = mesh, copied
+        self.rows = _Sides()
+        self.labels: dict[StepLabel | None, _Sides] = defaultdict(_Sides)
         self.taken: set[StepLabel | None] = set()
         self.named: dict[TrafficKey, float] = defaultdict(float)
+        self.repeated_bytes: dict[TrafficKey, float] = defaultdict(float)
         self.differences: list[Difference] = []
         self.left: dict[TrafficKey, Amount] = defaultdict(Amount)
-        for key, amount in rows.compiled.items():
-            self.left[key] += amount
-        for key, amount in rows.derived.items():
-            self.left[key] += -amount
+        for e in expected:
+            if e.axes:
+                share = received_share(e.kind, math.prod(mesh[axis] for axis in e.axes))
+                amount = Amount(e.full_bytes / e.element_bytes, e.full_bytes * share, e.num_arrays)
+                for side in (self.labels[e.label].derived, self.rows.derived):
+                    side[e.kind, e.axes] += amount
+        for c in found:
+            if axes := active_axes(c.axes, mesh):
+                amount = _amount_of(c, math.prod(mesh[axis] for axis in axes))
+                for side in (self.labels[c.label].compiled, self.rows.compiled):
+                    side[c.kind, axes] += amount
+                self.labels[c.label].windowed |= c.windowed
+                if _REPEATED in c.name:
+                    self.repeated_bytes[c.kind, axes] += amount.wire
+        for key in (*self.rows.compiled, *self.rows.derived):
+            self.left[key] = self.rows.compiled.get(key, NOTHING) + -self.rows.derived.get(key, NOTHING)
 
     def is_even(self, key: TrafficKey) -> bool:
         """True if the row's unnamed difference is negligible."""
@@ -224,11 +212,11 @@ class _Table:
         if name := _name_of(label, sides):
             self._name(name, str(label), sides.derived, sides.compiled)
 
-    def take_joined(self, key: TrafficKey, labels: Mapping[StepLabel | None, _Sides]) -> None:
+    def take_joined(self, key: TrafficKey) -> None:
         """Names the common difference of several steps that the compiler combined under the label of one."""
         of_row = [
             (label, sides)
-            for label, sides in labels.items()
+            for label, sides in self.labels.items()
             if {*sides.derived, *sides.compiled} == {key}
             and sides.derived.get(key, NOTHING).arrays != sides.compiled.get(key, NOTHING).arrays
         ]
@@ -263,7 +251,7 @@ class _Table:
             if self.is_even(key):
                 continue
             if left.wire > 0:
-                again = self.rows.repeated_bytes[key] >= (1 - TOLERANCE) * left.wire
+                again = self.repeated_bytes[key] >= (1 - TOLERANCE) * left.wire
                 if again or 0 < left.elements <= left.arrays * self.copied:
                     name = "repeated" if again else "involuntary rematerialisation"
                     self._name(name, _words(key), {}, {key: left})

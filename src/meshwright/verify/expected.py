@@ -1,18 +1,32 @@
-"""Collectives that a compiled program should contain according to the derivation, step by step."""
+"""The derivation of a requested step: the collectives that its compiled program should contain, its products, and the
+bytes on a device."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 import msgspec
+import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
 from meshwright.algebra.ops.muon import filled_share
+from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
-from meshwright.algebra.schedules.ticks import TickTables
+from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
+from meshwright.algebra.transformer import layer_dims
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.labels import StepLabel
 from meshwright.cost.step_costs import sent_element_bytes
+from meshwright.cost.work.ops import op_flops
+from meshwright.cost.work.slots import slots_move
+from meshwright.nn.experts.slots import expert_capacity
+from meshwright.parallel.pipeline.stages import strategy_schedule
+from meshwright.spec.strategy import Strategy
+from meshwright.verify.request import Request
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,45 +57,39 @@ def expected_collectives(
     ``dims`` are those of the global batch (B all sequences); ``width`` is the bytes of an element whose array
     names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
     """
-    counted = _counted(derived, dims, mesh, num_microbatches=num_microbatches, layer_by_layer=layer_by_layer)
-    return _expected(counted, dims, mesh, num_microbatches=num_microbatches, width=width)
+    sizes = _sizes(dims, mesh, num_microbatches)
+
+    def counted() -> Iterator[_Counted]:
+        for step, times in derived.steps(num_microbatches):
+            if step.is_collective:
+                runs = int(times) * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
+                stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
+                yield step, 1 if stacked else runs * int(num_ways(step, sizes)), runs
+
+    return _expected(counted(), sizes, num_microbatches=num_microbatches, width=width)
 
 
 _Counted = tuple[Step, int, int]
 """A step, the number of arrays that it moves, and how often it moves its own bytes."""
 
 
-def _expected(
-    counted: Iterable[_Counted], dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, width: int
-) -> Iterator[Expected]:
-    sizes = _sizes(dims, mesh, num_microbatches)
+def _sizes(dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: int) -> OpSizes:
+    """Returns the sizes of one microbatch."""
+    return OpSizes(dims={**dims, "B": dims["B"] // num_microbatches}, mesh=mesh, state="fp32")
+
+
+def _expected(counted: Iterable[_Counted], sizes: OpSizes, *, num_microbatches: int, width: int) -> Iterator[Expected]:
     for step, arrays, times in counted:
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
         filled = filled_share(step, sizes)
         yield Expected(
             label=step.label,
             kind=step.op,
-            axes=active_axes(step.axes, mesh),
+            axes=active_axes(step.axes, sizes.mesh),
             num_arrays=arrays,
             full_bytes=times * round(float(sizes.elements(step.full) * element * filled)),
             element_bytes=element,
         )
-
-
-def _counted(
-    derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, layer_by_layer: bool
-) -> Iterator[_Counted]:
-    sizes = _sizes(dims, mesh, num_microbatches)
-    for step, times in derived.steps(num_microbatches):
-        if step.is_collective:
-            runs = int(times) * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
-            stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
-            yield step, 1 if stacked else runs * int(num_ways(step, sizes)), runs
-
-
-def _sizes(dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: int) -> OpSizes:
-    """Returns the sizes of one microbatch."""
-    return OpSizes(dims={**dims, "B": dims["B"] // num_microbatches}, mesh=mesh, state="fp32")
 
 
 def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -102,11 +110,12 @@ def expected_of_pipeline(
     count where a schedule has both. Sends count as often as they run: once per direction and tick.
     """
     count = tables.schedule.num_microbatches
-    return _expected(_counted_in_text(derived, tables), dims, mesh, num_microbatches=count, width=width)
+    sizes = _sizes(dims, mesh, count)
+    return _expected(_counted_in_text(derived, tables), sizes, num_microbatches=count, width=width)
 
 
 def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[_Counted]:
-    used = ((block, name) for block in derived.blocks for op in block.block.ops for name in op.inputs)
+    used = ((block, name) for block in derived.blocks for name in block.block.reads)
     counted = ((block, name) for block in derived.blocks for name in counts_of(block))
     rows = {name: _rows(block, tables) for block, name in (*used, *counted)}
     for block in derived.blocks:
@@ -137,3 +146,85 @@ def runs_in_text(step: Step, block: BlockSteps, tables: TickTables) -> int:
 def _rows(block: BlockSteps, tables: TickTables) -> int:
     """Returns the number of layers of a block that one device stores."""
     return block.repeat // tables.schedule.num_devices if block.block.carry else 1
+
+
+class StepDerivation:
+    """The derived step of a request, with its counts."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.setting, self.job = request, request.setting, request.setting.job
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The strategy as the step runs it."""
+        return job_strategy(self.job, self.request.strategy)
+
+    @cached_property
+    def derived(self) -> Derived:
+        """The steps of the program."""
+        model, storage, options = self.setting.model, self.setting.storage, self.request.options
+        return derive_job(model, self.job, self.strategy, storage=storage, options=options)
+
+    @cached_property
+    def dims(self) -> dict[str, int]:
+        """Sizes of all dims for the whole batch; an expert has a slot for every token, or as many as its capacity."""
+        model, job = self.setting.model, self.job
+        sizes = {**model.dims, **layer_dims(model), "B": job.batch_seqs, "T": job.step_len}
+        if not job.trains:
+            sizes |= cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len)
+        if model.num_experts:
+            num_tokens = job.tokens_per_step // self.strategy.num_microbatches
+            bound = self.request.options.capacity_factor
+            slots = expert_capacity(model, num_tokens, bound)
+            if not bound and not slots_move(self.derived, self.strategy.mesh):
+                # Only the filled slots.
+                slots = num_tokens * model.experts_per_token // model.num_experts
+            sizes |= {"C": slots, "Er": len(ROUTING_ROWS)}
+        return sizes
+
+    def expected(self) -> list[Expected]:
+        """Returns the collectives of one step; of a pipeline, those in its text: every branch in every tick."""
+        strategy, mesh = self.strategy, self.strategy.mesh
+        width = int(DTYPE_BYTES[strategy.state_dtype])
+        if self._tables is not None:
+            return list(expected_of_pipeline(self.derived, self._tables, self.dims, mesh, width=width))
+        count, overlapped = strategy.num_microbatches, strategy.gradient_sync == "overlapped"
+        found = expected_collectives(
+            self.derived, self.dims, mesh, num_microbatches=count, width=width, layer_by_layer=overlapped
+        )
+        return list(found)
+
+    def products(self) -> dict[StepLabel, float]:
+        """Returns the FLOPs of each step's products on one device; of a pipeline, those in its text: in every tick."""
+        # Sizes of one microbatch, with all slots of experts, and attention over all keys.
+        dims = {**self.dims, "B": self.job.batch_seqs / self.strategy.num_microbatches}
+        sizes = OpSizes(dims=dims, mesh=self.strategy.mesh, state=self.strategy.state)
+        found: dict[StepLabel, float] = defaultdict(float)
+        for step, times in self._local_steps():
+            flops = float(np.asarray(op_flops(step, sizes)))
+            if flops:
+                found[step.label] += flops * times
+        return dict(found)
+
+    def _local_steps(self) -> Iterator[tuple[Step, int]]:
+        """Yields the local steps, and how often each runs."""
+        if self._tables is None:
+            count = self.strategy.num_microbatches
+            yield from ((step, int(times)) for step, times in self.derived.steps(count) if not step.is_collective)
+            return
+        for block in self.derived.blocks:
+            for step in (*block.forward, *block.backward):
+                if not step.is_collective:
+                    yield step, runs_in_text(step, block, self._tables)
+
+    @cached_property
+    def _tables(self) -> TickTables | None:
+        """Tick tables of the pipeline; None without one."""
+        if not self.job.trains or self.strategy.mesh.get("pipeline", 1) == 1:
+            return None
+        return tick_tables(strategy_schedule(self.strategy))
+
+    def memory(self) -> dict[str, float]:
+        """Returns the predicted bytes on one device by item."""
+        setting, strategy = self.setting, self.strategy
+        return {name: float(np.asarray(value)) for name, value in setting.memory(strategy, self.derived).items()}

@@ -8,10 +8,10 @@ import msgspec
 
 from meshwright.hlo.collectives import collectives
 from meshwright.verify.differences import TrafficComparison, compare_traffic
+from meshwright.verify.expected import StepDerivation
 from meshwright.verify.flops import Products, compare_products
-from meshwright.verify.request import Memory, Request
+from meshwright.verify.request import Request
 from meshwright.verify.running import CompileOutcome, available_bytes, run_request
-from meshwright.verify.step_derivation import StepDerivation
 
 ARGUMENTS = ("weights", "optimizer", "kv_cache")
 """Items of memory that are arguments of a step; all others are temporaries."""
@@ -80,7 +80,15 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
     derivation = StepDerivation(request)
     memory, offered = None, available_bytes(outcome.out_of_memory)
     if request.target.platform != "cpu":
-        memory = _compared(derivation.memory(), outcome.memory, offered or request.setting.memory_limit)
+        found = outcome.memory
+        memory = MemoryComparison(
+            items=derivation.memory(),
+            arguments=found.arguments,
+            temporaries=found.temporaries + found.outputs,
+            needed=found.needed,
+            peak=found.peak,
+            available=offered or request.setting.memory_limit,
+        )
         refusal = refusal or _does_not_fit(request, memory)
     traffic, trouble = None, ""
     try:
@@ -100,17 +108,6 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
         traffic=traffic,
         traffic_error=trouble,
         products=compare_products(outcome.program, derivation.products()) if outcome.program else None,
-    )
-
-
-def _compared(items: dict[str, float], found: Memory, available: float) -> MemoryComparison:
-    return MemoryComparison(
-        items=items,
-        arguments=found.arguments,
-        temporaries=found.temporaries + found.outputs,
-        needed=found.needed,
-        peak=found.peak,
-        available=available,
     )
 
 

@@ -182,7 +182,9 @@ def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, A
     memory, error = _read(folder / MEMORY, Memory), _read(folder / ERROR, dict)
     files = None if on_cpu else dump_files(folder / DUMP)
     lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
-    found = partial(CompileOutcome, lowered=lowered, remarks=_remarks(log), program=program, **spent)
+    # The partitioner reports that it replicated an array to reshard it.
+    remarks = tuple(line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
+    found = partial(CompileOutcome, lowered=lowered, remarks=remarks, program=program, **spent)
     if files is not None:
         assigned, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
         if memory is not None and ended == "exit":
@@ -250,11 +252,6 @@ def available_bytes(message: str) -> int | None:
         return None
     number, unit = (match[1], match[2]) if match[1] else (match[5], match[6])
     return round(float(number) * _UNIT[unit])
-
-
-def _remarks(log: str) -> tuple[str, ...]:
-    """Returns the lines in which the partitioner reports that it replicated an array to reshard it."""
-    return tuple(line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
 
 
 def _last_words(status: int, log: str) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.nn.experts.balance import balance_backward, routing_counts, routing_metrics
-from meshwright.nn.experts.router import route
+from meshwright.nn.ops.route import route
 from meshwright.spec import catalogue
 from tests.nn.arrays import close
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from meshwright.nn.experts import slots as experts
-from meshwright.nn.experts.router import route, route_backward
+from meshwright.nn.ops.route import route, route_backward
 from tests.nn.arrays import close, draw
 from tests.nn.families import FAMILIES
 

@@ -20,7 +20,7 @@ from meshwright.nn.hf.weights import (
     gathered_part,
     hf_entries,
     load_params,
-    params_from_hf,
+    read_params,
     save_hf,
     special_tokens,
 )
@@ -67,7 +67,7 @@ def tensors():
 def test_weights_come_back_from_the_published_form(family, tensors):
     model = FAMILIES[family]
     assert sum(array.size for array in tensors[family].values()) == num_params(model)
-    require_equal(params_from_hf(model, tensors[family]), random_params(model))
+    require_equal(read_params(model, tensors[family]), random_params(model))
 
 
 def joined(*arrays: np.ndarray) -> np.ndarray:
@@ -110,13 +110,13 @@ def test_tensors_hold_what_they_are_said_to_hold(family, name, tensors):
 
 def test_names_without_the_prefix_are_found(tensors):
     bare = {n.removeprefix("transformer."): a for n, a in tensors["gpt2"].items()}
-    require_equal(params_from_hf(FAMILIES["gpt2"], bare), random_params(FAMILIES["gpt2"]))
+    require_equal(read_params(FAMILIES["gpt2"], bare), random_params(FAMILIES["gpt2"]))
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_a_decoder_nested_in_a_larger_model_is_found(prefix, tensors):
     nested = {n.replace("model.", prefix, 1): a for n, a in tensors["gemma3"].items()}
-    require_equal(params_from_hf(FAMILIES["gemma3"], nested), random_params(FAMILIES["gemma3"]))
+    require_equal(read_params(FAMILIES["gemma3"], nested), random_params(FAMILIES["gemma3"]))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
@@ -130,15 +130,13 @@ def test_experts_may_be_stacked(family, tensors):
         stem = f"model.layers.{layer}.mlp.experts."
         of = {part: np.stack([names[f"{stem}{e}.{part}.weight"] for e in range(4)]) for part in (gate, up, down)}
         stacked |= {stem + "gate_up_proj": np.concatenate([of[gate], of[up]], 1), stem + "down_proj": of[down]}
-    require_equal(params_from_hf(model, stacked), random_params(model))
+    require_equal(read_params(model, stacked), random_params(model))
 
 
 def test_a_stored_copy_of_tied_weights_is_not_needed_nor_written(tensors):
     model = FAMILIES["qwen2"]
     assert "lm_head.weight" not in tensors["qwen2"]
-    require_equal(
-        params_from_hf(model, {**tensors["qwen2"], "lm_head.weight": np.zeros((64, 32))}), random_params(model)
-    )
+    require_equal(read_params(model, {**tensors["qwen2"], "lm_head.weight": np.zeros((64, 32))}), random_params(model))
 
 
 # -- reading, shard by shard ----------------------------------------------------------------------------
@@ -294,20 +292,20 @@ def test_a_folder_is_converted_tensor_by_tensor(tensors, tmp_path):
 def test_missing_and_misshapen_tensors_are_named(tensors):
     missing = {n: a for n, a in tensors["llama"].items() if "layers.1.mlp.up_proj" not in n}
     with pytest.raises(InputError, match=r"lacks model.layers.1.mlp.up_proj.weight \(w_up\). Give one made for"):
-        params_from_hf(LLAMA, missing)
+        read_params(LLAMA, missing)
     wrong = {**tensors["llama"], "model.norm.weight": np.zeros(31)}
     with pytest.raises(InputError, match=r"model.norm.weight has shape \(31,\); llama needs \(32,\)"):
-        params_from_hf(LLAMA, wrong)
+        read_params(LLAMA, wrong)
 
 
 def test_quantised_and_corrected_checkpoints_are_refused(tensors):
     blocks = {"model.embed_tokens.weight": np.zeros((64, 32)), "model.layers.0.mlp.experts.gate_up_proj_blocks": 0}
     with pytest.raises(InputError, match=r"is quantised \(it has .*_blocks\). Give one in bf16"):
-        params_from_hf(FAMILIES["gpt_oss"], blocks)
+        read_params(FAMILIES["gpt_oss"], blocks)
     name, model = "model.layers.1.mlp.gate.e_score_correction_bias", FAMILIES["deepseek_v3"]
-    params_from_hf(model, {**tensors["deepseek_v3"], name: np.zeros(4)})
+    read_params(model, {**tensors["deepseek_v3"], name: np.zeros(4)})
     with pytest.raises(CannotRunError, match="correction_bias is not zero"):
-        params_from_hf(model, {**tensors["deepseek_v3"], name: np.ones(4)})
+        read_params(model, {**tensors["deepseek_v3"], name: np.ones(4)})
 
 
 def test_folders_without_whole_files_are_refused(tmp_path):

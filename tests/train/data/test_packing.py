@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.train.data.batches import NO_LABEL, PackedRows, WindowRows
+from meshwright.train.data.batches import NO_LABEL, Rows
 from meshwright.train.data.token_store import TokenStore, split
 
 some = settings(max_examples=60, deadline=None)
@@ -30,7 +30,7 @@ def all_rows(rows):
 @given(LENGTHS, SEQ_LEN)
 def test_packing_loses_and_repeats_no_token(lengths, seq_len):
     store = store_of(lengths)
-    rows = PackedRows(store, seq_len)
+    rows = Rows(store, seq_len)
     found = np.concatenate([np.empty(0, np.int32), *(row.tokens for row in all_rows(rows))])[: len(store)]
     np.testing.assert_array_equal(found, np.arange(len(found)))
     # Only a last row without any label is left out, or a text that does not fill one row.
@@ -44,7 +44,7 @@ def test_packing_loses_and_repeats_no_token(lengths, seq_len):
 @some
 @given(LENGTHS, SEQ_LEN)
 def test_each_token_predicts_the_next_of_its_document_and_the_last_nothing(lengths, seq_len):
-    documents, rows = document_numbers(lengths), PackedRows(store_of(lengths), seq_len)
+    documents, rows = document_numbers(lengths), Rows(store_of(lengths), seq_len)
     for number, row in enumerate(all_rows(rows)):
         for position, label in enumerate(row.labels):
             place = number * seq_len + position
@@ -57,7 +57,7 @@ def test_each_token_predicts_the_next_of_its_document_and_the_last_nothing(lengt
 @given(LENGTHS, SEQ_LEN)
 def test_what_sees_each_other_is_of_one_document(lengths, seq_len):
     documents = document_numbers(lengths)
-    for number, row in enumerate(all_rows(PackedRows(store_of(lengths), seq_len))):
+    for number, row in enumerate(all_rows(Rows(store_of(lengths), seq_len))):
         real = [documents[i] for i in range(number * seq_len, min((number + 1) * seq_len, len(documents)))]
         # Padding sees only padding.
         real += [-1] * (seq_len - len(real))
@@ -74,8 +74,8 @@ def test_what_sees_each_other_is_of_one_document(lengths, seq_len):
 @some
 @given(LENGTHS, SEQ_LEN, st.data())
 def test_any_positions_in_any_order_are_those_of_the_row(lengths, seq_len, data):
-    for kind in (PackedRows, WindowRows):
-        rows = kind(store_of(lengths), seq_len)
+    for packing in (True, False):
+        rows = Rows(store_of(lengths), seq_len, packing=packing)
         chosen = np.array(data.draw(st.lists(st.integers(0, seq_len - 1), max_size=9)), np.int64)
         for number, whole in enumerate(all_rows(rows)):
             for found, expected in zip(rows.read(number, chosen), whole, strict=True):
@@ -95,14 +95,12 @@ def test_packing_of_a_part_is_that_of_its_own_documents(lengths, share, seq_len)
         starts = np.unique([0, *breaks, len(kept)]).astype(np.uint64)
         copy = TokenStore(kept.astype(np.uint32), starts if len(kept) else np.array([0], np.uint64))
         assert part.num_documents == copy.num_documents
-        for found, expected in zip(
-            all_rows(PackedRows(part, seq_len)), all_rows(PackedRows(copy, seq_len)), strict=True
-        ):
+        for found, expected in zip(all_rows(Rows(part, seq_len)), all_rows(Rows(copy, seq_len)), strict=True):
             np.testing.assert_array_equal(found, expected)
 
 
 def test_windows_are_blind_to_documents():
-    rows = WindowRows(store_of([3, 4, 6]), 4)
+    rows = Rows(store_of([3, 4, 6]), 4, packing=False)
     assert len(rows) == 3
     first, second, third = all_rows(rows)
     np.testing.assert_array_equal(second.tokens, [4, 5, 6, 7])
@@ -112,8 +110,8 @@ def test_windows_are_blind_to_documents():
     assert not first.documents.any()
     assert rows.num_labels(0) == 4
     # The last window needs a label after it.
-    assert len(WindowRows(store_of([12]), 4)) == 2
-    assert len(WindowRows(store_of([4]), 4)) == 0
+    assert len(Rows(store_of([12]), 4, packing=False)) == 2
+    assert len(Rows(store_of([4]), 4, packing=False)) == 0
 
 
 @pytest.mark.parametrize(
@@ -128,6 +126,6 @@ def test_windows_are_blind_to_documents():
     ],
 )
 def test_the_last_row_is_padded_where_it_has_a_label(lengths, count, last):
-    rows = PackedRows(store_of(lengths), 4)
+    rows = Rows(store_of(lengths), 4)
     assert len(rows) == count
     assert [rows.num_labels(len(rows) - 1)] == last if count else last == []

@@ -17,8 +17,7 @@ from meshwright.core.errors import InputError
 from meshwright.nn.ops.muon import newton_schulz
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.strategy import STATE_BYTES
-from meshwright.train.optimizers.muon import orthogonal
-from meshwright.train.optimizers.sharded import WeightLayout, on_one_device
+from meshwright.train.optimizers.sharded import WeightLayout, on_one_device, orthogonal
 from meshwright.train.optimizers.table import (
     average_decay,
     averaged,

@@ -35,8 +35,7 @@ def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
 
 def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
     """Returns the names of the weights that a block uses."""
-    roles = {name: derived.program.variables[name].role for op in block.block.ops for name in op.inputs}
-    return tuple(name for name, role in roles.items() if role in WEIGHTS)
+    return tuple(name for name in block.block.reads if derived.program.variables[name].role in WEIGHTS)
 
 
 def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:

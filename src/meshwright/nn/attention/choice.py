@@ -7,10 +7,17 @@ takes the result and the log-sum-exp of the forward pass, and makes the weights 
 
 from types import ModuleType
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from meshwright.nn.attention import blocks, cudnn, splash, staircase
-from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, sink_cotangents
+from meshwright.nn.attention.scores import (
+    AttentionResult,
+    BackwardInputs,
+    HeadKeys,
+    HeadQueries,
+    KeyValues,
+    sink_cotangents,
+)
 from meshwright.nn.attention.visibility import AttentionCall
 
 KERNELS = (cudnn, splash, staircase, blocks)
@@ -22,9 +29,7 @@ def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> ModuleType:
     return next(kernel for kernel in KERNELS if kernel.takes(call, q, k, v))
 
 
-def attention(
-    call: AttentionCall, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]
-) -> AttentionResult:
+def attention(call: AttentionCall, q: HeadQueries, k: HeadKeys, v: KeyValues) -> AttentionResult:
     """Returns the weighted values, and the log-sum-exp of each query's scores in float32, sinks included.
 
     A query that sees no key gets zeros and minus infinity.
@@ -36,9 +41,9 @@ def attention(
 def attention_backward(
     call: AttentionCall,
     given: BackwardInputs,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K Hv"],
+    q: HeadQueries,
+    k: HeadKeys,
+    v: KeyValues,
 ) -> tuple[Array, ...]:
     """Returns cotangents (dq, dk, dv) and, with sinks, dsinks. The given result may come from more keys than these.
 

@@ -13,10 +13,18 @@ from typing import Literal, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvCotangents, safe
+from meshwright.nn.attention.scores import (
+    AttentionResult,
+    BackwardInputs,
+    HeadKeys,
+    HeadQueries,
+    KeyValues,
+    QkvCotangents,
+    safe,
+)
 from meshwright.nn.attention.visibility import NO_POSITIONS, AttentionCall
 from meshwright.nn.collectives import Ring
 
@@ -60,9 +68,9 @@ class KeyRing(Ring):
 def ring_attention(
     call: AttentionCall,
     ring: KeyRing,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
+    q: HeadQueries,
+    k: HeadKeys,
+    v: KeyValues,
 ) -> AttentionResult:
     """Returns what `attention` on all keys returns.
 
@@ -83,9 +91,9 @@ def ring_attention_backward(
     call: AttentionCall,
     ring: KeyRing,
     given: BackwardInputs,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
+    q: HeadQueries,
+    k: HeadKeys,
+    v: KeyValues,
 ) -> tuple[Array, ...]:
     """Returns (dq, dk, dv) of this rank's queries, keys and values and, with sinks, dsinks of its queries alone."""
     dq, dk, dv, *dsinks = attention_backward(ring.own(call), given, q, k, v)

@@ -17,14 +17,22 @@ from meshwright.nn.activations import capped
 from meshwright.nn.attention.visibility import AttentionCall
 
 Queries = Float[Array, "*lead R H"]
-Keys = tuple[Float[Array, "*lead S H"], Float[Array, "*lead S Hv"]]
+KeyRows = Float[Array, "*lead S H"]
+ValueRows = Float[Array, "*lead S Hv"]
+Keys = tuple[KeyRows, ValueRows]
+MixedRows = Float[Array, "*lead R Hv"]
+ScoreBlock = Float[Array, "*lead R S"]
 PerRow = Float[Array, "*lead R"]
 Seen = Bool[Array, "*lead R S"] | None
-AttentionResult = tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]
+HeadQueries = Float[Array, "B T N H"]
+HeadKeys = Float[Array, "B S K H"]
+KeyValues = Float[Array, "B S K Hv"]
+HeadValues = Float[Array, "B T N Hv"]
+AttentionResult = tuple[HeadValues, Float[Array, "B T N"]]
 """The weighted values of each query, and the log-sum-exp of its scores in float32."""
-QkvCotangents = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
+QkvCotangents = tuple[HeadQueries, HeadKeys, KeyValues]
 """Of queries, keys and values."""
-BackwardInputs = tuple[Float[Array, "B T N Hv"], Float[Array, "B T N Hv"], Float[Array, "B T N"]]
+BackwardInputs = tuple[HeadValues, HeadValues, Float[Array, "B T N"]]
 """Inputs of a backward pass besides queries, keys and values: cotangent of the result, result, log-sum-exp."""
 
 LOWEST = -1e30
@@ -36,7 +44,7 @@ class RunningSoftmax(NamedTuple):
 
     peak: PerRow
     total: PerRow
-    mixed: Float[Array, "*lead R Hv"]
+    mixed: MixedRows
 
 
 def scaled(q: Queries, call: AttentionCall) -> tuple[Queries, AttentionCall]:
@@ -49,19 +57,17 @@ def scaled(q: Queries, call: AttentionCall) -> tuple[Queries, AttentionCall]:
     return q, call
 
 
-def times(a: Float[Array, "*lead R H"], b: Float[Array, "*lead S H"]) -> Float[Array, "*lead R S"]:
+def times(a: Queries, b: KeyRows) -> ScoreBlock:
     """Returns the products of every row of ``a`` with every row of ``b``."""
     return jnp.matmul(a, jnp.swapaxes(b, -1, -2), preferred_element_type=jnp.float32)
 
 
-def weighted_sums(p: Float[Array, "*lead R S"], v: Float[Array, "*lead S Hv"]) -> Float[Array, "*lead R Hv"]:
+def weighted_sums(p: ScoreBlock, v: ValueRows) -> MixedRows:
     """Returns the sums of the rows of ``v``, weighted by ``p``."""
     return jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
 
-def scores(
-    a: Float[Array, "*lead R H"], b: Float[Array, "*lead S H"], call: AttentionCall
-) -> Float[Array, "*lead R S"]:
+def scores(a: Queries, b: KeyRows, call: AttentionCall) -> ScoreBlock:
     """Returns the products scaled and soft-capped."""
     raw = times(a, b)
     if call.scale != 1.0:
@@ -95,7 +101,7 @@ def attend_once(sinks: PerRow | None, q: Queries, keys: Keys, call: AttentionCal
 
 def _exponentials(
     least: PerRow | float, q: Queries, k: Array, call: AttentionCall, seen: Seen
-) -> tuple[PerRow, Float[Array, "*lead R S"]]:
+) -> tuple[PerRow, ScoreBlock]:
     """Returns the largest score of each row, at least ``least``, and the exponentials of scores relative to it."""
     found = scores(q, k, call)
     if seen is not None:
@@ -104,7 +110,7 @@ def _exponentials(
     return peak, jnp.exp(found - peak[..., None])
 
 
-def finish(running: RunningSoftmax) -> tuple[Float[Array, "*lead R Hv"], PerRow]:
+def finish(running: RunningSoftmax) -> tuple[MixedRows, PerRow]:
     """Returns result and log-sum-exp in float32; zeros and minus infinity for a row that saw no key."""
     some = running.total > 0
     total = jnp.where(some, running.total, 1.0)
@@ -130,7 +136,7 @@ def score_cotangents(
     return p, ds
 
 
-def transposed(k: Float[Array, "*lead S H"]) -> Float[Array, "*lead H S"]:
+def transposed(k: KeyRows) -> Float[Array, "*lead H S"]:
     """Transposes keys in memory; without the barrier XLA would fold the transposition into the product (see above)."""
     return lax.optimization_barrier(jnp.swapaxes(k, -1, -2))
 
@@ -140,7 +146,7 @@ def safe(lse: PerRow) -> PerRow:
     return jnp.where(lse == -jnp.inf, 0.0, lse)
 
 
-def row_products(dout: Float[Array, "B T N Hv"], o: Float[Array, "B T N Hv"]) -> Float[Array, "B T N"]:
+def row_products(dout: HeadValues, o: HeadValues) -> Float[Array, "B T N"]:
     """Returns delta, the sum over each row of cotangent times result, in float32."""
     return jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
 

@@ -1,6 +1,6 @@
 """Loads and saves Hugging Face checkpoints: devices read their own shards, tensors are written one at a time."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Array
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import write_text_whole
+from meshwright.core.files import write_json_whole
 from meshwright.nn.hf.files import DTYPES, Entry, Tensors, open_checkpoint, write_checkpoint
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
 from meshwright.nn.hf.mxfp4 import with_unpacked
@@ -47,13 +48,10 @@ def load_params(
         return read_params(model, with_unpacked(tensors), shardings, dtype)
 
 
-def params_from_hf(model: Model, tensors: Mapping[str, np.ndarray], *, dtype: Any = None) -> Params:
-    """Returns weights from a Hugging Face state dict (names to arrays) of the same model, on the first device."""
-    return read_params(model, tensors, None, dtype)
-
-
-def read_params(model: Model, tensors: Tensors, shardings: Mapping[str, Sharding] | None, dtype: Any) -> Params:
-    """Loads weights as `load_params` does, from tensors of any kind."""
+def read_params(
+    model: Model, tensors: Tensors, shardings: Mapping[str, Sharding] | None = None, dtype: Any = None
+) -> Params:
+    """Loads weights as `load_params` does, from tensors of any kind: files, or a state dict of NumPy arrays."""
     table = checked_parts(model, tensors)
     one_device = SingleDeviceSharding(jax.devices()[0])
     params = {}
@@ -72,7 +70,10 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
             raise CannotRunError(f"{name} is not zero: a corrected router is not run in this version.")
     for place in stored_parts(model, tensors):
         if place.tensor not in tensors:
-            raise InputError(_missing(place, tensors))
+            forms = ("_blocks", "_scale_inv", ".qweight", ".SCB")
+            if quantised := next((name for name in tensors if name.endswith(forms)), ""):
+                raise InputError(f"the checkpoint is quantised (it has {quantised}). Give one in bf16, fp16 or fp32.")
+            raise InputError(f"the checkpoint lacks {place.tensor} ({place.variable}). Give one made for this model.")
         shape = tuple(tensors[place.tensor].shape)
         if shape != place.shape:
             raise InputError(f"{place.tensor} has shape {shape}; {model.name} needs {place.shape}. Is it its config?")
@@ -80,16 +81,9 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
     return found
 
 
-def _missing(place: StoredPart, names: Collection[str]) -> str:
-    quantised = next((name for name in names if name.endswith(("_blocks", "_scale_inv", ".qweight", ".SCB"))), "")
-    if quantised:
-        return f"the checkpoint is quantised (it has {quantised}). Give one in bf16, fp16 or fp32."
-    return f"the checkpoint lacks {place.tensor} ({place.variable}). Give one made for this model."
-
-
 def _array(
     weight: Weight, table: Mapping[tuple[int, ...], StoredPart], tensors: Tensors, sharding: Sharding, dtype: Any
-) -> jax.Array:
+) -> Array:
     """Reads one variable shard by shard; devices with the same shard share one read."""
     shape = stacked_shape(weight)
     devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
@@ -129,38 +123,33 @@ def save_hf(
     folder: Path | str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
-    dtype: str | None = None,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
     """Writes a Hugging Face folder, ``config.json`` and safetensors files, one tensor at a time.
 
-    ``dtype`` is one of `DTYPES`, by default the weights' own; ``config`` are more keys of config.json. Every process
-    of a run calls this, and the first one writes. Returns the files of weights.
+    ``config`` are more keys of config.json. Every process of a run calls this, and the first one writes. Returns the
+    files of weights.
     """
     dtypes = {name: np.dtype(array.dtype) for name, array in params.items()}
 
     def fetch(name: str, index: tuple[int, ...]) -> np.ndarray:
-        return _on_host(params[name], index)
+        array = params[name]
+        if not array.is_fully_addressable:
+            return np.asarray(gathered_part(array, index).addressable_data(0))
+        return np.asarray(array[index] if index else array)
 
-    return write_hf(model, fetch, dtypes, Path(folder), dtype=dtype, max_shard_bytes=max_shard_bytes, config=config)
-
-
-def _on_host(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
-    """Returns a part of an array on this host; with several processes all must call it together."""
-    if not array.is_fully_addressable:
-        return np.asarray(gathered_part(array, index).addressable_data(0))
-    return np.asarray(array[index] if index else array)
+    return write_hf(model, fetch, dtypes, Path(folder), max_shard_bytes=max_shard_bytes, config=config)
 
 
-def gathered_part(array: jax.Array, index: tuple[int, ...]) -> jax.Array:
+def gathered_part(array: Array, index: tuple[int, ...]) -> Array:
     """Gathers a part of a sharded array to every device; compiled once for all parts of one shape."""
     assert isinstance(array.sharding, NamedSharding)
     return _gather(array.sharding.mesh)(array, tuple(np.int32(number) for number in index))
 
 
 @cache
-def _gather(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, tuple[np.int32, ...]], jax.Array]:
-    def part(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+def _gather(mesh: Mesh | AbstractMesh) -> Callable[[Array, tuple[np.int32, ...]], Array]:
+    def part(array: Array, index: tuple[Array, ...]) -> Array:
         for number in index:
             array = lax.dynamic_index_in_dim(array, number, keepdims=False)
         return array
@@ -178,7 +167,10 @@ def write_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
-    """Writes a folder as `save_hf` does, from any source of layers, whose own dtypes are ``dtypes``."""
+    """Writes a folder as `save_hf` does, from any source of layers, whose own dtypes are ``dtypes``.
+
+    ``dtype``, one of `DTYPES`, replaces them.
+    """
     model = text_model(model)
     if dtype:
         dtypes = dict.fromkeys(dtypes, DTYPES[dtype])
@@ -189,7 +181,7 @@ def write_hf(
         return []
     files = write_checkpoint(folder, entries, max_bytes=max_shard_bytes)
     keys = config_from_model(model) | {"dtype": entries[0].dtype.name, **config}
-    write_text_whole(folder / CONFIG, msgspec.json.format(msgspec.json.encode(keys)).decode() + "\n")
+    write_json_whole(folder / CONFIG, keys)
     return files
 
 

@@ -6,10 +6,10 @@ Source: Shazeer and Stern, 2018, algorithms 4 and 5, section 8.
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jaxtyping import Array
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
@@ -19,31 +19,27 @@ CLIP_RMS, SMALLEST_SQUARE, SMALLEST_SCALE = 1.0, 1e-30, 1e-3
 """The paper's constants: threshold d, epsilon 1 and epsilon 2."""
 
 
-def _mean_part(values: jax.Array, of: ShardedArray, over: ShardedArray) -> jax.Array:
+def _mean_part(values: Array, of: ShardedArray, over: ShardedArray) -> Array:
     """Returns this device's part of the mean over the dims of ``of`` that ``over`` lacks."""
     axes = tuple(i for i, dim in enumerate(of.dims) if dim not in over.dims)
     count = math.prod(values.shape[i] * lax.axis_size(of.axes[i]) for i in axes)
     return jnp.sum(values, axes) / count
 
 
-def sums(context: Any, step: Step, grad: jax.Array) -> tuple[jax.Array, ...]:
+def sums(context: Any, step: Step, grad: Array) -> tuple[Array, ...]:
     """Returns the mean squares of the gradient over outputs (rows) and over inputs (columns)."""
     squares = jnp.square(grad) + SMALLEST_SQUARE
     return tuple(_mean_part(squares, step.inputs[0], array) for array in (step.result, *step.more))
 
 
-def moments(
-    context: Any, step: Step, rows: jax.Array, columns: jax.Array, *before_and_decay: jax.Array
-) -> tuple[jax.Array, ...]:
+def moments(context: Any, step: Step, rows: Array, columns: Array, *before_and_decay: Array) -> tuple[Array, ...]:
     """Returns the mean of the rows, and the running means of rows and columns."""
     *before, decay = before_and_decay
     after = [decay * old + (1 - decay) * new for old, new in zip(before, (rows, columns), strict=True)]
     return _mean_part(after[0], step.more[0], step.result), *after
 
 
-def scale(
-    context: Any, step: Step, grad: jax.Array, rows: jax.Array, columns: jax.Array, level: jax.Array
-) -> tuple[jax.Array, ...]:
+def scale(context: Any, step: Step, grad: Array, rows: Array, columns: Array, level: Array) -> tuple[Array, ...]:
     """Divides the gradient by the factored root of its second moment; also returns the result's mean square."""
     of_grad, of_rows, of_columns, of_level = step.inputs
     share = spread(rows / spread(level, of_level.dims, of_rows.dims), of_rows.dims, of_grad.dims)
@@ -51,19 +47,19 @@ def scale(
     return found, _mean_part(jnp.square(found), of_grad, step.more[0])
 
 
-def vector(context: Any, step: Step, grad: jax.Array, before: jax.Array, decay: jax.Array) -> tuple[jax.Array, ...]:
+def vector(context: Any, step: Step, grad: Array, before: Array, decay: Array) -> tuple[Array, ...]:
     """Divides a vector by the root of its second moment; also returns the result's mean square and the moment."""
     after = decay * before + (1 - decay) * (jnp.square(grad) + SMALLEST_SQUARE)
     found = grad * lax.rsqrt(after)
     return found, _mean_part(jnp.square(found), step.inputs[0], step.more[0]), after
 
 
-def weights(context: Any, step: Step, values: jax.Array) -> jax.Array:
+def weights(context: Any, step: Step, values: Array) -> Array:
     """Returns the mean square of the weights."""
     return _mean_part(jnp.square(values), step.inputs[0], step.result)
 
 
-def change(context: Any, step: Step, scaled: jax.Array, squares: jax.Array, sizes: jax.Array) -> jax.Array:
+def change(context: Any, step: Step, scaled: Array, squares: Array, sizes: Array) -> Array:
     """Returns the update, clipped to root mean square 1 and scaled by the RMS of the weights."""
     of_scaled, *means = step.inputs
     rms, size = (spread(jnp.sqrt(v), a.dims, of_scaled.dims) for v, a in zip((squares, sizes), means, strict=True))

@@ -1,6 +1,6 @@
 """Attention steps: the call of each from its model, details and arrays."""
 
-import jax
+from jaxtyping import Array
 
 from meshwright.algebra.ops.attention import AttentionArrays
 from meshwright.algebra.steps import Step
@@ -29,7 +29,7 @@ def _ring(context: Context, step: Step) -> KeyRing:
     return KeyRing(axes=step.details.ring, layout=layout, divergent=context.divergent)
 
 
-def attention(context: Context, step: Step, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+def attention(context: Context, step: Step, *inputs: Array) -> tuple[Array, Array]:
     """Returns the result and its log-sum-exp."""
     arrays = AttentionArrays.of(step, inputs)
     call, qkv = _call(context, step, arrays), (arrays.q, arrays.k, arrays.v)
@@ -38,7 +38,7 @@ def attention(context: Context, step: Step, *inputs: jax.Array) -> tuple[jax.Arr
     return choice.attention(call, *qkv)
 
 
-def attention_backward(context: Context, step: Step, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+def attention_backward(context: Context, step: Step, *inputs: Array) -> tuple[Array, ...]:
     """Returns cotangents of queries, keys and values and, if there are any, sinks."""
     arrays = AttentionArrays.of(step, inputs)
     call, qkv = _call(context, step, arrays), (arrays.q, arrays.k, arrays.v)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
@@ -12,7 +12,7 @@ from meshwright.nn.experts.products import blocks_of, slot_weight_gradient
 from meshwright.nn.experts.slots import Ragged
 
 
-def bias_add(context: Context, step: Step, x: Any, bias: jax.Array) -> Any:
+def bias_add(context: Context, step: Step, x: Any, bias: Array) -> Any:
     """Adds the bias along the dims that it has; packed tokens get their expert's."""
     if isinstance(x, Ragged):
         numbers = jnp.arange(bias.shape[0], dtype=jnp.int32)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import jax
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn import cache
@@ -11,7 +11,7 @@ from meshwright.nn.context import Context
 
 
 def cache_facts(
-    context: Context, step: Step, positions: jax.Array, cached: LayerCache, pages: jax.Array | None
+    context: Context, step: Step, positions: Array, cached: LayerCache, pages: Array | None
 ) -> dict[str, Any]:
     """Returns the visible slots, the scale and the cap of attention on a cache."""
     return {
@@ -21,14 +21,14 @@ def cache_facts(
     }
 
 
-def table_of(step: Step, others: tuple[Any, ...]) -> tuple[jax.Array | None, tuple[Any, ...]]:
+def table_of(step: Step, others: tuple[Any, ...]) -> tuple[Array | None, tuple[Any, ...]]:
     """Splits the page table, which comes first where a cache has pages, from the other inputs."""
     return (others[0], others[1:]) if step.details.paged else (None, others)
 
 
 def cached_attention(
-    context: Context, step: Step, q: jax.Array, k: LayerCache, v: LayerCache, positions: jax.Array, *others: Any
-) -> jax.Array:
+    context: Context, step: Step, q: Array, k: LayerCache, v: LayerCache, positions: Array, *others: Any
+) -> Array:
     """Attention of one position on the layer's keys and values; ``others`` are their scales, then sinks."""
     pages, others = table_of(step, others)
     found = [other.read(pages) for other in others if isinstance(other, LayerCache)]

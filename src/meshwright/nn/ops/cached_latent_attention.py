@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import jax
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn import cache
@@ -14,13 +14,13 @@ from meshwright.nn.ops.cached_attention import cache_facts, table_of
 def cached_latent_attention(
     context: Context,
     step: Step,
-    ql: jax.Array,
-    q: jax.Array,
+    ql: Array,
+    q: Array,
     latent: LayerCache,
     shared: LayerCache,
-    positions: jax.Array,
+    positions: Array,
     *others: Any,
-) -> jax.Array:
+) -> Array:
     """Attention of absorbed queries and their rotated parts on one head of latents and of rotated keys."""
     pages, others = table_of(step, others)
     facts = cache_facts(context, step, positions, latent, pages)

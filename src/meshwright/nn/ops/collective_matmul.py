@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -175,7 +174,7 @@ def _with_part(result: Array, product: BlockedProduct, start: Array, length: int
 _PRODUCTS: dict[str, Callable[..., Any]] = {"einsum": einsum, "quantised_einsum": quantised_einsum}
 
 
-def _collective_matmul(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, ...]:
+def _collective_matmul(context: Context, step: Step, *given: Array) -> tuple[Array, ...]:
     """Runs the products of a collective matmul block by block; also returns the gathered array if the step has it.
 
     Blocks are summed in float32. The factor that is no input of the step is the gathered array.
@@ -194,7 +193,7 @@ def _collective_matmul(context: Context, step: Step, *given: jax.Array) -> tuple
     )
 
 
-def _block_product(context: Context, part: Step, dim: str, values: Mapping[ShardedArray, jax.Array]) -> BlockedProduct:
+def _block_product(context: Context, part: Step, dim: str, values: Mapping[ShardedArray, Array]) -> BlockedProduct:
     def axis(array: ShardedArray) -> int | None:
         return array.dims.index(dim) if dim in array.dims else None
 

@@ -1,6 +1,6 @@
 """Dispatch steps: tokens go into slots of their experts, or are packed by expert if they stay on their device."""
 
-import jax
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
@@ -10,7 +10,7 @@ from meshwright.nn.ops import of_arrays
 from meshwright.nn.ops.route import slot_capacity
 
 
-def dispatch(context: Context, step: Step, h: jax.Array, chosen: jax.Array) -> slots.ExpertSlots:
+def dispatch(context: Context, step: Step, h: Array, chosen: Array) -> slots.ExpertSlots:
     """Returns tokens in the slots of all experts, or packed by expert."""
     num_experts, capacity = context.model.num_experts, slot_capacity(context, step, h)
     if packs_tokens(context, step, num_slots=num_experts * capacity):

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
@@ -12,7 +12,7 @@ from meshwright.nn.experts.products import blocks_of, in_blocks, slot_product, s
 from meshwright.nn.experts.slots import Ragged
 
 
-def contract_step(step: Step, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def contract_step(step: Step, lhs: Array, rhs: Array) -> Array:
     """Contracts a step's local blocks; dims of one name are one dim.
 
     A factor of a wider dtype than the other is narrowed first, unless the result is float32.

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -42,12 +41,12 @@ def embed_backward(
     return (table.at[at].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)
 
 
-def _embed(context: Context, step: Step, tokens: jax.Array, table: jax.Array) -> jax.Array:
+def _embed(context: Context, step: Step, tokens: Array, table: Array) -> Array:
     first_row = first_index(step.inputs[1].axes[0], table.shape[0])
     return embed(tokens, table, first_row=first_row, scale=embed_scale(context.model, table.dtype))
 
 
-def _embed_backward(context: Context, step: Step, tokens: jax.Array, dout: jax.Array) -> jax.Array:
+def _embed_backward(context: Context, step: Step, tokens: Array, dout: Array) -> Array:
     num_rows = context.local_size(step.result, step.result.dims[0])
     first_row = first_index(step.result.axes[0], num_rows)
     scale = embed_scale(context.model, dout.dtype)

@@ -127,22 +127,22 @@ def fused_head(
     return loss, dx, dtable.astype(table.dtype)
 
 
-def _as_dv(step: Step, table: jax.Array) -> jax.Array:
+def _as_dv(step: Step, table: Array) -> Array:
     """Transposes a table or its gradient to [D, V], or back, if the step has it as [V, D]."""
     return table if step.inputs[1].dims == ("D", "V") else table.T
 
 
-def _statistics(context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array) -> Statistics:
+def _statistics(context: Context, step: Step, x: Array, table: Array, labels: Array) -> Statistics:
     return chunked_logits_statistics(x, _as_dv(step, table), labels, **facts(step, 1, table))
 
 
-def _backward(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(context: Context, step: Step, *given: Array) -> tuple[Array, Array]:
     x, table, labels, _, *rows = given
     dx, dtable = chunked_logits_backward(x, _as_dv(step, table), labels, *rows, **facts(step, 1, table))
     return dx, _as_dv(step, dtable)
 
 
-def _fused(context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
+def _fused(context: Context, step: Step, x: Array, table: Array, labels: Array) -> tuple[Array, ...]:
     softcap, z_loss = step.details.softcap, step.details.z_loss
     loss, dx, dtable = fused_head(x, _as_dv(step, table), labels, softcap=softcap, z_loss=z_loss)
     return loss, dx, _as_dv(step, dtable)

@@ -21,13 +21,12 @@ from meshwright.nn.ops import of_arrays
 
 PerToken = Float[Array, "B T"]
 Labels = Int[Array, "B T"]
+TokenLogits = Float[Array, "B T V"]
 FirstRow = Int[Array, ""] | int
 Statistics = tuple[PerToken, PerToken, PerToken]
 
 
-def logits_statistics(
-    logits: Float[Array, "B T V"], labels: Labels, *, first_row: FirstRow, softcap: float = 0.0
-) -> Statistics:
+def logits_statistics(logits: TokenLogits, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0) -> Statistics:
     """Returns per token, over the local part of V: largest logit, sum of exp(logit - largest), label's logit or 0."""
     logits = capped(logits, softcap)
     peak = jnp.max(logits, axis=-1)
@@ -60,7 +59,7 @@ def sum_loss_backward(
 
 
 def logits_backward(
-    logits: Float[Array, "B T V"],
+    logits: TokenLogits,
     labels: Labels,
     peak: PerToken,
     dscaled: PerToken,
@@ -68,7 +67,7 @@ def logits_backward(
     *,
     first_row: FirstRow,
     softcap: float = 0.0,
-) -> Float[Array, "B T V"]:
+) -> TokenLogits:
     """Returns ``dscaled * exp(logit - peak)`` plus ``dpicked`` at the label, through the cap."""
     soft = capped(logits, softcap)
     at = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
@@ -76,14 +75,14 @@ def logits_backward(
     return found * (1 - (soft / softcap) ** 2) if softcap else found
 
 
-def facts(step: Step, position: int, value: jax.Array) -> dict[str, Any]:
+def facts(step: Step, position: int, value: Array) -> dict[str, Any]:
     """Returns the device's first row of the vocabulary, from the step's input with V, and the cap of the logits."""
     array = step.inputs[position]
     first_row = first_index(array.axes_of("V"), value.shape[array.dims.index("V")])
     return {"first_row": first_row, "softcap": step.details.softcap}
 
 
-def _logits_backward(context: Context, step: Step, logits: jax.Array, labels: jax.Array, *rows: jax.Array) -> jax.Array:
+def _logits_backward(context: Context, step: Step, logits: Array, labels: Array, *rows: Array) -> Array:
     _, *statistics = rows  # the local peak only marks the logits to recompute
     return logits_backward(logits, labels, *statistics, **facts(step, 0, logits))
 

@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jaxtyping import Array
 
 from meshwright.algebra.ops.muon import TURNS
 from meshwright.algebra.steps import Step
@@ -18,7 +18,7 @@ MATCHED_RMS = 0.2
 """RMS of an update, as of AdamW in practice, so that both use one learning rate. Source: Liu et al., section 2.2."""
 
 
-def momentum(mean: jax.Array, grad: jax.Array, count: jax.Array, *, decay: float) -> tuple[jax.Array, jax.Array]:
+def momentum(mean: Array, grad: Array, count: Array, *, decay: float) -> tuple[Array, Array]:
     """Returns the running mean of the gradient after ``count`` updates, and its Nesterov mix with the gradient.
 
     Both parts of the mix are bias-corrected: the mean as of the next update, the gradient as of this one.
@@ -28,21 +28,21 @@ def momentum(mean: jax.Array, grad: jax.Array, count: jax.Array, *, decay: float
     return mean, decay * mean / ahead + (1 - decay) * grad / now
 
 
-def orthogonalise(context: Any, step: Step, whole: jax.Array) -> jax.Array:
+def orthogonalise(context: Any, step: Step, whole: Array) -> Array:
     """Maps every matrix U S V^T of [count, *inputs, *outputs] to about U V^T, with an RMS near `MATCHED_RMS`."""
     inputs = whole.shape[1 : 1 + step.details.num_inputs]
     flat = whole.reshape(whole.shape[0], math.prod(inputs), -1)
     return (MATCHED_RMS * max(flat.shape[-2:]) ** 0.5 * newton_schulz(flat)).reshape(whole.shape)
 
 
-def newton_schulz(x: jax.Array) -> jax.Array:
+def newton_schulz(x: Array) -> Array:
     """Brings the singular values of each matrix [..., in, out] near 1 by iterations of an odd polynomial."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x  # the products of rows are then the smaller square
     x = x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)) + 1e-8)
     a, b, c = COEFFICIENTS
 
-    def turn(_: int, x: jax.Array) -> jax.Array:
+    def turn(_: int, x: Array) -> Array:
         square = x @ x.mT
         return a * x + (b * square + c * square @ square) @ x
 

@@ -1,14 +1,14 @@
 """One position of each row."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import first_index, own_entries
 from meshwright.nn.context import Context
 
 
-def pick(context: Context, step: Step, x: jax.Array, number: jax.Array) -> jax.Array:
+def pick(context: Context, step: Step, x: Array, number: Array) -> Array:
     """Returns the wanted entry of each row; zeros where another device holds it."""
     local, inside = own_entries(number, first_index(step.inputs[0].axes_of("T"), x.shape[1]), x.shape[1])
     found = jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-import jax
+from jaxtyping import Array
 from msgspec.structs import replace
 
 from meshwright.algebra.steps import Step
@@ -12,7 +12,7 @@ from meshwright.nn.ops.einsum import einsum
 from meshwright.nn.quantisation import scaled_product
 
 
-def quantised_einsum(context: Context, step: Step, lhs: Any, values: jax.Array, scale: jax.Array) -> Any:
+def quantised_einsum(context: Context, step: Step, lhs: Any, values: Array, scale: Array) -> Any:
     """Multiplies by the values, then by their scale."""
     wide = replace(step, op="einsum", inputs=step.inputs[:2], result=step.result.replace(dtype="fp32"))
     return scaled_product(step, lhs, values, scale, partial(einsum, context, wide))

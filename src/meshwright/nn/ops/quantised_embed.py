@@ -1,7 +1,7 @@
 """Embedding lookup in an int8 table, each row times its scale."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import first_index
@@ -11,7 +11,7 @@ from meshwright.nn.ops.embed import embed, embed_scale
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 
 
-def quantised_embed(context: Context, step: Step, tokens: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+def quantised_embed(context: Context, step: Step, tokens: Array, values: Array, scale: Array) -> Array:
     """Looks up rows of an int8 table, times their scales, in the dtype of the stream."""
     first_row = first_index(step.inputs[1].axes[0], values.shape[0])
     dtype = jnp.dtype(DTYPES[context.dtype])

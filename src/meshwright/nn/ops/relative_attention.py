@@ -30,7 +30,7 @@ def buckets(distances: Int[Array, "..."], *, count: int, far: int, causal: bool)
     return side + jnp.where(away < exact, away, wide)
 
 
-def _mixed(context: Context, step: Step, arrays: AttentionArrays, *given: Any) -> tuple[jax.Array, jax.Array]:
+def _mixed(context: Context, step: Step, arrays: AttentionArrays, *given: Any) -> tuple[Array, Array]:
     """Returns the result and its log-sum-exp from queries, keys, values and the table."""
     q, k, v, table = given
     details, keys, queries = step.details, arrays.key_positions, arrays.positions
@@ -49,13 +49,13 @@ def _mixed(context: Context, step: Step, arrays: AttentionArrays, *given: Any) -
     return jnp.einsum("bnts,bsnh->btnh", weights, v), jnp.moveaxis(lse, 1, 2)
 
 
-def relative_attention(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
+def relative_attention(context: Context, step: Step, *given: Array) -> tuple[Array, Array]:
     """Returns the result and its log-sum-exp."""
     arrays = AttentionArrays.of(step, given)
     return _mixed(context, step, arrays, arrays.q, arrays.k, arrays.v, arrays.sinks)
 
 
-def relative_attention_backward(context: Context, step: Step, *given: jax.Array) -> tuple[Any, ...]:
+def relative_attention_backward(context: Context, step: Step, *given: Array) -> tuple[Any, ...]:
     """Returns the cotangents of queries, keys, values and the table, by the vjp of the forward function."""
     arrays = AttentionArrays.of(step, given)
     inputs = (arrays.q, arrays.k, arrays.v, arrays.sinks)

@@ -5,7 +5,6 @@ Families differ in the meaning of the learned scale and in where the result is c
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -14,6 +13,9 @@ from jaxtyping import Array, Float
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
 from meshwright.spec.model import Model
+
+ModelRows = Float[Array, "*rows D"]
+ModelVector = Float[Array, " D"]
 
 LATENT_NORM_EPS = 1e-6
 LATENT_NORMS = ("q_a_norm", "kv_a_norm")
@@ -39,7 +41,7 @@ def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
     return RmsForm(eps=eps, unit_offset=model.norm_unit_offset, wide_scale=wide)
 
 
-def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], form: RmsForm) -> Float[Array, "*rows D"]:
+def rms_norm(x: ModelRows, scale: ModelVector, form: RmsForm) -> ModelRows:
     """``x / sqrt(mean(x**2) + eps) * scale`` over the last dim."""
     normed, _ = normed_rows(x, form.eps)
     if form.wide_scale:
@@ -48,8 +50,8 @@ def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], form: RmsFor
 
 
 def rms_norm_backward(
-    dout: Float[Array, "*rows D"], x: Float[Array, "*rows D"], scale: Float[Array, " D"], form: RmsForm
-) -> tuple[Float[Array, "*rows D"], Float[Array, " D"]]:
+    dout: ModelRows, x: ModelRows, scale: ModelVector, form: RmsForm
+) -> tuple[ModelRows, ModelVector]:
     """Returns the cotangents of x and of the scale.
 
     With n the normed row and g = dout * scale: dx = (g - n mean(g n)) / rms, dscale = sum over rows of dout * n.
@@ -97,11 +99,11 @@ def _form(context: Context, scale_name: str) -> RmsForm:
     return rms_form(context.model, latent=scale_name.startswith(LATENT_NORMS))
 
 
-def _forward(context: Context, step: Step, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _forward(context: Context, step: Step, x: Array, scale: Array) -> Array:
     return rms_norm(x, scale, _form(context, step.inputs[1].name))
 
 
-def _backward(context: Context, step: Step, dout: jax.Array, x: jax.Array, scale: jax.Array) -> Any:
+def _backward(context: Context, step: Step, dout: Array, x: Array, scale: Array) -> Any:
     return rms_norm_backward(dout, x, scale, _form(context, step.inputs[2].name))
 
 

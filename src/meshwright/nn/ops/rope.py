@@ -7,7 +7,6 @@ import math
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -145,7 +144,7 @@ def _rotated_pairs(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> Ar
     return jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
 
 
-def _rope(context: Context, step: Step, x: jax.Array, here: jax.Array, *, direction: float = 1.0) -> jax.Array:
+def _rope(context: Context, step: Step, x: Array, here: Array, *, direction: float = 1.0) -> Array:
     """Rotates local positions; some scalings depend on the length of the whole sequence."""
     ways = math.prod(context.mesh[axis] for axis in step.inputs[1].axes[1])
     seq_len = context.seq_len or here.shape[1] * ways

@@ -1,34 +1,114 @@
-"""Routing steps: weights and slots of each token, and the counts for losses on the router."""
+"""The router: experts of each token and their weights, forward and backward, in float32; and its counts for losses."""
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
-from meshwright.nn.experts import router
 from meshwright.nn.experts.balance import balance_backward, routing_counts
-from meshwright.nn.experts.slots import expert_capacity
+from meshwright.nn.experts.slots import Chosen, Gates, RouterScores, assign_slots, expert_capacity, expert_numbers
+from meshwright.spec.model import Model
 
 
-def slot_capacity(context: Context, step: Step, tokens: jax.Array) -> int:
+def route(scores: RouterScores, model: Model, *, capacity: int) -> tuple[Gates, Chosen]:
+    """Returns the weights of each token's experts in float32, and the token's slots (see `nn.experts.slots`).
+
+    Shares of all experts are the softmax over a token's scores, or the sigmoid of each. The experts with the highest
+    are chosen, of a token's best groups where there are groups, and weighed by their shares. Of equal scores the expert
+    with the lower number is chosen. Later tokens are dropped where an expert is asked for more than ``capacity`` slots;
+    the weights of a token's other experts stay as they are. Sources: Mixtral and Qwen3-MoE (softmax, sum to one),
+    gpt-oss (the same: a softmax over the chosen), Qwen2-MoE (softmax), DeepSeek-V2 (softmax, groups by their best
+    expert), DeepSeek-V3 (sigmoid, groups by their best two, sum to one).
+    """
+    wide = scores.astype(jnp.float32)
+    experts = jax.lax.top_k(_in_best_groups(wide, model), model.experts_per_token)[1]
+    gates = _gates(wide, experts, model)
+    return gates, assign_slots(experts, num_experts=scores.shape[-1], capacity=capacity)
+
+
+def route_backward(dgates: Gates, scores: RouterScores, chosen: Chosen, model: Model, *, capacity: int) -> RouterScores:
+    """Returns the cotangent of the scores; the choice of experts has no derivative.
+
+    Of p = softmax(s), over all scores or over the chosen: ds = p (dp - sum(p dp)). Of g = p / sum(p):
+    dp = (dg - sum(g dg)) / sum(p).
+    """
+    wide, dwide = scores.astype(jnp.float32), dgates.astype(jnp.float32) * model.routed_scale
+    experts = expert_numbers(chosen, capacity=capacity)
+    picked = jnp.take_along_axis(wide, experts, axis=-1)
+    num_experts = scores.shape[-1]
+    if model.router_scores == "sigmoid":
+        shares = jax.nn.sigmoid(picked)
+        if model.gates_sum_to_one:
+            total = jnp.sum(shares, axis=-1, keepdims=True)
+            dwide = (dwide - jnp.sum(dwide * shares, axis=-1, keepdims=True) / total) / total
+        dscores = _spread(dwide * shares * (1 - shares), experts, num_experts)
+    elif model.gates_sum_to_one:
+        dscores = _spread(_softmax_backward(dwide, jax.nn.softmax(picked, axis=-1)), experts, num_experts)
+    else:
+        dscores = _softmax_backward(_spread(dwide, experts, num_experts), jax.nn.softmax(wide, axis=-1))
+    return dscores.astype(scores.dtype)
+
+
+def _in_best_groups(scores: RouterScores, model: Model) -> RouterScores:
+    """Sets the scores of experts outside of a token's best groups to -inf."""
+    if not model.expert_groups:
+        return scores
+    grouped = scores.reshape(*scores.shape[:-1], model.expert_groups, -1)
+    if model.router_scores == "softmax":
+        of_group = jnp.max(grouped, axis=-1)
+    else:
+        of_group = jnp.sum(jax.lax.top_k(jax.nn.sigmoid(grouped), 2)[0], axis=-1)
+    best = jax.lax.top_k(of_group, model.groups_per_token)[1]
+    is_best = jnp.any(best[..., None] == jnp.arange(model.expert_groups)[None, None, None], axis=-2)
+    return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _gates(scores: RouterScores, experts: Chosen, model: Model) -> Gates:
+    picked = jnp.take_along_axis(scores, experts, axis=-1)
+    if model.router_scores == "sigmoid":
+        shares = jax.nn.sigmoid(picked)
+        gates = shares / jnp.sum(shares, axis=-1, keepdims=True) if model.gates_sum_to_one else shares
+    elif model.gates_sum_to_one:  # the sum over all experts cancels
+        gates = jax.nn.softmax(picked, axis=-1)
+    else:
+        gates = jnp.exp(picked - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+    return gates * model.routed_scale
+
+
+def _softmax_backward(dshares: Float[Array, "B T n"], shares: Float[Array, "B T n"]) -> Float[Array, "B T n"]:
+    return shares * (dshares - jnp.sum(shares * dshares, axis=-1, keepdims=True))
+
+
+def _spread(values: Gates, experts: Chosen, num_experts: int) -> RouterScores:
+    """Puts values at the indices of their experts, zero elsewhere; by comparison, since a scatter is slow on CPUs."""
+    number = jnp.arange(num_experts)[None, None]
+    total = jnp.zeros((*values.shape[:-1], num_experts), jnp.float32)
+    for choice in range(values.shape[-1]):
+        total += jnp.where(experts[..., choice, None] == number, values[..., choice, None], 0.0)
+    return total
+
+
+def slot_capacity(context: Context, step: Step, tokens: Array) -> int:
     """Returns the slots per expert for the tokens of a block [B, T, ...]."""
     return expert_capacity(context.model, tokens.shape[0] * tokens.shape[1], step.details.capacity)
 
 
-def route(context: Context, step: Step, scores: jax.Array) -> tuple[jax.Array, ...]:
+def _route(context: Context, step: Step, scores: Array) -> tuple[Array, ...]:
     """Returns weights and slots of each token and, if the step has a result for them, the device's counts."""
     capacity = slot_capacity(context, step, scores)
-    gates, chosen = router.route(scores, context.model, capacity=capacity)
+    gates, chosen = route(scores, context.model, capacity=capacity)
     if len(step.more) == 1:
         return gates, chosen
     return gates, chosen, routing_counts(scores, chosen, capacity=capacity)
 
 
-def route_backward(
-    context: Context, step: Step, dgates: jax.Array, scores: jax.Array, chosen: jax.Array, *routing: jax.Array
-) -> jax.Array:
+def _route_backward(
+    context: Context, step: Step, dgates: Array, scores: Array, chosen: Array, *routing: Array
+) -> Array:
     """Returns the cotangent of the scores, from the weights and from the losses on the router."""
     model, details = context.model, step.details
-    dscores = router.route_backward(dgates, scores, chosen, model, capacity=slot_capacity(context, step, scores))
+    dscores = route_backward(dgates, scores, chosen, model, capacity=slot_capacity(context, step, scores))
     weights = {"balance": details.balance / details.microbatches, "z": details.z / details.microbatches}
     if not routing or not any(weights.values()):
         return dscores
@@ -36,4 +116,4 @@ def route_backward(
     return dscores + more.astype(scores.dtype)
 
 
-STEPS = {"route": route, "route_backward": route_backward}
+STEPS = {"route": _route, "route_backward": _route_backward}

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.activations import gate
@@ -27,7 +28,7 @@ def activation_steps(name: str, local: LocalStep) -> dict[str, LocalStep]:
     return {name: over_slots(local), f"{name}_backward": over_slots(backward_of(local))}
 
 
-def gated(context: Context, step: Step, gates: jax.Array, up: jax.Array) -> jax.Array:
+def gated(context: Context, step: Step, gates: Array, up: Array) -> Array:
     """Applies the model's gated activation."""
     return gate(context.model)(gates, up)
 

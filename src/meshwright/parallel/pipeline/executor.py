@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array
 
 from meshwright.algebra.schedules.ticks import (
     BackwardColumns,
@@ -30,7 +31,7 @@ AXIS = "pipeline"
 Tree = Any
 """A pytree of arrays."""
 
-Stream = jax.Array
+Stream = Array
 """The activation that one virtual stage sends to the next, [B, T, D] on a device; or its cotangent."""
 
 
@@ -72,7 +73,7 @@ class StageWeights(NamedTuple):
     """Arrays of a device: ``layers`` with all its layers in front, ``ends`` by name; or their gradients."""
 
     layers: Tree
-    ends: dict[str, jax.Array]
+    ends: dict[str, Array]
 
 
 def run_schedule(
@@ -91,7 +92,7 @@ def run_schedule(
     stacked = jnp.asarray(np.stack(leaves, axis=-1))
     rows = lax.dynamic_index_in_dim(stacked, lax.axis_index(AXIS), axis=1, keepdims=False)
 
-    def tick(state: TickState, row: jax.Array) -> tuple[TickState, None]:
+    def tick(state: TickState, row: Array) -> tuple[TickState, None]:
         return run.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(leaves))])), None
 
     state, _ = lax.scan(tick, run.start(), rows)
@@ -261,7 +262,7 @@ class TickExecutor:
         """Returns the cotangent of a stage's result: received, or from the loss head, whose two passes run here."""
         stages, ends = self.stages, self.weights.ends
 
-        def from_head(_: Stream, grads: dict[str, jax.Array], sums: Tree) -> tuple[Stream, dict[str, jax.Array], Tree]:
+        def from_head(_: Stream, grads: dict[str, Array], sums: Tree) -> tuple[Stream, dict[str, Array], Tree]:
             part, saved = stages.head_forward(ends, inputs, read(state.head, row.head_slot))
             dy, of_head = stages.head_backward(ends, inputs, saved)
             return dy, add_named(grads, barrier(of_head)), add(sums, part)
@@ -287,19 +288,19 @@ class TickExecutor:
         (layers,) = at_most_once(row.microbatch >= 0, run, state.grads.layers)
         return state._replace(grads=state.grads._replace(layers=layers))
 
-    def _added(self, grads: Tree, chunk: jax.Array, part: Tree) -> Tree:
+    def _added(self, grads: Tree, chunk: Array, part: Tree) -> Tree:
         part = barrier(part)
         if self.num_chunks == 1:
             return add(grads, part)
 
-        def into(total: jax.Array, new: jax.Array) -> jax.Array:
+        def into(total: Array, new: Array) -> Array:
             summed = part_of(total, chunk, self.num_chunks) + new.astype(total.dtype)
             return lax.dynamic_update_slice_in_dim(total, summed, chunk * new.shape[0], axis=0)
 
         return jax.tree.map(into, grads, part)
 
 
-def at_most_once(runs: jax.Array, body: Callable[..., tuple[Any, ...]], *values: Any) -> tuple[Any, ...]:
+def at_most_once(runs: Array, body: Callable[..., tuple[Any, ...]], *values: Any) -> tuple[Any, ...]:
     """Returns ``body`` of the values where it ``runs``, else the values: a loop of one iteration or none."""
     with jax.named_scope(AT_MOST_ONCE):
         return lax.fori_loop(0, runs.astype(jnp.int32), lambda _, given: body(*given), values)
@@ -308,17 +309,17 @@ def at_most_once(runs: jax.Array, body: Callable[..., tuple[Any, ...]], *values:
 # -- buffers: pytrees of arrays with numbered slots in front ---------------------------------------------
 
 
-def read(buffer: Tree, slot: jax.Array) -> Tree:
+def read(buffer: Tree, slot: Array) -> Tree:
     """Returns the value in a slot."""
     return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
 
 
-def write(buffer: Tree, slot: jax.Array, value: Tree) -> Tree:
+def write(buffer: Tree, slot: Array, value: Tree) -> Tree:
     """Returns the buffer with a value in a slot."""
     return jax.tree.map(lambda b, v: lax.dynamic_update_index_in_dim(b, v, slot, 0), buffer, value)
 
 
-def write_if_named(buffer: Tree, slot: jax.Array, value: Tree) -> Tree:
+def write_if_named(buffer: Tree, slot: Array, value: Tree) -> Tree:
     """Writes a value unless the slot is negative; then slot 0 is rewritten with its own value."""
     place = jnp.maximum(slot, 0)
     kept = read(buffer, place)
@@ -335,12 +336,12 @@ def add(total: Tree, part: Tree) -> Tree:
     return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part)
 
 
-def add_named(total: dict[str, jax.Array], part: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def add_named(total: dict[str, Array], part: dict[str, Array]) -> dict[str, Array]:
     """Adds the arrays that the part has by name."""
     return total | add({name: total[name] for name in part}, part)
 
 
-def part_of(array: jax.Array, number: Any, count: int) -> jax.Array:
+def part_of(array: Array, number: Any, count: int) -> Array:
     """Returns one of ``count`` equal parts along the first dim."""
     size = array.shape[0] // count
     return lax.dynamic_slice_in_dim(array, number * size, size)

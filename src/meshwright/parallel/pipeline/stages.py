@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.einsum import reshard
@@ -69,7 +70,7 @@ class Pipeline:
         moved = {name: found for name, found in orders.items() if (found != np.arange(len(found))).any()}
         return params | _taken({name: params[name] for name in moved}, moved)
 
-    def gradients(self, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
+    def gradients(self, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, Params]:
         """Returns the summed loss of this device's rows, and gradients of ``dloss`` times it, summed over microbatches.
 
         The collectives of a step, over the pipeline too, have yet to run. Gradients include the counts of routers.
@@ -77,18 +78,18 @@ class Pipeline:
         loss, grads = self._run(tick_tables(self.schedule), params, inputs, dloss)
         return loss, grads.layers | grads.ends
 
-    def loss(self, params: Params, inputs: Inputs) -> jax.Array:
+    def loss(self, params: Params, inputs: Inputs) -> Array:
         """Returns the summed loss alone, on the stage that has the loss head."""
         return self._run(forward_tables(self.schedule), params, inputs, jnp.ones(()))[0]
 
-    def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[Any, StageWeights]:
+    def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: Array) -> tuple[Any, StageWeights]:
         layers = {name: array for name, array in params.items() if name in self.stacked}
         ends = {name: array for name, array in params.items() if name not in self.stacked}
         count = self.schedule.num_microbatches
         parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
         return run_schedule(tables, self.stages(dloss), StageWeights(layers, ends), parts)
 
-    def stages(self, dloss: jax.Array) -> StageFunctions:
+    def stages(self, dloss: Array) -> StageFunctions:
         """Returns the passes of one stage; ``dloss`` is the cotangent of the summed loss."""
         passes = Passes(self.context, self.pattern)
         (send, receive), (send_back, receive_back) = (
@@ -99,7 +100,7 @@ class Pipeline:
             saved = passes.embed.forward(ends, inputs, None)[1] if passes.embed.steps.kept else ()
             return passes.embed.backward(ends, inputs, saved, Cotangents(dx, {}))[1]
 
-        def head_backward(ends: Params, inputs: Inputs, saved: tuple[jax.Array, ...]) -> tuple[Stream, Params]:
+        def head_backward(ends: Params, inputs: Inputs, saved: tuple[Array, ...]) -> tuple[Stream, Params]:
             cotangents, grads = passes.head.backward(ends, inputs, saved, Cotangents(dloss, {}))
             return cotangents.stream, grads
 
@@ -133,7 +134,7 @@ def _taken(arrays: Params, orders: dict[str, np.ndarray]) -> Params:
         return {name: array[orders[name]] for name, array in arrays.items()}
 
     # Neither being traced nor NumPy's.
-    lie = {n: a.sharding for n, a in arrays.items() if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer)}
+    lie = {n: a.sharding for n, a in arrays.items() if isinstance(a, Array) and not isinstance(a, jax.core.Tracer)}
     if not arrays or len(lie) < len(arrays):
         return take(arrays)
     return jax.jit(take, out_shardings=lie)(arrays)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import Sharding
+from jaxtyping import Array
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
@@ -23,8 +24,7 @@ from meshwright.train.data.token_store import TokenStore, split
 from meshwright.train.data.tokenizer import open_tokenizer
 from meshwright.train.settings import TrainSettings
 
-T = TypeVar("T")
-
+READ_AHEAD = 2
 NO_LABEL = -1
 """Label of a position without a prediction."""
 PADDING = 0
@@ -41,79 +41,64 @@ class Row(NamedTuple):
     documents: np.ndarray
 
 
-class PackedRows:
-    """Concatenated documents, cut every ``seq_len`` tokens: each token is in exactly one row.
+class Rows:
+    """The rows of ``seq_len`` tokens of a store, in the order of the text.
 
-    Document numbers keep attention within documents; positions count from the start of the document's piece in the
-    row. The last token of a document (its end-of-text token) has no label; the last token of a row has one if its
-    document continues in the next row. The last row is padded, and omitted if it has no label. Fewer tokens than one
-    row give no rows.
+    With ``packing`` documents are concatenated, and each token is in exactly one row. Document numbers keep attention
+    within documents; positions count from the start of the document's piece in the row. The last token of a document
+    (its end-of-text token) has no label; the last token of a row has one if its document continues in the next row. The
+    last row is padded, and omitted if it has no label. Fewer tokens than one row give no rows.
+
+    Without, rows ignore documents: every position has the next token as its label, and the last label of a row is the
+    first token of the next. Tokens that do not fill a row are omitted.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int) -> None:
-        self.store, self.seq_len = store, seq_len
+    def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:
+        self.store, self.seq_len, self.packing = store, seq_len, packing
         whole, rest = divmod(len(store), seq_len)
-        self._length = whole + (whole > 0 and rest > 0 and self.num_labels(whole) > 0)
+        if packing:
+            self._length = whole + (whole > 0 and rest > 0 and self.num_labels(whole) > 0)
+        else:
+            self._length = max(0, len(store) - 1) // seq_len
 
     def __len__(self) -> int:
         return self._length
 
+    def _boundaries(self, number: int) -> np.ndarray:
+        """Returns the indices in the row at which a document starts or the tokens end."""
+        start = number * self.seq_len
+        found = self.store.boundaries(start, start + self.seq_len) if self.packing else np.empty(0, np.int64)
+        return found - start
+
     def read(self, number: int, positions: np.ndarray) -> Row:
         """Reads these positions of a row, and no others, from disk."""
-        start = number * self.seq_len
-        inner = self.store.boundaries(start, start + self.seq_len) - start
+        inner = self._boundaries(number)
         documents = np.searchsorted(inner, positions, side="right")
         begins = np.concatenate([[0], inner])[documents]
         # Padding and last tokens read some token that lies within the store, and are masked.
-        places, last = start + positions, len(self.store) - 1
+        places, last = number * self.seq_len + positions, len(self.store) - 1
         tokens = np.where(places <= last, self.store.read(np.minimum(places, last)), PADDING)
         following = self.store.read(np.minimum(places + 1, last))
         goes_on = (np.searchsorted(inner, positions + 1, side="right") == documents) & (places < last)
-        return _row(tokens, np.where(goes_on, following, NO_LABEL), positions - begins, documents)
+        arrays = (tokens, np.where(goes_on, following, NO_LABEL), positions - begins, documents)
+        return Row(*(np.asarray(array, np.int32) for array in arrays))
 
     def num_labels(self, number: int) -> int:
-        """Counts positions whose document continues after them."""
-        start, stop = number * self.seq_len, min((number + 1) * self.seq_len, len(self.store))
-        return stop - start - len(self.store.boundaries(start, stop))
+        """Counts positions with a label: those whose document continues after them."""
+        size = min(self.seq_len, len(self.store) - number * self.seq_len)
+        return size - len(self._boundaries(number))
 
 
-class WindowRows:
-    """Windows of ``seq_len`` tokens that ignore documents: every position has the next token as its label.
-
-    Windows do not overlap; the last label of one is the first token of the next. Tokens that do not fill a window are
-    omitted.
-    """
-
-    def __init__(self, store: TokenStore, seq_len: int) -> None:
-        self.store, self.seq_len = store, seq_len
-
-    def __len__(self) -> int:
-        return max(0, len(self.store) - 1) // self.seq_len
-
-    def read(self, number: int, positions: np.ndarray) -> Row:
-        """Reads these positions of a window, and no others, from disk."""
-        places = number * self.seq_len + positions
-        return _row(self.store.read(places), self.store.read(places + 1), positions, np.zeros_like(positions))
-
-    def num_labels(self, number: int) -> int:
-        """Counts all positions."""
-        return self.seq_len
-
-
-def _row(*arrays: np.ndarray) -> Row:
-    return Row(*(np.asarray(array, np.int32) for array in arrays))
-
-
-class Ahead(Generic[T]):
+class Ahead:
     """Iterates over ``(number, make(number))`` for start, start + stride, ... without end.
 
-    Within its context one thread keeps ``depth`` items ready; at its end the thread and its items are gone. An error of
-    ``make`` is raised where its item is read.
+    Within its context one thread keeps `READ_AHEAD` items ready; at its end the thread and its items are gone. An error
+    of ``make`` is raised where its item is read.
     """
 
-    def __init__(self, make: Callable[[int], T], *, start: int, stride: int, depth: int = 2) -> None:
-        self._make, self._next, self._stride, self._depth = make, start, stride, depth
-        self._ready: deque[tuple[int, Future[T]]] = deque()
+    def __init__(self, make: Callable[[int], dict[str, Array]], *, start: int, stride: int) -> None:
+        self._make, self._next, self._stride = make, start, stride
+        self._ready: deque[tuple[int, Future[dict[str, Array]]]] = deque()
         # One worker, so that items are made in order and `make` need not be safe for several threads.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
 
@@ -130,17 +115,17 @@ class Ahead(Generic[T]):
         """True if the next item is ready."""
         return bool(self._ready) and self._ready[0][1].done()
 
-    def __iter__(self) -> Iterator[tuple[int, T]]:
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Array]]]:
         return self
 
-    def __next__(self) -> tuple[int, T]:
+    def __next__(self) -> tuple[int, dict[str, Array]]:
         self._fill()
         number, item = self._ready.popleft()
         self._fill()
         return number, item.result()
 
     def _fill(self) -> None:
-        while len(self._ready) < self._depth:
+        while len(self._ready) < READ_AHEAD:
             self._ready.append((self._next, self._pool.submit(self._make, self._next)))
             self._next += self._stride
 
@@ -149,18 +134,14 @@ class Ahead(Generic[T]):
 
 
 class Source(NamedTuple):
-    """Tokens, and how they are cut into rows: packed by document (`PackedRows`) or not (`WindowRows`)."""
+    """Tokens, and how they are cut into `Rows`: packed by document or not."""
 
     store: TokenStore
     packing: bool = True
 
-    def rows(self, seq_len: int) -> "PackedRows | WindowRows":
-        """Returns the rows of ``seq_len`` tokens, in the order of the text."""
-        return PackedRows(self.store, seq_len) if self.packing else WindowRows(self.store, seq_len)
-
-    def num_samples(self, seq_len: int) -> int:
-        """Counts rows of ``seq_len`` tokens; 0 if the text does not fill one."""
-        return len(self.rows(seq_len))
+    def rows(self, seq_len: int) -> Rows:
+        """Returns the rows of ``seq_len`` tokens; none if the text does not fill one."""
+        return Rows(self.store, seq_len, packing=self.packing)
 
 
 class Data(NamedTuple):
@@ -246,7 +227,7 @@ class Batches:
         """Counts the labels of the whole global batch, from the index of documents alone."""
         return sum(map(self.source.num_labels, self.row_numbers(first_sample)))
 
-    def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+    def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
         """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
 
         ``tokens``, ``labels``, ``positions`` and ``documents`` are int32 [batch_seqs, seq_len]; ``num_labels`` is
@@ -262,12 +243,12 @@ class Batches:
             (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip(index, shape, strict=True))
             return read(a, b, c, d)[name]
 
-        def whole(name: str, sharding: Sharding) -> jax.Array:
+        def whole(name: str, sharding: Sharding) -> Array:
             size = () if name == "num_labels" else shape
             return jax.make_array_from_callback(size, sharding, lambda index: part(name, index))
 
         return {name: whole(name, sharding) for name, sharding in shardings.items()}
 
-    def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead[dict[str, jax.Array]]:
+    def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead:
         """Returns global batches from ``first_sample`` on, each read while the previous one is in use."""
         return Ahead(lambda first: self.global_batch(first, shardings), start=first_sample, stride=self.batch_seqs)

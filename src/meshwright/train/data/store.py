@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import write_text_whole
+from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.core.units import format_count
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.train.data.text import Corpus, TextPiece
@@ -131,7 +131,7 @@ def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: P
     dtype = "uint16" if num_ids(encoder.tokenizer) <= 2**16 else "uint32"
     written = tokenise(corpus, encoder, dtype=dtype, folder=part)
     meta = Meta(dtype=dtype, end_id=encoder.end_id, written=written)
-    write_text_whole(part / META, msgspec.json.format(msgspec.json.encode(meta)).decode() + "\n")
+    write_json_whole(part / META, meta)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 _DROPPED = 16
 """Bits of a float32 that bfloat16 does not keep."""
@@ -13,7 +14,7 @@ _SIGN, _INFINITY, _QUIET = 0x80000000, 0x7F800000, 0x00400000
 """The bits of a float32: its sign, an infinity, and one of those that make a NaN of it."""
 
 
-def round_to(values: jax.Array, dtype: Any, *, words: jax.Array | None = None) -> jax.Array:
+def round_to(values: Array, dtype: Any, *, words: Array | None = None) -> Array:
     """Casts ``values``: rounds to nearest, or stochastically where ``words`` are given and the dtype is bfloat16.
 
     The probability of the upper neighbour makes the mean equal to the value, so that updates far below half a step of
@@ -32,7 +33,7 @@ def round_to(values: jax.Array, dtype: Any, *, words: jax.Array | None = None) -
     return lax.bitcast_convert_type((carried >> _DROPPED).astype(jnp.uint16), jnp.bfloat16)
 
 
-def round_tree(tree: Any, like: Any, *, key: jax.Array | None = None) -> Any:
+def round_tree(tree: Any, like: Any, *, key: Array | None = None) -> Any:
     """Casts every array of ``tree`` to the dtype of its partner in ``like``; each has its own random bits."""
     values, structure = jax.tree.flatten(tree)
     words = [None] * len(values) if key is None else list(jax.random.bits(key, (len(values), 2), jnp.uint32))
@@ -40,7 +41,7 @@ def round_tree(tree: Any, like: Any, *, key: jax.Array | None = None) -> Any:
     return jax.tree.unflatten(structure, [round_to(value, leaf.dtype, words=word) for value, leaf, word in partners])
 
 
-def random_bits(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
+def random_bits(shape: tuple[int, ...], words: Array) -> Array:
     """Returns `_DROPPED` random bits (uint32) for each element of an array: a hash of its index and the two words.
 
     JAX's own generator takes several times as long on a CPU; rounding needs fair and uncorrelated bits, no more.
@@ -53,7 +54,7 @@ def random_bits(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
     return _mixed(_mixed(number + words[0]) ^ words[1]) >> (32 - _DROPPED)
 
 
-def _mixed(h: jax.Array) -> jax.Array:
+def _mixed(h: Array) -> Array:
     """Mixes every input bit into all output bits. Source: Wellons, hash-prospector, lowbias32."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
     h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)

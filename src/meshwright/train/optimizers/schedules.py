@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from meshwright.train.settings import TrainSettings
 
@@ -21,7 +21,7 @@ def learning_rate(settings: TrainSettings) -> Rate:
     """
 
     def rate(count: Any) -> Any:
-        xp: Any = jnp if isinstance(count, jax.Array) else np
+        xp: Any = jnp if isinstance(count, Array) else np
         number = xp.asarray(count, dtype=xp.float32)
         warmup = settings.warmup_steps
         rising = (number + 1) / max(1, warmup)

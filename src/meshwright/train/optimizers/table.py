@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
+from jaxtyping import Array
 from optax import GradientTransformation
 
 from meshwright.algebra.ops.muon import orthogonalises
@@ -29,11 +30,9 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.optimizer import Optimizer, weight_of
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES
-from meshwright.train.optimizers.adafactor import scale_by_adafactor
-from meshwright.train.optimizers.muon import scale_by_muon
 from meshwright.train.optimizers.rounding import round_to, round_tree
 from meshwright.train.optimizers.schedules import learning_rate
-from meshwright.train.optimizers.sharded import WeightLayout, on_one_device
+from meshwright.train.optimizers.sharded import WeightLayout, on_one_device, scale_by_adafactor, scale_by_muon
 from meshwright.train.settings import Rounding, TrainSettings
 
 
@@ -125,7 +124,7 @@ def _float32(tree: Any) -> Any:
 def _narrow_moments(moments: Any, params: Params) -> Any:
     """Casts the arrays of weights to bfloat16; counters and constants stay."""
 
-    def narrow(path: KeyPath, leaf: jax.Array) -> jax.Array:
+    def narrow(path: KeyPath, leaf: Array) -> Array:
         kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
         return leaf.astype(jnp.bfloat16) if kept else leaf
 

@@ -1,6 +1,5 @@
 """Finds the first array with a value that is not finite, on the devices."""
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -9,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
+from jaxtyping import Array
 
-from meshwright.algebra.transformer import layer_kinds, local_name, weight_variables
+from meshwright.nn.weights import rows
 from meshwright.parallel.optimizer import weight_of
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
+from meshwright.spec.weights import Weight
 
 
 def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
@@ -37,8 +38,8 @@ def non_finite(tree: Any, model: Model) -> str | None:
 
     Arrays with the name of a weight come first, in the order of the program, and layers are named one by one.
     """
-    layers = _layers(model)
-    order = {name: place for place, name in enumerate(layers)}
+    weights = rows(model)
+    order = {name: place for place, name in enumerate(weights)}
     arrays = [
         (weight_of(path, order), path, leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -47,7 +48,7 @@ def non_finite(tree: Any, model: Model) -> str | None:
     if not arrays:
         return None
     arrays.sort(key=lambda array: order.get(array[0] or "", len(order)))
-    stacked = tuple(bool(name and layers[name][1]) and leaf.ndim > 0 for name, _, leaf in arrays)
+    stacked = tuple(bool(name and weights[name].layers) and leaf.ndim > 0 for name, _, leaf in arrays)
     mesh = getattr(getattr(arrays[0][2], "sharding", None), "mesh", None)
     flags = _flags_on(mesh if isinstance(mesh, Mesh) else None)([leaf for *_, leaf in arrays], stacked)
     for (name, path, _), flag in zip(arrays, flags, strict=True):
@@ -55,30 +56,17 @@ def non_finite(tree: Any, model: Model) -> str | None:
         bad = nan | infinite
         if bad.any():
             index = int(bad.argmax())
-            return f"{_words(path, name, layers, index)} holds {'NaN' if nan[index] else 'infinity'}"
+            return f"{_words(path, name, weights.get(name or ''), index)} holds {'NaN' if nan[index] else 'infinity'}"
     return None
 
 
-def _layers(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns variable of the program, in order -> the weight's name and the layers that it stacks."""
-    kinds = layer_kinds(model)
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for variable, (weight, _) in weight_variables(model).items():
-        mine: tuple[int, ...] = ()
-        for kind in kinds if weight.layers else ():
-            if variable == local_name(weight) + (kind.suffix if len(kinds) > 1 else ""):
-                mine = tuple(sorted(set(kind.layers) & set(weight.layers)))
-        found[variable] = (weight.name, mine)
-    return found
-
-
-def _words(path: KeyPath, name: str | None, layers: Mapping[str, tuple[str, tuple[int, ...]]], index: int) -> str:
+def _words(path: KeyPath, name: str | None, weight: Weight | None, index: int) -> str:
     """Returns ``inner.mu: layers.wq of layer 3``; without a prefix for a weight at the root."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    if name is None:
-        return ".".join(keys)
-    before, (weight, mine) = ".".join(key for key in keys if key != name), layers[name]
-    return f"{before}: " * bool(before) + weight + (f" of layer {mine[index]}" if mine else "")
+    before = ".".join(key for key in keys if key != name)
+    if weight is None:
+        return before
+    return f"{before}: " * bool(before) + weight.name + (f" of layer {weight.layers[index]}" if weight.layers else "")
 
 
 @lru_cache
@@ -88,8 +76,8 @@ def _flags_on(mesh: Mesh | None) -> Any:
     return jax.jit(_flags, static_argnums=1, out_shardings=everywhere)
 
 
-def _flags(arrays: list[jax.Array], stacked: tuple[bool, ...]) -> list[jax.Array]:
-    def flags(array: jax.Array, by_layer: bool) -> jax.Array:
+def _flags(arrays: list[Array], stacked: tuple[bool, ...]) -> list[Array]:
+    def flags(array: Array, by_layer: bool) -> Array:
         over = tuple(range(by_layer, array.ndim))
         return jnp.stack([jnp.isnan(array).any(over).reshape(-1), jnp.isinf(array).any(over).reshape(-1)])
 

@@ -10,6 +10,7 @@ import jax
 import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import Array
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -53,7 +54,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 def on_host(tree: Any) -> Any:
     """Returns a tree as NumPy arrays on every process; fetches the shards of other processes."""
 
-    def reachable(array: jax.Array) -> Any:
+    def reachable(array: Array) -> Any:
         here = array.is_fully_addressable or array.is_fully_replicated
         return array if here else multihost_utils.process_allgather(array, tiled=True)
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import write_text_whole
+from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.core.toml_file import dump_toml
 from meshwright.spec.model import Model
 from meshwright.train.record.metrics import EvaluationRecord, StepRecord
@@ -191,8 +191,7 @@ class RunFolder:
     def summarise(self, summary: Any) -> None:
         """Writes ``summary.json``, whole or absent."""
         if self.writes:
-            text = msgspec.json.format(msgspec.json.encode(summary)).decode()
-            write_text_whole(self.path / SUMMARY, text + "\n")
+            write_json_whole(self.path / SUMMARY, summary)
 
 
 def _cut(path: Path, step: int) -> list[dict[str, Any]]:
