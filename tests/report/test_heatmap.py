@@ -24,12 +24,9 @@ def test_rows_and_columns_keep_their_order():
     assert rows["70B", "2"]["text"] == "pp2\ntp8"
 
 
-def test_text_is_white_on_dark_cells_alone():
+def test_text_is_white_on_dark_cells_alone(tmp_path):
     _, filled = marks(heatmap_figure(CELLS, **TITLES), "rect")
     assert [row["ink"] == "white" for row in filled["rows"]] == [True, False, True]
-
-
-def test_it_is_drawn(tmp_path):
     assert save(heatmap_figure(CELLS, **TITLES), tmp_path / "grid.png").stat().st_size > 5000
 
 

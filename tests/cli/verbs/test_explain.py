@@ -10,7 +10,6 @@ from meshwright.spec.plan_file import load_plan
 PLANS = {
     "torus": ("plan", "llama3-70b", "--on", "v5p:16x16x32", "--batch", "4Mi", "--seq", "4096", "--tokens", "15T",
               "--axes", "fsdp=1024,context=2,tensor=4"),
-    "slices": ("plan", "llama3-70b", "--on", "4*v5e:16x16", "--batch", "4Mi", "--seq", "4096"),
     "switched": ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "1Mi", "--seq", "4096", "--tokens", "1T"),
     "one chip": ("plan", "tiny", "--on", "v5e:1x1", "--batch", "16Ki", "--seq", "512"),
     "stages": ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "256seq", "--seq", "4096", "--axes",
@@ -89,24 +88,6 @@ def test_limits_on_a_torus(explained):
     assert "not met" in said.out
 
 
-def test_limits_over_slices(explained):
-    _, found = explained("slices")
-    limits = {limit["name"]: limit for limit in found["limits"]}
-    assert limits["tokens/slice, over DCN"]["limit"] == pytest.approx(197e12 * 8 / 25e9)
-    assert limits["tokens/slice, over DCN"]["here"] == 2**20
-
-
-def test_limits_on_switches(explained):
-    said, found = explained("switched")
-    limits = {limit["name"]: limit for limit in found["limits"]}
-    assert "discriminant" not in limits
-    assert limits["tokens/chip, FSDP alone"]["limit"] == pytest.approx(989.4e12 / 400e9, rel=1e-3)
-    assert limits["FSDP at one chip's rate"]["here"] == pytest.approx(8030261248 * 6 / 50e9)
-    assert limits["FSDP at one chip's rate"]["unit"] == "s"
-    assert limits["tensor"]["limit"] == pytest.approx(14336 * 450e9 / 989.4e12, rel=1e-3)
-    assert "alpha" not in said.out.split("When communication")[1]
-
-
 def test_one_chip_has_no_communication(explained):
     said, found = explained("one chip")
     assert {limit["kind"] for limit in found["limits"]} == {"size"}
@@ -137,7 +118,6 @@ def test_the_lead(explained, name, width):
 def test_the_best_single_change_is_told(explained):
     said, found = explained("stages", "--set", "strategy.remat=full", "--set", "strategy.schedule=gpipe")
     changes = found["changes"]
-    assert changes["best"] is not None
     assert changes["best"]["words"] in " ".join(lead_of(said).split())
     assert changes["gain_s"] == pytest.approx(found["estimate"]["step_s"] - changes["best"]["estimate"]["step_s"])
     assert f"the best of {changes['num_tried']} single changes" in " ".join(lead_of(said).split())

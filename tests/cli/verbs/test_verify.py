@@ -12,7 +12,7 @@ from meshwright.verify import targets
 from tests.cli.made_rates import write_rates
 
 TINY = ("verify", "tiny", "--on", "cpu:4", "--seq", "64")
-LARGE = (
+LARGE = [
     "verify",
     "llama3-70b",
     "--on",
@@ -23,7 +23,7 @@ LARGE = (
     "lower",
     "--calibration",
     "datasheet",
-)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +66,7 @@ def test_a_stand_in_as_json(call):
     """Nothing of the TPU is here: what stands in for it is named, and its float32 is a difference with a name."""
     said = call(
         *("verify", "tiny", "--on", "v5e:2x2", "--seq", "64", "--batch", "8seq", "--axes", "data=2,tensor=2"),
-        *SHEET,
-        "--json",
+        *("--calibration", "datasheet", "--json"),
     )
     assert said.code == 0, said.err
     found = said.json
@@ -82,7 +81,7 @@ def test_a_stand_in_as_json(call):
 
 
 def test_a_large_plan_is_lowered_without_any_compiler(call):
-    said = call(*LARGE, *SHEET, "--batch", "2048seq", "--axes", "fsdp=2048,tensor=4", "--json")
+    said = call(*LARGE, "--depth", "lower", "--batch", "2048seq", "--axes", "fsdp=2048,tensor=4", "--json")
     assert said.code == 0, said.err
     assert (said.json["target"], said.json["depth"], said.json["runs"]) == ("tpu", "lower", True)
     assert said.json["cpu_s"] < 60

@@ -7,7 +7,6 @@ import pytest
 
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError
-from meshwright.cost.arrays import stack
 from meshwright.cost.network.collectives import (
     collective_bound_by,
     collective_time,
@@ -17,7 +16,7 @@ from meshwright.cost.network.collectives import (
     received_share,
     ring_link_share,
 )
-from meshwright.cost.network.legs import Leg, group_legs, ring
+from meshwright.cost.network.legs import group_legs, ring
 from meshwright.cost.network.placement import physical_placement, place_axes
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.chip import known
@@ -77,30 +76,6 @@ def test_scalar_equals_array():
             array = np.broadcast_to(collective_time(kind, volume, many), 4)
             assert array[i] == pytest.approx(collective_time(kind, float(volume[i]), one), rel=1e-15)
     assert np.broadcast_to(collective_time("all_reduce", volume, many), 4)[0] == 0.0
-
-
-def test_two_levels_scalar_equals_array():
-    inner, outer = np.array([1, 4, 8]), np.array([16, 1, 4])
-
-    def group(n_in, n_out):
-        domain = Leg(level="nvlink", size=n_in, bytes_per_s=450e9)
-        nodes = Leg(level="network", size=n_out, bytes_per_s=50e9, hops=np.ceil(np.log2(n_out)), hop_s=5e-6)
-        return leg_rates([domain, nodes])
-
-    many = group(inner, outer)
-    for i in range(3):
-        one = group(int(inner[i]), int(outer[i]))
-        assert str(many.level[i]) == one.level
-        for kind in COLLECTIVES:
-            assert np.asarray(collective_time(kind, 1e9, many))[i] == pytest.approx(collective_time(kind, 1e9, one))
-
-
-def test_stacked_rates_price_many_meshes_at_once():
-    cluster = parse_cluster("v5p:8x8x8")
-    meshes = [{"fsdp": 512 // t, "tensor": t} for t in (1, 2, 4, 8, 16, 512)]
-    rates = [group_rates(place_axes(cluster, mesh)[0], ("tensor",)) for mesh in meshes]
-    together = collective_time("all_gather", 1e6, stack(rates))
-    assert together.tolist() == [collective_time("all_gather", 1e6, one) for one in rates]
 
 
 def test_switched_domain_then_network():

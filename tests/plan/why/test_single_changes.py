@@ -41,7 +41,6 @@ def test_the_best_is_found_and_is_what_pricing_it_gives():
     setting, strategy = setting_of(), strategy_of(remat="full", fsdp=4, tensor=8)
     now = estimate_step(setting, strategy)
     tried = try_changes(setting, strategy, now.step_s)
-    assert tried.best is not None
     assert tried.gain_s == pytest.approx(now.step_s - tried.best.estimate.step_s)
     assert tried.gain_s > 0.05 * now.step_s
     again = estimate_step(setting, tried.best.strategy)
@@ -66,5 +65,4 @@ def test_what_does_not_divide_or_fit_is_left_out():
     assert priced_in(setting, strategy_of(fsdp=32, count=3)) is None
     assert priced_in(setting, strategy_of(fsdp=16)) is None
     large = priced_in(setting, msgspec.structs.replace(strategy_of(data=32), remat="none"))
-    assert large is not None
     assert not fits(setting, large.estimate)
