@@ -23,7 +23,7 @@ MAX_LEN, NUM_STEPS = 24, 5
 LENGTHS = np.array([9, 1, 4, 6], np.int32)
 """Some are shorter than the windows of 6 positions, and rows of 9 and 6 grow beyond them."""
 
-LLAMA = replace(families.LLAMA, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8)
+LLAMA = replace(families.LLAMA, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, max_positions=2048)
 """Heads enough for ``tensor`` of 4."""
 _OTHERS = (
     *("gemma2", "gpt_oss", "mixtral", "mistral", "qwen2", "qwen3", "gemma3", "gpt2"),

@@ -104,7 +104,10 @@ def test_a_chip_without_a_compiler(call):
 
 
 def test_a_batch_that_does_not_divide(call, rates):
-    call(*TINY, "--batch", "6seq", "--axes", "fsdp=4", "--depth", "lower", *rates).assert_refused(3, "6")
+    said = call(*TINY, "--batch", "6seq", "--axes", "fsdp=4", "--depth", "lower", *rates)
+    assert said.code == 3
+    assert said.err.count("\n") == 1
+    assert "batch_seqs=6 does not divide" in said.err
 
 
 def test_no_time(call, rates):
