@@ -39,8 +39,8 @@ help: ## list the targets
 demo: $(HAS_PACKAGE) ## set up, then measure this machine, plan, train and compare (about three minutes)
 	MESHWRIGHT_CACHE=$(CURDIR)/.cache $(VENV)/bin/meshwright demo
 
-test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests (WORKERS=2 processes)
-	$(PY) -m pytest $(IN_PARALLEL)
+test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests (WORKERS=2 processes); names the ten slowest
+	$(PY) -m pytest $(IN_PARALLEL) --durations=10
 
 test-rest: $(HAS_PACKAGE) torch ## what CI runs then: the default tier without the tests of `make check`
 	$(PY) -m pytest $(IN_PARALLEL) $(PLANNING_TESTS:%=--ignore=%)

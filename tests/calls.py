@@ -23,6 +23,14 @@ class Said:
         """The results with every break and run of spaces as one space."""
         return " ".join(self.out.split())
 
+    def assert_refused(self, code: int, message: str) -> None:
+        """One line that says what to change, nothing on standard output, no traceback."""
+        assert self.err.startswith("meshwright: ")
+        assert message in self.err
+        assert self.err.count("\n") == 1
+        assert self.out == ""
+        assert self.code == code
+
     @property
     def json(self) -> dict[str, Any]:
         """The one object on standard output."""

@@ -524,25 +524,28 @@ def test_steps_come_out_of_the_same_derivation_whatever_the_sizes():
 # -- refusals ------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_remat_policy_is_refused():
-    with pytest.raises(InputError, match=r"remat 'blok' is not a policy\. Did you mean 'block'\?"):
-        llama("blok")
+@pytest.mark.parametrize(
+    ("remat", "message"),
+    [
+        ("blok", r"remat 'blok' is not a policy\. Did you mean 'block'\?"),
+        (("x1", "w_dwn"), r"remat keeps 'w_dwn', which is not a result of the program"),
+    ],
+)
+def test_unknown_names_of_remat_are_refused(remat, message):
+    with pytest.raises(InputError, match=message):
+        llama(remat)
 
 
-def test_an_unknown_result_to_keep_is_refused():
-    with pytest.raises(InputError, match=r"remat keeps 'w_dwn', which is not a result of the program"):
-        llama(("x1", "w_dwn"))
-
-
-def test_a_norm_over_a_split_width_is_refused():
-    stream = {**DEFAULT_ASSIGNMENT["activation"], "T": (), "D": ("tensor",)}
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"T": (), "D": ("tensor",)}, r"rms_norm needs D whole, and x\[B, T, D_tensor\] splits it over tensor"),
+        # heads split otherwise than their keys
+        ({"K": ()}, "heads and sequences must be split alike"),
+    ],
+)
+def test_activations_that_no_op_takes_are_refused(changes, message):
+    stream = {**DEFAULT_ASSIGNMENT["activation"], **changes}
     strategy = Strategy(mesh=make_mesh({"tensor": 2}), assignment={**DEFAULT_ASSIGNMENT, "activation": stream})
-    with pytest.raises(InputError, match=r"rms_norm needs D whole, and x\[B, T, D_tensor\] splits it over tensor"):
-        derive(TINY, strategy)
-
-
-def test_heads_split_otherwise_than_their_keys_are_refused():
-    stream = {**DEFAULT_ASSIGNMENT["activation"], "K": ()}
-    strategy = Strategy(mesh=make_mesh({"tensor": 2}), assignment={**DEFAULT_ASSIGNMENT, "activation": stream})
-    with pytest.raises(InputError, match="heads and sequences must be split alike"):
+    with pytest.raises(InputError, match=message):
         derive(TINY, strategy)

@@ -30,47 +30,64 @@ def test_of_two_dims_on_one_axis_the_one_that_the_output_drops_is_gathered(keeps
     assert len(steps) == 2
 
 
-def test_an_axis_that_neither_output_dim_keeps_stays_on_the_output_dim_of_the_left():
-    assert product("A[I,J_X] * B[J,K_X] -> C[I,K]") == [
-        "A[I, J] = AllGather_X(A[I, J_X])",
-        "C[I, K_X] = A[I, J] * B[J, K_X]",
-        "C[I, K] = AllGather_X(C[I, K_X])",
-    ]
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        # an axis that neither output dim keeps stays on the output dim of the left
+        (
+            "A[I,J_X] * B[J,K_X] -> C[I,K]",
+            ["A[I, J] = AllGather_X(A[I, J_X])", "C[I, K_X] = A[I, J] * B[J, K_X]", "C[I, K] = AllGather_X(C[I, K_X])"],
+        ),
+        # giving up an axis gathers what is minor to it too: only a minor suffix can be gathered without permuting
+        (
+            "A[I_XY,J] * B[J,K_X] -> C[I,K_X]",
+            ["A[I, J] = AllGather_XY(A[I_XY, J])", "C[I, K_X] = A[I, J] * B[J, K_X]"],
+        ),
+        (
+            "A[I_YX,J] * B[J,K_X] -> C[I_Y,K_X]",
+            ["A[I_Y, J] = AllGather_X(A[I_YX, J])", "C[I_Y, K_X] = A[I_Y, J] * B[J, K_X]"],
+        ),
+        # an axis that changes dim within an operand, or within the result, moves by all-to-all
+        (
+            "A[B,J_X] * W[B_X,J,K] -> C[B_X,K]",
+            ["A[B_X, J] = AllToAll_X:J->B(A[B, J_X])", "C[B_X, K] = A[B_X, J] * W[B_X, J, K]"],
+        ),
+        (
+            "A[I_X,J] * B[J,K] -> C[I,K_X]",
+            ["C[I_X, K] = A[I_X, J] * B[J, K]", "C[I, K_X] = AllToAll_X:I->K(C[I_X, K])"],
+        ),
+        # a contracted dim split on one side is gathered
+        ("A[I,J_X] * B[J,K] -> C[I,K]", ["A[I, J] = AllGather_X(A[I, J_X])", "C[I, K] = A[I, J] * B[J, K]"]),
+        # a batch dim that the output keeps is sliced for free
+        (
+            "A[B_X,I] * W[B,K] -> C[B_X,I,K]",
+            ["W[B_X, K] = Slice_X(W[B, K])", "C[B_X, I, K] = A[B_X, I] * W[B_X, K]"],
+        ),
+        # a dim summed in one operand alone leaves the result unreduced
+        (
+            "A[I,J_X] * B[I,K] -> C[I,K]",
+            ["C[I, K]{U_X} = A[I, J_X] * B[I, K]", "C[I, K] = AllReduce_X(C[I, K]{U_X})"],
+        ),
+    ],
+)
+def test_steps_of_a_product(text, steps):
+    assert product(text) == steps
 
 
-def test_giving_up_an_axis_gathers_what_is_minor_to_it_too():
-    # Only a minor suffix can be gathered without permuting blocks.
-    assert product("A[I_XY,J] * B[J,K_X] -> C[I,K_X]") == [
-        "A[I, J] = AllGather_XY(A[I_XY, J])",
-        "C[I, K_X] = A[I, J] * B[J, K_X]",
-    ]
-    assert product("A[I_YX,J] * B[J,K_X] -> C[I_Y,K_X]") == [
-        "A[I_Y, J] = AllGather_X(A[I_YX, J])",
-        "C[I_Y, K_X] = A[I_Y, J] * B[J, K_X]",
-    ]
-
-
-def test_an_axis_that_changes_dim_within_an_operand_moves_by_all_to_all():
-    assert product("A[B,J_X] * W[B_X,J,K] -> C[B_X,K]") == [
-        "A[B_X, J] = AllToAll_X:J->B(A[B, J_X])",
-        "C[B_X, K] = A[B_X, J] * W[B_X, J, K]",
-    ]
-    # Also where the output is whole: an all-to-all of A and a gather of C, not a gather of W.
-    assert product("A[B,J_X] * W[B_X,J,K] -> C[B,K]")[0] == "A[B_X, J] = AllToAll_X:J->B(A[B, J_X])"
-
-
-def test_an_axis_that_changes_dim_within_the_result_moves_by_all_to_all():
-    assert product("A[I_X,J] * B[J,K] -> C[I,K_X]") == [
-        "C[I_X, K] = A[I_X, J] * B[J, K]",
-        "C[I, K_X] = AllToAll_X:I->K(C[I_X, K])",
-    ]
-
-
-def test_a_contracted_dim_split_on_one_side_is_gathered():
-    assert product("A[I,J_X] * B[J,K] -> C[I,K]") == [
-        "A[I, J] = AllGather_X(A[I, J_X])",
-        "C[I, K] = A[I, J] * B[J, K]",
-    ]
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        # also where the output is whole: an all-to-all of A and a gather of C, not a gather of W
+        ("A[B,J_X] * W[B_X,J,K] -> C[B,K]", "A[B_X, J] = AllToAll_X:J->B(A[B, J_X])"),
+        # a batch dim that the output drops is gathered
+        ("A[B_X,I] * W[B,K] -> C[B,I,K]", "A[B, I] = AllGather_X(A[B_X, I])"),
+        # an unreduced operand is summed first
+        ("A[I,J]{U_X} * B[J_X,K] -> C[I,K]", "A[I, J] = AllReduce_X(A[I, J]{U_X})"),
+        ("A[I,J]{U_X} * B[J,K] -> C[I,K_X]", "A[I, J] = AllReduce_X(A[I, J]{U_X})"),
+    ],
+)
+def test_what_a_product_begins_with(text, first):
+    assert product(text)[0] == first
 
 
 def test_or_else_the_other_side_is_sliced_and_the_result_reduced():
@@ -79,21 +96,8 @@ def test_or_else_the_other_side_is_sliced_and_the_result_reduced():
         "C[I, K]{U_X} = A[I, J_X] * B[J_X, K]",
         "C[I, K] = AllReduce_X(C[I, K]{U_X})",
     ]
-
-
-def test_slicing_leaves_other_axes_alone():
+    # slicing leaves other axes alone
     assert product("A[I,J_X] * B[J,K] -> C[I,K]", slice_axes=("Y",)) == product("A[I,J_X] * B[J,K] -> C[I,K]")
-
-
-def test_a_batch_dim_that_the_output_keeps_is_sliced_for_free():
-    assert product("A[B_X,I] * W[B,K] -> C[B_X,I,K]") == [
-        "W[B_X, K] = Slice_X(W[B, K])",
-        "C[B_X, I, K] = A[B_X, I] * W[B_X, K]",
-    ]
-
-
-def test_a_batch_dim_that_the_output_drops_is_gathered():
-    assert product("A[B_X,I] * W[B,K] -> C[B,I,K]")[0] == "A[B, I] = AllGather_X(A[B_X, I])"
 
 
 def test_a_contracted_dim_split_alike_leaves_the_result_unreduced():
@@ -106,48 +110,9 @@ def test_split_alike_but_in_another_order_is_gathered_down_to_what_is_alike():
     assert (str(left), str(right)) == ("A[I, J_X]", "B[J_X, K]")
 
 
-def test_a_dim_summed_in_one_operand_alone_leaves_the_result_unreduced():
-    assert product("A[I,J_X] * B[I,K] -> C[I,K]") == [
-        "C[I, K]{U_X} = A[I, J_X] * B[I, K]",
-        "C[I, K] = AllReduce_X(C[I, K]{U_X})",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("target", "sum_line"),
-    [
-        ("C[I, K]", "C[I, K] = AllReduce_X(C[I, K]{U_X})"),
-        ("C[I_X, K]", "C[I_X, K] = ReduceScatter_X(C[I, K]{U_X})"),
-        ("C[I, K_X]", "C[I, K_X] = ReduceScatter_X(C[I, K]{U_X})"),
-    ],
-)
-def test_a_sum_is_scattered_into_the_dim_that_the_output_splits_or_else_made_whole(target, sum_line):
-    assert moved(f"C[I,K]{{U_X}} -> {target}") == [sum_line]
-
-
-def test_sums_over_several_axes_each_go_where_they_can():
-    assert moved("C[I_X,K]{U_YZ} -> C[I_XZ,K]") == [
-        "C[I_XZ, K]{U_Y} = ReduceScatter_Z(C[I_X, K]{U_YZ})",
-        "C[I_XZ, K] = AllReduce_Y(C[I_XZ, K]{U_Y})",
-    ]
-
-
-def test_a_sum_whose_place_is_taken_is_made_whole_first():
-    assert moved("C[I_Z,K]{U_X} -> C[I_YX,K]") == [
-        "C[I_Z, K] = AllReduce_X(C[I_Z, K]{U_X})",
-        "C[I, K] = AllGather_Z(C[I_Z, K])",
-        "C[I_YX, K] = Slice_YX(C[I, K])",
-    ]
-
-
 def test_a_sum_that_is_wanted_undone_is_left_undone():
     assert moved("C[I,K]{U_XY} -> C[I,K]{U_X}") == ["C[I, K]{U_X} = AllReduce_Y(C[I, K]{U_XY})"]
     assert product("A[I,J_X] * B[J,K] -> C[I,K]{U_X}")[-1] == "C[I, K]{U_X} = A[I, J_X] * B[J_X, K]"
-
-
-def test_an_unreduced_operand_is_summed_first():
-    assert product("A[I,J]{U_X} * B[J_X,K] -> C[I,K]")[0] == "A[I, J] = AllReduce_X(A[I, J]{U_X})"
-    assert product("A[I,J]{U_X} * B[J,K] -> C[I,K_X]")[0] == "A[I, J] = AllReduce_X(A[I, J]{U_X})"
 
 
 def test_what_cannot_be_left_unreduced_is_refused():
@@ -159,6 +124,24 @@ def test_what_cannot_be_left_unreduced_is_refused():
     ("text", "steps"),
     [
         ("A[I_X,J] -> A[I_X,J]", []),
+        # a sum is scattered into the dim that the output splits, or else made whole
+        ("C[I,K]{U_X} -> C[I,K]", ["C[I, K] = AllReduce_X(C[I, K]{U_X})"]),
+        ("C[I,K]{U_X} -> C[I_X,K]", ["C[I_X, K] = ReduceScatter_X(C[I, K]{U_X})"]),
+        ("C[I,K]{U_X} -> C[I,K_X]", ["C[I, K_X] = ReduceScatter_X(C[I, K]{U_X})"]),
+        # sums over several axes each go where they can
+        (
+            "C[I_X,K]{U_YZ} -> C[I_XZ,K]",
+            ["C[I_XZ, K]{U_Y} = ReduceScatter_Z(C[I_X, K]{U_YZ})", "C[I_XZ, K] = AllReduce_Y(C[I_XZ, K]{U_Y})"],
+        ),
+        # a sum whose place is taken is made whole first
+        (
+            "C[I_Z,K]{U_X} -> C[I_YX,K]",
+            [
+                "C[I_Z, K] = AllReduce_X(C[I_Z, K]{U_X})",
+                "C[I, K] = AllGather_Z(C[I_Z, K])",
+                "C[I_YX, K] = Slice_YX(C[I, K])",
+            ],
+        ),
         ("A[I_X,J] -> A[I,J]", ["A[I, J] = AllGather_X(A[I_X, J])"]),
         ("A[I,J] -> A[I_XY,J]", ["A[I_XY, J] = Slice_XY(A[I, J])"]),
         ("A[I_XY,J] -> A[I_X,J]", ["A[I_X, J] = AllGather_Y(A[I_XY, J])"]),
@@ -193,7 +176,7 @@ def test_what_cannot_be_left_unreduced_is_refused():
         ),
     ],
 )
-def test_left_over_axes(text, steps):
+def test_steps_of_a_move(text, steps):
     assert moved(text) == steps
 
 

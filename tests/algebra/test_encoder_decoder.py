@@ -7,7 +7,6 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
-from meshwright.core.errors import CannotRunError
 from meshwright.cost.memory import memory_parts
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
@@ -139,11 +138,6 @@ def test_it_is_priced():
 def _without_inputs(program):
     stacks = tuple(msgspec.structs.replace(stack, inputs=()) for stack in program.stacks)
     return msgspec.structs.replace(program, stacks=stacks)
-
-
-def test_no_pipeline():
-    with pytest.raises(CannotRunError, match="an encoder with a decoder does not run in a pipeline"):
-        derived(axes={"pipeline": 2})
 
 
 def test_plans_have_no_pipeline():

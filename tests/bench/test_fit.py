@@ -49,7 +49,6 @@ def test_a_known_knee(knee):
     noise = np.random.default_rng(1).normal(1, 0.02, len(batches))
     seconds = [max(1e-3, 1e-3 * batch / knee) * more for batch, more in zip(batches, noise, strict=True)]
     found = fit_knee(batches, seconds)
-    assert found is not None
     assert found.at == pytest.approx(knee, rel=0.06)
     assert found.floor == pytest.approx(1e-3, rel=0.05)
     assert found.error < 0.04
@@ -60,7 +59,6 @@ def test_a_spike_does_not_move_the_knee():
     seconds = [max(1.0, batch / 16) for batch in batches]
     seconds[2] *= 2
     found = fit_knee(batches, seconds)
-    assert found is not None
     assert found.at == pytest.approx(16)
 
 

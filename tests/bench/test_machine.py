@@ -4,7 +4,6 @@ import pytest
 
 from meshwright.bench.machine import measure_machine
 from meshwright.bench.workloads import COLLECTIVE_FUNCTIONS
-from meshwright.spec.calibration import load_calibration, save_calibration
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +26,3 @@ def test_rates_are_those_of_a_real_machine(measured):
     for rate in measured.collectives:
         assert 1e-7 <= rate.latency_s < 1
         assert rate.bytes_per_s > 1e5
-
-
-def test_round_trip(measured, tmp_path):
-    save_calibration(measured, tmp_path / "rates.toml")
-    assert load_calibration(tmp_path / "rates.toml") == measured

@@ -20,6 +20,15 @@ CASES = [
     (2, ("show", "chips", "--jsn"), "No such option '--jsn'"),
     (2, ("plan", "tiny", "--on", "v5e:4x4"), "Missing option '--batch'"),
     (2, ("explain",), "Missing argument 'PLAN.toml'"),
+    # questions about a plan
+    (2, (*PLAN, "--why-not", "tensr=2"), "tensr is neither a mesh axis nor a field of the strategy. Did you mean"),
+    (2, (*PLAN, "--why-not", "tensor"), "is not name=value. Write for example tensor=16,remat=block."),
+    (2, (*PLAN, "--why-not", "tensor=2,tensor=4"), "gives tensor twice"),
+    (2, (*PLAN, "--why-not", "remat=blocks"), "Did you mean 'block'?"),
+    (2, (*PLAN, "--what-if", "chips=2"), "is not a factor from 0.001x to 1000x. Write for example chips=2x."),
+    (2, (*swapped(PLAN, "v5e:4x4", "h100:8x4"), "--what-if", "ici=2x"), "h100:8x4 has no ici. Change nvlink or nic."),
+    (2, (*PLAN, "--what-if", "chip.flop=2x"), "Did you mean 'chip.flops'?"),
+    (2, (*swapped(PLAN, "128seq", "256seq"), "--what-if", "batch=0.3x"), "is 76.8, not a whole number"),
     # names
     (2, ("show", "llama3-8c"), "'llama3-8c' is no model, chip or cluster. Did you mean 'llama3-8b'?"),
     (2, ("show", ""), "'' is no model, chip or cluster."),
@@ -58,6 +67,9 @@ CASES = [
     (2, (*PLAN, "--set", "model.num_layers=many"), "expected `int`, got `str` - at `model.num_layers`"),
     (2, (*PLAN, "--set", "model.num_heads=7"), "num_kv_heads=8 does not divide num_heads=7"),
     (2, (*PLAN, "--set", "strategy.remat=blok"), "remat 'blok' is not a policy. Did you mean 'block'?"),
+    (2, (*PLAN, "--collective-matmul", "both"), "collective"),
+    (2, (*PLAN, "--set", "strategy.collective_matmul=both"), "collective"),
+    (2, (*PLAN, "--collective-matmul", "none", "--set", "strategy.collective_matmul=one-way"), "collective"),
     (2, (*PLAN, "--set", "strategy.state=bf32"), "state 'bf32' is not known. Did you mean 'fp32'?\n"),
     (2, (*PLAN, "--set", "strategy.tensor=four"), "--set strategy.tensor=four is not a whole number"),
     (2, (*PLAN, "--set", "strategy.mesh=4"), "give the size of one axis, such as strategy.tensor=4"),
@@ -96,17 +108,9 @@ CASES = [
 
 @pytest.mark.parametrize(("code", "args", "message"), CASES, ids=lambda value: None)
 def test_one_line_that_says_what_to_change(call, code, args, message):
-    assert_one_line(call(*args), code, message)
+    call(*args).assert_refused(code, message)
     if args[0] not in ("plam",):
-        assert_one_line(call(*args, "--json"), code, message)
-
-
-def assert_one_line(said, code, message):
-    assert said.err.startswith("meshwright: ")
-    assert message in said.err
-    assert said.err.count("\n") == 1
-    assert said.out == ""
-    assert said.code == code
+        call(*args, "--json").assert_refused(code, message)
 
 
 FILES = [
@@ -125,7 +129,7 @@ FILES = [
 @pytest.mark.parametrize(("verb", "name", "text", "message"), FILES, ids=[m for *_, m in FILES])
 def test_broken_files_are_told_by_file_and_line(call, tmp_path, verb, name, text, message):
     (tmp_path / name).write_text(text, encoding="utf-8")
-    assert_one_line(call(verb, name), 2, message)
+    call(verb, name).assert_refused(2, message)
 
 
 def test_json_comes_alone_on_standard_output(call):

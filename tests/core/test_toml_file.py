@@ -5,20 +5,6 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.core.toml_file import decode_toml, dump_toml, load_toml, parse_toml
-from meshwright.spec.calibration import (
-    Calibration,
-    CollectiveRate,
-    Efficiency,
-    collective_rate,
-    datasheet_calibration,
-    load_calibration,
-    matmul_rate,
-    memory_bytes,
-    memory_rate,
-    reference_peak,
-    save_calibration,
-)
-from meshwright.spec.chip import chip
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,45 +88,3 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="cannot be read as text"):
         load_toml(tmp_path / "binary.toml", Whole)
-
-
-def test_datasheet_calibration_changes_nothing():
-    sheet = datasheet_calibration(chip("v5p"))
-    assert sheet.describe() == "datasheet peaks, no calibration"
-    assert matmul_rate(chip("v5p"), sheet, "bf16") == 459e12
-    assert memory_rate(chip("v5p"), sheet) == chip("v5p").hbm_bytes_per_s
-    assert memory_bytes(chip("v5e"), sheet) == 15.75 * 2**30
-
-
-def test_measured_calibration(tmp_path):
-    made = Calibration(
-        name="here",
-        chip="cpu",
-        machine="two cores",
-        date="2025-01-02",
-        matmul_flops_per_s={"fp32": 3e10},
-        memory_bytes_per_s=4e9,
-        memory_bytes=1e9,
-        collectives=tuple(
-            CollectiveRate(kind="all_gather", group_size=n, latency_s=1e-4 * n, bytes_per_s=1e9) for n in (2, 8)
-        ),
-        efficiency=Efficiency(ici=0.9),
-        sources={"memory_bytes_per_s": "a copy of 64 MB"},
-    )
-    save_calibration(made, tmp_path / "here.toml")
-    read = load_calibration(tmp_path / "here.toml")
-    assert read == made
-    assert read.describe() == "calibration 'here' on two cores, 2025-01-02"
-    assert reference_peak(chip("cpu"), read, "fp32") == matmul_rate(chip("cpu"), read, "fp32") == 3e10
-    assert collective_rate(read, "all_gather", 5).group_size == 8
-    with pytest.raises(InputError, match="measured fp32 products, not bf16"):
-        matmul_rate(chip("cpu"), read, "bf16")
-    with pytest.raises(InputError, match="holds no all_reduce rate"):
-        collective_rate(read, "all_reduce", 2)
-
-
-def test_calibration_faults_name_their_line(tmp_path):
-    path = tmp_path / "bad.toml"
-    path.write_text('name = "x"\nchip = "cpu"\n[efficiency]\nici = 1.5\n')
-    with pytest.raises(InputError, match=r"bad.toml:.*efficiency ici is 1.5"):
-        load_calibration(path)

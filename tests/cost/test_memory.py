@@ -6,11 +6,9 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
-from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import memory_limit, memory_parts, total_bytes
-from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
+from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import op_sizes
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import parse_cluster
@@ -139,19 +137,6 @@ def test_scores_in_memory_enlarge_the_working_set():
     assert {k: v for k, v in written.items() if k not in of_peak} == {
         k: v for k, v in fused.items() if k not in of_peak
     }
-
-
-def test_many_candidates_at_once():
-    derived = derive(transformer(TINY), Strategy(mesh=make_mesh({})), symbolic=True)
-    fsdp, tensor, counts = np.array([1.0, 2, 8]), np.array([4.0, 2, 1]), np.array([1, 2, 4])
-    mesh = {axis: np.ones(3) for axis in MESH_AXES} | {"fsdp": fsdp, "tensor": tensor}
-    sizes = op_sizes(TINY, seq_len=512, microbatch_seqs=32 / counts, mesh=mesh, state="fp32")
-    many = memory_parts(derived, sizes).items(PipelineCost(microbatches=counts))
-    for i in range(3):
-        axes = {"fsdp": int(fsdp[i]), "tensor": int(tensor[i])}
-        one = memory(axes, num_microbatches=int(counts[i]), state="fp32")
-        for item in ITEMS:
-            assert np.broadcast_to(many[item], 3)[i] == pytest.approx(float(one[item]), rel=1e-12)
 
 
 def test_the_limit_is_what_the_compiler_offers_where_that_is_known():

@@ -1,6 +1,5 @@
 """What a schedule does to a step: layers per device, microbatches in flight, idle time, the two ends."""
 
-import numpy as np
 import pytest
 
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
@@ -24,23 +23,6 @@ def test_layers_of_the_device_that_holds_most(stages, chunks, layers, held):
     found = pipeline("interleaved" if chunks > 1 else "1f1b", stages=stages, chunks=chunks)
     assert found.layers_held(layers) == held
     assert found.share(layers) == held / layers
-
-
-def test_gpipe_s_idle_share():
-    """(K - 1) / (M + K - 1) for K stages and M microbatches. Source: Huang et al., GPipe (2019), section 2.3."""
-    for stages, count in ((2, 4), (4, 8), (8, 8), (8, 64)):
-        idle = pipeline("gpipe", stages=stages, microbatches=count).bubble_s(
-            forward_s=1.0, backward_s=1.0, weight_s=1.0
-        )
-        assert idle / (idle + 3 * count) == pytest.approx((stages - 1) / (count + stages - 1))
-
-
-@pytest.mark.parametrize("chunks", [2, 4, 5])
-def test_interleaving_divides_the_idle_time_by_the_chunks(chunks):
-    times = {"forward_s": 1.5, "backward_s": 2.25, "weight_s": 1.0}
-    assert pipeline("interleaved", chunks=chunks).bubble_s(**times) == pytest.approx(
-        pipeline("1f1b").bubble_s(**times) / chunks
-    )
 
 
 @pytest.mark.parametrize("schedule", schedule_names())
@@ -88,17 +70,6 @@ def test_sends_that_a_step_waits_for(schedule, stages, software):
     assert one.num_sends == pytest.approx((short - free) / 1e-4, abs=near + 1e-6)
 
 
-def test_microbatches_in_flight():
-    """1F1B holds as many as there are stages, GPipe all; interleaved (V + 1) P - 1 of 1/V each. In lockstep 1F1B holds
-    2 P - 1, and nothing else holds more than it does elsewhere."""
-    for software, held in (("eager", 4), ("compiled", 7)):
-        assert pipeline("1f1b", stages=4, microbatches=16, software=software).stash == held
-        assert pipeline("1f1b", stages=4, microbatches=2, software=software).stash == 2
-        assert pipeline("gpipe", stages=4, microbatches=16, software=software).stash == 16
-        found = pipeline("interleaved", stages=4, microbatches=16, chunks=2, software=software)
-        assert found.stash == pytest.approx((3 * 4 - 1) / 2)
-
-
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_one_stage_has_no_pipeline(schedule):
     one = PipelineCost(schedule=schedule, microbatches=16)
@@ -143,18 +114,6 @@ def test_fits_and_refusals_agree(schedule):
                     build(schedule, **sizes)
                 else:
                     assert schedule_refusal(schedule, **sizes).endswith(".")
-
-
-def test_many_at_once():
-    sizes = {"stages": np.array([1, 2, 4]), "microbatches": np.array([1, 4, 16]), "chunks": np.array([1, 2, 5])}
-    many = PipelineCost(schedule="interleaved", **sizes)
-    times = {"forward_s": np.array([1.0, 2.0, 3.0]), "backward_s": 4.0, "weight_s": 1.0}
-    for index in range(3):
-        one = PipelineCost(schedule="interleaved", **{name: int(values[index]) for name, values in sizes.items()})
-        assert many.share(80)[index] == one.share(80)
-        assert many.stash[index] == one.stash
-        mine = {**times, "forward_s": float(times["forward_s"][index])}
-        assert many.bubble_s(**times)[index] == one.bubble_s(**mine)
 
 
 def test_the_pipeline_of_a_strategy():

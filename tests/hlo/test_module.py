@@ -70,7 +70,6 @@ def looping(start: int, bound: int, step: int, direction: str) -> Module:
 def test_counts_of_loops_that_state_none(start, bound, step, direction, direct):
     module = looping(start, bound, step, direction)
     loop = module.find("loop")
-    assert loop is not None
     assert trip_count(module, loop) == len(direct)
 
 
@@ -106,7 +105,6 @@ source_line=7}, backend_config={"cost":{"cycles":"9"}}
 """
     module = parse_module(text)
     one = module.find("%f.1")
-    assert one is not None
     assert one.is_root
     assert (one.opcode, one.operands, one.shape) == ("fusion", ("p", "c"), "f32[2]{0:T(2,128)S(1)}")
     assert one.called == (("calls", "g"),)
@@ -116,7 +114,6 @@ source_line=7}, backend_config={"cost":{"cycles":"9"}}
     assert str(one.label) == "layer:forward:q=einsum"
     assert [str(frame) for frame in module.source(one)] == ["a.py:7"]
     constant = module.find("c")
-    assert constant is not None
     assert (constant.literal, constant.operands) == ("{1, 2}", ())
     assert [user.name for user in module.computations["main"].users["p"]] == ["f.1"]
 

@@ -2,12 +2,10 @@
 
 import math
 
-import pytest
-
 from meshwright.calculators.chips.anatomy import PodTotals, pod_totals
 from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
-from tests.oracles.worked import Answers, check
+from tests.oracles.worked import Answers
 
 
 def pod(name: str) -> PodTotals:
@@ -39,11 +37,6 @@ ANSWERS: Answers = {
     "s004-rack": lambda i: parse_cluster(f"h100:{i['gpus']}x{i['servers']}").num_chips,
     "s004-v5p-pod": lambda i: pod("v5p").num_chips,
 }
-
-
-@pytest.mark.parametrize("identity", ANSWERS)
-def test_worked_answer(identity):
-    check(identity, ANSWERS[identity])
 
 
 def test_the_pod_of_the_catalogue_is_the_largest_that_can_be_named():

@@ -11,7 +11,7 @@ from meshwright.cost.network.collectives import collective_time, latency_bound_b
 from meshwright.spec.chip import chip, known, peak
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
 from tests.oracles.shapes import counting, rates
-from tests.oracles.worked import Answers, Inputs, check
+from tests.oracles.worked import Answers, Inputs
 
 LINK = known(chip("v5e-book"), "ici_link_bytes_per_s")
 CUBE = {"X": 4, "Y": 4, "Z": 4}
@@ -81,11 +81,6 @@ ANSWERS: Answers = {
     "book-ex3.4-cw": lambda i: alpha(),
     "s000-ar": lambda i: over_gather("all_reduce", parse_cluster("v5p:4x4x4"), CUBE),
 }
-
-
-@pytest.mark.parametrize("identity", ANSWERS)
-def test_worked_answer(identity):
-    check(identity, ANSWERS[identity])
 
 
 def test_shard_prices_an_all_to_all_as_the_ring_does():

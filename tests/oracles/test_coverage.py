@@ -26,6 +26,11 @@ EXEMPT = {
 MAX_EXEMPT_SHARE = 0.15
 
 
+@pytest.mark.parametrize(("topic", "identity"), [(topic, one) for topic, table in TABLES.items() for one in table])
+def test_worked_answer(topic, identity):
+    check(identity, TABLES[topic][identity])
+
+
 def test_ids_and_topics():
     identities = [found.id for found in rows()]
     assert len(identities) == len(set(identities)) == 263

@@ -6,7 +6,7 @@ from meshwright.calculators.chips.anatomy import mxu_flops_per_cycle, tpu_peak_f
 from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.cost.formulas.roofline import Operand, channel_rate, einsum_work
 from meshwright.spec.chip import chip, known, peak
-from tests.oracles.worked import Answers, Inputs, check, row
+from tests.oracles.worked import Answers, Inputs, row
 
 COLUMNS = {
     "hbm_bw": "hbm_bytes_per_s",
@@ -56,11 +56,6 @@ ANSWERS: Answers = {
     "s000-mxu": lambda i: product_flops(i["m"], i["k"], i["n"]) / i["cycles"],
     "s001-h100-peak": lambda i: peak(chip("h100"), "bf16"),
 }
-
-
-@pytest.mark.parametrize("identity", ANSWERS)
-def test_worked_answer(identity):
-    check(identity, ANSWERS[identity])
 
 
 @pytest.mark.parametrize("identity", [identity for identity in ANSWERS if identity.endswith("-spec")])

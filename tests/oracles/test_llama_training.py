@@ -1,7 +1,5 @@
 """Worked answers on training Llama 3 70B: FLOPs, days, chips, and where mixed sharding stays compute-bound."""
 
-import pytest
-
 from meshwright.cost.formulas.limits import (
     Mixture,
     Roots,
@@ -18,7 +16,7 @@ from meshwright.cost.formulas.training_budget import (
     years,
 )
 from meshwright.spec.chip import chip, known, peak
-from tests.oracles.worked import Answers, Inputs, check
+from tests.oracles.worked import Answers, Inputs
 
 V5P = chip("v5p-book")
 
@@ -55,8 +53,3 @@ ANSWERS: Answers = {
     "book-6.3-mixed": lambda i: mixed_min_tokens_per_chip(i["alpha"], i["F"], fsdp_axes=i["MxMy"], tensor_axes=1),
     "s000-llama-chips": lambda i: fsdp_max_chips(i["batch"], i["alpha"], i["axes"]),
 }
-
-
-@pytest.mark.parametrize("identity", ANSWERS)
-def test_worked_answer(identity):
-    check(identity, ANSWERS[identity])

@@ -5,7 +5,7 @@ import pytest
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.weights import num_params, params_by_part
 from tests.oracles.shapes import dense
-from tests.oracles.worked import Answers, Inputs, check, row
+from tests.oracles.worked import Answers, Inputs, row
 
 
 def of_the_row(i: Inputs) -> int:
@@ -22,11 +22,6 @@ ANSWERS: Answers = {
     "book-ex5.1-ffw": lambda i: params_by_part(load_model("llama2-13b"))["mlp"],
     "book-ex7.1-params": of_the_row,
 }
-
-
-@pytest.mark.parametrize("identity", ANSWERS)
-def test_worked_answer(identity):
-    check(identity, ANSWERS[identity])
 
 
 @pytest.mark.parametrize(("identity", "name"), [("book-6.2-total", "llama3-70b"), ("book-7.1.6-13b", "llama2-13b")])

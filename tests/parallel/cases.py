@@ -34,6 +34,7 @@ class Run(NamedTuple):
     """What one step of a strategy came to."""
 
     loss: float
+    grad_norm: float
     gradients: dict[str, np.ndarray]
     compiled: dict[Key, Traffic]
     derived: dict[Key, Traffic]
@@ -70,9 +71,14 @@ def run(
     model: Model, strategy: Strategy, *, options: ProgramOptions = PLAIN, given: Mapping[str, Any] | None = None
 ) -> Run:
     """One step on one global batch."""
-    step = TrainStep(model, strategy, optimizer=keep_gradients(), options=options)
+    return run_step(TrainStep(model, strategy, optimizer=keep_gradients(), options=options), given=given)
+
+
+def run_step(step: TrainStep, *, state: State | None = None, given: Mapping[str, Any] | None = None) -> Run:
+    """One step from ``state``, or from the first weights, of a step that keeps its gradients."""
+    model, strategy = step.model, step.strategy
     placed = step.place(given or batch())
-    state = first_state(step)
+    state = state or first_state(step)
     compiled = step.compile.lower(state, placed).compile()
     state, metrics = compiled(state, placed)
     mesh, parts = strategy.mesh, strategy.num_microbatches
@@ -88,7 +94,14 @@ def run(
     )
     found = collectives(compiled.as_text(), mesh)
     gradients = {name: np.asarray(value) for name, value in step.to_canonical(state.opt_state).items()}
-    return Run(float(metrics.loss), gradients, compiled_traffic(found, mesh), derived, compiled.as_text())
+    return Run(
+        float(metrics.loss),
+        float(metrics.grad_norm),
+        gradients,
+        compiled_traffic(found, mesh),
+        derived,
+        compiled.as_text(),
+    )
 
 
 @lru_cache(maxsize=8)
@@ -98,8 +111,9 @@ def on_one_device(model: Model, options: ProgramOptions = PLAIN) -> Run:
 
 
 def assert_equal(found: Run, expected: Run) -> None:
-    """Loss, and every array of gradients, by its largest entry."""
+    """Loss, norm, and every array of gradients, by its largest entry."""
     assert abs(found.loss / expected.loss - 1) < RELATIVE
+    assert abs(found.grad_norm / expected.grad_norm - 1) < RELATIVE
     assert found.gradients.keys() == expected.gradients.keys()
     for name, value in expected.gradients.items():
         scale = np.abs(value).max()

@@ -14,122 +14,22 @@ from meshwright.nn.forward import logits_fn
 from meshwright.nn.quantisation import contracted_axes
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generate_step import GenerateStep
-from meshwright.spec.model import Model, RopeScaling
+from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
+from tests.nn import families
 
 RELATIVE = 1e-5  # float32, of the largest logit
 MAX_LEN, NUM_STEPS = 24, 5
 LENGTHS = np.array([9, 1, 4, 6], np.int32)
-"""One shorter and some longer than the windows, which are of 4 positions."""
+"""Some are shorter than the windows of 6 positions, and rows of 9 and 6 grow beyond them."""
 
-LLAMA = Model(
-    name="llama",
-    family="llama",
-    num_layers=2,
-    d_model=32,
-    d_ff=48,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    vocab_size=64,
+LLAMA = replace(families.LLAMA, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, max_positions=2048)
+"""Heads enough for ``tensor`` of 4."""
+_OTHERS = (
+    *("gemma2", "gpt_oss", "mixtral", "mistral", "qwen2", "qwen3", "gemma3", "gpt2"),
+    *("phi3-longrope", "qwen2_moe", "deepseek_v2"),
 )
-_GEMMA = replace(
-    LLAMA,
-    norm_unit_offset=True,
-    post_norms=True,
-    tied_embeddings=True,
-    embed_scale=True,
-    activation="gelu_pytorch_tanh",
-    sliding_window=4,
-)
-_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "d_ff_expert": 16}
-_STRETCHED = RopeScaling(
-    kind="longrope", original_max_positions=16, short_factor=(1.0, 1.5, 2.0, 3.0), long_factor=(2.0, 3.0, 4.0, 6.0)
-)
-
-FAMILIES: dict[str, Model] = {
-    "llama": LLAMA,
-    "gemma2": replace(
-        _GEMMA,
-        name="gemma2",
-        family="gemma2",
-        num_layers=4,
-        sliding_layers=(0, 2),
-        attention_softcap=5.0,
-        logit_softcap=3.0,
-        query_pre_attn_scalar=16.0,
-    ),
-    "gpt_oss": replace(
-        LLAMA,
-        name="gpt_oss",
-        family="gpt_oss",
-        attention_sinks=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        router_bias=True,
-        sliding_window=4,
-        sliding_layers=(0,),
-        **_EXPERTS,
-    ),
-    "mixtral": replace(LLAMA, name="mixtral", family="mixtral", gates_sum_to_one=True, **_EXPERTS),
-    "mistral": replace(LLAMA, name="mistral", family="mistral", sliding_window=4, sliding_layers=(0, 1)),
-    "qwen2": replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
-    "qwen3": replace(LLAMA, name="qwen3", family="qwen3", qk_norm=True),
-    "gemma3": replace(
-        _GEMMA,
-        name="gemma3",
-        family="gemma3",
-        num_layers=7,
-        sliding_layers=(0, 1, 3, 4, 6),
-        qk_norm=True,
-        rope_local_theta=100.0,
-        rope_scaling=RopeScaling(kind="linear", factor=8.0),
-    ),
-    "gpt2": replace(
-        LLAMA,
-        name="gpt2",
-        family="gpt2",
-        num_kv_heads=8,
-        norm="layer_norm",
-        learned_positions=True,
-        max_positions=MAX_LEN,
-        tied_embeddings=True,
-        gated=False,
-        activation="gelu_new",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        weights_prefix="",
-    ),
-    "phi3": replace(LLAMA, name="phi3", family="phi3", rope_scaling=_STRETCHED),
-    "qwen2_moe": replace(
-        LLAMA,
-        name="qwen2_moe",
-        family="qwen2_moe",
-        qkv_bias=True,
-        num_shared_experts=1,
-        d_ff_shared=24,
-        shared_expert_gate=True,
-        **_EXPERTS,
-    ),
-    "deepseek_v2": replace(
-        LLAMA,
-        name="deepseek_v2",
-        family="deepseek_v2",
-        num_kv_heads=8,
-        head_dim=12,
-        q_lora_rank=12,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
-        dense_layers=(0,),
-        num_shared_experts=1,
-        d_ff_shared=24,
-        **_EXPERTS,
-    ),
-}
+FAMILIES: dict[str, Model] = {"llama": LLAMA} | {name: families.FAMILIES[name] for name in _OTHERS}
 DEFAULT = ("llama", "gemma2", "gpt_oss")
 """Families of the default tier; mixtral is there on a mesh."""
 

@@ -37,22 +37,15 @@ PIPELINES = [
 ]
 
 
-def check(model, axes, choices):
+@pytest.mark.parametrize(
+    ("model", "axes", "choices"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
+def test_a_step(model, axes, choices):
+    """One device's numbers, the derived collectives, and moves over ``tensor`` among them."""
     found = run(model, strategy_of(axes, **choices))
     assert_equal(found, on_one_device(model))
     assert found.compiled == found.derived
     assert found.compiled["permute", ("tensor",)].num_arrays > 0
-
-
-@pytest.mark.parametrize(("model", "axes", "choices"), CASES)
-def test_a_step(model, axes, choices):
-    check(model, axes, choices)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "axes", "choices"), MORE)
-def test_more_steps(model, axes, choices):
-    check(model, axes, choices)
 
 
 @pytest.mark.slow

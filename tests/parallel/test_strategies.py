@@ -65,23 +65,12 @@ def name(value):
     return "-".join(f"{k}{v}" if isinstance(v, int) else str(v) for k, v in value.items())
 
 
-def check(model, axes, choices):
+@pytest.mark.parametrize(("model", "axes", "choices"), [*ONE_AXIS, *MIXES], ids=name)
+def test_one_axis_and_three_at_once(model, axes, choices):
     found = run(model, strategy_of(axes, **choices))
     assert_equal(found, on_one_device(model))
-    if choices.get("gradient_sync") == "bucketed":
-        return found
-    assert found.compiled == found.derived
-    return found
-
-
-@pytest.mark.parametrize(("model", "axes", "choices"), ONE_AXIS, ids=name)
-def test_one_axis(model, axes, choices):
-    check(model, axes, choices)
-
-
-@pytest.mark.parametrize(("model", "axes", "choices"), MIXES, ids=name)
-def test_three_axes_at_once(model, axes, choices):
-    check(model, axes, choices)
+    if choices.get("gradient_sync") != "bucketed":
+        assert found.compiled == found.derived
 
 
 @pytest.mark.parametrize(("model", "axes", "choices"), PIPELINES, ids=name)

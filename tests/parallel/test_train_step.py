@@ -8,20 +8,21 @@ import optax
 import pytest
 
 from meshwright.core.errors import CannotRunError
-from meshwright.hlo.collectives import collectives
 from meshwright.nn.forward import logits_fn
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import State, TrainStep
-from tests.parallel.cases import RELATIVE, first_params, first_state, keep_gradients
+from tests.parallel.cases import (
+    RELATIVE,
+    assert_equal,
+    first_params,
+    first_state,
+    keep_gradients,
+    on_one_device,
+    run,
+    run_step,
+)
 from tests.parallel.small import BATCH_SEQS, MODEL, POLICIES, SEQ_LEN, batch, meshes_of_eight, strategy
-from tests.traffic import Traffic, compiled_traffic, derived_traffic
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    step = TrainStep(MODEL, strategy({}), optimizer=keep_gradients())
-    state, metrics = step.step(first_state(step), batch())
-    return first_params(MODEL), state.opt_state, metrics
+from tests.traffic import Traffic
 
 
 def _case(number, axes):
@@ -41,43 +42,15 @@ def name(value):
 
 
 @pytest.mark.parametrize(("axes", "remat", "num_microbatches"), CASES, ids=name)
-def test_mesh_equals_one_device_and_its_derivation(axes, remat, num_microbatches, one_device):
-    params, gradients, metrics = one_device
+def test_mesh_equals_one_device_and_its_derivation(axes, remat, num_microbatches):
     step = TrainStep(MODEL, strategy(axes, remat=remat, num_microbatches=num_microbatches), optimizer=keep_gradients())
-    state = step.init(0)
+    state, params = step.init(0), first_params(MODEL)
     assert state.params.keys() == params.keys()
     for key, expected in params.items():
         np.testing.assert_array_equal(np.asarray(state.params[key]), expected)
-    compare_step(step, gradients, metrics, MODEL, state=state)
-
-
-def compare_step(step, gradients, metrics, model, *, state=None, merged=None):
-    """One step against one device's loss, norm and gradients, and its compiled collectives against the derived.
-
-    ``merged`` is traffic that is derived and known not to be compiled.
-    """
-    compiled = step.lower(BATCH_SEQS, SEQ_LEN).compile()
-    state, found = compiled(state or first_state(step), step.place(batch()))
-    assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)
-    assert float(found.grad_norm) == pytest.approx(float(metrics.grad_norm), rel=RELATIVE)
-    assert_close(state.opt_state, gradients)
-    mesh = step.strategy.mesh
-    dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN}
-    count = step.strategy.num_microbatches
-    layer_by_layer = step.strategy.gradient_sync == "overlapped"
-    derived = derived_traffic(step.declared, dims, mesh, num_microbatches=count, width=4, layer_by_layer=layer_by_layer)
-    if merged:
-        key, num_arrays, full_bytes = merged
-        derived[key] = Traffic(derived[key].num_arrays - num_arrays, derived[key].full_bytes - full_bytes)
-    assert compiled_traffic(collectives(compiled.as_text(), mesh), mesh) == derived
-
-
-def assert_close(found, expected):
-    """Every array within RELATIVE of its largest entry."""
-    assert found.keys() == expected.keys()
-    for key, array in expected.items():
-        largest = float(np.max(np.abs(array)))
-        np.testing.assert_allclose(np.asarray(found[key]), array, rtol=0, atol=RELATIVE * largest)
+    found = run_step(step, state=state)
+    assert_equal(found, on_one_device(MODEL))
+    assert found.compiled == found.derived
 
 
 TIED = msgspec.structs.replace(MODEL, num_kv_heads=2, tied_embeddings=True)
@@ -93,10 +66,14 @@ TIED = msgspec.structs.replace(MODEL, num_kv_heads=2, tied_embeddings=True)
     ids=name,
 )
 def test_grouped_heads_and_tied_embeddings(axes, num_microbatches):
-    alone = TrainStep(TIED, strategy({}), optimizer=keep_gradients())
-    expected, metrics = alone.step(first_state(alone), batch())
     step = TrainStep(TIED, strategy(axes, num_microbatches=num_microbatches), optimizer=keep_gradients())
-    compare_step(step, expected.opt_state, metrics, TIED, merged=table_gather(step))
+    found = run_step(step)
+    assert_equal(found, on_one_device(TIED))
+    if merged := table_gather(step):
+        key, num_arrays, full_bytes = merged
+        derived = found.derived[key]
+        found.derived[key] = Traffic(derived.num_arrays - num_arrays, derived.full_bytes - full_bytes)
+    assert found.compiled == found.derived
 
 
 def table_gather(step):
@@ -119,12 +96,8 @@ def table_gather(step):
 def test_a_loss_head_of_several_chunks(axes):
     rows = np.random.default_rng(1).integers(0, MODEL.vocab_size, (8, 513)).astype(np.int32)
     long = {"tokens": jnp.asarray(rows[:, :-1]), "labels": jnp.asarray(rows[:, 1:])}
-    kept = TrainStep(MODEL, strategy({}, remat="block"), optimizer=keep_gradients())
-    expected, metrics = kept.step(first_state(kept), kept.place(long))
-    chunked = TrainStep(MODEL, strategy(axes, remat="full"), optimizer=keep_gradients())
-    state, found = chunked.step(first_state(chunked), chunked.place(long))
-    assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)
-    assert_close(state.opt_state, expected.opt_state)
+    expected = run(MODEL, strategy({}, remat="block"), given=long)
+    assert_equal(run(MODEL, strategy(axes, remat="full"), given=long), expected)
 
 
 def test_assignments_that_are_only_derived_are_refused():
@@ -141,8 +114,8 @@ def test_assignments_that_are_only_derived_are_refused():
 @pytest.mark.parametrize(
     "axes", [{"fsdp": 2, "context": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=name
 )
-def test_every_policy_and_microbatching(axes, remat, num_microbatches, one_device):
-    test_mesh_equals_one_device_and_its_derivation(strategy(axes).mesh, remat, num_microbatches, one_device)
+def test_every_policy_and_microbatching(axes, remat, num_microbatches):
+    test_mesh_equals_one_device_and_its_derivation(strategy(axes).mesh, remat, num_microbatches)
 
 
 @pytest.mark.parametrize(
@@ -150,19 +123,13 @@ def test_every_policy_and_microbatching(axes, remat, num_microbatches, one_devic
     [pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow), {"data": 2, "context": 2, "tensor": 2}],
     ids=name,
 )
-def test_gspmd_form_gives_the_same_loss_and_gradients(axes, one_device):
-    _, gradients, metrics = one_device
+def test_gspmd_form_gives_the_same_loss_and_gradients(axes):
     step = TrainStep(MODEL, strategy(axes), optimizer=keep_gradients(), form="gspmd")
-    state, found = step.step(first_state(step), batch())
-    assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)
-    assert_close(state.opt_state, gradients)
+    assert_equal(run_step(step), on_one_device(MODEL))
 
 
-def test_kept_result_names_are_taken_as_a_policy(one_device):
-    _, gradients, _ = one_device
-    step = TrainStep(MODEL, strategy({"fsdp": 8}, remat=("q", "x1")), optimizer=keep_gradients())
-    state, _ = step.step(first_state(step), batch())
-    assert_close(state.opt_state, gradients)
+def test_kept_result_names_are_taken_as_a_policy():
+    assert_equal(run(MODEL, strategy({"fsdp": 8}, remat=("q", "x1"))), on_one_device(MODEL))
 
 
 def test_clipping_scales_the_update_by_the_global_norm():

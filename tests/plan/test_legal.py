@@ -34,35 +34,55 @@ def refusals(axes, *, model=LLAMA70B, cluster="v5p:16x16x32", job=JOB, **fields)
     return {refusal.rule: refusal.message for refusal in found}
 
 
-def test_a_strategy_that_runs():
-    assert refusals({"fsdp": 1024, "context": 2, "tensor": 4}) == {}
+HERE = {"model": TINY, "cluster": "cpu:8", "job": Job(batch_seqs=8, seq_len=64)}
+SMALL = HERE | {"cluster": "v5e:4x4", "job": Job(batch_seqs=16, seq_len=64)}
+EIGHT = HERE | {"cluster": "v5e:2x4"}
+SPARSE = {"model": catalogue.load_model("mixtral-8x7b"), "job": Job(batch_seqs=96, seq_len=4096)}
 
 
-def test_tensor_beyond_the_kv_heads():
-    assert refusals({"fsdp": 512, "tensor": 16}) == {
-        "tensor | K": "tensor=16 does not divide K=8 kv heads of llama3-70b. Use tensor in {1, 2, 4, 8}."
-    }
+@pytest.mark.parametrize(
+    ("axes", "fields"),
+    [
+        ({"fsdp": 1024, "context": 2, "tensor": 4}, {}),
+        ({"pipeline": 2, "fsdp": 4}, HERE | {"num_microbatches": 2}),
+        ({"pipeline": 2, "fsdp": 4}, EIGHT | {"num_microbatches": 2}),
+        ({"pipeline": 4, "fsdp": 4}, SMALL | {"schedule": "interleaved", "chunks": 2, "num_microbatches": 4}),
+        # one stage runs any schedule
+        ({"fsdp": 8}, EIGHT | {"schedule": "interleaved"}),
+        ({"fsdp": 8, "expert": 4}, SPARSE | {"cluster": "h100:8x4", "num_microbatches": 3}),
+    ],
+)
+def test_strategies_that_run(axes, fields):
+    assert refusals(axes, **fields) == {}
 
 
-def test_more_data_shards_than_sequences():
+@pytest.mark.parametrize(
+    ("axes", "fields", "rule", "message"),
+    [
+        ({"fsdp": 512, "tensor": 16}, {}, "tensor | K",
+         "tensor=16 does not divide K=8 kv heads of llama3-70b. Use tensor in {1, 2, 4, 8}."),
+        ({"fsdp": 256, "context": 8, "tensor": 4}, {"num_microbatches": 8}, "sequences",
+         "num_microbatches=8 does not divide the 4 sequences that each of 256 data shards has of 1024. "
+         "Use num_microbatches in {1, 2, 4}."),
+        ({"pipeline": 16}, SMALL, "stages",
+         "pipeline=16 stages are more than the 8 layers of tiny. Use at most 8 in all."),
+        ({"pipeline": 4, "fsdp": 4}, SMALL | {"schedule": "interleaved", "chunks": 4, "num_microbatches": 4}, "stages",
+         "pipeline=4 x chunks=4 = 16 stages are more than the 8 layers of tiny. Use at most 8 in all."),
+        ({"expert": 8}, EIGHT, "experts", "expert=8: tiny has no experts. Leave the axis out, or use fsdp=8."),
+    ],
+)  # fmt: skip
+def test_one_rule_refuses_in_one_sentence(axes, fields, rule, message):
+    assert refusals(axes, **fields) == {rule: message}
+
+
+def test_the_batch_is_named_with_what_must_change():
     found = refusals({"fsdp": 2048, "tensor": 4})
     assert list(found) == ["sequences"]
     assert found["sequences"].startswith("fsdp=2048 does not divide the batch of 1024 sequences. Use fsdp in {1, 2, 4,")
     assert found["sequences"].endswith("or a batch of 2048 sequences.")
-
-
-def test_what_is_named_is_what_must_change():
     both = refusals({"data": 35, "fsdp": 64, "tensor": 4}, cluster="v5p:16x20x28")["sequences"]
     assert both.startswith("data=35 x fsdp=64 = 2240 does not divide the batch of 1024 sequences. Use data*fsdp in {")
     assert both.endswith("or a batch of 2240 sequences.")
-
-
-def test_microbatches_must_leave_whole_sequences_to_every_shard():
-    found = refusals({"fsdp": 256, "context": 8, "tensor": 4}, num_microbatches=8)
-    assert found == {
-        "sequences": "num_microbatches=8 does not divide the 4 sequences that each of 256 data shards has of 1024. "
-        "Use num_microbatches in {1, 2, 4}."
-    }
 
 
 def test_positions_and_width():
@@ -112,8 +132,6 @@ def test_memory_that_nothing_saves():
 
 # -- what only this machine's own devices refuse --------------------------------------------------------
 
-HERE = {"model": TINY, "cluster": "cpu:8", "job": Job(batch_seqs=8, seq_len=64)}
-
 
 def test_what_is_planned_for_chips_is_not_all_executed_here():
     """A state that is only counted, another assignment, a ring of keys: planned for any cluster but this machine."""
@@ -123,31 +141,13 @@ def test_what_is_planned_for_chips_is_not_all_executed_here():
         ({"precision": "fp8"}, "precision 'fp8' is planned but not executed in this version. Use 'bf16'"),
     ):
         assert refusals({"fsdp": 8}, **HERE, **fields)["executed"].startswith(words)
-        assert refusals({"fsdp": 8}, **HERE | {"cluster": "v5e:2x4"}, **fields) == {}
-
-
-def test_stages_run_here_too():
-    assert refusals({"pipeline": 2, "fsdp": 4}, **HERE, num_microbatches=2) == {}
-    assert refusals({"pipeline": 2, "fsdp": 4}, **HERE | {"cluster": "v5e:2x4"}, num_microbatches=2) == {}
+        assert refusals({"fsdp": 8}, **EIGHT, **fields) == {}
 
 
 # -- pipelines and experts ------------------------------------------------------------------------------
 
 
-def test_more_stages_than_layers():
-    small = HERE | {"cluster": "v5e:4x4", "job": Job(batch_seqs=16, seq_len=64)}
-    assert refusals({"pipeline": 16}, **small) == {
-        "stages": "pipeline=16 stages are more than the 8 layers of tiny. Use at most 8 in all."
-    }
-    found = refusals({"pipeline": 4, "fsdp": 4}, **small, schedule="interleaved", chunks=4, num_microbatches=4)
-    assert found == {
-        "stages": "pipeline=4 x chunks=4 = 16 stages are more than the 8 layers of tiny. Use at most 8 in all."
-    }
-
-
 def test_a_schedule_that_does_not_exist_for_the_sizes():
-    small = HERE | {"cluster": "v5e:4x4", "job": Job(batch_seqs=16, seq_len=64)}
-    axes = {"pipeline": 4, "fsdp": 4}
     for fields, words in (
         ({"schedule": "interleaved"}, "the interleaved schedule needs chunks of at least 2. With chunks=1 use 1f1b."),
         ({"schedule": "interleaved", "chunks": 2, "num_microbatches": 2}, "microbatches that stages=4 divides, not 2."),
@@ -155,24 +155,14 @@ def test_a_schedule_that_does_not_exist_for_the_sizes():
         ({"schedule": "dualpipe", "num_microbatches": 4}, "at least 8 for 4 stages, not 4. Use for example 8."),
         ({"schedule": "dualpipe-v"}, "chunks=1 is not for dualpipe-v, whose devices hold 2. Use chunks=2"),
     ):
-        found = refusals(axes, **small, **fields)
+        found = refusals({"pipeline": 4, "fsdp": 4}, **SMALL, **fields)
         assert list(found) == ["schedule"]
         assert words in found["schedule"]
-    assert refusals(axes, **small, schedule="interleaved", chunks=2, num_microbatches=4) == {}
 
 
-def test_one_stage_runs_any_schedule():
-    assert refusals({"fsdp": 8}, **HERE | {"cluster": "v5e:2x4"}, schedule="interleaved") == {}
-
-
-def test_experts_are_split_only_where_there_are_some():
-    assert refusals({"expert": 8}, **HERE | {"cluster": "v5e:2x4"}) == {
-        "experts": "expert=8: tiny has no experts. Leave the axis out, or use fsdp=8."
-    }
-    sparse = {"model": catalogue.load_model("mixtral-8x7b"), "job": Job(batch_seqs=96, seq_len=4096)}
-    found = refusals({"fsdp": 8, "expert": 3}, **sparse, cluster="h100:8x3")
+def test_experts_divide():
+    found = refusals({"fsdp": 8, "expert": 3}, **SPARSE, cluster="h100:8x3")
     assert found["experts"] == ("expert=3 does not divide the 8 experts of mixtral-8x7b. Use expert in {1, 2, 4, 8}.")
-    assert refusals({"fsdp": 8, "expert": 4}, **sparse, cluster="h100:8x4", num_microbatches=3) == {}
 
 
 def test_a_remedy_for_memory_keeps_to_the_schedule():

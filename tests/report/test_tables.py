@@ -12,10 +12,8 @@ ROWS = (
 @pytest.mark.parametrize("width", [80, 120])
 def test_lines_fit_and_nothing_is_cut(width):
     text = render(table(COLUMNS, ROWS), width)
-    lines = text.splitlines()
-    assert lines[0].split()[0] == COLUMNS[0].split()[0]
-    assert max(map(len, lines)) <= width
-    for part in ("fsdp=2048", "tensor=4", "3.41 s", "18.4 GB", "12,345,678", "compute", "microbatches"):
+    assert max(map(len, text.splitlines())) <= width
+    for part in ("axes", "fsdp=2048", "tensor=4", "3.41 s", "18.4 GB", "12,345,678", "compute", "microbatches"):
         assert part in text
 
 

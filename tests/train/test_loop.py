@@ -17,7 +17,7 @@ from meshwright.spec.plan_file import Prediction
 from meshwright.train.data.batches import Batches
 from meshwright.train.loop import train
 from tests.train.event_files import scalars
-from tests.train.small import JOB, MODEL, settings, strategy, write_text
+from tests.train.small import JOB, MODEL, settings, strategy
 
 FILES = [
     *("checkpoints", "config.json", "metrics.jsonl", "model.safetensors"),
@@ -34,16 +34,7 @@ STEADY = {"steps": 30, "learning_rate": 3e-3}
 much of how two meshes round."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MESHWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def metrics_of(run):

@@ -187,18 +187,12 @@ def test_a_sum_of_other_size_is_no_scattered_one():
 # -- combined, and over slices ------------------------------------------------------------------------
 
 
-def test_combined_sums_in_float32_are_not_called_repeated():
+@pytest.mark.parametrize(("dtype", "known"), [("f32", {"float32"}), ("bf16", set())])
+def test_combined_sums_are_not_called_repeated(dtype, known):
     """XLA sums two norms in one all-reduce under the label of one: each step alone would seem done twice, or not."""
     expected = [derived(SUM, kind="all_reduce"), derived("layer:backward:dz=all_reduce", kind="all_reduce")]
-    comparison = compare_traffic(expected, [compiled(SUM, kind="all_reduce", dtype="f32", num_arrays=2)], MESH)
-    assert names(comparison) == {"float32"}
-    assert comparison.remainder == 0
-
-
-def test_combined_sums_of_the_same_bytes_need_no_name():
-    expected = [derived(SUM, kind="all_reduce"), derived("layer:backward:dz=all_reduce", kind="all_reduce")]
-    comparison = compare_traffic(expected, [compiled(SUM, kind="all_reduce", num_arrays=2)], MESH)
-    assert (names(comparison), comparison.remainder) == (set(), 0)
+    comparison = compare_traffic(expected, [compiled(SUM, kind="all_reduce", dtype=dtype, num_arrays=2)], MESH)
+    assert (names(comparison), comparison.remainder) == (known, 0)
 
 
 def test_a_combined_sum_whole_in_place_of_scattered_ones_and_replicas():

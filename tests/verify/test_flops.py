@@ -28,18 +28,18 @@ def up(x, w):
         return x @ w
 
 
-def test_one_product():
-    assert count_products(program(up, zeros(A, B), zeros(B, C))).flops == {UP: ONE}
-
-
-def test_batched_and_transposed():
-    text = program(lambda x, w: jnp.einsum("bik,bjk->bij", x, w), zeros(3, A, B), zeros(3, C, B))
-    assert count_products(text).flops == {None: 3 * ONE}
-
-
-def test_a_product_that_sums_over_two_dims_and_one_over_none():
-    text = program(lambda x, w: jnp.einsum("ijk,jkl->il", x, w), zeros(A, 2, B), zeros(2, B, C))
-    assert count_products(text).flops == {None: 2 * ONE}
+@pytest.mark.parametrize(
+    ("function", "shapes", "flops"),
+    [
+        (up, ((A, B), (B, C)), {UP: ONE}),
+        # batched and transposed
+        (lambda x, w: jnp.einsum("bik,bjk->bij", x, w), ((3, A, B), (3, C, B)), {None: 3 * ONE}),
+        # a sum over two dims and one over none
+        (lambda x, w: jnp.einsum("ijk,jkl->il", x, w), ((A, 2, B), (2, B, C)), {None: 2 * ONE}),
+    ],
+)
+def test_one_product(function, shapes, flops):
+    assert count_products(program(function, *(zeros(*shape) for shape in shapes))).flops == flops
 
 
 def test_a_loop():

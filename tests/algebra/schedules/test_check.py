@@ -1,6 +1,5 @@
 """Every named schedule can run; tables that cannot are told why."""
 
-import itertools
 import re
 
 import pytest
@@ -9,7 +8,6 @@ from meshwright.algebra.schedules.check import check
 from meshwright.algebra.schedules.forms import is_legal
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.table import PLACEMENTS, Schedule, StagePass
-from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.core.errors import InputError
 
 
@@ -23,21 +21,6 @@ def parsed(*orders):
     return Schedule(name="mine", routes=routes, route_of=(0,) * count, orders=made)
 
 
-def check_ticks(schedule):
-    """Each op once; what it needs from another device made in an earlier tick, from its own by then or before it in the
-    same tick."""
-    tables = tick_tables(schedule)
-    at = {}
-    for tick, row in enumerate(tables.ticks):
-        for tasks in row:
-            for task in tasks:
-                assert task.makes not in at
-                at[task.makes] = tick
-                assert task.needs is None or at[task.needs] <= tick - task.is_sent
-    for tasks, *ticks in zip(schedule.tasks, *tables.ticks, strict=True):
-        assert sorted(tasks) == sorted(itertools.chain(*ticks))
-
-
 @pytest.mark.parametrize("name", schedule_names())
 def test_every_named_schedule_can_run(name):
     chunk_counts = (2, 3) if name == "interleaved" else (default_chunks(name),)
@@ -48,7 +31,6 @@ def test_every_named_schedule_can_run(name):
                 if is_legal(name, stages=stages, microbatches=microbatches, chunks=chunks):
                     made = build(name, stages=stages, microbatches=microbatches, chunks=chunks)
                     assert check(made) is made
-                    check_ticks(made)
                     checked += 1
     assert checked >= 6
 

@@ -103,15 +103,3 @@ def test_arrays_are_scalars_many_times(name):
     for number, size in enumerate(sizes):
         assert many[number] == pytest.approx(form(name, *size, (forward[number], 2.0, 1.0)))
         assert stashes[number] == pytest.approx(stage_forms(name).stash(*size))
-
-
-def test_gpipe_share():
-    stages, microbatches = np.array([2, 4, 8]), np.array([4, 8, 32])
-    bubble = form("gpipe", stages, microbatches, 1, (1.0, 1.0, 1.0))
-    share = bubble / (bubble + 3 * microbatches)
-    assert share == pytest.approx((stages - 1) / (microbatches + stages - 1))
-
-
-def test_an_unknown_name():
-    with pytest.raises(InputError, match="schedule 'zb' is not known"):
-        definition("zb")

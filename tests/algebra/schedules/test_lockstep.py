@@ -1,7 +1,5 @@
 """What a schedule comes to in lockstep: the closed forms against the tables that run and their simulated time."""
 
-import itertools
-
 import msgspec
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from meshwright.algebra.schedules.forms import is_legal, lockstep_forms, stage_forms
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.ticks import Slots, lockstep_seconds, tick_tables
-from meshwright.core.errors import InputError
 
 TIMES = ((1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.25, 0.75), (1.5, 1.0, 0.25))
 """Seconds of F, B and W of all layers of a device."""
@@ -71,16 +68,3 @@ def test_the_messages_of_every_tick_are_waited_for(name):
         passes = {"forward_s": 1.0 / v, "backward_s": 2.0 / v, "weight_s": 1.0 / v}
         free, short = (lockstep_seconds(tables, **passes, send_s=send) for send in (0.0, 1e-4))
         assert (short - free) / 1e-4 == pytest.approx(lockstep_forms(name).sends(*one), abs=2.01), one
-
-
-def test_many_at_once():
-    many = np.array([2, 4, 8]), np.array([4, 8, 32]), 1
-    for name, field in itertools.product(("1f1b", "zb-h2", "dualpipe"), ("ticks", *Slots.__struct_fields__)):
-        found = getattr(lockstep_forms(name), field)
-        for index, size in enumerate(zip(*many[:2], (1, 1, 1), strict=True)):
-            assert int(found(*many)[index]) == int(found(*size))
-
-
-def test_an_unknown_schedule():
-    with pytest.raises(InputError, match="schedule '1f2b' is not known"):
-        lockstep_forms("1f2b")

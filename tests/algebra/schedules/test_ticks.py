@@ -240,11 +240,6 @@ def within(number, count):
     return number if 0 <= number < count else None
 
 
-def test_1f1b_keeps_a_microbatch_alive_for_a_tick_each_way():
-    stashes = tick_tables(made("1f1b", 4, 16)).peak_stash
-    assert stashes == tuple(2 * (4 - 1 - device) + 1 for device in range(4))
-
-
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_interleaved_has_a_tick_per_pass_through_a_chunk(chunks):
     stages, microbatches = 4, 8

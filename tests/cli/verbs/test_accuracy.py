@@ -62,9 +62,8 @@ def test_one_group(call, some):
     found = call("accuracy", str(some), "--group", "maxtext-a3", "--json").json
     assert set(found) == {"overall", "core_train", "maxtext-a3", "pick", "records", "unpredicted"}
     assert found["overall"] == found["maxtext-a3"]
-    said = call("accuracy", str(some), "--group", "maxtext-a4")
-    assert (said.code, said.out) == (2, "")
-    assert "has no group 'maxtext-a4'. Did you mean 'maxtext-a3'?" in said.err
+    message = "has no group 'maxtext-a4'. Did you mean 'maxtext-a3'?"
+    call("accuracy", str(some), "--group", "maxtext-a4").assert_refused(2, message)
 
 
 def test_the_worst(call, some):
@@ -108,16 +107,11 @@ def test_the_picture(call, some, tmp_path):
 )
 def test_refused(call, tmp_path, lines, args, message):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    said = call("accuracy", "a.jsonl", *args)
-    assert (said.code, said.out) == (2, "")
-    assert message in said.err
-    assert said.err.count("\n") == 1
+    call("accuracy", "a.jsonl", *args).assert_refused(2, message)
 
 
 def test_no_such_file(call):
-    said = call("accuracy", "none.jsonl")
-    assert said.code == 2
-    assert "cannot read none.jsonl: No such file or directory" in said.err
+    call("accuracy", "none.jsonl").assert_refused(2, "cannot read none.jsonl: No such file or directory")
 
 
 def test_places_to_write_are_checked_before_the_fit(call, tmp_path):
@@ -128,10 +122,7 @@ def test_places_to_write_are_checked_before_the_fit(call, tmp_path):
         (("--write", "none.md"), "cannot read none.md"),
         (("--write", "page.md"), "page.md has no place for the table 'cross-validation'"),
     ):
-        said = call("accuracy", str(path), *args)
-        assert said.code == 2
-        assert message in said.err
-        assert "fitting" not in said.err
+        call("accuracy", str(path), *args).assert_refused(2, message)
 
 
 def test_a_fit_of_its_own(call, tmp_path):

@@ -69,16 +69,12 @@ def test_one_object_for_programs(call):
     ],
 )
 def test_bad_input_is_one_line(call, args, text):
-    said = call("bench", *args)
-    assert said.code == 2
-    assert text in said.err
-    assert len(said.err.splitlines()) == 1
+    call("bench", *args).assert_refused(2, text)
 
 
 def test_a_mesh_of_another_size_cannot_run(call):
     said = call("bench", "collectives", "--on", "cpu:2", "--mesh", "fsdp=4")
-    assert said.code == 3
-    assert "mesh fsdp=4 has 4 devices and there are 2" in said.err
+    said.assert_refused(3, "mesh fsdp=4 has 4 devices and there are 2")
 
 
 def test_nothing_measured_writes_nothing(call, tmp_path, monkeypatch):

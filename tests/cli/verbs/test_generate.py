@@ -87,13 +87,9 @@ def test_several_texts_are_numbered(capsys):
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(call, folder, options, code, message):
-    said = call("generate", folder, *options)
-    assert said.code == code
-    assert message in said.err
-    assert len(said.err.splitlines()) == 1
+    call("generate", folder, *options).assert_refused(code, message)
 
 
 def test_a_folder_without_a_model_is_refused(call, tmp_path):
     said = call("generate", str(tmp_path), "--prompt", "a")
-    assert said.code == 2
-    assert "has no config.json. Give the folder of a finished run" in said.err
+    said.assert_refused(2, "has no config.json. Give the folder of a finished run")

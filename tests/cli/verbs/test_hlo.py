@@ -88,9 +88,7 @@ def test_a_loop_that_depends_on_data(call, tmp_path):
     ],
 )
 def test_refused(call, args, message):
-    said = call("hlo", *args)
-    assert said.code == 2
-    assert message in said.err
+    call("hlo", *args).assert_refused(2, message)
 
 
 LONG = """HloModule jit_long, num_partitions=64
@@ -125,6 +123,4 @@ def test_a_text_that_is_cut_off(call):
     assert "no ENTRY computation" in call("hlo", "part.hlo").words
     assert call("hlo", "part.hlo", "--json").json["whole"] is False
     Path("cut.hlo").write_text(LONG.removesuffix("}\n"))
-    said = call("hlo", "cut.hlo")
-    assert said.code == 2
-    assert "breaks off inside its ENTRY" in said.err
+    call("hlo", "cut.hlo").assert_refused(2, "breaks off inside its ENTRY")

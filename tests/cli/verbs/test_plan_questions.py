@@ -88,23 +88,3 @@ def test_the_plan_itself_is_not_a_question(call):
     asked = call(*BASE, "--axes", "fsdp=32", "--why-not", "fsdp=32")
     assert asked.out.startswith(plain.out)
     assert "that is the best of the list itself" in asked.words
-
-
-@pytest.mark.parametrize(
-    ("option", "text", "message"),
-    [
-        ("--why-not", "tensr=2", "tensr is neither a mesh axis nor a field of the strategy. Did you mean 'tensor'?"),
-        ("--why-not", "tensor", "is not name=value. Write for example tensor=16,remat=block."),
-        ("--why-not", "tensor=2,tensor=4", "tensor is given twice"),
-        ("--why-not", "remat=blocks", "Did you mean 'block'?"),
-        ("--what-if", "chips=2", "is not a factor from 0.001x to 1000x. Write for example chips=2x."),
-        ("--what-if", "ici=2x", "h100:8x4 has no ici. Change nvlink or nic."),
-        ("--what-if", "chip.flop=2x", "Did you mean 'chip.flops'?"),
-        ("--what-if", "batch=0.3x", "is 76.8, not a whole number"),
-    ],
-)
-def test_what_cannot_be_asked(call, option, text, message):
-    said = call(*BASE, option, text)
-    assert said.code == 2
-    assert message in said.err
-    assert len(said.err.splitlines()) == 1

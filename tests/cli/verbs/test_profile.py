@@ -201,19 +201,15 @@ def test_a_step_that_generates(plan_file, call, tmp_path, asked, kind):
 
 
 def test_training_stores_nothing_otherwise(plan_file, call):
-    said = call("profile", str(plan_file), "--cache-dtype", "int8")
-    assert said.code == 2
-    assert "Take --step generate" in said.err
+    call("profile", str(plan_file), "--cache-dtype", "int8").assert_refused(2, "Take --step generate")
 
 
 def test_jobs_that_generate_are_not_planned_or_trained(plan_file, call, tmp_path):
     path = tmp_path / "decode.toml"
     path.write_text(plan_file.read_text().replace('kind = "train"', 'kind = "decode"'))
     for verb in (("train", str(path)), ("explain", str(path)), ("plan", "tiny", *SMALL, "--set", "job.kind=decode")):
-        said = call(*verb)
-        assert said.code == 2
-        assert f"{verb[0]} takes jobs of kind train, and this one is of kind decode" in said.err
-        assert len(said.err.splitlines()) == 1
+        message = f"{verb[0]} takes jobs of kind train, and this one is of kind decode"
+        call(*verb).assert_refused(2, message)
 
 
 @pytest.mark.parametrize(
@@ -226,13 +222,9 @@ def test_jobs_that_generate_are_not_planned_or_trained(plan_file, call, tmp_path
     ],
 )
 def test_bad_input_is_one_line(plan_file, call, arguments, words):
-    said = call("profile", str(plan_file), *arguments)
-    assert said.code == 2
-    assert words in said.err
-    assert len(said.err.splitlines()) == 1
+    call("profile", str(plan_file), *arguments).assert_refused(2, words)
 
 
 def test_a_run_with_too_few_steps_is_refused(plan_file, call):
-    said = call("train", str(plan_file), "--steps", "4", "--profile")
-    assert said.code == 2
-    assert "--profile 3 needs 5 steps to warm up and 3 more, and the run has 4. Give --steps 8 or more." in said.err
+    message = "--profile 3 needs 5 steps to warm up and 3 more, and the run has 4. Give --steps 8 or more."
+    call("train", str(plan_file), "--steps", "4", "--profile").assert_refused(2, message)

@@ -1,4 +1,4 @@
-"""The book's closed forms against its worked numbers, and against brute force."""
+"""The book's closed forms against brute force, where `tests/oracles` has no worked answer."""
 
 import numpy as np
 import pytest
@@ -21,31 +21,19 @@ def test_alpha_of_the_chips():
     assert {name: round(alpha) for name, alpha in found.items()} == {"v5p": 2550, "v4p": 3056, "v5e": 2189}
 
 
-def test_worked_numbers_of_section_5():
-    assert limits.data_parallel_min_tokens_per_chip(ALPHA, 3) == 850
-    assert limits.data_parallel_min_batch(ALPHA, 3, 8960) == 7_616_000
-    assert limits.fsdp_max_chips(16e6, ALPHA, 3) == pytest.approx(18_823, rel=1e-4)
-    assert limits.tensor_max_size(28672, ALPHA, 2) == pytest.approx(22.5, rel=1e-2)
-    assert limits.mixed_min_tokens_per_chip(ALPHA, 30e3, **MIXED) == pytest.approx(433.5)
-    assert limits.Mixture(48000, 32768, 64, ALPHA, **MIXED).best_size == pytest.approx(13.7, rel=1e-3)
-    assert limits.Mixture(48000, 32768, 64, ALPHA, **MIXED).math_over_comms == pytest.approx(1.374676222758064)
-    assert limits.dcn_min_batch_per_pod(4.59e14, 2.5e10, 4) == 73_440
-    assert limits.reduce_after_min_dim(ALPHA) == 5100
-    assert limits.reduce_after_max_shards(8192, ALPHA) == pytest.approx(1.606, rel=1e-3)
-
-
-def test_section_6_roots_and_rounding():
-    roots = limits.Mixture(4.19e6, 28672, 8960, ALPHA, **MIXED).roots
-    assert roots.upper == pytest.approx(1927, rel=2e-3)
-    assert limits.fsdp_roots_middle(4.19e6, ALPHA, fsdp_axes=2) == pytest.approx(1643, rel=1e-3)
-    best = limits.Mixture(4.19e6, 28672, 8960, ALPHA, **MIXED).best_size
-    assert best == pytest.approx(1618, rel=1e-3)
-    assert roots.lower < best < roots.upper
+def test_splits_are_rounded_to_powers_of_two():
+    """Roots and the best size: How to Scale Your Model, section 6.3."""
+    mixture = limits.Mixture(4.19e6, 28672, 8960, ALPHA, **MIXED)
+    assert mixture.best_size == pytest.approx(1618, rel=1e-3)
+    assert mixture.roots.lower < mixture.best_size < mixture.roots.upper
     wanted = (2048, 4)
-    assert limits.round_split(best, 8960) == limits.round_split(roots.upper, 8960) == wanted
-    assert limits.round_split(13.7, 64) == (16, 4)
+    assert limits.round_split(mixture.best_size, 8960) == limits.round_split(mixture.roots.upper, 8960) == wanted
     with pytest.raises(InputError, match="cannot split"):
         limits.round_split(0, 64)
+
+
+def test_each_axis_raises_the_largest_tensor_size():
+    assert limits.tensor_max_size(28672, ALPHA, 2) == pytest.approx(22.5, rel=1e-2)
 
 
 def comms_over_math(x, batch, d_ff, num_chips, alpha, fsdp_axes, tensor_axes):

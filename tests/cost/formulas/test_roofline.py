@@ -1,4 +1,4 @@
-"""Rooflines of local operations, and the anatomy and budget figures beside them."""
+"""Rooflines of local operations, and anatomy and budget figures that no worked answer covers."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,8 @@ from meshwright.cost.formulas.roofline import (
     Operand,
     chip_roofline,
     critical_batch,
-    critical_intensity,
     critical_repeats,
     critical_size,
-    critical_split_dim,
     einsum_work,
 )
 from meshwright.spec.chip import chip
@@ -24,26 +22,10 @@ def matmul(act="bf16", weight="bf16", out="bf16"):
     return [Operand(("B", "D"), act), Operand(("D", "F"), weight)], Operand(("B", "F"), out)
 
 
-def test_work_of_a_matmul_a_dot_product_and_batched_matrices():
-    work = einsum_work(*matmul(), {"B": 1024, "D": 1024, "F": 1024})
-    assert work.intensity == pytest.approx(1024 / 3)
-    dot = einsum_work([Operand(("D",), "bf16")] * 2, Operand((), "bf16"), {"D": 2**20})
-    assert dot.intensity == pytest.approx(0.5, rel=1e-5)
-    batched = [Operand(("B", "D"), "int8"), Operand(("B", "D", "F"), "int8")]
-    sizes = {"B": 64, "D": 8192, "F": 8192}
-    assert einsum_work(batched, Operand(("B", "F"), "int8"), sizes).intensity == pytest.approx(2, rel=1e-3)
-
-
-def test_critical_batches_of_the_book():
-    """How to Scale Your Model, sections 1.1.2 and 1.1.3, exercises 1.1, 1.2, 2.3, 4.8."""
-    assert critical_batch(1.97e14, 8.2e11) == pytest.approx(240, rel=2e-3)
-    assert critical_batch(3.94e14, 8.1e11, weight_bytes=1) == pytest.approx(243, rel=1e-3)
-    assert critical_batch(240, 1, weight_bytes=1) == 120
-    assert critical_batch(9.2e14, 1.5e10) == pytest.approx(61_333, rel=1e-4)
+def test_critical_batches_of_experts_and_repeats():
+    """How to Scale Your Model, exercise 4.8."""
     assert critical_batch(240, 1, weight_bytes=1, num_experts=256, active_experts=8) == 3840
-    assert critical_split_dim(1.97e14, 4.5e10) == pytest.approx(8755.6, rel=1e-4)
     assert critical_repeats(10e12, 2e12, bytes_per_element=8) == 40
-    assert critical_intensity(1.97e14, 8.2e11) == pytest.approx(240.2, rel=1e-3)
 
 
 def test_critical_size_counts_every_byte():
@@ -110,27 +92,11 @@ def test_tiles():
         anatomy.padded_shape((3,), (2, 2))
 
 
-def test_pod_totals():
-    pod = anatomy.pod_totals(parse_cluster("v5p:16x20x28"))
-    assert (pod.num_chips, pod.num_hosts, pod.num_cores) == (8960, 2240, 17920)
-    assert pod.peak_flops == pytest.approx(4.1e18, rel=5e-3)
-    assert pod.dcn_bytes_per_s == 5.6e13
+def test_gpus_have_no_cores_to_count():
     assert anatomy.pod_totals(parse_cluster("h100:8x2")).num_cores is None
 
 
 def test_training_budget():
-    flops = training_budget.training_flops(70e9, 15e12)
-    assert flops == 6.3e24
-    seconds = training_budget.train_seconds(flops, num_chips=8960, peak_flops=4.59e14, mfu=0.4)
-    assert training_budget.days(seconds) == pytest.approx(44.3, rel=1e-2)
-    assert training_budget.years(training_budget.train_seconds(flops, peak_flops=4.59e14)) == pytest.approx(
-        435, rel=1e-3
-    )
-    assert training_budget.petaflop_days(5.24e23) == pytest.approx(6064, rel=1e-3)
-    assert training_budget.mfu_from_hours(6 * 37e9 * 14.8e12, 2.79e6, 1.513e15) == pytest.approx(0.217, rel=5e-3)
-    assert training_budget.min_chips(21.6e12, 96e9) == 225
     assert training_budget.cost_usd(3600, num_chips=10, price_usd_per_hour=4.2) == 42
     assert training_budget.power_w(16000, 700) == 11.2e6
     assert training_budget.energy_kwh(3600, num_chips=1, watts_per_chip=700) == pytest.approx(0.7)
-    assert training_budget.global_batch(2, data_parallel=128, num_microbatches=4) == 1024
-    assert training_budget.num_microbatches(1024, data_parallel=512, microbatch_seqs=2) == 1

@@ -36,16 +36,13 @@ def assert_as_on_one_device(schedule, layers_each=2):
     assert_equal(grads, wanted)
 
 
+@pytest.mark.parametrize(
+    ("stages", "layers_each"),
+    [(4, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(8, 1, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", schedule_names())
-def test_gradients_are_those_of_one_device(name):
-    assert_as_on_one_device(made(name, 4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 8])
-@pytest.mark.parametrize("name", schedule_names())
-def test_other_numbers_of_stages(name, stages):
-    assert_as_on_one_device(made(name, stages, microbatches=2 * stages), layers_each=1)
+def test_gradients_are_those_of_one_device(name, stages, layers_each):
+    assert_as_on_one_device(made(name, stages, microbatches=2 * stages), layers_each)
 
 
 @pytest.mark.slow

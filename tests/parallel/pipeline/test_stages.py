@@ -49,16 +49,25 @@ def check(model, axes, schedule, *, count=4, **choices):
     assert found.compiled == pipeline_traffic(derived, tables, dims, strategy.mesh, width=4)
 
 
+SIXTEEN = msgspec.structs.replace(TWO_KINDS, num_layers=16, sliding_layers=tuple(range(0, 16, 2)))
+EXPERTS = msgspec.structs.replace(DEEP_MOE, num_layers=8)
+
+
 def test_two_kinds_of_layers_and_a_stream_that_is_sent_in_parts():
     """Where all devices of ``tensor`` have the whole stream, each sends a part of it, and the next stage gathers it."""
     check(TWO_KINDS, {"pipeline": 2, "tensor": 2}, "interleaved", sequence_parallel=False, remat="none")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [name for name in schedule_names() if not name.startswith("dualpipe")])
-def test_every_schedule_on_four_stages(schedule):
-    model = msgspec.structs.replace(TWO_KINDS, num_layers=16, sliding_layers=tuple(range(0, 16, 2)))
-    check(model, {"pipeline": 4, "data": 2}, schedule)
+@pytest.mark.parametrize(
+    ("model", "axes", "schedule"),
+    [
+        *((SIXTEEN, {"pipeline": 4, "data": 2}, one) for one in schedule_names() if not one.startswith("dualpipe")),
+        (EXPERTS, {"pipeline": 2, "expert": 2, "tensor": 2}, "1f1b"),
+    ],
+)
+def test_every_schedule_on_four_stages_and_experts(model, axes, schedule):
+    check(model, axes, schedule)
 
 
 @pytest.mark.slow
@@ -78,12 +87,6 @@ def test_every_schedule_on_four_stages(schedule):
 )
 def test_mixes(axes, schedule, choices):
     check(TWO_KINDS, axes, schedule, **choices)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("axes", "schedule"), [({"pipeline": 2, "expert": 2, "tensor": 2}, "1f1b")])
-def test_experts_in_stages(axes, schedule):
-    check(msgspec.structs.replace(DEEP_MOE, num_layers=8), axes, schedule)
 
 
 @pytest.mark.slow

@@ -41,7 +41,6 @@ def test_the_best_is_found_and_is_what_pricing_it_gives():
     setting, strategy = setting_of(), strategy_of(remat="full", fsdp=4, tensor=8)
     now = estimate_step(setting, strategy)
     tried = try_changes(setting, strategy, now.step_s)
-    assert tried.best is not None
     assert tried.gain_s == pytest.approx(now.step_s - tried.best.estimate.step_s)
     assert tried.gain_s > 0.05 * now.step_s
     again = estimate_step(setting, tried.best.strategy)

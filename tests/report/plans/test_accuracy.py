@@ -29,7 +29,7 @@ def figure(num_groups=2):
     return accuracy_figure(predictions(num_groups), title="t", subtitle="s")
 
 
-def test_points_and_axes():
+def test_points_and_axes(tmp_path):
     """Both axes have one domain that holds every point, so that the diagonal is where the two are equal."""
     *_, points = marks(figure())
     assert [row["id"] for row in points["rows"]] == ["0-0", "0-1", "0-2", "1-0", "1-1", "1-2"]
@@ -40,6 +40,7 @@ def test_points_and_axes():
     assert low < 0.1 < 10.2 < high
     assert "seconds" in x["title"]
     assert "seconds" in y["title"]
+    assert save(figure(), tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_band_is_a_fifth_to_either_side():
@@ -58,7 +59,3 @@ def test_groups_are_told_apart():
     assert color["domain"] == shape["domain"]
     assert len(set(zip(color["range"], shape["range"], strict=True))) == len(color["domain"]) == count
     assert set(shape["range"]) == set(SHAPES[:2])
-
-
-def test_drawn(tmp_path):
-    assert save(figure(), tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

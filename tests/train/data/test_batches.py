@@ -206,7 +206,6 @@ def test_data_is_opened_with_its_tokenizer_and_both_parts(tmp_path):
     data = open_data(TrainSettings(packing=True, held_out=0.1), vocab_size=300, folder=tmp_path)
     texts = read_documents("pydoc")
     assert data.train.store.tokens[-1] == data.tokenizer.token_to_id("<|endoftext|>")
-    assert data.held_out is not None
     assert data.train.store.num_documents + data.held_out.store.num_documents == len(texts)
     assert data.several_documents
     total = len(data.train.store) + len(data.held_out.store)
