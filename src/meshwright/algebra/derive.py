@@ -31,12 +31,11 @@ def derive(
 ) -> Derived:
     """Derives the forward, backward and update steps of a program under a strategy's assignment, as they run.
 
-    Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic``
-    every axis stays but those of ``without``, and whoever prices the steps fills in sizes (arrays, if wanted).
-    Without ``fused_head`` a chunked loss head makes its logits in both passes, as other software does. ``optimizer`` is
-    the op that updates the weights.
-    Raises InputError where an assignment cannot work (conflicting axes, a norm over a split D), and CannotRunError for
-    several stacks in a pipeline.
+    Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic`` every axis
+    stays but those of ``without``, and whoever prices the steps fills in sizes (arrays, if wanted). Without
+    ``fused_head`` a chunked loss head computes its logits in both passes, as other software does. ``optimizer`` is the
+    op that updates the weights. Raises InputError where an assignment cannot work (conflicting axes, a norm over a
+    split D), and CannotRunError for several stacks in a pipeline.
     """
     require_stages(program, strategy)
     keep = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes

@@ -16,7 +16,7 @@ from meshwright.algebra.steps import Step
 class BlockSteps(msgspec.Struct, frozen=True):
     """Derived steps of one block, executed ``repeat`` times for every microbatch.
 
-    ``kept`` are the forward results held until the backward pass that really uses them, the block's input
+    ``kept`` are the forward results held until the backward pass that uses them, the block's input
     among them. With a ``segment`` ("sqrt": of the repeats that a device holds) a backward pass begins
     with the forward steps again: they are held for one segment, and only the input of each segment for all. Layers of
     a pipeline know their backward pass in two parts, ``split``; its schedule says which microbatches run it so.

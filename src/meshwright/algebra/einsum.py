@@ -42,7 +42,7 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
     follow(_reduce)
     follow(_move)
     current = steps[-1].result if steps else array
-    # Axes that the target has nowhere go first: they may stand where another axis only has to move to.
+    # Axes that the target has nowhere go first: they may block the place that another axis must move to.
     for dim in sorted(array.dims, key=lambda d: not set(target.spread).isdisjoint(_surplus(current, target, d))):
         follow(partial(_gather, dim))
         follow(_move)

@@ -93,7 +93,7 @@ def job_strategy(job: Job, strategy: Strategy) -> Strategy:
     """Returns the strategy as the step of a job runs it.
 
     Generation has one microbatch and nothing to offload. Its caches have every position of their rows, so that keys are
-    gathered over ``context`` whatever form training has. Raises CannotRunError for pipeline stages.
+    gathered over ``context`` also where training uses a ring or ulysses. Raises CannotRunError for pipeline stages.
     """
     if job.trains:
         return strategy
@@ -335,8 +335,8 @@ def scale_name(name: str) -> str:
 def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
     """Returns the sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
 
-    S is that of contiguous arrays; see `slots_kept` for rings. Of pages there are so many that every sequence can be
-    full, unless the storage says how many.
+    S is that of contiguous arrays; see `slots_kept` for rings. There are enough pages for every sequence to be full,
+    unless the storage says how many.
     """
     found = {"S": max_len}
     if storage.page_len:

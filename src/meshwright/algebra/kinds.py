@@ -1,4 +1,4 @@
-"""The facts that an op states of itself: rules of its two passes; FLOPs, bytes and group of each local step.
+"""What an op declares: rules of its two passes; FLOPs, bytes and group of each local step.
 
 FLOPs are those of matrix products alone (multiply and add are 2): they are what utilisation counts. Everything else
 an op does is bounded by the memory it streams. Rules for the bytes: a product reads its operands and writes its
@@ -22,7 +22,7 @@ OpRule = Callable[[Tape], None]
 CountRule = Callable[[Step, OpSizes], Number]
 
 WorkGroup = Literal["contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "copy"]
-"""Classes of work: what prices, breakdowns and profiles add seconds up in. Collectives are a class of their own."""
+"""Classes of work, by which prices, breakdowns and profiles total seconds. Collectives are a class of their own."""
 
 
 def nothing(step: Step, sizes: OpSizes) -> Number:
@@ -44,9 +44,9 @@ class StepKind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of local step: its FLOPs, its bytes to and from memory, and the group of work that it belongs to.
 
     ``is_einsum``: one product of two arrays, whose shape decides its rate. ``num_kernels`` is 0 for what a compiler
-    only renames or fuses into the step before. ``reads_sum``: an accumulated result is read once more. ``in_place``:
-    the result takes the memory of the first input. ``scratch_bytes`` exist only while the step runs; ``chunk_bytes``
-    are those of logits that exist one chunk at a time.
+    only renames or fuses into the step before. ``reads_sum``: a result that is added to an array reads that array too.
+    ``in_place``: the result takes the memory of the first input. ``scratch_bytes`` exist only while the step runs;
+    ``chunk_bytes`` are those of logits that exist one chunk at a time.
     """
 
     flops: CountRule = nothing
@@ -66,7 +66,7 @@ def no_rule(tape: Tape) -> None:
 
 
 class Updated(msgspec.Struct, frozen=True, kw_only=True):
-    """A weight as an optimizer updates it: the ``shard`` of one layer on one device, and which dims are what.
+    """A weight as an optimizer updates it: the ``shard`` of one layer on one device, and the meaning of its dims.
 
     ``inputs`` are the dims that go into its matrices (() for a vector), ``batch`` those that count matrices: E of
     experts. ``layers`` is the dim of the layers that have it, "" outside the layers, which lie on ``layer_axes``.

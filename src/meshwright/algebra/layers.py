@@ -1,7 +1,7 @@
 """The lines of one transformer layer, for every family: attention with its norms, then dense or routed feed-forward.
 
 Names say what a remat policy may keep: q, k, a, g, u, y and their like are what a matrix product leaves; qr, kr, v
-and o are what attention takes and gives, whatever was done to them on the way. `parse_block` reads such lines.
+and o are the inputs and the output of attention, after bias, norm and rope. `parse_block` reads such lines.
 """
 
 import re

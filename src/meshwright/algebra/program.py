@@ -34,7 +34,7 @@ class Op(msgspec.Struct, frozen=True):
 class Block(msgspec.Struct, frozen=True):
     """Ops that run in order, ``repeat`` times. A repeated block maps ``carry`` to ``result`` each time.
 
-    ``last_turn`` of the repeats stand in the last turn of a loop over layers (`algebra.transformer`).
+    ``last_turn`` of the repeats are in the last iteration of a loop over layers (`algebra.transformer`).
     """
 
     name: str
@@ -73,7 +73,7 @@ class Program(msgspec.Struct, frozen=True):
     """Blocks in order, every variable they name, and the stacks that the blocks make up: one of a decoder, two of an
     encoder and a decoder. Plain data: no sizes, no shardings.
 
-    Blocks alone make a program too, which is derived and priced; what runs whole models goes by the stacks.
+    Blocks alone make a program too, which is derived and priced; code that runs whole models needs the stacks.
     """
 
     blocks: tuple[Block, ...]

@@ -33,7 +33,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     and a softmax that writes them to memory. With ``causal`` attention skips keys that no query of its sees, half
     of them; else it is counted over every key. ``cache`` remembers the bytes of arrays met before.
     ``spare_slots`` is how many slots of experts there are for each that is filled, where slots move between devices:
-    a compiled program sends and holds them all. ``in_arrays`` says where they do, whatever their number.
+    a compiled program sends and holds them all. ``in_arrays``: slots of experts move between devices.
     """
 
     dims: Mapping[str, Number]
@@ -66,7 +66,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.bytes(array) for array in arrays)
 
     def local(self, *arrays: ShardedArray) -> dict[str, Number]:
-        """Returns the local size of every dim of the arrays; an array listed later settles a dim that two share."""
+        """Returns the local size of every dim of the arrays; for a dim in two arrays the later one counts."""
         return {
             dim: self.dims[dim] / product(self.mesh[axis] for axis in axes)
             for array in arrays

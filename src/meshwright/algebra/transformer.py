@@ -114,7 +114,8 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
 
 
 def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
-    """Returns the blocks of an encoder and their stack: its text is a decoder's with other names, over positions S."""
+    """Returns the blocks of an encoder and their stack: it is built from the decoder's lines, renamed, over positions
+    S."""
     if model.encoder is None:
         return (), ()
     for name, role in (("tokens", "input"), ("positions", "position")):
@@ -139,7 +140,8 @@ def _of_encoder(text: str) -> str:
 def matrix_inputs(weight: Weight) -> tuple[str, ...]:
     """Returns the dims of a weight that go into its matrices, one for each layer and expert; () for a vector.
 
-    A matrix that writes into the stream ends with D and all before it are inputs; otherwise its first dim is.
+    A matrix that writes into the stream has D as its last dim, and all dims before it are inputs; otherwise its first
+    dim is.
     """
     if weight.kind == "vector":
         return ()

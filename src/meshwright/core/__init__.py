@@ -1,1 +1,1 @@
-"""Units, letters and errors: what every other folder may use."""
+"""What every package uses: units, names of dims, labels, notation, errors, files: what every other folder may use."""

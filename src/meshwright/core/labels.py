@@ -10,7 +10,8 @@ OPTIMIZER = "optimizer:update:weights=optimizer"
 """Label of the optimizer's instructions, which come from no derived step."""
 
 AT_MOST_ONCE = "at_most_once"
-"""Scope of a loop of at most one iteration: a branch that keeps its buffers in place."""
+"""Scope of a loop of at most one iteration: a conditional, written as a loop so that its buffers are updated in
+place."""
 
 
 class StepLabel(msgspec.Struct, frozen=True):

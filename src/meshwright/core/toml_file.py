@@ -1,4 +1,4 @@
-"""Reads TOML files that a person writes, reporting every error at once with its line, and writes them back."""
+"""Reads TOML files that a person writes, reporting every error at once with its line, and writes TOML."""
 
 import operator
 import re

@@ -1,4 +1,4 @@
-"""Read and print quantities. Values inside the product are plain SI floats with the unit in the name."""
+"""Reads and prints quantities. Values inside the product are plain SI floats with the unit in the name."""
 
 import math
 import re

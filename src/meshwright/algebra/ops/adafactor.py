@@ -1,7 +1,7 @@
 """Adafactor: second moments by the rows and columns of each matrix, whole for vectors; no first moment.
 
-Means over split dims are sums of the devices' parts: of rows and columns, of the level of the rows, and of the squares
-that clip an update and scale it by its weights.
+Means over split dims are sums of the devices' parts: row means, column means, the mean of the row means, and the mean
+squares that clip an update and scale it by its weights.
 """
 
 from collections.abc import Iterable

@@ -57,7 +57,7 @@ def flops(step: Step, sizes: OpSizes) -> Number:
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Every input read and the result written once, the whole cache of the sequences among them.
+    """Every input read and the result written once, including the whole cache of these sequences.
 
     Pages of the sequences are gathered first: read, written side by side, and read again. Other pages are not touched.
     """

@@ -17,8 +17,8 @@ from meshwright.algebra.tape import Tape, require_whole
 from meshwright.core.errors import InputError
 
 BLOCK_ROWS = 128
-"""Rows of slots that one product of an expert takes. Measured on two CPU cores between 32 and 256: fewer pay for
-reading weights more often, more for rows that are filled up."""
+"""Rows of slots that one product of an expert takes. Measured on two CPU cores between 32 and 256: smaller blocks read
+weights more often, larger ones waste padded rows."""
 
 MOST_AT_ONCE = 64
 """Blocks that an accelerator gathers for one product, at most: 8192 rows."""

@@ -89,7 +89,7 @@ def backward(tape: Tape) -> None:
         tape.contribute(tape.op.inputs[1], dtable)
         tape.contribute(tape.op.inputs[0], dx)
         return
-    # as narrow as the state: the products that take it run at the rate of the stream's own
+    # in the state's 16-bit type, so that the products that use it run at full rate
     dlogits = head.logits.replace(name="dlogits", dtype="")
     tape.run("logits_backward", (head.logits, *each), dlogits, details=head.details)
     tape.move(head.x, head.left)

@@ -1,6 +1,6 @@
 """Muon: the momentum of each matrix of a layer orthogonalised, on devices that have whole matrices of some layers.
 
-One AllToAll per split dim brings a device's parts of all layers to whole matrices of its share of the layers, and one
+One AllToAll per split dim turns the shards of all layers into whole matrices of some layers, and one
 brings the results back. What is no matrix of a layer is updated by AdamW.
 """
 

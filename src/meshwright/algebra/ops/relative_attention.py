@@ -1,7 +1,8 @@
-"""Attention whose scores have a bias of each head for each bucket of distances (T5); positions are known from it alone.
+"""Attention whose scores have a bias of each head for each bucket of distances (T5); the bias is the model's only
+information on positions.
 
-Rules are those of attention; the table of biases goes where the heads are, as sinks do. Its scores are whole in memory:
-the bias, and its gradient, want them there. Keys never go round a ring.
+Rules are those of attention; the table of biases goes where the heads are, as sinks do. The scores are written to
+memory, because the bias and its gradient need them. Keys never go round a ring.
 """
 
 from functools import partial

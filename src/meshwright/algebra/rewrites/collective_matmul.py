@@ -32,7 +32,7 @@ Unit = tuple[Step, ...]
 def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     """Returns the steps of a block, with collective matmuls where the strategy asks for them.
 
-    Where the strategy splits no positions (rows of one, in generation) sums are not cut along them either.
+    If T is not in the assignment (generation), a sum is cut along its last dim instead.
     """
     ways, along = shardings.strategy.ring_ways, "T" if "T" in shardings.strategy.rules("activation") else ""
     if not ways:

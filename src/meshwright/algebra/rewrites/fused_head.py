@@ -3,7 +3,7 @@ vocabulary.
 
 In chunks, the head makes the logits twice: once for the loss, once on the way back. Nothing has to be reduced in
 between where the vocabulary is whole, so that one step can make the loss and its slopes: the cotangents of the stream
-and of the table for a loss whose own is 1. What is left for the backward pass is to scale them. Collectives stay as
+and of the table for a loss cotangent of 1. What is left for the backward pass is to scale them. Collectives stay as
 they are.
 """
 

@@ -17,9 +17,9 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     """Details of a permute that sends blocks round a ring of n devices in n - 1 moves.
 
     ``ring`` "past": every other device of the group sees the block; "home": the block begins on the first of them,
-    collects on the way and ends where it belongs. With a ``window`` of W positions only devices whose queries reach a
-    block see it, the ceil(W n / T) next ones. With ``ways`` 2 the block goes in two halves in opposite directions.
-    ``beside_products`` says that the products of a collective matmul run meanwhile.
+    gathers contributions on the way and ends at its owner. With a ``window`` of W positions only devices whose queries
+    reach a block see it, the ceil(W n / T) next ones. With ``ways`` 2 the block goes in two halves in opposite
+    directions. ``beside_products`` says that the products of a collective matmul run meanwhile.
     """
 
     ring: Literal["past", "home"]

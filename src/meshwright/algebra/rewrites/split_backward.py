@@ -39,8 +39,8 @@ def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
 
 
 def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
-    """Returns the router's counts of a block, summed over all devices, by a name that no weight has. Empty where no
-    loss and no bound on slots needs them."""
+    """Returns the router's counts of a block, summed over all devices, under a key that cannot clash with a weight's
+    name. Empty where no loss and no bound on slots needs them."""
     counted = any(ROUTING in step.inputs for step in block.backward)
     return {f"{ROUTING.name} of {block.name}": ROUTING} if counted else {}
 

@@ -62,9 +62,9 @@ class StageForms(msgspec.Struct, frozen=True, kw_only=True):
 class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule as one program runs it on all devices. The defaults are those of 1F1B.
 
-    ``bubble_s`` as in `StageForms`; ``ticks`` are the rows of the table, and the others the slots of `ticks.Slots` on
-    the worst device, which all devices have: of ``stash`` and ``handed`` those of one virtual stage. ``waits``, where
-    given, counts the sends that a step waits for.
+    ``bubble_s`` as in `StageForms`; ``ticks`` are the rows of the table, and the other fields are the counts of
+    `ticks.Slots`; all devices allocate the largest: of ``stash`` and ``handed`` those of one virtual stage. ``waits``,
+    where given, counts the sends that a step waits for.
     """
 
     bubble_s: OfTimes = lambda p, m, v, f, b, w: (p - 1) * (f + b) + (p - 1) * w

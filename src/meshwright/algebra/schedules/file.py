@@ -6,7 +6,7 @@
     1: F0 B0 F1 B1
 
 ``F3/1`` is the forward pass of microbatch 3 in chunk 1. A device may go on in a further line with its number. The
-placement is ``looped`` (also where it is left out), ``v`` or ``bidirectional``: see `schedule`.
+placement is ``looped`` (also where it is left out), ``v`` or ``bidirectional``: see `table.PLACEMENTS`.
 """
 
 import functools

@@ -10,7 +10,7 @@ from meshwright.algebra.schedules.table import Result, Schedule, Task
 from meshwright.core.errors import InputError
 
 Seconds = float | Sequence[float]
-"""Of every virtual stage alike, or of each one."""
+"""One time for all virtual stages, or a list with one for each."""
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):

@@ -86,7 +86,7 @@ class Columns(NamedTuple):
 class MessageChannel(msgspec.Struct, frozen=True):
     """Messages of one direction in a tick: from each first device of ``pairs`` to the second.
 
-    ``offset`` is the way, modulo the number of devices; with 0 they stay where they are.
+    ``offset`` is receiver minus sender, modulo the number of devices; with 0 they stay where they are.
     """
 
     offset: int
@@ -185,7 +185,7 @@ def lockstep_seconds(
 
 
 def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
-    """Returns the ops of a schedule in the earliest ticks that keep its character.
+    """Returns the ops of a schedule in the earliest ticks that keep its order of passes on each device.
 
     On each device every kind keeps its order; B and W also wait for the forward passes that precede them (GPipe
     stays GPipe), W for the backward passes. Forward passes may run ahead, because a message now takes a tick each
