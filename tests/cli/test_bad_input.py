@@ -23,7 +23,7 @@ CASES = [
     # questions about a plan
     (2, (*PLAN, "--why-not", "tensr=2"), "tensr is neither a mesh axis nor a field of the strategy. Did you mean"),
     (2, (*PLAN, "--why-not", "tensor"), "is not name=value. Write for example tensor=16,remat=block."),
-    (2, (*PLAN, "--why-not", "tensor=2,tensor=4"), "gives tensor twice"),
+    (2, (*PLAN, "--why-not", "tensor=2,tensor=4"), "tensor is given twice"),
     (2, (*PLAN, "--why-not", "remat=blocks"), "Did you mean 'block'?"),
     (2, (*PLAN, "--what-if", "chips=2"), "is not a factor from 0.001x to 1000x. Write for example chips=2x."),
     (2, (*swapped(PLAN, "v5e:4x4", "h100:8x4"), "--what-if", "ici=2x"), "h100:8x4 has no ici. Change nvlink or nic."),

@@ -9,7 +9,7 @@ from meshwright.algebra.sizes import Number, Scores
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.arrays import select, stack
 from meshwright.cost.network.collectives import GroupRates, leg_rates
-from meshwright.cost.network.legs import Leg, group_legs
+from meshwright.cost.network.legs import Leg, legs_of_links
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, datasheet_calibration, reference_peak
@@ -77,24 +77,22 @@ def step_rates(
     """
     measured = calibration or datasheet_calibration(cluster.chip)
     dtype = strategy.matmul_dtype
-    known: dict[tuple[Leg, ...], GroupRates] = {}
+    known: dict[tuple[Leg | None, ...], GroupRates] = {}
     rates: dict[AxisGroup, GroupRates] = {}
     uses: dict[AxisGroup, tuple[Number, ...]] = {}
     for group in groups:
         # placements with the same legs are priced once
-        numbers: dict[tuple[Leg, ...], int] = {}
+        numbers: dict[tuple[Leg | None, ...], int] = {}
         which = np.empty(len(placements), dtype=np.intp)
         busy = np.zeros((len(placements), len(placements[0].links)), dtype=bool)
         for index, placement in enumerate(placements):
-            legs = group_legs(placement, group)
+            legs = legs_of_links(placement, group)
             if legs not in known:
-                known[legs] = leg_rates(legs, calibration)
+                known[legs] = leg_rates([leg for leg in legs if leg is not None], calibration)
             which[index] = numbers.setdefault(legs, len(numbers))
             # the axes of its binding level are busy; others stay half idle
-            busy[index] = [
-                link.level == known[legs].level and any(axis in group and factor > 1 for axis, factor in link.parts)
-                for link in placement.links
-            ]
+            level = known[legs].level
+            busy[index] = [leg is not None and leg.level == level for leg in legs]
         rates[group] = select(stack([known[legs] for legs in numbers]), which)
         uses[group] = tuple(busy.T)
     return StepRates(

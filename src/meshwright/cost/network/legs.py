@@ -1,5 +1,6 @@
 """The legs of a group: which part of it lies on each physical axis, and how far its furthest shard travels."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -58,7 +59,12 @@ def tree_hops(size: int) -> int:
 
 
 def group_legs(placement: Placement, axes: Iterable[str]) -> tuple[Leg, ...]:
-    """The legs of a group of mesh axes, those on the same physical axis merged.
+    """The legs of a group of mesh axes on the physical axes that it uses, see `legs_of_links`."""
+    return tuple(leg for leg in legs_of_links(placement, axes) if leg is not None)
+
+
+def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None, ...]:
+    """The leg of a group of mesh axes on each physical axis, factors on the same one merged; None where it has none.
 
     A merged leg that reaches the outermost factor spans the whole physical axis, so it wraps where that wraps;
     factors inside it that are not in the group are other groups on the same links (``sharing``).
@@ -69,8 +75,7 @@ def group_legs(placement: Placement, axes: Iterable[str]) -> tuple[Leg, ...]:
         name = min(unknown)
         raise InputError(f"{name!r} is not an axis of the mesh.{nearest(name, placement.mesh)}")
     closes, gain = _twist(placement.links, chosen)
-    legs = (_merged_leg(link, chosen, closes=closes, gain=gain) for link in placement.links)
-    return tuple(leg for leg in legs if leg is not None)
+    return tuple(_merged_leg(link, chosen, closes, gain) for link in placement.links)
 
 
 def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
@@ -89,7 +94,8 @@ def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
     return True, gain if len(whole) == len(torus) else 1.0
 
 
-def _merged_leg(link: Link, chosen: frozenset[str], *, closes: bool, gain: float) -> Leg | None:
+@functools.lru_cache(maxsize=1 << 14)
+def _merged_leg(link: Link, chosen: frozenset[str], closes: bool, gain: float) -> Leg | None:
     size = stride = between = sharing = 1
     hops, outermost = 0, False
     for axis, factor in reversed(link.parts):
