@@ -9,10 +9,8 @@ from meshwright.plan.legal import splits
 from meshwright.plan.planner import rank_plans
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.job import Job
+from meshwright.spec.job import OPTIMIZERS, Job
 from meshwright.spec.strategy import Strategy, make_mesh
-
-OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
 
 
 @pytest.mark.parametrize("name", models())

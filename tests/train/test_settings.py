@@ -24,7 +24,7 @@ def test_keys_that_are_left_out_have_their_default():
         ({"epsilon": 0.0}, "train.epsilon=0.0 must be a number above 0"),
         ({"decay_fraction": 0.0}, "train.decay_fraction=0.0 must be above 0 and at most 1"),
         ({"schedule": "cosin"}, "train.schedule 'cosin' is not known. Did you mean 'cosine'"),
-        ({"optimizer": "sgd"}, "train.optimizer 'sgd' is not known. Known: adafactor, adamw, lion, muon"),
+        ({"optimizer": "nonsense"}, "train.optimizer 'nonsense' is not known. Known: adafactor, adamw, lion, muon"),
         ({"optimizer": 3}, "train.optimizer: expected `str`, got `int`"),
         ({"track": ["wand"]}, "train.track 'wand' is not known. Did you mean 'wandb'"),
     ],

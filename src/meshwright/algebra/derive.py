@@ -17,6 +17,7 @@ from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Shardings, Tape
 from meshwright.core.errors import InputError
+from meshwright.spec.job import OPTIMIZERS
 from meshwright.spec.strategy import Strategy
 
 
@@ -139,7 +140,7 @@ def _update(program: Program, shardings: Shardings, weights: dict[str, Updated],
         steps += reshard(ShardedArray(name, (), (), over, "fp32"), ShardedArray(name, (), (), dtype="fp32"))
     update = op_kind(optimizer).update
     if update is None:
-        raise InputError(f"{optimizer!r} is not an optimizer. Use adamw, adafactor, lion or muon.")
+        raise InputError(f"{optimizer!r} is not an optimizer. Use one of {', '.join(OPTIMIZERS)}.")
     for name, weight in weights.items():
         array, shard = shardings.declared(name), weight.shard
         steps += (*reshard(array, shard), *update(weight), *reshard(shard, array))

@@ -119,7 +119,15 @@ def _legal_somewhere(space: Space, found: Candidates, num_chips: int | None) -> 
     return np.logical_or.reduce([legal_in(space, pattern, found, num_chips=num_chips) for pattern in distinct.values()])
 
 
-def legal_in(space: Space, pattern: Pattern, found: Candidates, *, num_chips: int | None = None) -> np.ndarray:
+def legal_in(
+    space: Space,
+    pattern: Pattern,
+    found: Candidates,
+    *,
+    num_chips: int | None = None,
+    schedule: str = "1f1b",
+    chunks: Any = 1,
+) -> np.ndarray:
     """True where a pattern's sizes divide and it differs from earlier patterns."""
     facts = StrategySizes(
         model=space.setting.model.name,
@@ -128,6 +136,8 @@ def legal_in(space: Space, pattern: Pattern, found: Candidates, *, num_chips: in
         mesh=found.mesh,
         dims=space.dims(found.batch_seqs),
         num_microbatches=found.microbatches if space.num_microbatches is None else space.num_microbatches,
+        schedule=schedule,
+        chunks=chunks,
     )
     rules = [rule for rule in pattern.rules if rule.name != "devices"]
     result = np.broadcast_to(mask(rules, facts), len(found)).copy()

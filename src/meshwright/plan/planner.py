@@ -27,19 +27,7 @@ NEAREST_BATCH_SHARE = 0.25
 MAX_PARTS = 20
 """Sizes of smaller clusters that are tried before nothing is said to run."""
 
-FIELDS = (
-    "remat",
-    "num_microbatches",
-    "schedule",
-    "chunks",
-    "state",
-    "precision",
-    "offload",
-    "context_attention",
-    "collective_matmul",
-    "assignment",
-    "slice_axes",
-)
+FIELDS = tuple(name for name in Strategy.__struct_fields__ if name not in ("mesh", "placement"))
 """Fields of the strategy that may be given beside the mesh; the placement follows from the search."""
 
 

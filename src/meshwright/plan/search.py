@@ -185,7 +185,7 @@ class _Bench:
         held = memory_parts(pattern.derived, candidate_sizes(space, rows))
         times: BlockTimes | None = None
         for schedule in space.schedules:
-            which, chunks = self._chunks(schedule, rows, pattern.derived.num_layers)
+            which, chunks = self._chunks(schedule, rows, pattern)
             if not len(which):
                 continue
             chosen, memory = select(rows, which), select(held, which)
@@ -225,18 +225,19 @@ class _Bench:
             offload=offload,
         )
 
-    def _chunks(self, schedule: str, rows: Candidates, num_layers: int) -> tuple[np.ndarray, np.ndarray]:
+    def _chunks(self, schedule: str, rows: Candidates, pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
         """Candidates on which a schedule runs, once for every number of chunks: their numbers, and the chunks.
 
         On one stage every schedule is the same, so only the first is listed there. Several chunks are looked at
         where they share out the layers with few idle places.
         """
-        stages = rows.mesh["pipeline"]
+        stages, num_layers = rows.mesh["pipeline"], pattern.derived.num_layers
         first = schedule == self.space.schedules[0]
         numbers, chunks = [], []
         for count in self._chunk_counts(schedule, stages, num_layers):
             fits = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
-            fits = fits & ((stages > 1) | (first & (count == 1))) & (stages <= num_layers)
+            fits = fits & ((stages > 1) | (first & (count == 1)))
+            fits = fits & legal_in(self.space, pattern, rows, schedule=schedule, chunks=count)
             places = np.ceil(num_layers / (stages * count)) * stages * count
             fits = fits & ((count == 1) | (places <= (1 + self.space.idle_layers) * num_layers))
             found = np.flatnonzero(fits)

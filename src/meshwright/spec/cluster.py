@@ -172,6 +172,8 @@ def parse_cluster(text: str) -> Cluster:
     if match is None:
         raise InputError(f"cluster {text!r} is not chip:shape. Write for example {_EXAMPLES}, or name a .toml file.")
     slices, name, sizes, twisted = match.groups()
+    if name.endswith(".toml"):
+        raise InputError(f"{text!r}: name the file alone, {name}, and write its sizes there: shape = [8].")
     return make_cluster(
         chip(name),
         tuple(int(size) for size in sizes.split("x")),

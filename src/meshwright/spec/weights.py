@@ -20,8 +20,8 @@ _FILE = Path(__file__).parent / "data" / "weights.toml"
 _Row = tuple[str, str, str, WeightPart, str]
 """Name, dims, stored name in a llama checkpoint, part, and the model fields that must be set (``!``: unset)."""
 
-_VECTOR = re.compile(r"(^|\.)b|_bias$|^sinks$|^shared\.gate$")
-"""Names of vectors besides norms."""
+_VECTOR = re.compile(r"(^|\.)b|_bias$")
+"""Names of vectors of more than one dim."""
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,7 +127,7 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
             dims=tuple(dims.split()),
             shape=tuple(sizes[letter] for letter in dims.split()),
             part=part,
-            kind="vector" if part == "norm" or _VECTOR.search(name) else "matrix",
+            kind="vector" if len(dims.split()) == 1 or _VECTOR.search(name) else "matrix",
             layers=layers.get(part, ()),
             active_fraction=model.experts_per_token / model.num_experts if part == "experts" else 1.0,
             tied_to="embed" if part == "unembedding" and model.tied_embeddings else None,

@@ -1,7 +1,6 @@
 """One file per op: its sharding rules forward and backward, and FLOPs, bytes and group of the steps they make.
 
-`nn.ops` has a file of the same name for each, with the JAX functions. A file that is neither an op of a program nor the
-home of a derived step does not belong here.
+`nn.ops` has a file of the same name for each, with the JAX functions. Every file is an op or makes a derived step.
 """
 
 import functools

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.core.errors import InputError
 from meshwright.spec.model import FAMILIES, RopeScaling
 
 FILE = Path(__file__).parents[1] / "data" / "families.toml"
@@ -51,6 +52,8 @@ def formats() -> dict[str, Format]:
         return found
 
     for name in FAMILIES:
+        if name not in tables:
+            raise InputError(f"spec/data/families.toml has no table [{name}]. Add one with its keys.")
         tables[name]["base"] = ["_every", *tables[name].get("base", ())]
     return {name: msgspec.convert(laid_over_bases(name), Format) for name in FAMILIES}
 

@@ -174,8 +174,10 @@ def transformation(
     adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, matrices)
     if settings.optimizer == "adamw":
         return adamw
-    muon = _chain(scale_by_muon(settings.momentum, at), settings, matrices)
-    return _of_layers(frozenset(n for n, weight in plain.weights.items() if orthogonalises(weight)), muon, adamw)
+    if settings.optimizer == "muon":
+        muon = _chain(scale_by_muon(settings.momentum, at), settings, matrices)
+        return _of_layers(frozenset(n for n, weight in plain.weights.items() if orthogonalises(weight)), muon, adamw)
+    raise InputError(f"optimizer {settings.optimizer!r} cannot train. Add it to train/optimizers/table.py.")
 
 
 def _chain(
