@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.algebra.notation import ShardedArray
@@ -37,7 +38,8 @@ def emulate_devices(count: int) -> None:
 def keep_compiled_programs(folder: Path) -> None:
     """Lets JAX keep compiled programs in ``folder/xla``; a cache that is set already stays.
 
-    A folder that cannot be written only costs the time of compiling again.
+    Programs on several CPU devices are not kept, see `device_mesh`. A folder that cannot be written only costs the time
+    of compiling again.
     """
     if jax.config.values["jax_compilation_cache_dir"]:
         return
@@ -60,6 +62,11 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     if len(found) < needed:
         shape = " x ".join(f"{a}={n}" for a, n in axes.items())
         raise CannotRunError(f"the mesh {shape} needs {needed} devices and there are {len(found)}.")
+    if needed > 1 and found[0].platform == "cpu" and jax.config.values["jax_enable_compilation_cache"]:
+        # XLA's CPU programs lose the order of their collectives when they are read from a cache. With jaxlib 0.10.2 a
+        # pipeline aborted, stuck or gave another loss, so programs on several of its devices are always compiled.
+        jax.config.update("jax_enable_compilation_cache", False)
+        reset_cache()
     grid = np.array(found[:needed]).reshape(tuple(axes.values()))
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
