@@ -82,10 +82,11 @@ def _stacked(
     x = alt.X("start:Q", title=f"{what} ({unit_name})", axis=alt.Axis(tickCount=7))
     color = color_by("part", colors, orient="bottom", columns=4)
     sums = [{"bar": bar, "end": total / scale, "text": show(total)} for bar, total in totals.items()]
-    layers = [spans(rows, y=y, x=x, color=color, band=0.68)]
-    if limit is not None:
+    layers = []
+    if limit is not None:  # below the bars, so that it crosses no text in them
         end = [{"limit": limit / scale, "text": f"limit {show(limit)}"}]
         rule = plot(end).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=PALETTE[5])
         layers += [rule.encode(x="limit:Q"), labels(end, "limit:Q", alt.YValue(-8), align="center", fill=PALETTE[5])]
+    layers.append(spans(rows, y=y, x=x, color=color, band=0.68))
     layers.append(labels(sums, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"))
     return alt.layer(*layers).properties(width=WIDTH_PX, height=BAR_PX * len(bars))

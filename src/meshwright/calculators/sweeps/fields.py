@@ -7,9 +7,11 @@ from typing import Any
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.calculators.sweeps.llama_like import llama_like
 from meshwright.cli.fields import split_values
-from meshwright.core.errors import InputError
+from meshwright.core.dims import MESH_AXES
+from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_count
 from meshwright.plan.legal import divisors
+from meshwright.plan.planner import FIELDS
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
 from meshwright.spec.job import Job
@@ -32,6 +34,12 @@ _USUAL: dict[str, Iterable[str]] = {
     "context_attention": ("gather", "ring", "ulysses"),
     "seq_len": [f"{1 << power}Ki" for power in range(8)],
 }
+_KNOWN = (
+    *dict.fromkeys(
+        (*OWN[2:], *_USUAL, *MESH_AXES, *FIELDS, "sequence_parallel")
+        + (*Assumptions.__struct_fields__, *Job.__struct_fields__)
+    ),
+)
 
 
 def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
@@ -50,6 +58,8 @@ def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
     for text in texts:
         name, sep, _ = text.partition("=")
         name = name.strip().removeprefix("mesh.")
+        if sep and "." not in name and name not in _KNOWN:
+            raise InputError(f"sweep has no field {name!r}.{nearest(name, _KNOWN)} Models and clusters are lists too.")
         values = split_values(text) if sep else _usual(name, chosen[0], clusters[-1])
         if name in fields:
             raise InputError(f"{name} is given twice. Give all its values in one list.")
