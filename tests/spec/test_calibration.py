@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.core.toml_file import dump_toml
+from meshwright.core.toml_file import sealed_toml
 from meshwright.spec.calibration import (
     SHARES,
     Calibration,
@@ -172,7 +172,7 @@ def call_plan(tmp_path):
         assert run(["plan", "tiny", *job, *args, "-o", str(path)]) == 0
         text = path.read_text()
         found = parse_plan(text)
-        assert dump_toml(found) == text
+        assert sealed_toml(found) == text
         return found
 
     return made

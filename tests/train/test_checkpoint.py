@@ -2,8 +2,10 @@
 
 import gc
 import json
+import re
 import resource
 import shutil
+import subprocess
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.core.digests import SUMS
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel.mesh import device_mesh
 from meshwright.train.checkpoint import Checkpoints, Position, describe_arrays
@@ -132,32 +135,88 @@ def cut_short(folder):
     largest.write_bytes(largest.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda newest: (newest / "position" / "metadata").write_text('{"position": {"st'),
-        lambda newest: (newest / "position" / "metadata").write_text('{"position": {"step": 4}, "arrays": {}}'),
-        lambda newest: cut_short(newest / "state" / "d"),
-        lambda newest: shutil.rmtree(newest / "state"),
-    ],
-)
-# Orbax lets go of the reads of a step's other arrays, which may end after the loop that waits for them.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_damaged_checkpoint_is_named_in_one_line_with_the_one_before(saved, damage):
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def largest(folder):
+    return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+DAMAGES = {
+    "position cut": lambda newest: (newest / "position" / "metadata").write_text('{"position": {"st'),
+    "position of nothing": lambda newest: (newest / "position" / "metadata").write_text(
+        '{"position": {"step": 4}, "arrays": {}}'
+    ),
+    "array cut": lambda newest: cut_short(newest / "state" / "d"),
+    "no arrays": lambda newest: shutil.rmtree(newest / "state"),
+}
+SILENT = {
+    "a bit of an array": lambda newest: flip(largest(newest / "state" / "d")),
+    "a bit of the position": lambda newest: flip(newest / "position" / "metadata"),
+    "a bit of a digest": lambda newest: flip(newest / SUMS),
+    "the files of another step": lambda newest: shutil.copytree(
+        newest.with_name("3") / "position", newest / "position", dirs_exist_ok=True
+    ),
+}
+"""Damages that Orbax cannot see."""
+
+
+@pytest.mark.parametrize("damage", (DAMAGES | SILENT).values(), ids=DAMAGES | SILENT)
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(saved, damage):
     with Checkpoints(saved) as kept:
         kept.save(placed(a=1, b=1), at(4))
     newest = saved / "checkpoints" / "4"
+    damage(newest)
+    with Checkpoints(saved) as kept:
+        assert kept.position() == at(3, model={"d_model": 8}, settings={"steps": 9})
+        same(kept.restore(shapes(), shardings(a=1, b=1)), numbers())
+        first, then = kept.passed_over
+        assert re.match(r"checkpoint 4 is damaged and kept as 4\.damaged: .*checkpoints/4/", first)
+        assert then == "going on from checkpoint 3"
+        kept.save(placed(a=1, b=1), at(4))
+    with Checkpoints(saved) as again:
+        assert again.steps() == [3, 4]
+        assert again.position() == at(4)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(saved):
+    flip(largest(saved / "checkpoints" / "3" / "state" / "d"))
+    with (
+        Checkpoints(saved) as kept,
+        pytest.raises(CannotRunError, match=r"no checkpoint in .* is whole: .* Start"),
+    ):
+        kept.position()
+    assert (saved / "checkpoints" / "3").is_dir()
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+# Orbax lets go of the reads of a step's other arrays, which may end after the loop that waits for them.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_damage_of_a_checkpoint_without_digests_is_named_in_one_line(saved, damage):
+    """Versions of before wrote none."""
+    with Checkpoints(saved) as kept:
+        kept.save(placed(a=1, b=1), at(4))
+    newest = saved / "checkpoints" / "4"
+    (newest / SUMS).unlink()
     damage(newest)
     with Checkpoints(saved) as kept, pytest.raises(CannotRunError, match=r"checkpoints/4 is damaged: .") as caught:
         kept.restore(shapes(), shardings(a=1, b=1))
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("Remove that folder to go on from step 3.")
-    shutil.rmtree(newest)
-    with Checkpoints(saved) as kept:
-        assert kept.position() == at(3, model={"d_model": 8}, settings={"steps": 9})
-        same(kept.restore(shapes(), shardings(a=1, b=1)), numbers())
     time.sleep(0.3)  # so that they end in here
     gc.collect()
+
+
+def test_digests_are_what_sha256sum_checks(saved):
+    folder = saved / "checkpoints" / "3"
+    done = subprocess.run(["sha256sum", "-c", "--strict", SUMS], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    named = {line.partition(":")[0] for line in done.stdout.splitlines()}
+    there = {str(path.relative_to(folder)) for part in ("state", "position") for path in (folder / part).rglob("*")}
+    assert {name for name in there if (folder / name).is_file()} == named
 
 
 def test_a_disk_that_takes_no_more_is_said_in_one_line(saved):

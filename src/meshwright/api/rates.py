@@ -7,6 +7,7 @@ import click
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
+from meshwright.core.toml_file import read_toml
 from meshwright.spec.calibration import Calibration, load_calibration, save_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.efficiency import fitted_calibration
@@ -41,9 +42,9 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
 
 
 def _kept(path: Path) -> Calibration | None:
-    """Rates of this machine that were kept; None for none, and for those of a version that measured others."""
+    """Rates of this machine that were kept; None for none, changed ones and those of versions that measured others."""
     try:
-        found = load_calibration(path) if path.exists() else None
+        found = None if not path.exists() or read_toml(path).is_changed else load_calibration(path)
     except InputError:
         return None
     whole = found and found.host and {rate.kind for rate in found.collectives} == set(COLLECTIVES)

@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
-from meshwright.core.toml_file import dump_toml
+from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import format_bytes
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
@@ -49,7 +49,7 @@ def run_training(
         resume=resume,
         predicted=plan.predicted,
         on_step=on_step,
-        texts={"plan.toml": dump_toml(plan)},
+        texts={"plan.toml": sealed_toml(plan)},
     )
 
 

@@ -4,12 +4,15 @@ import errno
 import os
 import sys
 import traceback
+import warnings
+from typing import TextIO
 
 import click
 
 from meshwright import __version__
 from meshwright.cli.group import VerbGroup
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.toml_file import ChangedFileWarning
 
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("cli", "Find how to split a training job over a cluster."),
@@ -57,7 +60,8 @@ def main() -> None:
 
 
 def run(args: list[str]) -> int:
-    """The exit code of one call; errors go to standard error in one line."""
+    """The exit code of one call; errors and warnings go to standard error in one line each."""
+    warnings.showwarning = _show_warning
     try:
         cli.main(args=args, prog_name="meshwright", standalone_mode=False)
     except CannotRunError as error:
@@ -78,6 +82,19 @@ def run(args: list[str]) -> int:
     except Exception as error:
         return _our_fault(error)
     return 0
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Shows ours in a line, others as Python does."""
+    where = "meshwright" if issubclass(category, ChangedFileWarning) else f"{filename}:{lineno}: {category.__name__}"
+    click.echo(f"{where}: {message}", err=True)
 
 
 def _our_fault(error: Exception) -> int:

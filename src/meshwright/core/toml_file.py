@@ -3,6 +3,8 @@
 import operator
 import re
 import tomllib
+import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, reduce
@@ -16,8 +18,14 @@ from msgspec import inspect
 
 from meshwright.core.errors import InputError, as_sentence, nearest
 
+_SEAL = "# Written by meshwright; CRC-32 of what follows: "
+
 T = TypeVar("T")
 KeyPath = tuple[str | int, ...]
+
+
+class ChangedFileWarning(UserWarning):
+    """A file that meshwright wrote is not as it was written."""
 
 
 class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -26,6 +34,12 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     path: str
     data: dict[str, Any]
     text: str
+
+    @property
+    def is_changed(self) -> bool:
+        """True if meshwright wrote the file and it is not as it was written: edited by a person, or damaged."""
+        first, _, rest = self.text.partition("\n")
+        return first.startswith(_SEAL) and first != _seal(rest)
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:
@@ -104,8 +118,20 @@ def decode_toml(file: TomlFile, kind: type[T]) -> T:
 
 
 def load_toml(path: Path, kind: type[T]) -> T:
-    """Reads a file and converts it to a Struct, see `decode_toml`."""
-    return decode_toml(read_toml(path), kind)
+    """Reads a file and converts it to a Struct, see `decode_toml`; warns of a file that was changed."""
+    file = read_toml(path)
+    warn_of_changes(file)
+    return decode_toml(file, kind)
+
+
+def warn_of_changes(file: TomlFile) -> None:
+    """Gives a ChangedFileWarning for a file that is not as it was written."""
+    if file.is_changed:
+        warnings.warn(
+            f"{file.path} is not as meshwright wrote it. If you edited it, remove its first line.",
+            ChangedFileWarning,
+            stacklevel=3,
+        )
 
 
 def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: KeyPath) -> list[str]:
@@ -214,6 +240,16 @@ def _enter(header: Any, counts: dict[KeyPath, int]) -> KeyPath:
 def dump_toml(value: Any) -> str:
     """Writes a Struct or dict as TOML text. Leaves out ``None``, which reads back as the default."""
     return tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
+
+
+def sealed_toml(value: Any) -> str:
+    """Returns TOML text as `dump_toml` does, below a comment with its checksum."""
+    text = dump_toml(value)
+    return f"{_seal(text)}\n{text}"
+
+
+def _seal(text: str) -> str:
+    return f"{_SEAL}{zlib.crc32(text.encode()):08x}"
 
 
 def _without_none(value: Any) -> Any:

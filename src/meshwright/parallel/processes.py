@@ -76,12 +76,29 @@ def shared(make: Callable[[], str]) -> str:
     return said[1:]
 
 
-def _broadcast(text: str) -> str:
-    encoded = text.encode()
+def first_error(check: Callable[[], object]) -> str:
+    """Returns what the first process whose ``check`` raises CannotRunError says, in every process; else ``""``."""
+    said = ""
+    try:
+        check()
+    except CannotRunError as error:
+        said = str(error)
+    if jax.process_count() == 1:
+        return said
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(said))))
+    if not failed.size:
+        return ""
+    return _broadcast(said, source=int(failed[0]))
+
+
+def _broadcast(text: str, *, source: int = 0) -> str:
+    encoded = text.encode() if jax.process_index() == source else b""
     assert len(encoded) <= LONGEST_SHARED_BYTES, len(encoded)
     buffer = np.zeros(LONGEST_SHARED_BYTES, np.uint8)
     buffer[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    found = np.asarray(multihost_utils.broadcast_one_to_all(buffer)).astype(np.uint8)
+    found = np.asarray(multihost_utils.broadcast_one_to_all(buffer, is_source=jax.process_index() == source)).astype(
+        np.uint8
+    )
     return found.tobytes().rstrip(b"\0").decode()
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from meshwright.core.digests import require_intact
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import stored_parts
@@ -59,15 +60,16 @@ class ModelFolder(NamedTuple):
 
 
 def open_model(folder: Path) -> ModelFolder:
-    """Opens a folder. Raises InputError for a file that is missing or cannot be read."""
+    """Opens a folder. Raises InputError for a missing or unreadable file, CannotRunError for a damaged one."""
     folder = folder.expanduser()
     if not (folder / CONFIG).is_file():
         raise InputError(
             f"{folder} has no {CONFIG}. Give the folder of a finished run, of a model with {CONFIG} and its "
             f"safetensors files, or what convert made of a run that is not finished."
         )
-    model = model_from_config(folder / CONFIG, folder.resolve().name)
     file = folder / TOKENIZER
+    require_intact(folder, [CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION])
+    model = model_from_config(folder / CONFIG, folder.resolve().name)
     text = TokenizedText(read_tokenizer(file)) if file.is_file() else NumberedText()
     with open_checkpoint(folder) as tensors:
         dtype = _dtype(model, tensors)

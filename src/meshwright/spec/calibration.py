@@ -9,7 +9,7 @@ from meshwright.core.dims import DTYPE_BYTES, CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.fields import check_figures
 from meshwright.core.files import write_text_whole
-from meshwright.core.toml_file import dump_toml, load_toml
+from meshwright.core.toml_file import load_toml, sealed_toml
 from meshwright.spec.chip import Chip, known, peak
 
 
@@ -177,7 +177,7 @@ def load_calibration(path: Path) -> Calibration:
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
     """Writes the calibration atomically."""
-    write_text_whole(path, dump_toml(calibration))
+    write_text_whole(path, sealed_toml(calibration))
 
 
 def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:

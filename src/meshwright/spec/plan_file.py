@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from meshwright.core.files import write_text_whole
-from meshwright.core.toml_file import TomlFile, decode_toml, dump_toml, parse_toml, read_toml
+from meshwright.core.toml_file import TomlFile, decode_toml, parse_toml, read_toml, sealed_toml, warn_of_changes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -67,12 +67,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Writes the plan atomically."""
-    write_text_whole(Path(path), dump_toml(plan))
+    write_text_whole(Path(path), sealed_toml(plan))
 
 
 def load_plan(path: Path) -> Plan:
     """Reads a plan. Raises one InputError for all faults, each with file:line and a remedy."""
-    return _decode(read_toml(Path(path)))
+    file = read_toml(Path(path))
+    warn_of_changes(file)
+    return _decode(file)
 
 
 def parse_plan(text: str, *, path: str = "<text>") -> Plan:

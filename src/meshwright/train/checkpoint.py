@@ -1,9 +1,11 @@
 """Checkpoints of a run: written in the background, whole or absent, restored on any mesh and process count."""
 
+import asyncio
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 from jaxtyping import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
+from orbax.checkpoint.path import atomicity
 
+from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError, first_line
-from meshwright.parallel.processes import is_first, wait_for_all
+from meshwright.parallel.processes import first_error, is_first, wait_for_all
 
 CHECKPOINTS = "checkpoints"
 STATE, POSITION = "state", "position"
 UNFINISHED = ".orbax-checkpoint-tmp"
+DAMAGED = ".damaged"
 WRITE_TIMEOUT_S = 3600
 
 Reorder = Callable[[dict[str, Array]], dict[str, Array]]
@@ -51,11 +56,23 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     arrays: dict[str, str]
 
 
+class _Summed(atomicity.AtomicRenameTemporaryPath):
+    """A checkpoint that is being written; the digests of its files are written before it gets its name."""
+
+    async def finalize(self) -> None:
+        folder = Path(self.get())
+        # Orbax changes its own files once more, at the top of the folder.
+        files = [path for part in folder.iterdir() if part.is_dir() for path in part.rglob("*") if path.is_file()]
+        await asyncio.to_thread(write_sums, folder, files)
+        await super().finalize()
+
+
 class Checkpoints:
     """The checkpoints of one run folder: the newest ``keep`` of them, and every ``keep_every``-th step for good.
 
-    State and position are one unit, whole or absent: a process killed at any moment leaves the previous one. With
-    several processes every process calls every method, in the same order.
+    State and position are one unit, whole or absent: a process killed at any moment leaves the previous one. Digests of
+    their files are checked before they are read. With several processes every process calls every method, in the same
+    order. ``passed_over`` are lines for a person: damaged checkpoints, and the older one that was taken instead.
     """
 
     def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
@@ -67,7 +84,10 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(kept),
             async_options=ocp.AsyncOptions(timeout_secs=WRITE_TIMEOUT_S),
+            temporary_path_class=_Summed,
         )
+        self.passed_over: list[str] = []
+        self._newest_step: int | None = None
         self.folder = run.absolute() / CHECKPOINTS
         if is_first():
             # Orbax skips checkpoints killed at their start, and then cannot write those steps again.
@@ -118,15 +138,15 @@ class Checkpoints:
             ) from None
 
     def position(self) -> Position | None:
-        """Returns that of the newest checkpoint, None without one. Raises CannotRunError when its files are damaged."""
+        """Returns that of the newest whole checkpoint, None without any. Raises CannotRunError if all are damaged."""
         stored = self._stored()
         return stored.position if stored else None
 
     def restore(self, shapes: Any, shardings: Any, *, from_canonical: Reorder = unchanged) -> Any:
-        """Returns the newest state with these ``shardings``, whatever mesh it was saved from.
+        """Returns the newest whole state with these ``shardings``, whatever mesh it was saved from.
 
         ``shapes`` is the state's tree of `jax.ShapeDtypeStruct`. Raises InputError when the checkpoint holds other
-        arrays, CannotRunError when its files are damaged.
+        arrays, CannotRunError when all are damaged.
         """
         stored = self._stored()
         assert stored is not None, "nothing to restore"
@@ -144,19 +164,45 @@ class Checkpoints:
         self._manager.close()
 
     def _stored(self) -> _Stored | None:
-        newest = self._manager.latest_step()
-        if newest is None:
+        if not self.steps():
             return None
+        newest = self._newest_step = self._newest_step or self._newest_whole()
         found = self._read(newest, POSITION, ocp.args.JsonRestore())
         try:
-            return msgspec.convert(found, _Stored)
+            stored = msgspec.convert(found, _Stored)
         except msgspec.ValidationError as error:
             raise self._damaged(newest, error) from None
+        if stored.position.step != newest:
+            raise self._damaged(newest, ValueError(f"it is the one of step {stored.position.step}"))
+        return stored
+
+    def _newest_whole(self) -> int:
+        """Returns the newest step whose files are as they were written, and moves newer checkpoints aside."""
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            wrong = first_error(partial(_require_whole, self.folder / str(step)))
+            if not wrong:
+                break
+            damaged[step] = wrong
+        else:
+            raise CannotRunError(
+                f"no checkpoint in {self.folder} is whole: {' '.join(damaged.values())} Start a new run, "
+                f"or put a copy of these files back."
+            )
+        for newer, wrong in damaged.items():
+            self.passed_over.append(f"checkpoint {newer} is damaged and kept as {newer}{DAMAGED}: {wrong}")
+            if is_first():
+                (self.folder / str(newer)).rename(self.folder / f"{newer}{DAMAGED}")
+        if damaged:
+            self.passed_over.append(f"going on from checkpoint {step}")
+            wait_for_all("damaged checkpoints are moved")
+            self._manager.reload()
+        return step
 
     def _read(self, step: int, part: str, args: Any) -> Any:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{part: args}))[part]
-        except (KeyError, OSError, ValueError) as error:  # what Orbax raises for files that are missing or cut short
+        except Exception as error:  # Orbax and its storage raise many kinds for files that are missing or cut short
             raise self._damaged(step, error) from None
 
     def _damaged(self, step: int, error: Exception) -> CannotRunError:
@@ -166,6 +212,11 @@ class Checkpoints:
         return CannotRunError(
             f"the checkpoint {self.folder / str(step)} is damaged: {why}. Remove that folder to go on from {then}."
         )
+
+
+def _require_whole(checkpoint: Path) -> None:
+    """Checks this process's share of a checkpoint's files."""
+    require_intact(checkpoint, share=(jax.process_index(), jax.process_count()))
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:

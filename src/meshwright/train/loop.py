@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.core.errors import CannotRunError
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
-from meshwright.core.toml_file import dump_toml
+from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import format_seconds
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.weights import Params
@@ -314,7 +314,7 @@ def train(
         require_same_tokenizer(resume, setup.data)
     path = resume or Path(shared(lambda: str(create_run_folder(run_root, model.name))))
     resolved = {"model": model, "strategy": strategy, "job": job, "train": settings}
-    texts = {RESOLVED: dump_toml(resolved), **(texts or {})}
+    texts = {RESOLVED: sealed_toml(resolved), **(texts or {})}
     with ExitStack() as stack:
         # Process 0 locks the folder for all before any file in it changes.
         shared(lambda: str(stack.enter_context(held_alone(path))))
@@ -326,6 +326,8 @@ def train(
         tracked = settings.track if is_first() else ()
         tracking = stack.enter_context(Tracking(tracked, path, msgspec.to_builtins(resolved)))
         request = stack.enter_context(stop_on_signals(live.say))
+        for line in (*kept.passed_over, *folder.notes):
+            live.say(line)
         if is_first():
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
         run = Run(

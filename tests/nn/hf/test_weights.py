@@ -245,7 +245,7 @@ def test_large_checkpoints_are_cut_into_files_with_an_index(tensors, tmp_path):
     assert replace(model_from_config(tmp_path), name=model.name) == model
     require_equal(load_params(model, tmp_path), params)
     assert [f.name for f in save_hf(model, on_device(params), tmp_path)] == ["model.safetensors"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors"]
 
 
 def test_sharded_weights_are_written_as_whole_tensors(tensors, tmp_path):

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.train.data import store as data_store
 from meshwright.train.data.store import Written, open_store, tokenise
 from meshwright.train.data.text import open_corpus
-from meshwright.train.data.token_store import TokenStore, split
+from meshwright.train.data.token_store import TokenStore, checksums, split
 from meshwright.train.data.tokenizer import END_ID, TextTokenizer
 from tests.train.small import read_documents
 
@@ -51,7 +51,7 @@ def test_each_document_ends_with_its_token_and_the_index_says_where_it_starts(tm
     assert store.read(np.arange(len(store))).tolist() == [1, 0, 1, END, 0, END, 1, 1, END]
     assert store.starts.tolist() == [0, 4, 6, 9]
     assert store.num_documents == 3
-    assert isinstance(store.tokens, np.memmap)
+    assert isinstance(store.tokens.file, np.memmap)
     assert isinstance(store.starts.base, np.memmap)
     assert store.tokens.dtype == np.uint16
 
@@ -69,7 +69,7 @@ def test_text_is_tokenised_once_and_comes_back_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr(data_store, "tokenise", lambda *a, **k: pytest.fail("tokenised twice"))
     monkeypatch.setattr(data_store, "train_tokenizer", lambda *a, **k: pytest.fail("trained twice"))
     again = open_store(corpus, None, vocab_size=300, folder=tmp_path)
-    np.testing.assert_array_equal(again.store.tokens, store.tokens)
+    np.testing.assert_array_equal(again.store.tokens.file, store.tokens.file)
     assert len(visible(tmp_path)) == 1
 
 
@@ -165,7 +165,7 @@ def test_a_journal_that_its_files_do_not_reach_is_not_believed(tmp_path):
     assert tokenise(corpus, word_tokenizer(), dtype="uint16", folder=tmp_path) == Written(
         tokens=5, documents=2, pieces=2
     )
-    assert TokenStore.open(tmp_path, dtype="uint16").tokens.tolist() == [1, 0, END, 1, END]
+    assert TokenStore.open(tmp_path, dtype="uint16").tokens.file.tolist() == [1, 0, END, 1, END]
 
 
 BUILD = """
@@ -273,8 +273,37 @@ def test_a_damaged_store_is_named(tmp_path):
     with pytest.raises(InputError, match=r"is damaged: its files have other than 3 tokens. Remove it"):
         open_words(corpus, tmp_path)
     (path / "store.json").unlink()
+    with pytest.raises(CannotRunError, match=r"store.json is missing .* Remove the folder .*, and it is made again"):
+        open_words(corpus, tmp_path)
+    (path / "SHA256SUMS").unlink()
     with pytest.raises(InputError, match="is not a store of tokens"):
         open_words(corpus, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["starts", "checksums", "store.json", "tokenizer.json", "SHA256SUMS"])
+def test_a_flipped_bit_of_a_store_is_noticed_when_it_is_opened(tmp_path, name):
+    corpus = write_lines(tmp_path / "x.jsonl", ["a b", "a"])
+    open_words(corpus, tmp_path)
+    (path,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    data = bytearray((path / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (path / name).write_bytes(data)
+    with pytest.raises(CannotRunError, match=r"Remove the folder .*, and it is made again"):
+        open_words(corpus, tmp_path)
+
+
+def test_tokens_are_checked_chunk_by_chunk_as_they_are_read(tmp_path):
+    tokens = np.arange(100_000, dtype=np.uint16)
+    tokens.tofile(tmp_path / "tokens")
+    np.array([0, len(tokens)], np.uint64).tofile(tmp_path / "starts")
+    checksums(tmp_path / "tokens").tofile(tmp_path / "checksums")
+    data = bytearray((tmp_path / "tokens").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "tokens").write_bytes(data)
+    store = TokenStore.open(tmp_path, dtype="uint16")
+    np.testing.assert_array_equal(store.read(np.arange(98_000)), tokens[:98_000])
+    with pytest.raises(CannotRunError, match="tokens 98304 to 99999 are not as they were written"):
+        store.read(np.arange(97_000, 99_000))
 
 
 def store_of(lengths):

@@ -2,6 +2,7 @@ import json
 import math
 
 import msgspec
+import numpy as np
 import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
@@ -57,7 +58,32 @@ def test_metrics_are_there_after_every_step_and_nan_is_null(tmp_path):
         folder.record(msgspec.structs.replace(RECORD, step=4, loss=math.nan))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [2.5, None]
-    assert set(lines[0]) == set(StepRecord.__struct_fields__)
+    assert set(lines[0]) == {*StepRecord.__struct_fields__, "crc32"}
+
+
+def test_lines_that_are_damaged_or_missing_are_named(tmp_path):
+    def resumed(at):
+        folder = RunFolder(tmp_path, {}, step=at)
+        folder._metrics.close()
+        return folder
+
+    with RunFolder(tmp_path, {}) as folder:
+        for step in range(1, 7):
+            folder.record(msgspec.structs.replace(RECORD, step=step, loss=float(step)))
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines) + lines[0][:20])  # killed while it wrote
+    assert resumed(5).notes == []
+    assert file.read_bytes() == b"".join(lines[:5])
+    file.write_bytes(lines[0] + lines[1].replace(b'"loss":2.0', b'"loss":2.5') + lines[3])
+    found = resumed(4)
+    assert found.notes == [
+        "metrics.jsonl: line 2 is not as it was written and left out",
+        "metrics.jsonl has no line of 2 steps, the first is step 2",
+    ]
+    np.testing.assert_array_equal(found.kept.losses, [1, math.nan, math.nan, 4])
+    file.write_bytes(b'{"step": 1, "loss": 1.0, "step_s": 1.0}\n')  # of versions of before
+    assert resumed(1).notes == []
 
 
 def test_a_step_that_is_evaluated_again_stands_there_once(tmp_path):

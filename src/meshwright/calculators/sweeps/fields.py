@@ -34,12 +34,10 @@ _USUAL: dict[str, Iterable[str]] = {
     "context_attention": ("gather", "ring", "ulysses"),
     "seq_len": [f"{1 << power}Ki" for power in range(8)],
 }
-_KNOWN = (
-    *dict.fromkeys(
-        (*OWN[2:], *_USUAL, *MESH_AXES, *FIELDS, "sequence_parallel")
-        + (*Assumptions.__struct_fields__, *Job.__struct_fields__)
-    ),
-)
+_KNOWN = {
+    *(*OWN[2:], *_USUAL, *MESH_AXES, *FIELDS, "sequence_parallel"),
+    *(*Assumptions.__struct_fields__, *Job.__struct_fields__),
+}
 
 
 def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.cli.verb import Bytes, Options, argument, option, verb
+from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.report.answer import Answer, Fact
@@ -43,9 +44,10 @@ def command(given: Given) -> Answer:
         raise InputError(f"{source} is no folder. Give that of a run or of a Hugging Face model.")
     try:
         model, step, files = _convert(given)
-        for name in BESIDE:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        beside = [name for name in BESIDE if (source / name).is_file()]
+        for name in beside:
+            shutil.copyfile(source / name, folder / name)
+        write_sums(folder, [folder / name for name in beside])
     except OSError as error:
         raise CannotRunError(f"{folder} cannot be written: {error.strerror or error}. Give another one.") from None
     facts: dict[str, Any] = {

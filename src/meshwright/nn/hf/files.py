@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
+import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -77,14 +78,13 @@ def _opened(path: Path) -> Any:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor, from the index if there is one, else from the files themselves."""
+    """Returns the file of each tensor, from the index if there is one, else from the files themselves.
+
+    Raises InputError where files and index do not belong together: a part is missing, cut short or another one's.
+    """
     index = folder / INDEX
     if index.is_file():
-        try:
-            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError):
-            raise InputError(f"{index} is no index of safetensors files: it needs a weight_map.") from None
-        return {name: folder / file for name, file in found.items()}
+        return _indexed(folder, index)
     # Some folders hold the same weights again under other names; transformers reads this file.
     single = folder / SINGLE
     paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
@@ -95,6 +95,27 @@ def _files(folder: Path) -> dict[str, Path]:
         with _opened(path) as file:
             named.update(dict.fromkeys(file.keys(), path))
     return named
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, Path]:
+    try:
+        found = msgspec.json.decode(index.read_bytes(), type=_Index)
+    except (msgspec.DecodeError, OSError):
+        raise InputError(f"{index} is no index of safetensors files: it needs a weight_map.") from None
+    held = {}
+    for name in sorted(set(found.weight_map.values())):
+        if Path(name).name != name:
+            raise InputError(f"{index} names {name!r}, which is not a file of its folder. Fetch the index again.")
+        with _opened(folder / name) as file:
+            held[name] = set(file.keys())
+    for tensor, name in found.weight_map.items():
+        if tensor not in held[name]:
+            raise InputError(f"{folder / name} has no tensor {tensor}, which {INDEX} places there. Fetch both again.")
+    return {tensor: folder / name for tensor, name in found.weight_map.items()}
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 # -- writing ------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
+from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_json_whole
-from meshwright.nn.hf.files import DTYPES, Entry, Tensors, open_checkpoint, write_checkpoint
+from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensors, open_checkpoint, write_checkpoint
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
 from meshwright.nn.hf.mxfp4 import with_unpacked
 from meshwright.nn.weights import Params, rows, stacked_shape
@@ -42,8 +43,10 @@ def load_params(
     """Loads the weights of a checkpoint in their shardings, by default on the first device, in ``dtype`` if given.
 
     Shards are read from the mapped files one by one and put on their devices, so a host holds at most one shard besides
-    its devices' own. Raises InputError for a missing or misshapen tensor.
+    its devices' own. Raises InputError for a missing or misshapen tensor, CannotRunError for files that are not as
+    meshwright wrote them.
     """
+    require_intact(Path(folder))
     with open_checkpoint(Path(folder)) as tensors:
         return read_params(model, with_unpacked(tensors), shardings, dtype)
 
@@ -125,7 +128,7 @@ def save_hf(
     *,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
-    """Writes a Hugging Face folder, ``config.json`` and safetensors files, one tensor at a time.
+    """Writes a Hugging Face folder: ``config.json``, safetensors files and their digests; one tensor at a time.
 
     ``config`` are more keys of config.json. Every process of a run calls this, and the first one writes. Returns the
     files of weights.
@@ -182,6 +185,7 @@ def write_hf(
     files = write_checkpoint(folder, entries, max_bytes=max_shard_bytes)
     keys = config_from_model(model) | {"dtype": entries[0].dtype.name, **config}
     write_json_whole(folder / CONFIG, keys)
+    write_sums(folder, [file for file in (*files, folder / INDEX, folder / CONFIG) if file.is_file()])
     return files
 
 
@@ -206,6 +210,7 @@ def convert_hf(
     model: Model, source: Path, folder: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[Path]:
     """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time."""
+    require_intact(source)
     with open_checkpoint(source) as opened:
         tensors = with_unpacked(opened)
         table = checked_parts(model, tensors)

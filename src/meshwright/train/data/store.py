@@ -22,12 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
+from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.core.units import format_count
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.train.data.text import Corpus, TextPiece
-from meshwright.train.data.token_store import START_BYTES, STARTS, TOKENS, TokenStore
+from meshwright.train.data.token_store import CHECKSUMS, START_BYTES, STARTS, TOKENS, TokenStore, checksums
 from meshwright.train.data.tokenizer import (
     END_ID,
     SMALLEST_VOCAB,
@@ -132,6 +133,8 @@ def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: P
     written = tokenise(corpus, encoder, dtype=dtype, folder=part)
     meta = Meta(dtype=dtype, end_id=encoder.end_id, written=written)
     write_json_whole(part / META, meta)
+    checksums(part / TOKENS).tofile(part / CHECKSUMS)
+    write_sums(part, [part / name for name in (TOKENS, STARTS, CHECKSUMS, META, TOKENIZER)])
 
 
 @contextmanager
@@ -173,6 +176,11 @@ def _locked(lock: Path, path: Path) -> IO[str]:
 
 
 def _open(path: Path) -> Tokenised:
+    """Opens a store; tokens are checked as they are read, all else now."""
+    try:
+        require_intact(path, [STARTS, CHECKSUMS, META, TOKENIZER])
+    except CannotRunError as error:
+        raise CannotRunError(f"{error} Remove the folder {path}, and it is made again.") from None
     try:
         meta = msgspec.json.decode((path / META).read_bytes(), type=Meta)
     except (OSError, msgspec.DecodeError):

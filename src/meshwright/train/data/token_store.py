@@ -1,16 +1,66 @@
 """Tokens on disk with the starts of documents, read on demand; and the choice of held-out documents."""
 
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
 
-TOKENS, STARTS = "tokens", "starts"
-"""The two files of a store: tokens, and where documents start (uint64, the number of tokens as last entry)."""
+from meshwright.core.errors import CannotRunError
+
+TOKENS, STARTS, CHECKSUMS = "tokens", "starts", "checksums"
+"""The files of a store: tokens, where documents start (uint64, the number of tokens as last entry), and the CRC-32
+(uint32) of every `CHUNK_BYTES` of the tokens."""
 START_BYTES = 8
+CHUNK_BYTES = 2**16
 TokenSpan = tuple[int, int]
 """Tokens from the first index up to the second."""
+
+
+class CheckedTokens:
+    """Tokens in a file; the chunks that are read are compared with their checksums, each once.
+
+    A store may be far larger than what a run reads of it, so it is not checked as a whole.
+    """
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path, self.file = path, _mapped(path, dtype)
+        sums = path.with_name(CHECKSUMS)
+        self.sums = _mapped(sums, "uint32") if sums.is_file() else None  # stores of before have none
+        self.checked = np.zeros(-(-self.file.nbytes // CHUNK_BYTES), bool)
+        self.chunk = CHUNK_BYTES // self.file.itemsize
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.file.dtype
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __getitem__(self, places: np.ndarray | int) -> np.ndarray:
+        """Returns the tokens at these indices. Raises CannotRunError for a damaged chunk."""
+        if self.sums is not None:
+            for number in np.unique(np.asarray(places) % len(self) // self.chunk):
+                if not self.checked[number]:
+                    self._check(int(number), self.sums)
+        return np.asarray(self.file[places])
+
+    def _check(self, number: int, sums: np.ndarray) -> None:
+        first = number * self.chunk
+        if number >= len(sums) or zlib.crc32(self.file[first : first + self.chunk].tobytes()) != sums[number]:
+            last = min(first + self.chunk, len(self))
+            raise CannotRunError(
+                f"{self.path} is damaged: tokens {first} to {last - 1} are not as they were written. Remove the folder "
+                f"{self.path.parent}, and it is made again."
+            )
+        self.checked[number] = True
+
+
+def checksums(path: Path) -> np.ndarray:
+    """Returns the CRC-32 of every chunk of a file."""
+    with path.open("rb") as file:
+        return np.array([zlib.crc32(chunk) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")], np.uint32)
 
 
 class TokenStore:
@@ -22,7 +72,10 @@ class TokenStore:
     """
 
     def __init__(
-        self, tokens: np.ndarray, starts: np.ndarray | None = None, spans: Iterable[TokenSpan] | None = None
+        self,
+        tokens: np.ndarray | CheckedTokens,
+        starts: np.ndarray | None = None,
+        spans: Iterable[TokenSpan] | None = None,
     ) -> None:
         self.tokens = tokens
         self.starts = np.array([0, len(tokens)], np.uint64) if starts is None else np.asarray(starts)
@@ -35,8 +88,8 @@ class TokenStore:
 
     @classmethod
     def open(cls, folder: Path, *, dtype: str) -> Self:
-        """Opens the two files of a folder, memory-mapped."""
-        return cls(_mapped(folder / TOKENS, dtype), _mapped(folder / STARTS, "uint64"))
+        """Opens the files of a folder, memory-mapped."""
+        return cls(CheckedTokens(folder / TOKENS, dtype), _mapped(folder / STARTS, "uint64"))
 
     def part(self, spans: Iterable[TokenSpan]) -> "TokenStore":
         """Returns a store of the same files with other spans."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import msgspec
 
+from meshwright.core.digests import digest_seconds
 from meshwright.train.record.metrics import EvaluationRecord
 
 
@@ -37,6 +38,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``steps_s`` is the time in training steps; ``checkpoint_s`` the time that steps waited for checkpoints, without
     writing in the background; ``data_s`` the time that they waited for batches. ``lost_s`` are steps of an earlier
     start that this one repeats, since no checkpoint has them. The rest of ``wall_s`` is start-up, logging and files.
+    ``digest_s`` is part of the others: digests of checkpoints, mostly in the background, and of the weights.
     """
 
     wall_s: float
@@ -47,6 +49,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     data_s: float = 0.0
     lost_steps: int = 0
     lost_s: float = 0.0
+    digest_s: float = 0.0
 
     @property
     def share(self) -> float:
@@ -115,7 +118,7 @@ class Stopwatch:
     """Adds up the seconds of each part, from its creation on."""
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
+        self._start, self._digests = time.perf_counter(), digest_seconds()
         self._spent: Counter[GoodputPart] = Counter()
 
     @contextmanager
@@ -138,5 +141,5 @@ class Stopwatch:
     def goodput(self, *, steps_s: float, lost_steps: int = 0, lost_s: float = 0.0) -> Goodput:
         """Returns all parts so far."""
         parts = {f"{part}_s": float(seconds) for part, seconds in self._spent.items()}
-        wall = time.perf_counter() - self._start
-        return Goodput(wall_s=wall, steps_s=steps_s, lost_steps=lost_steps, lost_s=lost_s, **parts)
+        wall, digests = time.perf_counter() - self._start, digest_seconds() - self._digests
+        return Goodput(wall_s=wall, steps_s=steps_s, lost_steps=lost_steps, lost_s=lost_s, digest_s=digests, **parts)

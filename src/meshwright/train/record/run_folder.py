@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import tomllib
@@ -12,9 +13,11 @@ from typing import Any, Self
 
 import msgspec
 
+from meshwright.core.digests import SUMS, read_line, require_intact, summed_line, write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_json_whole, write_text_whole
-from meshwright.core.toml_file import dump_toml
+from meshwright.core.toml_file import dump_toml, read_toml
+from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.spec.model import Model
 from meshwright.train.record.metrics import EvaluationRecord, StepRecord
 
@@ -94,9 +97,14 @@ def read_resolved(run: Path) -> dict[str, Any]:
     Raises InputError when the folder is not that of a run.
     """
     try:
-        return tomllib.loads((run / RESOLVED).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        file = read_toml(run / RESOLVED)
+    except InputError:
         raise InputError(f"{run} is not the folder of a run: it has no readable {RESOLVED}.") from None
+    if file.is_changed:
+        raise InputError(
+            f"{file.path} is not as it was written. Put it back, or remove its first line where the change is yours."
+        )
+    return file.data
 
 
 def require_same_model(run: Path, model: Model) -> None:
@@ -121,7 +129,8 @@ def _table_of(model: Model) -> dict[str, Any]:
 
 
 def read_summary(run: Path) -> dict[str, Any]:
-    """Reads the summary of a run; empty for one without an end."""
+    """Reads the summary of a run; empty for one without an end. Raises CannotRunError for one that is damaged."""
+    require_intact(run, [SUMMARY])
     try:
         return msgspec.json.decode((run / SUMMARY).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
@@ -146,24 +155,29 @@ class RunFolder:
     """Files of one run: texts at its start, a line of metrics each step, a summary at its end.
 
     ``step`` is where a resumed run continues; lines of later steps, which it repeats, are removed, and so are the files
-    of an earlier end: its weights would be older than the newest checkpoint. With ``writes`` False no file is touched:
-    only one process writes.
+    of an earlier end: its weights would be older than the newest checkpoint. ``notes`` name lines that are damaged or
+    missing. With ``writes`` False no file is touched: only one process writes.
     """
 
     def __init__(self, path: Path, texts: Mapping[str, str], *, step: int | None = None, writes: bool = True) -> None:
         self.path, self.writes, self.kept = path, writes, Kept()
+        self.notes: list[str] = []
         if not writes:
             return
         for name, text in texts.items():
             write_text_whole(path / name, text)
         if step is not None:
-            records = _cut(path / METRICS, step)
+            records, damaged = _cut(path / METRICS, step)
             again = [record["step_s"] for record in records if record["step"] > step]
-            losses = [record["loss"] for record in records if record["step"] <= step]
-            self.kept = Kept(losses=losses, lost_steps=len(again), lost_s=float(sum(again)))
-            _cut(path / EVALUATIONS, step)
-            # The summary first: without it the run does not count as ended.
-            for pattern in (SUMMARY, "config.json", "*.safetensors", "*.safetensors.index.json"):
+            losses = {record["step"]: record["loss"] for record in records}
+            missing = [number for number in range(1, step + 1) if number not in losses]
+            if missing:
+                damaged.append(f"{METRICS} has no line of {len(missing)} steps, the first is step {missing[0]}")
+            kept = [losses.get(number, math.nan) for number in range(1, step + 1)]
+            self.kept = Kept(losses=kept, lost_steps=len(again), lost_s=float(sum(again)))
+            self.notes = [*damaged, *_cut(path / EVALUATIONS, step)[1]]
+            # The summary first: without it the run does not count as ended. Then what said that there are others.
+            for pattern in (SUMMARY, SUMS, "config.json", "*.safetensors", "*.safetensors.index.json"):
                 for file in path.glob(pattern):
                     file.unlink()
         # Unbuffered: a killed run leaves every finished step.
@@ -179,31 +193,39 @@ class RunFolder:
     def record(self, record: StepRecord) -> None:
         """Writes a line of metrics; a loss that is not finite becomes null, since JSON has no NaN."""
         if self.writes:
-            self._metrics.write(msgspec.json.encode(record) + b"\n")
+            self._metrics.write(summed_line(record))
 
     def evaluated(self, record: EvaluationRecord) -> None:
         """Writes a line of evaluations, and removes an earlier one of the same step."""
         if self.writes:
             _cut(self.path / EVALUATIONS, record.step - 1)
             with (self.path / EVALUATIONS).open("ab", buffering=0) as file:
-                file.write(msgspec.json.encode(record) + b"\n")
+                file.write(summed_line(record))
 
     def summarise(self, summary: Any) -> None:
-        """Writes ``summary.json``, whole or absent."""
+        """Writes ``summary.json``, whole or absent, and its digest."""
         if self.writes:
             write_json_whole(self.path / SUMMARY, summary)
+            write_sums(self.path, [file for name in (SUMMARY, TOKENIZER) if (file := self.path / name).is_file()])
 
 
-def _cut(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns all records of a file, and cuts the file after ``step``. Drops a broken last line."""
+def _cut(path: Path, step: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns all records of a file by step, and cuts the file after ``step``.
+
+    Lines that are not as they were written are left out; the second list says which. A last line without an end is
+    what a process that is killed leaves.
+    """
     if not path.exists():
-        return []
-    lines = []
-    for line in path.read_bytes().splitlines():
-        try:
-            lines.append((line, msgspec.json.decode(line, type=dict[str, Any])))
-        except msgspec.DecodeError:  # the process was killed while it wrote
-            break
-    text = b"".join(line + b"\n" for line, record in lines if record["step"] <= step)
+        return [], []
+    lines, bad = {}, []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        record = read_line(line)
+        if record is not None and isinstance(record.get("step"), int):
+            lines[record["step"]] = (line, record)
+        else:
+            bad.append(number)
+    lines = dict(sorted(lines.items()))
+    text = b"".join(line + b"\n" for at, (line, _) in lines.items() if at <= step)
     write_text_whole(path, text.decode())
-    return [record for _, record in lines]
+    damaged = [f"{path.name}: line {number} is not as it was written and left out" for number in bad]
+    return [record for _, record in lines.values()], damaged

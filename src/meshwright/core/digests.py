@@ -1,0 +1,97 @@
+"""Digests of files in a folder, in the format that ``sha256sum -c SHA256SUMS`` reads, and checksums of lines."""
+
+import hashlib
+import re
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError
+from meshwright.core.files import write_text_whole
+
+SUMS = "SHA256SUMS"
+_THREADS = 4
+_spent_s = 0.0
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+
+
+def write_sums(folder: Path, files: Iterable[Path]) -> None:
+    """Writes the digests of these files, which are in ``folder`` or below it, to ``SHA256SUMS``; keeps other lines.
+
+    Files that are gone lose their line.
+    """
+    global _spent_s
+    start = time.perf_counter()
+    fresh = sorted(str(file.relative_to(folder)) for file in files)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        digests = dict(zip(fresh, threads.map(_digest, (folder / name for name in fresh)), strict=True))
+    known = read_sums(folder) if (folder / SUMS).is_file() else {}
+    kept = {name: digest for name, digest in (known | digests).items() if (folder / name).is_file()}
+    write_text_whole(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(kept.items())))
+    _spent_s += time.perf_counter() - start
+
+
+def digest_seconds() -> float:
+    """Returns the seconds that this process has spent on writing digests, those in the background too."""
+    return _spent_s
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """Returns file -> digest of a folder's ``SHA256SUMS``. Raises CannotRunError for a file that is none."""
+    path, found = folder / SUMS, {}
+    for line in path.read_bytes().decode(errors="replace").removesuffix("\n").split("\n"):
+        match = _LINE.fullmatch(line)
+        if match is None or match[2] in found or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
+            raise CannotRunError(f"{path} is damaged: {line[:80]!r} is not a digest and a file's name.")
+        found[match[2]] = match[1]
+    return found
+
+
+def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> None:
+    """Raises CannotRunError that names the first file which is missing or not as it was written.
+
+    A folder without ``SHA256SUMS`` was written by others, or by versions of before: nothing is checked then. ``names``
+    are the files to check, by default all; ``share`` (number, of) checks one part of them, for several processes.
+    """
+    if not (folder / SUMS).is_file():
+        return
+    sums = read_sums(folder)
+    wanted = sorted(sums if names is None else sums.keys() & set(names))[share[0] :: share[1]]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for name, found in zip(wanted, threads.map(_digest, (folder / name for name in wanted)), strict=True):
+            if found != sums[name]:
+                what = "is not as it was written" if found else "is missing or cannot be read"
+                raise CannotRunError(f"{folder / name} {what} (see {SUMS} beside it).")
+
+
+def _digest(path: Path) -> str:
+    """Returns the digest of a file; empty for one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def summed_line(record: Any) -> bytes:
+    """Returns a Struct or a dict as a line of JSON; its last key ``crc32`` is the CRC-32 of the line without it."""
+    text = msgspec.json.encode(record)
+    return text[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(text)
+
+
+def read_line(line: bytes) -> dict[str, Any] | None:
+    """Returns the record of a line, None for one that is not as it was written; lines of before have no checksum."""
+    text, found, crc = line.rpartition(b',"crc32":"')
+    if found:
+        line = text + b"}"
+        if crc != b'%08x"}' % zlib.crc32(line):
+            return None
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
