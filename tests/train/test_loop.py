@@ -20,7 +20,7 @@ from tests.train.event_files import scalars
 from tests.train.small import JOB, MODEL, settings, strategy
 
 FILES = [
-    *("checkpoints", "config.json", "metrics.jsonl", "model.safetensors"),
+    *("SHA256SUMS", "checkpoints", "config.json", "metrics.jsonl", "model.safetensors"),
     *("resolved.toml", "summary.json", "tokenizer.json"),
 ]
 

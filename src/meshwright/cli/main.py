@@ -11,8 +11,7 @@ import click
 
 from meshwright import __version__
 from meshwright.cli.group import VerbGroup
-from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.toml_file import ChangedFileWarning
+from meshwright.core.errors import CannotRunError, ChangedFileWarning, InputError
 
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("cli", "Find how to split a training job over a cluster."),

@@ -12,6 +12,10 @@ class CannotRunError(ValueError):
     """What was asked for is understood but cannot fit or run. Exit code 3."""
 
 
+class ChangedFileWarning(UserWarning):
+    """A file that meshwright wrote is not as it was written."""
+
+
 def nearest(name: str, options: Iterable[str]) -> str:
     """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or the sorted options when nothing is close."""
     known = sorted(set(options))

@@ -16,16 +16,12 @@ import msgspec
 import tomli_w
 from msgspec import inspect
 
-from meshwright.core.errors import InputError, as_sentence, nearest
+from meshwright.core.errors import ChangedFileWarning, InputError, as_sentence, nearest
 
 _SEAL = "# Written by meshwright; CRC-32 of what follows: "
 
 T = TypeVar("T")
 KeyPath = tuple[str | int, ...]
-
-
-class ChangedFileWarning(UserWarning):
-    """A file that meshwright wrote is not as it was written."""
 
 
 class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
