@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from meshwright import __version__
 from meshwright.cli.main import VERBS
+from meshwright.core.errors import StoppedError
 
 LLAMA_PLAN = ["plan", "llama3-70b", "--on", "v5p:16x16x32", "--batch", "4Mi", "--seq", "4096", "--json"]
 ATTEMPTS = 4
@@ -70,6 +72,45 @@ def test_version(call):
     assert call("--version").out == f"meshwright, version {__version__}\n"
 
 
+def test_a_run_that_stopped_on_request_ends_with_75(call, monkeypatch):
+    def stopped(name):
+        raise StoppedError("stopped after step 3; train --resume runs/x goes on.")
+
+    monkeypatch.setattr("meshwright.calculators.verbs.show.chip", stopped)
+    said = call("show", "v5e")
+    assert (said.code, said.err) == (75, "meshwright: stopped after step 3; train --resume runs/x goes on.\n")
+
+
+def test_standard_error_goes_on_without_its_reader():
+    """`train ... 2>&1 | head -3` must not end the run."""
+    code = (
+        "import sys, time\nfrom meshwright.cli.main import LastingStream\nsys.stderr = LastingStream(sys.stderr)\n"
+        "for i in range(3):\n    print('line', file=sys.stderr, flush=True)\n    time.sleep(0.3)\nprint('done')"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stderr.readline() == "line\n"
+    child.stderr.close()
+    child.stderr = None
+    assert child.communicate() == ("done\n", None)
+    assert child.returncode == 0
+
+
+@pytest.mark.parametrize("home", ["/proc/nowhere", None])
+def test_without_a_home_the_cache_is_a_temporary_folder(tmp_path, home):
+    env = {name: value for name, value in os.environ.items() if name not in ("HOME", "MESHWRIGHT_CACHE")}
+    code = "from meshwright.core.files import cache_folder; print(cache_folder()); cache_folder()"
+    if home is None:  # nor an entry of this user
+        code = f"import pwd\ndel pwd.getpwuid\ndef none(_): raise KeyError\npwd.getpwuid = none\n{code}"
+    else:
+        env["HOME"] = home
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env | {"TMPDIR": str(tmp_path)}
+    )
+    assert done.stdout == f"{tmp_path}/meshwright-{os.getuid()}\n", done.stderr
+    assert done.stderr.startswith("~/.cache/meshwright cannot be written (")
+    assert done.stderr.count("\n") == 1
+
+
 def test_our_own_fault_is_one_line_and_code_1(call, monkeypatch):
     def broken(name):
         raise RuntimeError("something\nwith two lines")
@@ -91,5 +132,5 @@ def test_a_full_disk_is_one_line_and_code_3(call, monkeypatch):
     assert (said.code, said.out) == (3, "")
     assert said.err == (
         "meshwright: no room writing runs/tiny-001/metrics.jsonl: No space left on device. Free some; a run "
-        "goes on with --resume.\n"
+        "with checkpoints resumes.\n"
     )

@@ -59,5 +59,8 @@ def measure(cluster: Cluster, *, keep: Path) -> Calibration:
     click.echo(f"measuring this machine as {cluster.short_name}, a minute or two (kept in {keep})", err=True)
     emulate_devices(cluster.num_chips)
     found = measure_machine(cluster.num_chips, say=lambda line: click.echo(f"  {line}", err=True))
-    save_calibration(found, keep)
+    try:
+        save_calibration(found, keep)
+    except OSError as error:
+        click.echo(f"the rates are not kept in {keep}: {error.strerror}", err=True)
     return found

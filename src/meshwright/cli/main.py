@@ -5,13 +5,15 @@ import os
 import sys
 import traceback
 import warnings
-from typing import TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
 
 import click
 
 from meshwright import __version__
 from meshwright.cli.group import VerbGroup
-from meshwright.core.errors import CannotRunError, ChangedFileWarning, InputError
+from meshwright.core.errors import EX_TEMPFAIL, CannotRunError, ChangedFileWarning, InputError, StoppedError
 
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("cli", "Find how to split a training job over a cluster."),
@@ -54,8 +56,39 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing fits or can run, 1 our fault."""
+    """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing fits or can run, 75 a run was asked to stop and
+    did with everything written, 128 + n signal n ended it at once, 1 our fault."""
+    sys.stderr = cast(TextIO, LastingStream(sys.stderr))
     sys.exit(run(sys.argv[1:]))
+
+
+class LastingStream:
+    """Standard error that goes on without its reader: a run must not end with the pager or `head` that shows it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._without_reader():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._without_reader():
+            self._stream.flush()
+
+    @contextmanager
+    def _without_reader(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            # What is in the buffer, and what libraries write by themselves, goes nowhere from now on.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def run(args: list[str]) -> int:
@@ -63,6 +96,8 @@ def run(args: list[str]) -> int:
     warnings.showwarning = _show_warning
     try:
         cli.main(args=args, prog_name="meshwright", standalone_mode=False)
+    except StoppedError as error:
+        return _fail(str(error), EX_TEMPFAIL)
     except CannotRunError as error:
         return _fail(str(error), 3)
     except InputError as error:
@@ -77,7 +112,7 @@ def run(args: list[str]) -> int:
         if error.errno not in NO_ROOM:
             return _our_fault(error)
         where = f" writing {error.filename}" if error.filename else ""
-        return _fail(f"no room{where}: {os.strerror(error.errno)}. Free some; a run goes on with --resume.", 3)
+        return _fail(f"no room{where}: {os.strerror(error.errno)}. Free some; a run with checkpoints resumes.", 3)
     except Exception as error:
         return _our_fault(error)
     return 0

@@ -12,6 +12,14 @@ class CannotRunError(ValueError):
     """What was asked for is understood but cannot fit or run. Exit code 3."""
 
 
+EX_TEMPFAIL = 75
+"""The exit code of ``sysexits.h`` that says: try again later."""
+
+
+class StoppedError(Exception):
+    """A run was asked to stop and did, with everything written. The command line ends with `EX_TEMPFAIL`."""
+
+
 class ChangedFileWarning(UserWarning):
     """A file that meshwright wrote is not as it was written."""
 

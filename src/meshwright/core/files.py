@@ -2,8 +2,10 @@
 
 import errno
 import os
+import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,33 @@ NOT_WRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOT
 
 
 def cache_folder() -> Path:
-    """Returns ``MESHWRIGHT_CACHE`` if it is set, else ``~/.cache/meshwright``. It may not exist yet."""
-    given = os.environ.get("MESHWRIGHT_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "meshwright"
+    """Returns ``MESHWRIGHT_CACHE`` if it is set, else ``~/.cache/meshwright``, and makes it.
+
+    Where that cannot be written, as without a home, it is a folder of this user in the system's temporary one, and a
+    line on standard error says so.
+    """
+    return _writable(os.environ.get("MESHWRIGHT_CACHE") or "~/.cache/meshwright")
+
+
+@cache
+def _writable(wanted: str) -> Path:
+    try:
+        folder = Path(wanted).expanduser()
+        _require_writable(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home, and no entry of this user
+        folder = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}"
+        _require_writable(folder)
+        why = getattr(error, "strerror", None) or "this user has no home"
+        instead = f"what is kept goes to {folder}; set MESHWRIGHT_CACHE"
+        print(f"{wanted} cannot be written ({why}): {instead}", file=sys.stderr)
+    return folder
+
+
+def _require_writable(folder: Path) -> None:
+    """Makes a folder of this user and writes in it. Raises OSError where that is not possible."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

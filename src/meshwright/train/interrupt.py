@@ -32,23 +32,28 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Makes the first Ctrl-C or SIGTERM a request to stop, since an interrupted step would lose its state. A second
-    Ctrl-C raises KeyboardInterrupt at once."""
+    """Makes the first Ctrl-C, SIGTERM or SIGHUP a request to stop, since an interrupted step would lose its state.
+
+    A second one ends the process at once: Ctrl-C raises KeyboardInterrupt, signal n exits with 128 + n.
+    """
     request = StopRequest()
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         if request.asked and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        if not request.asked:
-            say("stopping after this step; Ctrl-C again stops at once")
+        if request.asked:
+            # No clean-up: that would wait for a checkpoint that is being written.
+            os._exit(128 + signum)
+        say("stopping after this step; a second signal stops at once")
         request.ask()
 
-    # With several processes JAX handles SIGTERM.
-    wanted = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
+    # With several processes JAX handles SIGTERM. A signal that is ignored, as nohup does with SIGHUP, stays so.
+    wanted = {signal.SIGINT, signal.SIGHUP} | ({signal.SIGTERM} if jax.process_count() == 1 else set())
     before = {}
     try:
         for number in wanted:
-            before[number] = signal.signal(number, on_signal)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, on_signal)
     except ValueError:  # only the main thread may set handlers; elsewhere Ctrl-C is not ours to handle
         pass
     try:

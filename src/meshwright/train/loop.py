@@ -48,7 +48,7 @@ from meshwright.train.record.metrics import (
 from meshwright.train.record.result import MemoryUse, Stopwatch, TrainResult, measured_memory, peak_bytes
 from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_folder, held_alone, require_same_model
 from meshwright.train.record.tracking import Tracking, require_trackers
-from meshwright.train.settings import TrainSettings
+from meshwright.train.settings import TrainSettings, with_absolute_paths
 from meshwright.train.setup import Setup, prepare, require_same_tokenizer, start_state
 from meshwright.train.weights import save_weights
 
@@ -305,6 +305,7 @@ def train(
     watch = Stopwatch()
     keep_compiled_programs(cache_folder())
     require_trackers(settings.track)
+    settings = with_absolute_paths(settings)
     if resume:
         require_same_model(resume, model)
     setup = prepare(model, strategy, job, settings)

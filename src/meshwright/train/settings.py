@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -97,6 +98,16 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             for name in names:
                 if not is_allowed(getattr(self, name)):
                     raise InputError(f"train.{name}={getattr(self, name)} must {what}.")
+
+
+def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
+    """Returns the settings with paths that name the same files from every folder."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute()) if path else path
+
+    data = settings.data if settings.data == PYDOC else absolute(settings.data)
+    return msgspec.structs.replace(settings, data=data, tokenizer=absolute(settings.tokenizer))
 
 
 def _require_words(name: str, given: Any, known: tuple[str, ...]) -> None:

@@ -172,6 +172,43 @@ def test_others_that_end_in_time_are_not_stopped(capfd):
     assert not any("stopped" in line for line in error)
 
 
+def test_processes_that_were_asked_to_stop_and_did_have_not_failed(capfd):
+    code, _, error = run_program(capfd, "time.sleep(0.1 * index); sys.exit(75)")
+    assert code == 75
+    assert not any("stopped" in line for line in error)
+
+
+def test_once_a_process_is_lost_the_others_say_nothing(capfd, monkeypatch):
+    """What they say is that a collective failed, in the words of a library."""
+    monkeypatch.setattr("meshwright.cli.verbs.launch.GRACE_S", 0.5)
+    rest = "if index == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.3); print('peer', file=sys.stderr)"
+    code, _, error = run_program(capfd, f"{rest}; sys.exit(1)")
+    assert code == 137
+    assert "process 1 was killed by SIGKILL; the others are stopped" in error
+    assert not any("peer" in line for line in error)
+
+
+def test_processes_end_with_a_launch_that_is_killed(tmp_path):
+    """They get SIGTERM, after which a run writes a checkpoint."""
+    listen = f"signal.signal(signal.SIGTERM, lambda *_: (open(f'{tmp_path}/end{{index}}', 'w').close(), os._exit(0)))"
+    ready = f"open(f'{tmp_path}/{{index}}', 'w').close()"
+    program = f"{PROGRAM}\n{listen}\n{ready}\nwhile True: time.sleep(1)"
+    start = (
+        "import sys; from meshwright.cli.verbs.launch import child_program, launch; "
+        "first = child_program().partition('; from meshwright.cli.main')[0]; "
+        "launch([sys.executable, '-c', first + sys.argv[1]], processes=2)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", start, program])
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.kill()
+    child.wait()
+    while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "end0", "end1"]
+
+
 def test_an_error_that_all_have_in_common_is_said_once(capfd):
     rest = 'print(f"meshwright: all {index // 2}", file=sys.stderr); sys.exit(2)'
     code, _, error = run_program(capfd, rest)
@@ -193,7 +230,7 @@ def interrupt_when_ready(folder, *, count, times):
     threading.Thread(target=send, daemon=True).start()
 
 
-@pytest.mark.parametrize(("handler", "times", "code"), [("sys.exit(0)", 1, 0), ("None", 2, 128 + signal.SIGKILL)])
+@pytest.mark.parametrize(("handler", "times", "code"), [("sys.exit(0)", 1, 0), ("None", 2, 128 + signal.SIGINT)])
 def test_ctrl_c_reaches_all_and_a_second_one_kills(capfd, tmp_path, handler, times, code):
     listen = f"signal.signal(signal.SIGINT, lambda *_: {handler}); open(f'{tmp_path}/{{index}}', 'w').close()"
     interrupt_when_ready(tmp_path, count=2, times=times)

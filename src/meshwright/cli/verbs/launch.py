@@ -1,6 +1,7 @@
 """`meshwright launch`: one verb in several processes on this machine, which live and die together."""
 
 import asyncio
+import ctypes
 import os
 import re
 import signal
@@ -8,12 +9,13 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import click
 
 from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
-from meshwright.core.errors import InputError
+from meshwright.core.errors import EX_TEMPFAIL, InputError
 from meshwright.parallel.process_env import COORDINATOR, PROCESS, PROCESSES
 
 GRACE_S = 5.0
@@ -22,6 +24,7 @@ LONGEST_LINE = 1 << 30
 """Bytes: a JSON object is one line."""
 ERROR = "meshwright: "
 """How the line begins in which a verb says why it ends."""
+PR_SET_PDEATHSIG = 1
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _NOISE = ("[Gloo] Rank", "peer ranks")
 """Each new group of devices makes every device of a process say so on standard output, several at once."""
@@ -46,21 +49,22 @@ def command(given: Given) -> None:
     """
     if given.verb[0] == "launch":
         raise InputError("launch cannot start itself. Write: launch --processes 4 -- train plan.toml.")
-    start = [sys.executable, "-c", "from meshwright.cli.main import main; main()", *given.verb]
-    code = launch(start, processes=given.processes, devices=given.devices)
+    code = launch(
+        [sys.executable, "-c", child_program(), *given.verb], processes=given.processes, devices=given.devices
+    )
     if code:
         sys.exit(code)
 
 
 def launch(program: Sequence[str], *, processes: int, devices: int | None = None) -> int:
     """Run a program in several processes. The exit code: 0, that of the first that failed, or 128 + the signal that
-    killed it."""
+    killed it; 75 where they were asked to stop and did; 128 + the second signal."""
     return asyncio.run(_launch(program, processes, devices))
 
 
 async def _launch(program: Sequence[str], processes: int, devices: int | None) -> int:
     children: list[Process] = []
-    _pass_on_signals(children)
+    seen = _pass_on_signals(children)
     port = free_port()
     for index in range(processes):
         env = child_environment(dict(os.environ), index, processes, port=port, devices=devices)
@@ -75,15 +79,31 @@ async def _launch(program: Sequence[str], processes: int, devices: int | None) -
             start_new_session=True,
         )
         children.append(child)
-    end = asyncio.create_task(_end(children))
+    lost: list[int] = []
+    end = asyncio.create_task(_end(children, lost))
     said: set[str] = set()
     pumps = []
     for index, child in enumerate(children):
-        numbered = _numbered(index)
+        numbered = _numbered(index, lost)
         pumps += [_pass_on(child.stdout, numbered if index else click.echo, said)]
         pumps += [_pass_on(child.stderr, numbered, said)]
     await asyncio.gather(*pumps)
-    return await end
+    code = await end
+    return code if len(seen) < 2 else 128 + seen[1]
+
+
+def child_program() -> str:
+    """Python text that runs a verb, and ends when this process is killed."""
+    parent = f"from meshwright.cli.verbs.launch import end_with_parent; end_with_parent({os.getpid()})"
+    return f"{parent}; from meshwright.cli.main import main; main()"
+
+
+def end_with_parent(parent: int) -> None:
+    """Asks Linux to end this process with SIGTERM, after which a run writes a checkpoint, when `launch` is killed."""
+    with suppress(OSError, AttributeError):  # other systems have no such call
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def child_environment(
@@ -108,8 +128,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _pass_on_signals(children: Sequence[Process]) -> None:
-    """Ctrl-C and SIGTERM go to every process; a second one kills them."""
+def _pass_on_signals(children: Sequence[Process]) -> Sequence[signal.Signals]:
+    """Ctrl-C and SIGTERM go to every process; a second one kills them. The list is of those that have come."""
     seen: list[signal.Signals] = []
 
     def forward(number: signal.Signals) -> None:
@@ -118,6 +138,7 @@ def _pass_on_signals(children: Sequence[Process]) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, forward, number)
+    return seen
 
 
 def _send(children: Sequence[Process], number: signal.Signals) -> None:
@@ -126,8 +147,9 @@ def _send(children: Sequence[Process], number: signal.Signals) -> None:
             child.send_signal(number)
 
 
-def _numbered(index: int) -> Callable[[str], None]:
-    return lambda line: say(f"[{index}] {line}")
+def _numbered(index: int, lost: Sequence[int]) -> Callable[[str], None]:
+    """Says lines behind the number of their process; none of others once one was lost: they say how they miss it."""
+    return lambda line: say(f"[{index}] {line}") if index in lost or not lost else None
 
 
 async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], None], said: set[str]) -> None:
@@ -156,19 +178,26 @@ def noise_filter() -> Callable[[str], bool]:
     return is_noise
 
 
-async def _end(children: Sequence[Process]) -> int:
-    """The exit code when all have ended; after the first failure the others have `GRACE_S`, then they are killed."""
+async def _end(children: Sequence[Process], lost: list[int]) -> int:
+    """The exit code when all have ended; after the first failure the others have `GRACE_S`, then they are killed.
+
+    A process that was killed goes into ``lost``.
+    """
     left = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
     failed: list[int] = []
     while left and not failed:
         done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-        failed = sorted(index for index in map(left.pop, done) if children[index].returncode)
+        failed = sorted(index for index in map(left.pop, done) if children[index].returncode not in (0, EX_TEMPFAIL))
     if not failed:
-        return 0
+        return max(child.returncode or 0 for child in children)
     code = children[failed[0]].returncode or 0
-    if left and (await asyncio.wait(left, timeout=GRACE_S))[1]:
-        ending = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    ending = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    if code < 0 and left:
+        lost += failed
         say(f"process {failed[0]} {ending}; the others are stopped")
+    if left and (await asyncio.wait(left, timeout=GRACE_S))[1]:
+        if code > 0:
+            say(f"process {failed[0]} {ending}; the others are stopped")
         _send(children, signal.SIGKILL)
         await asyncio.wait(left)
     return code if code > 0 else 128 - code

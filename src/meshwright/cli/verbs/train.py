@@ -14,7 +14,7 @@ from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.output import say
 from meshwright.cli.verb import argument, option, verb
 from meshwright.cli.verbs.train_text import result_text
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, StoppedError
 from meshwright.core.units import format_count, format_seconds
 from meshwright.parallel.process_env import find_processes
 from meshwright.report.answer import Answer
@@ -127,10 +127,17 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
         _check_profiled(given.profiled, settings, resume)
         _announce(plan)
         result, profile = _run_profiled(plan, settings, given, resume)
+    stopped = None
+    if result.stopped:
+        stopped = StoppedError(f"stopped after step {result.steps}; train --resume {result.run} goes on.")
     if not is_first():
+        if stopped:
+            raise stopped
         return None
     pieces = [*result_text(plan, result), *(profile.pieces if profile else ())]
-    return Answer(msgspec.structs.asdict(result) | ({"profile": profile.facts} if profile else {}), pieces)
+    return Answer(
+        msgspec.structs.asdict(result) | ({"profile": profile.facts} if profile else {}), pieces, error=stopped
+    )
 
 
 def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -> None:
