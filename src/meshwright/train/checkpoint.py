@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -65,6 +68,10 @@ class _Summed(atomicity.AtomicRenameTemporaryPath):
         files = [path for part in folder.iterdir() if part.is_dir() for path in part.rglob("*") if path.is_file()]
         await asyncio.to_thread(write_sums, folder, files)
         await super().finalize()
+        # The name must reach the disk too before an older checkpoint is removed.
+        handle = os.open(folder.parent, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
 
 
 class Checkpoints:
@@ -86,6 +93,7 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(timeout_secs=WRITE_TIMEOUT_S),
             temporary_path_class=_Summed,
         )
+        _silence_closed_loops()
         self.passed_over: list[str] = []
         self._newest_step: int | None = None
         self.folder = run.absolute() / CHECKPOINTS
@@ -212,6 +220,20 @@ class Checkpoints:
         return CannotRunError(
             f"the checkpoint {self.folder / str(step)} is damaged: {why}. Remove that folder to go on from {then}."
         )
+
+
+def _silence_closed_loops() -> None:
+    """Keeps TensorStore from printing a traceback for each array whose write ends after that of another has failed."""
+    if getattr(sys.excepthook, "func", None) is _print_unless_closed:
+        return
+    sys.excepthook = partial(_print_unless_closed, sys.excepthook)
+
+
+def _print_unless_closed(
+    print_it: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+        print_it(kind, error, trace)
 
 
 def _require_whole(checkpoint: Path) -> None:
