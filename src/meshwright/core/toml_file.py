@@ -171,8 +171,20 @@ def _literal(values: Iterable[Any]) -> Any:
     return Literal[tuple(values)]
 
 
+_TYPES = {
+    "array": "a list", "bool": "true or false", "float": "a number", "int": "a whole number", "object": "a table",
+    "str": "text",
+}  # fmt: skip
+"""Types as msgspec names them -> as TOML does."""
+
+
 def _reason(error: Exception) -> str:
-    return as_sentence(str(error).split(" - at `")[0])
+    text = str(error).split(" - at `")[0]
+    return as_sentence(re.sub(r"`([a-z |]+)`", lambda found: _type_words(found[1].split(" | ")), text))
+
+
+def _type_words(names: list[str]) -> str:
+    return " or ".join(_TYPES.get(name, name) for name in names if name != "null") or "nothing"
 
 
 def _shown(value: Any) -> str:

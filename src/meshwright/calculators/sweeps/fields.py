@@ -58,7 +58,7 @@ def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
         name = name.strip().removeprefix("mesh.")
         if sep and "." not in name and name not in _KNOWN:
             raise InputError(f"sweep has no field {name!r}.{nearest(name, _KNOWN)} Models and clusters are lists too.")
-        values = split_values(text) if sep else _usual(name, chosen[0], clusters[-1])
+        values = split_values(text, what="sweep") if sep else _usual(name, chosen[0], clusters[-1])
         if name in fields:
             raise InputError(f"{name} is given twice. Give all its values in one list.")
         fields[name] = {_shown(value): value for value in values}

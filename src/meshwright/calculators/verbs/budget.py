@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import click
 import msgspec
 from msgspec.structs import asdict
 
@@ -41,6 +42,9 @@ MAX_FLOPS = 1e36
 ASSUMED_MFU = CostAssumptions().mfu
 
 
+POSITIVE = click.FloatRange(0, min_open=True)
+
+
 class Given(Options):
     flops: str | None = argument()
     model_name: str | None = option("A model (name or config.json) instead of a size of the law's choice.", "--model")
@@ -49,17 +53,19 @@ class Given(Options):
     loss: float | None = option("Nats per token to reach: the least budget by the law.")
     law: str = option(f"Scaling law: {', '.join(LAWS)}.", default=DEFAULT_LAW)
     on: str | None = option("A cluster, such as h100:8x128: days, energy, money.")
-    mfu: float | None = option(f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].")
+    mfu: float | None = option(
+        f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].", type=click.FloatRange(0, 1, min_open=True)
+    )
     chip_hours_text: str | None = option(
         "Chip-hours that a run took, such as 2.79M: gives its utilisation.", "--chip-hours"
     )
     dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].")
-    pue: float = option("Energy of the building over its machines'.", default=1.0)
-    host_share: float = option("Power of hosts and network, of chips'.", default=0.0)
-    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.")
-    watts: float | None = option("Watts of a chip, instead of the catalogue's.")
-    chips_per_rack: int | None = option("Gives the floor that racks of so many chips take.")
-    m2_per_rack: float = option("Floor of a rack.", default=1.0)
+    pue: float = option("Energy of the building over its machines'.", type=click.FloatRange(1), default=1.0)
+    host_share: float = option("Power of hosts and network, of chips'.", type=click.FloatRange(0), default=0.0)
+    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE)
+    watts: float | None = option("Watts of a chip, instead of the catalogue's.", type=POSITIVE)
+    chips_per_rack: int | None = option("Gives the floor that racks of so many chips take.", type=click.IntRange(1))
+    m2_per_rack: float = option("Floor of a rack.", type=POSITIVE, default=1.0)
     with_years: bool = option("Years on one of each chip of the catalogue.", "--years")
     nodes: int | None = option("Nodes that may fail [default: the hosts of --on].")
     failure_rate: float | None = option("Failures of 1000 nodes in a day.", "--failures-per-1000-node-days")

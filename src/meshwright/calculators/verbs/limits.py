@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.cli.shared import BATCH, SEQ_NEEDED, read_job
+from meshwright.cli.fields import job_of
+from meshwright.cli.shared import BATCH, SEQ_NEEDED
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
@@ -38,7 +39,7 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """When FSDP, tensor parallelism and their mixture are compute-bound for MODEL, and what fits: no plan is needed."""
-    model, cluster, job = load_model(given.model), parse_cluster(given.on), read_job(given.batch, given.seq_len)
+    model, cluster, job = load_model(given.model), parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
     at = letters(model, cluster, job, given)
     found = limits_at(at)
     heading = (
@@ -48,7 +49,7 @@ def command(given: Given) -> Answer:
     return Answer(
         {"model": model.name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
         [heading, *_tables(found), *_legend(at, found, cluster.num_slices)],
-        raw=[Table.of(found, {field: field for field in Limit.__struct_fields__})],
+        raw=[Table.as_is(found)],
     )
 
 

@@ -14,6 +14,7 @@ from meshwright.calculators.links.ring_steps import RING_KINDS, ring_frames
 from meshwright.calculators.links.routes import Via, parse_place, route
 from meshwright.calculators.links.transfer import TransferLeg, TransferTimes, array_bytes, parse_leg, transfer_times
 from meshwright.cli.output import say
+from meshwright.cli.shared import CALIBRATION
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
@@ -49,7 +50,7 @@ class Given(Options):
         "Draw --collective hop by hop: one picture (.png), or a picture a step in a folder.", metavar="PATH"
     )
     dtype: str = option("Of the products of a compute leg.", default="bf16")
-    calibration: Path | None = option("Measured rates of that cluster (TOML).")
+    calibration: Path | None = CALIBRATION
 
 
 @verb(Given)
