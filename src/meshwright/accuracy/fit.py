@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from meshwright.accuracy.batches import CaseBatch, batches, calibrations
-from meshwright.accuracy.cases import Case
+from meshwright.accuracy.cases import NUM_FOLDS, Case
 
 PRIORS: dict[str, tuple[float, float]] = {
     "compute.a100": (0.80, 0.08),
@@ -140,8 +140,11 @@ def fit(
     return dict(zip(names, np.exp(found.x).tolist(), strict=True))
 
 
-def folds(cases: Sequence[Case], *, count: int = 5) -> np.ndarray:
-    """Assigns every case to a fold; near duplicates (same model, hardware, chips, parallelism) share one."""
+def folds(cases: Sequence[Case]) -> np.ndarray:
+    """Assigns every case to one of ``NUM_FOLDS`` folds.
+
+    Near duplicates (same model, hardware, chips, parallelism) share one.
+    """
     keys = [configuration(case) for case in cases]
     order: dict[Any, int] = {}
     for group in sorted({key[0] for key in keys}):
@@ -149,7 +152,7 @@ def folds(cases: Sequence[Case], *, count: int = 5) -> np.ndarray:
         shuffled = np.random.default_rng(0).permutation(len(own))
         first = len(order)
         for place, number in enumerate(shuffled.tolist()):
-            order[own[number]] = (first + place) % count
+            order[own[number]] = (first + place) % NUM_FOLDS
     return np.array([order[key] for key in keys])
 
 

@@ -15,7 +15,9 @@ from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, standard_assignment
 
-SECTIONS: tuple[str, ...] = ("model", "job", "strategy", "assumptions", "train")
+PLANNED = ("model", "job", "strategy", "assumptions")
+SECTIONS: tuple[str, ...] = (*PLANNED, "train")
+"""Sections of ``--set``: of plans, and of training too."""
 _COMMAS = re.compile(r",(?![^\[{]*[\]}])")
 """Commas outside of brackets."""
 MAX_SIZE = 10**15

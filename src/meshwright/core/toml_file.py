@@ -63,12 +63,12 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 return f"{self.path}:{self.lines[key[:length]]}"
         return self.path
 
-    def check_keys(self, names: Iterable[str], *, required: Iterable[str] = (), at: KeyPath = ()) -> None:
-        """Raises one InputError for all keys of the table ``at`` that are unknown or missing."""
+    def check_keys(self, names: Iterable[str], *, at: KeyPath) -> None:
+        """Raises one InputError for all keys of the table ``at`` that are unknown."""
         table: Any = self.data
         for part in at:
             table = table[part]
-        problems = _key_problems(self, table, tuple(names), tuple(required), at)
+        problems = _key_problems(self, table, tuple(names), (), at)
         if problems:
             raise InputError("; ".join(problems))
 

@@ -79,6 +79,11 @@ def test_meshes_on_a_twisted_torus():
         assert leg.wraps == closed
 
 
+def test_more_axes_than_the_torus_has_are_refused_at_once():
+    """Not by every order of ten axes."""
+    assert whole_axis_placement(parse_cluster("v5p:8x8x16"), dict.fromkeys("abcdefghij", 2)) is None
+
+
 def test_hops_of_rings_and_trees():
     assert [(ring_hops(n), tree_hops(n)) for n in (1, 2, 3, 8, 9, 256)] == [
         (0, 0), (1, 1), (2, 2), (7, 3), (8, 4), (255, 8)

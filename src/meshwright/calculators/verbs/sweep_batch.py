@@ -17,6 +17,7 @@ from meshwright.calculators.sweeps.crossover import (
     model_work,
     scheme_curves,
 )
+from meshwright.calculators.sweeps.fields import require_links
 from meshwright.cli.shared import CALIBRATION, PNG, SEQ
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
@@ -54,8 +55,7 @@ def command(given: Given) -> Answer:
     MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F, as in the book's figures.
     """
     clusters = parse_clusters(given.on)
-    if clusters[0].num_chips == 1:
-        raise InputError(f"{given.on} is one chip: there is nothing to send. Give a larger cluster.")
+    require_links(given.on, clusters)
     rates = rates_for(clusters[0], given.calibration)
     work = mlp_work(given.model) or model_work(
         load_model(given.model), seq_len=given.seq_len, whole=given.whole, remat=given.remat

@@ -26,7 +26,6 @@ from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14
-PICTURES = (".png", ".svg", ".json")
 WORDS = {
     "all_gather": "Every device passes on what it got last, until all have every block",
     "reduce_scatter": "Blocks travel to their own device and are added on the way",
@@ -203,7 +202,7 @@ def _draw_frames(
 ) -> list[str]:
     """The files written: all steps in one picture where the path is one, else a picture a step in that folder."""
     from meshwright.report.arrays.ring import MAX_DEVICES, ring_figure
-    from meshwright.report.figure import save
+    from meshwright.report.figure import PICTURES, save
 
     chosen = next((one for one in RING_KINDS if one == kind), None)
     if chosen is None:

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
+from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.output import format_range, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
@@ -65,7 +65,7 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Find how to split the training of MODEL (a name or a config.json) over a cluster."""
-    fields = parse_fields(given.pairs, sections=("model", "job", "strategy", "assumptions"))
+    fields = parse_fields(given.pairs, sections=PLANNED)
     chosen = with_fields(load_model(given.model), "model", fields["model"])
     clusters = parse_clusters(given.on)
     job = job_of(given.batch, given.seq_len, fields["job"], given.tokens)

@@ -63,6 +63,8 @@ def whole_axis_placement(cluster: Cluster, mesh: Mapping[str, int]) -> Placement
     if cluster.kind != "torus" or cluster.num_slices > 1:
         return None
     sizes = (*mesh.values(), *(1,) * (len(cluster.shape) - len(mesh)))
+    if len(sizes) != len(cluster.shape):
+        return None
     for order in itertools.permutations(range(len(sizes))):
         if tuple(sizes[number] for number in order) == cluster.shape:
             layout = tuple(((number, sizes[number]),) if number < len(mesh) else () for number in order)

@@ -30,8 +30,8 @@ def where_figure(profile: Profile) -> Figure:
     return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
 
 
-def parts_figure(rows: Sequence[TimeRow], *, title: str, subtitle: str = "") -> Figure:
-    """Draws two bars per row, predicted above measured, longest rows first."""
+def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
+    """Draws two bars per part of the model, predicted above measured, longest rows first."""
     chosen = sorted(rows, key=lambda row: -max(row.predicted_s or 0.0, row.measured_s or 0.0))[:MAX_ROWS]
     if not chosen:
         raise InputError("there is nothing to compare. Give a trace with events of the program.")
@@ -54,7 +54,7 @@ def parts_figure(rows: Sequence[TimeRow], *, title: str, subtitle: str = "") -> 
             color=color_by("what", colors, orient="bottom"),
         )
     )
-    return themed(chart, title, subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))
+    return themed(chart, "Parts of the model", subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))
 
 
 def memory_timeline_figure(memory: MemoryProfile) -> Figure:
