@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -83,8 +82,9 @@ class Checkpoints:
     """
 
     def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
-        # Orbax warns of normal conditions, such as a first start in an empty folder.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        # Orbax warns of normal conditions, such as a first start in an empty folder; its errors are raised too.
+        for logger in ("absl", "asyncio"):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
         kept: list[Any] = [LatestN(keep)]
         if keep_every:
             kept.append(EveryNSteps(keep_every))
@@ -224,16 +224,13 @@ class Checkpoints:
 
 def _silence_closed_loops() -> None:
     """Keeps TensorStore from printing a traceback for each array whose write ends after that of another has failed."""
-    if getattr(sys.excepthook, "func", None) is _print_unless_closed:
-        return
-    sys.excepthook = partial(_print_unless_closed, sys.excepthook)
+    if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
+        sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
 
 
-def _print_unless_closed(
-    print_it: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-        print_it(kind, error, trace)
+def _show_unless_closed(show: Callable[[Any], object], found: Any) -> None:
+    if str(found.exc_value) != "Event loop is closed":
+        show(found)
 
 
 def _require_whole(checkpoint: Path) -> None:
