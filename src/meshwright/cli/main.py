@@ -94,6 +94,7 @@ class LastingStream:
 def run(args: list[str]) -> int:
     """The exit code of one call; errors and warnings go to standard error in one line each."""
     warnings.showwarning = _show_warning
+    warnings.simplefilter("always", ChangedFileWarning)
     try:
         cli.main(args=args, prog_name="meshwright", standalone_mode=False)
     except StoppedError as error:

@@ -35,7 +35,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def is_changed(self) -> bool:
         """True if meshwright wrote the file and it is not as it was written: edited by a person, or damaged."""
         first, _, rest = self.text.partition("\n")
-        return first.startswith(_SEAL) and first != _seal(rest)
+        return _SEAL in self.text and first != _seal(rest)
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:

@@ -51,7 +51,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     settings: dict[str, Any] = {}
 
 
-class _Stored(msgspec.Struct, frozen=True, kw_only=True):
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """The part stored beside the arrays: it lets a mismatch be refused before any array is read."""
 
     position: Position
@@ -123,7 +123,7 @@ class Checkpoints:
         if position.step in self._manager.all_steps():
             return
         tree = _reordered(state, to_canonical)
-        stored = msgspec.to_builtins(_Stored(position=position, arrays=describe_arrays(tree)))
+        stored = msgspec.to_builtins(Stored(position=position, arrays=describe_arrays(tree)))
         parts = {STATE: ocp.args.StandardSave(tree), POSITION: ocp.args.JsonSave(stored)}
         with self._writing():
             self._manager.save(position.step, args=ocp.args.Composite(**parts), force=True)
@@ -171,13 +171,13 @@ class Checkpoints:
         """Finishes writing and releases the folder."""
         self._manager.close()
 
-    def _stored(self) -> _Stored | None:
+    def _stored(self) -> Stored | None:
         if not self.steps():
             return None
         newest = self._newest_step = self._newest_step or self._newest_whole()
         found = self._read(newest, POSITION, ocp.args.JsonRestore())
         try:
-            stored = msgspec.convert(found, _Stored)
+            stored = msgspec.convert(found, Stored)
         except msgspec.ValidationError as error:
             raise self._damaged(newest, error) from None
         if stored.position.step != newest:
