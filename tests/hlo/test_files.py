@@ -51,7 +51,7 @@ def test_refused(tmp_path):
     with pytest.raises(InputError, match="holds no"):
         hlo_file(tmp_path)
     (tmp_path / "a.txt").write_text("nothing of the kind")
-    with pytest.raises(InputError, match="is no HLO text"):
+    with pytest.raises(InputError, match="is no whole HLO text"):
         read_hlo(tmp_path / "a.txt")
     with pytest.raises(InputError, match="is no StableHLO"):
         read_hlo(tmp_path / "a.txt", stablehlo=True)

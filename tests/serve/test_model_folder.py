@@ -86,7 +86,7 @@ def test_files_that_cannot_be_read_are_named(folder):
         open_model(folder)
     (folder / "tokenizer.json").unlink()
     (folder / "generation_config.json").write_text("[]")
-    with pytest.raises(InputError, match=r"generation_config.json is not a JSON object"):
+    with pytest.raises(InputError, match=r"generation_config.json holds no JSON object"):
         open_model(folder)
 
 

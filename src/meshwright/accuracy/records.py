@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.files import read_bytes
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -88,10 +89,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_records(path: Path) -> tuple[Record, ...]:
     """Every record of a JSON-lines file; a line that cannot be read is an InputError with file:line."""
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}. Name a file of one JSON object a line.") from None
+    lines = read_bytes(Path(path), "Name a file of one JSON object a line.").splitlines()
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -108,5 +106,5 @@ def _record(line: bytes, where: str) -> Record:
             # other kinds have models of other shapes: they are counted, not read
             head = {name: head.get(name) for name in ("id", "kind", "group", "core") if head.get(name) is not None}
         return msgspec.convert(head, Record)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{where}: {error}. Every line is one record as described in docs/accuracy.md.") from None

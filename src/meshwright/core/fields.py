@@ -11,8 +11,27 @@ from meshwright.core.errors import InputError, as_sentence
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
+LARGEST = 1e60
+"""Far above any figure, so that products of a few stay finite."""
+
+
+def figure_faults(value: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yields key and fault of every number in tables and lists that is not finite, or larger than any figure."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from figure_faults(one, (*key, str(name)))
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from figure_faults(one, (*key, number))
+    elif isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:
+        what = str(value) if isinstance(value, float) else f"a number of {len(f'{abs(value):x}') * 1.2:.0f} digits"
+        yield key, f"{what}: give a finite number, at most {LARGEST:g}."
+
+
 def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -> _T:
     """Converts fields to a Struct. Raises InputError that names a wrong field ``section.name`` and its valid words."""
+    for key, fault in figure_faults(fields):
+        raise InputError(f"{section}.{'.'.join(map(str, key))} is {fault}")
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

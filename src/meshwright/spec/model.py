@@ -186,7 +186,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         always = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
         experts = ("d_ff_expert",) if self.num_experts else ()
         ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        latent = ranks if self.family.startswith("deepseek") else ()
+        latent = ranks if self.latent_attention or self.family.startswith("deepseek") else ()
         return (*always, "max_positions", "relative_distance", *experts, *latent)
 
     @property

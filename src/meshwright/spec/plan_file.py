@@ -5,6 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from meshwright.core.fields import check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import TomlFile, decode_toml, parse_toml, read_toml, sealed_toml, warn_of_changes
 from meshwright.spec.calibration import Calibration
@@ -63,6 +64,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     assumptions: Assumptions = AS_RUN
     calibration: Calibration
     predicted: Prediction[float]
+
+    def __post_init__(self) -> None:
+        check_figures(self.predicted, "predicted", may_be_zero=Prediction.__struct_fields__)
 
 
 def save_plan(plan: Plan, path: Path) -> None:

@@ -183,9 +183,12 @@ def test_missing_keys_are_named(key, given, text):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ('{"model_type": "llama",\n "hidden_size": }', r"config\.json:2:17: broken JSON \(Expecting value\)\. Repair"),
-        ("[1, 2]", r"config\.json holds no JSON object\. A config\.json begins with \{ and names a model_type\."),
-        (b"\xff\xfe\x00", r"config\.json is not text\. Give the path"),
+        (
+            '{"model_type": "llama",\n "hidden_size": }',
+            r"config\.json:2:17: broken JSON \(Expecting value\)\. Give the path",
+        ),
+        ("[1, 2]", r"config\.json holds no JSON object\. Give the path"),
+        (b"\xff\xfe\x00", r"config\.json is not text in UTF-8 \(byte 0\)\. Give the path"),
         ("", r"config\.json:1:1: broken JSON \(Expecting value\)"),
     ],
 )

@@ -1,6 +1,5 @@
 """Reads the tokenizer of a Hugging Face folder, and finds its end-of-text token."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
+from meshwright.core.files import read_json
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -31,13 +31,7 @@ def read_table(path: Path, *, remedy: str) -> dict[str, Any]:
     """Reads a JSON object; empty without a file. Raises InputError, with the ``remedy``, for anything else."""
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is not a JSON object. Mend it, or {remedy}.")
-    return found
+    return read_json(path, f"Mend it, or {remedy}.")
 
 
 def end_name(config: Mapping[str, Any]) -> str | None:
