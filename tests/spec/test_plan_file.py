@@ -152,6 +152,8 @@ def test_values_that_no_plan_has():
     _, message = faulty('remat = "block"', 'remat = "blok"')
     assert "Did you mean 'block'?" in message
     assert message.startswith("plan.toml:")
+    _, message = faulty("mfu = 0.3", "mfu = -0.3")
+    assert "predicted mfu is -0.3, give a number of at least 0." in message
     _, message = faulty("chunks = 1", "chunks = 0")
     assert "strategy.chunks=0 must be at least 1." in message
     _, message = faulty("batch_seqs = 1120", "batch_seqs = 0")

@@ -48,6 +48,7 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
     """Returns the JSON object in a file, see `read_bytes`; the place of a fault is named."""
     try:
         found = json.loads(read_text(path, advice))
+        json.dumps(found, ensure_ascii=False).encode()  # half a character is no text
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). {advice}") from None
     except RecursionError:
@@ -55,7 +56,7 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
     except InputError:
         raise
     except ValueError:
-        raise InputError(f"{path} has a number of thousands of digits. {advice}") from None
+        raise InputError(f"{path} has a number of thousands of digits, or half a character. {advice}") from None
     if not isinstance(found, dict):
         raise InputError(f"{path} holds no JSON object. {advice}")
     return found

@@ -202,6 +202,8 @@ def _key_lines(text: str) -> dict[KeyPath, int]:
     statement, first = "", 1
     for number, line in enumerate(text.split("\n"), start=1):
         statement += f"{line}\n"
+        if number > first and not line.rstrip().endswith(("]", "}", '"""', "'''")):
+            continue  # only such a line can end a value of several lines
         try:
             found = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:  # the value continues on the next line

@@ -239,6 +239,7 @@ def parse_module(text: str) -> Module:
 
 NEEDED = {"fusion": ("calls",), "while": ("body", "condition"), "call": ("to_apply",), "get-tuple-element": ("index",)}
 """Opcode -> attributes without which it cannot be read."""
+_READS = re.compile(r"copy|-done|element|while|slice|send|gather|reduce|all-to|permute|broadcast|bitcast|convert")
 MOST_NESTED, MOST_EXPANDED, MOST_DEVICES = 100, 10_000_000, 10_000_000
 """Bounds on computations inside each other, instructions with all that they call, and devices."""
 
@@ -264,6 +265,7 @@ def require_readable(module: Module) -> Module:
             faults = {
                 "reads what does not come before it": not made.issuperset(one.operands),
                 "lacks what such a one has": not all(map(one.attribute, NEEDED.get(one.opcode, ()))),
+                "reads nothing": not one.operands and _READS.search(one.opcode),
                 "has no number": not number.isdecimal(),
                 "has a layout that does not fit its dims": not all(shape.is_possible for shape in one.shapes),
             }

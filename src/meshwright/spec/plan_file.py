@@ -65,9 +65,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     calibration: Calibration
     predicted: Prediction[float]
 
-    def __post_init__(self) -> None:
-        check_figures(self.predicted, "predicted", may_be_zero=Prediction.__struct_fields__)
-
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Writes the plan atomically."""
@@ -100,7 +97,10 @@ def _decode(file: TomlFile) -> Plan:
             f"Make the plan again with plan -o.",
         )
     _move_assumptions(file)
-    return decode_toml(file, Plan)
+    plan = decode_toml(file, Plan)
+    with file.at(("predicted",)):
+        check_figures(plan.predicted, "predicted", may_be_zero=Prediction.__struct_fields__)
+    return plan
 
 
 def _move_assumptions(file: TomlFile) -> None:

@@ -65,11 +65,11 @@ class _Config:
         kinds, need = _NEEDS[kind]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.what}: {key} is {value!r}. Write {need} instead.")
-        if kind is tuple and not all(isinstance(one, of) and not isinstance(one, bool) for one in value):
-            raise InputError(f"{self.what}: {key} is {value!r}. Write a list of {'numbers' if of is int else 'names'}.")
         for _, fault in figure_faults(value):
             raise InputError(f"{self.what}: {key} is {fault}")
         found = kind(value)
+        if kind is tuple and not all(isinstance(one, of) and not isinstance(one, bool) for one in found):
+            raise InputError(f"{self.what}: {key} is {value!r}. Write a list of {'numbers' if of is int else 'names'}.")
         if kind is int and found < 0:
             raise InputError(f"{self.what}: {key} is {value}. Write a number that is not negative.")
         most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
