@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import numpy as np
 
 from meshwright.accuracy.cases import case_of
@@ -24,6 +25,7 @@ from meshwright.calculators.sharding.parsing import parse_asked
 from meshwright.calculators.sweeps.fields import read_fields, sweep_clusters
 from meshwright.calculators.verbs.schedule_times import read_times
 from meshwright.cli.fields import dim_sizes, job_of, parse_fields, parse_mesh, split_values, take_axes, with_fields
+from meshwright.cli.group import VerbGroup
 from meshwright.cli.main import cli
 from meshwright.core.toml_file import dump_toml, load_toml
 from meshwright.core.units import parse_bytes, parse_count
@@ -43,10 +45,19 @@ from meshwright.spec.weights import num_params
 from meshwright.train.data.text import read_pieces
 from meshwright.train.data.tokenizer import train_tokenizer
 from meshwright.train.settings import settings_from_table
-from tests.fuzz.mutations import json_bytes, mutated_text, mutated_tree, of_texts, of_trees, toml_bytes
+from tests.fuzz.mutations import PIECES, json_bytes, mutated_text, mutated_tree, of_texts, of_trees, toml_bytes
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "golden" / "fixtures"
+PLANNED = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "8seq", "--seq", "64", "--top", "1")
+QUESTIONS = (
+    "",
+    "--why-not tensor=2,remat=block",
+    "--what-if network=0.1x,chip.flops=2x",
+    "--pareto",
+    "--recipe",
+    "--axes fsdp=4",
+)
 SLOW_VERBS = ("train", "bench", "profile", "verify", "generate", "demo", "launch", "convert", "accuracy")
 """Verbs that compile or train, or predict a thousand records."""
 
@@ -234,7 +245,7 @@ def _set(text: str) -> None:
 
 
 def _planned(text: str) -> None:
-    call("plan", "tiny", "--on", "v5e:2x2", "--batch", "8seq", "--seq", "64", "--top", "1", "--set", text)
+    call(*PLANNED, "--set", text)
 
 
 # -- what they start from --------------------------------------------------------------------------------
@@ -297,13 +308,17 @@ def _commands() -> list[list[str]]:
     lines = (ROOT / "tests/golden/cases/commands.txt").read_text().splitlines()
     found = [shlex.split(line.partition(" | ")[2]) for line in lines if " | " in line]
     quick = [words for words in found if words[0] not in (*SLOW_VERBS, "plan", "explain", "hlo", "sweep")]
+    quick += [[*PLANNED, *shlex.split(more)] for more in QUESTIONS]
+    quick += [["sweep", "tiny", "--on", "h100:8x1..8x2", *fields] for fields in (["batch=64Ki"], ["micro=1", "remat"])]
     return [words for words in quick if not any(word.startswith("tests/") or word.endswith(".toml") for word in words)]
 
 
 def _command(rng: random.Random) -> list[str]:
     """A command line with one or two words changed, and no file or picture to write."""
     words = list(rng.choice(_COMMANDS))
-    for _ in range(rng.randint(1, 2)):
+    if rng.random() < 0.5:
+        words += _option(words, rng)
+    for _ in range(rng.randint(0 if words[-1] in HOSTILE_WORDS else 1, 2)):
         at = rng.randrange(1, len(words)) if len(words) > 1 else 0
         if at and words[at] not in ("--png", "--frames", "--write", "--out"):
             words[at] = mutated_text(words[at], rng)
@@ -311,6 +326,32 @@ def _command(rng: random.Random) -> list[str]:
     return [word.replace("\0", "") for word in kept]
 
 
+def _option(words: Sequence[str], rng: random.Random) -> list[str]:
+    """An option of the verb with a hostile value."""
+    verb = cli.get_command(click.Context(cli), words[0])
+    if isinstance(verb, VerbGroup):
+        verb = verb.get_command(click.Context(verb), words[1] if words[1] in verb.verbs else verb.otherwise)
+    taken = [one for one in (verb.params if verb else ()) if isinstance(one, click.Option) and not one.is_flag]
+    options = [one for one in taken if not isinstance(one.type, click.Path)]
+    return [rng.choice(options).opts[0], rng.choice(HOSTILE_WORDS)] if options else []
+
+
+HOSTILE_WORDS = (
+    *PIECES,
+    "0.5",
+    "3",
+    "7",
+    "1000",
+    "1e6",
+    "1e15",
+    "1e30",
+    "4Mi",
+    "1G",
+    "X=1e9",
+    "B=1..1e18",
+    "v5e",
+    "tiny",
+)
 _WRITING = {"--png", "--frames", "--write", "--out", "-o", "--picture", "--graph"}
 _COMMANDS = _commands()
 assert chip("v5e")

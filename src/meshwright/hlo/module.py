@@ -252,9 +252,8 @@ def require_readable(module: Module) -> Module:
     sizes: dict[str, tuple[int, int]] = {}
     for name in TopologicalSorter(calls).static_order():
         if name not in calls:  # the text is a part of a program
-            sizes[name] = 0, 0
             continue
-        inside = [sizes[one] for one in calls[name]]
+        inside = [sizes[one] for one in calls[name] if one in sizes]
         depth, size = 1 + max((one[0] for one in inside), default=0), sum(one[1] for one in inside)
         sizes[name] = depth, size + len(module.computations[name].instructions)
         if depth > MOST_NESTED or size > MOST_EXPANDED:
@@ -280,13 +279,15 @@ def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
     tables: dict[str, dict[int, Any]] = {
         name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
     }
-    rows = None
+    table = ""
     for line in lines:
         if line.startswith(("%", "ENTRY")):
             break
-        rows = tables.get(line, rows)
-        if rows is not None and (row := _ROW.match(line)):
-            rows[int(row[1])] = row[2] if row[3] is None else {key: int(n) for key, n in _FIELD.findall(row[3])}
+        table = line if line in tables else table
+        if table and (row := _ROW.match(line)) and (row[3] is None) == table.endswith("Names"):
+            tables[table][int(row[1])] = (
+                row[2] if row[3] is None else {key: int(n) for key, n in _FIELD.findall(row[3])}
+            )
     files, functions, locations, stack = tables.values()
     found = {}
     for number, row in stack.items():
