@@ -85,6 +85,11 @@ def test_damaged_programs_are_named(tmp_path, lines, message):
         read_hlo(tmp_path / "a.txt")
 
 
+def test_a_program_without_a_name(tmp_path):
+    (tmp_path / "a.txt").write_text(f"HloModule\n\n{ADD}")
+    assert read_hlo(tmp_path / "a.txt").name == "?"
+
+
 def test_a_program_of_too_many_computations_inside_each_other(tmp_path):
     links = [f"%c{n} {{\n  ROOT %x{n} = f32[] call(), to_apply=%c{n - 1}\n}}\n" for n in range(1, 3000)]
     (tmp_path / "a.txt").write_text("%c0 {\n  ROOT %x0 = f32[] constant(1)\n}\n" + "".join(links))

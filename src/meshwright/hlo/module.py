@@ -228,7 +228,7 @@ def parse_module(text: str) -> Module:
     header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
     sizes = dict(_OF_HEADER.findall(header))
     return Module(
-        name=header.split()[1].rstrip(","),
+        name=f"{header} ?".split()[1].rstrip(","),
         computations=computations,
         entry=entry or list(computations)[-1],
         num_partitions=int(sizes.get("num_partitions", 1)),

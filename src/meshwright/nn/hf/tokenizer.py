@@ -19,7 +19,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """Reads a tokenizer. Raises InputError when the file is not one."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception for a file it cannot read
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # for a file it cannot read `tokenizers` raises Exception, or panics, which is none
         raise InputError(f"{path} is not a tokenizer file: {' '.join(str(error).split())}.") from None
     # A file may set both, which would truncate texts or add tokens to them.
     tokenizer.no_truncation()
