@@ -169,6 +169,7 @@ def test_the_network_that_a_note_states():
     own = chip("a100").nic_bytes_per_s
     assert chip_of(record(hardware="A100-SXM-80GB")).nic_bytes_per_s == own
     assert chip_of(record(hardware="A100-SXM-80GB", note="800 Gb/s inter-node; x")).nic_bytes_per_s == 800e9 / 8 / 8
+    assert chip_of(record(hardware="A100-SXM-80GB", note="0 Gb/s inter-node")).nic_bytes_per_s == own
     assert chip_of(record(note="per_device_batch 4; A3-High network")).nic_bytes_per_s == 4 * 200e9 / 8 / 8
 
 

@@ -21,7 +21,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, AttentionKernel, Software, Strategy, make_mesh, standard_assignment
 
-_GIGABITS_PER_NODE = re.compile(r"(\d+) Gb/s inter-node")
+_GIGABITS_PER_NODE = re.compile(r"\b([1-9]\d{0,6}) Gb/s inter-node")
 _ROPE_DIM = 64
 _MLA_HEAD = 128
 """Widths of latent attention that records leave out: as in DeepSeek-V3's config.json."""

@@ -11,6 +11,7 @@ import msgspec
 from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import emit_json, say, width
 from meshwright.core.errors import InputError
+from meshwright.core.fields import LARGEST
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.report.answer import Answer, Piece, as_csv, as_markdown, as_text
 from meshwright.spec.catalogue import load_model
@@ -103,6 +104,8 @@ def verb(
 
     def decorate(function: Callable[[_Given], Answer | None]) -> click.Command:
         def callback(form: str = "text", as_json: bool = False, **given: Any) -> None:
+            for param in params:
+                _require_figure(param, given.get(param.name or ""))
             asked = options(**given, form="json" if as_json else form)
             answer = function(asked)
             if answer is not None:
@@ -116,6 +119,13 @@ def verb(
         )
 
     return decorate
+
+
+def _require_figure(param: click.Parameter, value: Any) -> None:
+    """Raises InputError for a number that is not finite, or below 0: no option of a verb means such a one."""
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, int | float) and not 0 <= one <= LARGEST:
+            raise InputError(f"{param.opts[0]} {one}: give a finite number that is not negative.")
 
 
 def emit(answer: Answer, form: str) -> None:

@@ -244,6 +244,9 @@ def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
 def chip_from_table(table: Mapping[str, Any]) -> Chip:
     """Returns the chip of a table: complete, or a ``base`` of the catalogue and what differs."""
     base = table.get("base")
+    for name, kind in (("base", str), ("peak_flops", dict), ("sources", dict)):
+        if not isinstance(table.get(name, kind()), kind):
+            raise InputError(f"{name} is {table[name]!r}. Give {'a name' if kind is str else 'a table'}.")
     entries = {base: msgspec.to_builtins(chip(base))} if isinstance(base, str) else {}
     merged = _merge(table, entries) | {"variant": "custom"}
     if base is not None:

@@ -18,7 +18,7 @@ Topology = Literal["torus", "switched", "host"]
 LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
 """Units of a switched cluster's sizes, innermost first: chips of a domain, nodes of a rack, racks of a pod..."""
 
-_TEXT = re.compile(r"(?:(\d+)\*)?([A-Za-z][\w.-]*):(\d+(?:x\d+)*)(_twisted)?")
+_TEXT = re.compile(r"(?:(\d{1,18})\*)?([A-Za-z][\w.-]*):(\d{1,18}(?:x\d{1,18})*)(_twisted)?", re.ASCII)
 _CHIPS = re.compile(r"[A-Za-z][\w.-]*:\d+chips")
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
 

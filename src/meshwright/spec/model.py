@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.fields import check_figures
+from meshwright.core.fields import check_figures, shown
 
 Family = Literal[
     "llama",
@@ -158,7 +158,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
         for field in self.__struct_fields__:
             if isinstance(size := getattr(self, field), int) and not 0 <= size <= MAX_SIZE:
-                raise InputError(f"{self.name}: {field}={size:.4g} must be at least 0 and at most 2^40.")
+                raise InputError(f"{self.name}: {field}={shown(size)} must be at least 0 and at most 2^40.")
         if self.num_layers > MAX_LAYERS:
             raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
         for field in ("sliding_layers", "dense_layers"):
@@ -186,7 +186,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         always = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
         experts = ("d_ff_expert",) if self.num_experts else ()
         ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        latent = ranks if self.family.startswith("deepseek") else ()
+        latent = ranks if self.latent_attention or self.family.startswith("deepseek") else ()
         return (*always, "max_positions", "relative_distance", *experts, *latent)
 
     @property

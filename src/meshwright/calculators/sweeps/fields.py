@@ -79,7 +79,7 @@ def _names(clusters: Sequence[Cluster]) -> list[str]:
 
 
 def _shown(value: str) -> str:
-    return format_count(int(value)) if value.isdigit() and int(value) >= 1024 else value
+    return format_count(int(value)) if value.isdecimal() and len(value) < 16 and int(value) >= 1024 else value
 
 
 def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:
