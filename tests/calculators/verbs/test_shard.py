@@ -35,7 +35,7 @@ def test_times_on_a_cluster(call):
     assert found["time_s"] == pytest.approx(sum(step["time_s"] for step in found["steps"]))
     text = call(*ARGS, "--on", "v5e:4x4", *SHEET).words
     for fact in ("AllGather Y In[B_X, D] 2.1 MB 23.3 us", "Win 1024 x 8192 16.8 MB 134 MB", "17.2 GFLOP",
-                 "1.23 ms, one step after the other (X on x (4), Y on y (2))"):  # fmt: skip
+                 "1.23 ms, one step after the other (X on x (4), Y on 2 of y (4))"):  # fmt: skip
         assert fact in text
 
 
