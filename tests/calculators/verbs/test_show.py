@@ -132,6 +132,10 @@ def test_clusters(call):
     assert node["power_w"] == 2048 * 700
     assert node["energy_kwh_per_day"] == pytest.approx(2048 * 0.7 * 24)
     assert node["fsdp_min_batch_tokens"] is None
+    # 32 v6e as 4x8 lines: 918e12 / 90e9 / 2 tokens of each = 163 k in all
+    lines = call("show", "v6e:4x8", "--json").json
+    assert lines["fsdp_min_batch_tokens"] == pytest.approx(918e12 / 90e9 / 2 * 32)
+    assert "C / W / axes x chips, W one way, no axis wraps around" in call("show", "v6e:4x8").words
     assert "1.43 MW the chips alone" in call("show", "h100:8x256").words
 
 

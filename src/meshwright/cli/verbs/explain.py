@@ -192,8 +192,10 @@ def _legend(at: Letters) -> str:
     said = [f"B = {format_count(at.batch_tokens)} tokens{of}", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]
     said.append(f"C = {format_flops(at.peak_flops)}")
     if at.alpha is not None:
-        said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte")
-        said.append(f"X = data x fsdp x context on Mx = {at.fsdp_axes} and tensor on My = {at.tensor_axes} torus axes")
+        said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W {at.width}")
+        said.append(
+            f"X = data x fsdp x context on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes"
+        )
         said.append("root = that of the discriminant")
     return ", ".join(said)
 
