@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import emit_json, say, width
@@ -75,11 +76,15 @@ def argument(**settings: Any) -> Any:
 
 
 class Options:
-    """What a verb is given: one attribute per option or argument, in the order of its help; and how it prints."""
+    """What a verb is given: one attribute per option or argument, in the order of its help; and how it prints.
+
+    ``on_line`` are the names of those that the command line gives.
+    """
 
     form = "text"
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, *, on_line: tuple[str, ...] = (), **given: Any) -> None:
+        self.on_line = on_line
         self.__dict__.update(given)
 
 
@@ -103,7 +108,9 @@ def verb(
 
     def decorate(function: Callable[[_Given], Answer | None]) -> click.Command:
         def callback(form: str = "text", as_json: bool = False, **given: Any) -> None:
-            asked = options(**given, form="json" if as_json else form)
+            context = click.get_current_context()
+            on_line = tuple(one for one in given if context.get_parameter_source(one) is ParameterSource.COMMANDLINE)
+            asked = options(**given, form="json" if as_json else form, on_line=on_line)
             answer = function(asked)
             if answer is not None:
                 emit(answer, asked.form)

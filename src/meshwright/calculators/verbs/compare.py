@@ -16,7 +16,13 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 
 VIEWS = {"zero": zero_view, "by_state": bytes_view, "hold": hold_view, "activations": activations_view}
-FLAGS = {"by_state": "bytes"}
+FLAGS = {"by_state": "bytes", "batch_tokens": "batch", "num_chips": "chips", "seq_len": "seq"}
+USED_BY: dict[str, tuple[str, ...]] = {
+    "seq_len": ("sizes", "activations"), "shards": ("zero",), "state": ("zero", "hold"), "average": ("zero", "hold"),
+    "batch_tokens": ("hold",), "results_per_layer": ("hold",), "num_chips": ("hold",), "micro": ("activations",),
+    "tensor": ("activations",), "on": ("by_state", "hold"),
+}  # fmt: skip
+"""Option -> the views that it changes; "sizes" is the one without a flag."""
 
 
 class Given(Options):
@@ -28,9 +34,9 @@ class Given(Options):
     hold: bool = option("Fewest chips of each kind that hold a training run.")
     activations: bool = option("Activations kept: the published closed form beside the derived count.")
     shards: Count = option("Data-parallel devices, for --zero.", default="64")
-    state: str | None = option(f"Training state: {', '.join(STATE_BYTES)}.")
+    state: str | None = option(f"Training state, for --zero and --hold: {', '.join(STATE_BYTES)}.")
     average: Literal["none", "bf16", "fp32"] = option(
-        "A running average of the weights, kept in this dtype.", default="none"
+        "A running average of the weights, kept in this dtype, for --zero and --hold.", default="none"
     )
     batch_tokens: Count | None = option("Tokens a step, for --hold: adds kept activations.", "--batch")
     results_per_layer: float = option("Results of width D that a layer keeps, for --hold.", default=RESULTS_PER_LAYER)
@@ -52,7 +58,19 @@ def command(given: Given) -> Answer:
     if len(views) > 1:
         first, second = (FLAGS.get(name, name) for name in views[:2])
         raise InputError(f"--{first} and --{second} are two views. Ask for one at a time.")
+    _refuse_unused(views[0] if views else "sizes", given)
     return VIEWS[views[0]](chosen, given) if views else _sizes(chosen, given.seq_len)
+
+
+def _refuse_unused(view: str, given: Given) -> None:
+    """Raises InputError for an option that was given and changes nothing in the view."""
+    if view == "hold" and given.batch_tokens is None and "results_per_layer" in given.on_line:
+        raise InputError("--results-per-layer counts the tokens of --batch. Give both.")
+    for name in given.on_line:
+        if view not in USED_BY.get(name, (view,)):
+            views = " and ".join(f"--{FLAGS.get(one, one)}" for one in USED_BY[name] if one != "sizes")
+            flag = FLAGS.get(name, name.replace("_", "-"))
+            raise InputError(f"--{flag} changes nothing here: it is for {views}.")
 
 
 def _models(given: Given) -> list[Model]:
