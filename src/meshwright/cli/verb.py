@@ -59,15 +59,17 @@ class Parameter(msgspec.Struct, frozen=True):
     build: type[click.Parameter]
     flags: tuple[str, ...]
     settings: dict[str, Any]
+    needs: dict[str, str] = {}
 
 
-def option(help: str = "", *flags: str, **settings: Any) -> Any:
+def option(help: str = "", *flags: str, needs: dict[str, str] | None = None, **settings: Any) -> Any:
     """An attribute of `Options` that is given as ``--name``, or as ``flags``.
 
     A bool is a flag, a tuple may be given several times, a Literal is a choice; an attribute that may not be None and
-    has no ``default`` is required. ``settings`` go to `click.Option`.
+    has no ``default`` is required. ``needs`` are other attributes or properties, with their words: where all of them
+    are empty the option would change nothing, and is refused. ``settings`` go to `click.Option`.
     """
-    return Parameter(click.Option, flags, {"help": help, **settings})
+    return Parameter(click.Option, flags, {"help": help, **settings}, needs or {})
 
 
 def argument(**settings: Any) -> Any:
@@ -76,15 +78,11 @@ def argument(**settings: Any) -> Any:
 
 
 class Options:
-    """What a verb is given: one attribute per option or argument, in the order of its help; and how it prints.
-
-    ``on_line`` are the names of those that the command line gives.
-    """
+    """What a verb is given: one attribute per option or argument, in the order of its help; and how it prints."""
 
     form = "text"
 
-    def __init__(self, *, on_line: tuple[str, ...] = (), **given: Any) -> None:
-        self.on_line = on_line
+    def __init__(self, **given: Any) -> None:
         self.__dict__.update(given)
 
 
@@ -108,9 +106,12 @@ def verb(
 
     def decorate(function: Callable[[_Given], Answer | None]) -> click.Command:
         def callback(form: str = "text", as_json: bool = False, **given: Any) -> None:
-            context = click.get_current_context()
-            on_line = tuple(one for one in given if context.get_parameter_source(one) is ParameterSource.COMMANDLINE)
-            asked = options(**given, form="json" if as_json else form, on_line=on_line)
+            asked = options(**given, form="json" if as_json else form)
+            for param in params:
+                row = getattr(options, param.name or "")
+                if row.needs and not any(getattr(asked, name) for name in row.needs) and _on_line(param):
+                    words = " or ".join(row.needs.values())
+                    raise InputError(f"{param.opts[0]} changes nothing here: it is for {words}.")
             answer = function(asked)
             if answer is not None:
                 emit(answer, asked.form)
@@ -123,6 +124,11 @@ def verb(
         )
 
     return decorate
+
+
+def _on_line(param: click.Parameter) -> bool:
+    source = click.get_current_context().get_parameter_source(param.name or "")
+    return source is ParameterSource.COMMANDLINE
 
 
 def emit(answer: Answer, form: str) -> None:

@@ -41,6 +41,9 @@ MAX_FLOPS = 1e36
 ASSUMED_MFU = CostAssumptions().mfu
 
 
+PRICED, FAILING = {"on": "--on", "with_years": "--years"}, {"failure_rate": "--failures-per-1000-node-days"}
+
+
 class Given(Options):
     flops: str | None = argument()
     model_name: str | None = option("A model (name or config.json) instead of a size of the law's choice.", "--model")
@@ -49,23 +52,23 @@ class Given(Options):
     loss: float | None = option("Nats per token to reach: the least budget by the law.")
     law: str = option(f"Scaling law: {', '.join(LAWS)}.", default=DEFAULT_LAW)
     on: str | None = option("A cluster, such as h100:8x128: days, energy, money.")
-    mfu: float | None = option(f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].")
+    mfu: float | None = option(f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].", needs=PRICED)
     chip_hours_text: str | None = option(
         "Chip-hours that a run took, such as 2.79M: gives its utilisation.", "--chip-hours"
     )
-    dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].")
-    pue: float = option("Energy of the building over its machines'.", default=1.0)
-    host_share: float = option("Power of hosts and network, of chips'.", default=0.0)
-    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.")
-    watts: float | None = option("Watts of a chip, instead of the catalogue's.")
-    chips_per_rack: int | None = option("Gives the floor that racks of so many chips take.")
-    m2_per_rack: float = option("Floor of a rack.", default=1.0)
+    dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].", needs=PRICED)
+    pue: float = option("Energy of the building over its machines'.", default=1.0, needs=PRICED)
+    host_share: float = option("Power of hosts and network, of chips'.", default=0.0, needs=PRICED)
+    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", needs=PRICED)
+    watts: float | None = option("Watts of a chip, instead of the catalogue's.", needs=PRICED)
+    chips_per_rack: int | None = option("Gives the floor that racks of so many chips take.", needs={"on": "--on"})
+    m2_per_rack: float = option("Floor of a rack.", default=1.0, needs={"chips_per_rack": "--chips-per-rack"})
     with_years: bool = option("Years on one of each chip of the catalogue.", "--years")
     nodes: int | None = option("Nodes that may fail [default: the hosts of --on].")
     failure_rate: float | None = option("Failures of 1000 nodes in a day.", "--failures-per-1000-node-days")
-    checkpoint_s: float = option("Seconds a save stops the run.", default=60.0)
-    restart_s: float = option("Seconds from a failure to work.", default=600.0)
-    interval_s: float | None = option("Seconds of work between saves [default: Daly's best].")
+    checkpoint_s: float = option("Seconds a save stops the run.", default=60.0, needs=FAILING)
+    restart_s: float = option("Seconds from a failure to work.", default=600.0, needs=FAILING)
+    interval_s: float | None = option("Seconds of work between saves [default: Daly's best].", needs=FAILING)
 
 
 @verb(Given)
