@@ -28,7 +28,7 @@ from meshwright.cost.formulas.roofline import (
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.spec.chip import Chip, chip, compute_dtype
 
-CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn")
+CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn", "nvlink")
 TPU_TILE = (8, 128)
 """Rows and columns of a tile: how a TPU lays the last two dims of an array out in memory."""
 

@@ -230,11 +230,12 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
         yield Table.of(result["ways"], WAYS)
         if result["slice_and_sum"]:
             at = result["slice_and_sum"]
+            most = f"compute-bound below {at['dim']} / (2 alpha) = {at['max_shards']:.3g} devices"
             yield Fact(
                 "slice and sum",
                 f"over one ICI axis beats the whole product on each device from {at['dim']} = 2 alpha = "
-                f"{at['min_size']:,.0f} (here {at['size']:,}; W {at['width']}); compute-bound below "
-                f"{at['dim']} / (2 alpha) = {at['max_shards']:.3g} devices",
+                f"{at['min_size']:,.0f} (here {at['size']:,}; W {at['width']}); "
+                f"{'never compute-bound' if at['max_shards'] < 1 else most}",
                 column=COLUMN,
             )
     if "run" in result:
@@ -287,5 +288,6 @@ def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int]) -> An
         col_labels=tuple(str(c[0]) if c else "" for c in cols),
         row_title=", ".join(array.dims[i] for i in split),
         col_title=array.dims[-1] if array.dims else "",
-        note=f"{' x '.join(map(str, shape))} on each device",
+        note=f"{' x '.join(map(str, shape))} on each device" + (", partial sums" if array.unreduced else ""),
+        is_sum=bool(array.unreduced),
     )
