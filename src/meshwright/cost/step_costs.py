@@ -242,5 +242,5 @@ def price_step(
         network_bytes=sent,
         network_s=seconds,
         latency_s=latency,
-        level=group.level,
+        level=rate.level,
     )

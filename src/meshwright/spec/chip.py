@@ -154,8 +154,9 @@ def peak(chip: Chip, dtype: str) -> float:
         return rate
     if not chip.peak_flops:
         raise InputError(f"{chip.name} has no known peak. Measure it, or give peak_flops in a cluster file.")
-    known = ", ".join(sorted(chip.peak_flops))
-    raise InputError(f"{chip.name} has no {dtype} matrix rate in its table; it has {known}. Choose one of these.")
+    known, fp16 = ", ".join(sorted(chip.peak_flops)), dtype == "bf16" and "fp16" in chip.peak_flops
+    advice = "Choose one of these" + (", in a plan by --set strategy.precision=fp16" if fp16 else "")
+    raise InputError(f"{chip.name} has no {dtype} matrix rate in its table; it has {known}. {advice}.")
 
 
 def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:

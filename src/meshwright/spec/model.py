@@ -245,9 +245,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def runs_here(self) -> bool:
         """True if `nn` can run the model."""
-        return not self._missing_to_run()
+        return not self.missing_to_run
 
-    def _missing_to_run(self) -> str:
+    @property
+    def missing_to_run(self) -> str:
         """Names the feature that `nn` cannot run; empty if it runs."""
         if self.router_scores != "softmax":
             return f"a router with {self.router_scores} scores and a correction that is no weight"
@@ -258,7 +259,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def require_runnable(model: Model) -> None:
     """Raises CannotRunError unless this version can run the model; counting and planning need no such check."""
-    missing = model._missing_to_run()
+    missing = model.missing_to_run
     if missing:
         raise CannotRunError(
             f"{model.name} ({missing}) is counted and planned but not run in this version. "

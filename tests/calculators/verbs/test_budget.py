@@ -118,8 +118,8 @@ def test_failures_make_a_run_longer(call):
         (("1e24", "--params", "1B", "--model", "tiny"), "both say the size"),
         (("--loss", "1.2"), "its floor is 1.69"),
         (("1e24", "--loss", "2"), "asks for the least budget"),
-        (("1e24", "--mfu", "1.5"), "mfu is 1.5, give a share in"),
-        (("1e24", "--pue", "0.5"), "below 1"),
+        (("1e24", "--years", "--mfu", "1.5"), "mfu is 1.5, give a share in"),
+        (("1e24", "--years", "--pue", "0.5"), "below 1"),
         (("1e24", "--on", "h100:8x1", "--dtype", "fp4"), "no fp4 matrix rate"),
         (("--nodes", "10"), "needs a rate"),
         (("--failures-per-1000-node-days", "10"), "Give --nodes or --on"),
@@ -157,7 +157,7 @@ def test_published_chip_hours_give_the_utilisation(call):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--chip-hours", "2.79M"), "Give --on"),
+        (("--chip-hours", "2.79M"), "--dtype changes nothing here: it is for --on or --years"),
         (("--chip-hours", "2.79M", "--on", "h800:8x256", "--mfu", "0.3"), "Leave --mfu out"),
         (("--chip-hours", "1k", "--on", "h800:8x256"), "Give more hours"),
     ],

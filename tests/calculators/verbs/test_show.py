@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from meshwright.spec.catalogue import models
+from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chips
 
 
@@ -74,7 +74,7 @@ def test_a_model_that_does_not_run_here(call):
     }  # fmt: skip
     assert found["attention_intensity"] is None
     text = call("show", "deepseek-v3").out
-    assert "counted and planned; only the llama family runs" in text
+    assert "counted and planned, not run: a router with sigmoid scores" in text
 
 
 def test_a_model_of_a_config_file(call, tmp_path):
@@ -119,6 +119,36 @@ def test_what_no_source_gives_is_null(call):
     assert found["max_params"] == {}
 
 
+def test_windows_enter_the_lengths(call):
+    """gemma3-27b: 62 layers whose matrices are worth 62 x 50,400 keys; 52 of them meet 1,024, 10 the rest: 307,155."""
+    found = call("show", "gemma3-27b", "--json").json
+    assert found["attention_equal_len"] == pytest.approx((62 * 50_400 - 52 * 1024) / 10)
+    text = call("show", "gemma3-27b").words
+    assert "at 307,155 positions" in text
+    assert "(52 of 62 layers see 1,024 positions)" in text
+    # all 32 layers of mistral-7b have a window of 4,096: never
+    assert call("show", "mistral-7b", "--json").json["attention_equal_len"] is None
+    assert "matmul FLOPs at no length" in call("show", "mistral-7b").words
+
+
+def test_what_runs_is_asked_of_the_model(call):
+    for name in ("tiny", "llama3-8b", "deepseek-v3"):
+        model = load_model(name)
+        words = call("show", name).words
+        assert ("here trains" in words) == model.runs_here
+        assert (f"counted and planned, not run: {model.missing_to_run}" in words) != model.runs_here
+
+
+def test_peaks_are_dense(call):
+    """MI355X: 10.1 PFLOP/s in fp4, about twice its 5.0 in fp8; 20.1 counts sparsity."""
+    assert call("show", "mi355x", "--json").json["peak_flops"] == {"fp8": 5e15, "fp4": 10.1e15}
+    for unit in chips().values():
+        peaks = unit.peak_flops
+        for wide, narrow in (("bf16", "fp8"), ("fp8", "fp4")):
+            if wide in peaks and narrow in peaks:
+                assert peaks[narrow] / peaks[wide] < 4, (unit.name, narrow)
+
+
 def test_clusters(call):
     found = call("show", "v5p:16x20x28", "--json").json
     assert (found["num_chips"], found["num_hosts"]) == (8960, 2240)
@@ -132,6 +162,10 @@ def test_clusters(call):
     assert node["power_w"] == 2048 * 700
     assert node["energy_kwh_per_day"] == pytest.approx(2048 * 0.7 * 24)
     assert node["fsdp_min_batch_tokens"] is None
+    # 32 v6e as 4x8 lines: 918e12 / 90e9 / 2 tokens of each = 163 k in all
+    lines = call("show", "v6e:4x8", "--json").json
+    assert lines["fsdp_min_batch_tokens"] == pytest.approx(918e12 / 90e9 / 2 * 32)
+    assert "C / W / axes x chips, W one way, no axis wraps around" in call("show", "v6e:4x8").words
     assert "1.43 MW the chips alone" in call("show", "h100:8x256").words
 
 

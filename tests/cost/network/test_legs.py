@@ -8,7 +8,7 @@ import pytest
 from meshwright.calculators.links.routes import torus_hops
 from meshwright.cost.network.collectives import collective_time, group_rates
 from meshwright.cost.network.legs import TWIST_GAIN, group_legs, ring_hops, tree_hops
-from meshwright.cost.network.placement import physical_placement, whole_axis_placement
+from meshwright.cost.network.placement import physical_placement, place_mesh
 from meshwright.spec.cluster import parse_cluster
 
 
@@ -74,7 +74,7 @@ def test_meshes_on_a_twisted_torus():
     """Four chips along a short axis are a line there and a ring on the plain torus."""
     mesh = {"data": 4, "fsdp": 8, "tensor": 4}
     for text, closed in (("v5p:4x8x4", True), ("v5p:4x8x4_twisted", False)):
-        placed = whole_axis_placement(parse_cluster(text), mesh)
+        placed = place_mesh(parse_cluster(text), mesh)
         (leg,) = group_legs(placed, ("tensor",))
         assert leg.wraps == closed
 

@@ -146,13 +146,18 @@ def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
         (f"least batch, {name}", name, "{:.4g} tokens".format, _batch_formula(name)) for name in facts["critical_batch"]
     ]
     table: tuple[tuple[str, str, Show, str], ...] = (
-        ("memory stops binding at", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
+        ("critical intensity", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
         *batches,
         ("least batch, weights over PCIe", "critical_batch_pcie", "{:,.0f} tokens".format, "peak / PCIe"),
         ("FSDP on one ICI axis, from", "ici_intensity", "{:,.0f} tokens a chip".format, "alpha = peak / W"),
         ("slice and sum, no gather, from", "reduce_after_min_dim", "D = {:,.0f}".format, "2 alpha"),
         ("split in two along D, from", "critical_split_dim", "D = {:,.0f}".format, "2 peak / link"),
-        ("latency of a hop binds below", "latency_bound_bytes", format_bytes, f"link x {format_seconds(_link(c)[1])}"),
+        (
+            "bound by latency, transfers below",
+            "latency_bound_bytes",
+            format_bytes,
+            f"link x {format_seconds(_link(c)[1])}",
+        ),
         ("DCN of a chip", "dcn_bytes_per_s", format_rate, "of a host / its chips"),
     )
     return known_rows(facts | facts["critical_batch"], table)

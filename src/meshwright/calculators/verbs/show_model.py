@@ -1,5 +1,6 @@
 """What `meshwright show MODEL` prints: its weights, and what it computes and holds before anything is split."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,20 +154,29 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
     yield Fact("training", f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 x active)")
     yield Fact(
         "attention",
-        f"its own products equal the layers' matmul FLOPs at {facts['attention_equal_len']:,.0f} positions, those of "
-        f"its projections at {facts['projection_equal_len']:,.0f}",
+        f"its own products equal the layers' matmul FLOPs at {_positions(facts['attention_equal_len'])}, those of its "
+        f"projections at {_positions(facts['projection_equal_len'])}"
+        + (f" ({_windows(m)})" if m.sliding_layers and m.sliding_window else ""),
     )
     if facts["attention_intensity"]:
         at = facts["attention_intensity"]
         yield Fact(
             "",
             f"{at['prefill']:,.4g} FLOPs/byte in bf16 in prefill and {at['generation']:.4g} in generation, at "
-            f"{at['positions']:,} positions: T S G / (T G + S)",
+            f"{at['positions']:,} positions{' without a window' * bool(m.sliding_layers)}: T S G / (T G + S)",
         )
     yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
     states = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
     yield Fact("training state", f"{states} (bf16-adam without its short-lived gradients)")
-    yield Fact("here", "trains" if m.runs_here else "counted and planned; only the llama family runs in this version")
+    yield Fact("here", f"counted and planned, not run: {m.missing_to_run}" if m.missing_to_run else "trains")
+
+
+def _positions(length: float) -> str:
+    return f"{length:,.0f} positions" if math.isfinite(length) else "no length"
+
+
+def _windows(m: Model) -> str:
+    return f"{len(m.sliding_layers)} of {m.num_layers} layers see {m.sliding_window:,} positions"
 
 
 def _cache_text(m: Model, rows: list[dict[str, Any]]) -> Iterator[Piece]:
@@ -175,9 +185,7 @@ def _cache_text(m: Model, rows: list[dict[str, Any]]) -> Iterator[Piece]:
          *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
         for row in rows
     ]  # fmt: skip
-    windows = ""
-    if m.sliding_layers and m.sliding_window:
-        windows = f"; {len(m.sliding_layers)} of {m.num_layers} layers keep {m.sliding_window:,} positions"
+    windows = f"; {_windows(m)}" if m.sliding_layers and m.sliding_window else ""
     yield Table(
         ["heads", "elements", *CACHE_DTYPES, f"{CACHE_POSITIONS:,} tokens"],
         table,

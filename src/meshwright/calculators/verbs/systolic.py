@@ -26,7 +26,7 @@ class Given(Options):
         "Shape of the whole weight matrix, such as 512x256 [default: SHAPE].", "--weights"
     )
     on: str | None = option("A TPU: its MXU gives the shape where none is given, its clock the time.")
-    seed: int = option("Of the integers that are multiplied.", default=0)
+    seed: int = option("Of the integers that are multiplied.", default=0, needs={"png": "--png", "folder": "--frames"})
     png: Path | None = option("Draw telling cycles to this file (.png or .svg).")
     folder: Path | None = option("Draw every cycle into this folder.", "--frames")
 

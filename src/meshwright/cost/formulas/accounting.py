@@ -14,7 +14,7 @@ from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError, nearest
 from meshwright.cost.formulas.roofline import Work
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import STATE_BYTES, Strategy
+from meshwright.spec.strategy import STATE_BYTES, Strategy, standard_assignment
 from meshwright.spec.weights import Weight, weight_table
 
 StatePart = Literal["weights", "gradients", "optimizer"]
@@ -64,7 +64,8 @@ def attention_equal_len(model: Model) -> float:
     """Sequence length at which attention's own products take as many FLOPs as all matrices of the layers.
 
     6 P T = 6 T^2 N (H + Hv) L with P the matrix parameters that a token uses in the layers, so T = P / (N (H + Hv) L);
-    8 D with F = 4 D gated, full heads and N H = D. No causal discount. Source: section 4.3.
+    8 D with F = 4 D gated, full heads and N H = D. No causal discount. Layers with a window see that many positions at
+    most: infinite where all have one and it is too short. Source: section 4.3.
     """
     return _equal_len(model, _layer_matrices(model))
 
@@ -84,8 +85,12 @@ def _layer_matrices(model: Model) -> list[Weight]:
 
 def _equal_len(model: Model, rows: list[Weight]) -> float:
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    per_position = model.num_heads * (model.head_dim + value_dim) * model.num_layers
-    return sum(row.num_active_params for row in rows) / per_position
+    keys = sum(row.num_active_params for row in rows) / (model.num_heads * (model.head_dim + value_dim))
+    window, near = model.sliding_window or math.inf, len(model.sliding_layers)
+    if not near or keys / model.num_layers <= window:
+        return keys / model.num_layers
+    far = model.num_layers - near
+    return (keys - near * window) / far if far else math.inf
 
 
 # -- bytes of the training state ------------------------------------------------------------------------
@@ -130,14 +135,17 @@ def max_params(memory_bytes: Number, *, state: str) -> Number:
 # -- bytes of activations and caches --------------------------------------------------------------------
 
 
-def saved_widths(model: Model, remat: str | tuple[str, ...]) -> dict[str, Number]:
+def saved_widths(
+    model: Model, remat: str | tuple[str, ...], *, tensor: int = 1, sequence_parallel: bool = True
+) -> dict[str, Number]:
     """Elements per token that each layer keeps for its backward pass under a remat policy, by result.
 
-    Read off the derived steps on one device: "block" keeps the layer's input alone (D), the list ("g", "u") the
-    outputs of the feed-forward matmuls as well (D + 2 F). Where layers differ it is their mean; a token has a slot
-    with each of its experts.
+    Read off the derived steps on one device, or on each of ``tensor``: "block" keeps the layer's input alone (D), the
+    list ("g", "u") the outputs of the feed-forward matmuls as well (D + 2 F). Where layers differ it is their mean; a
+    token has a slot with each of its experts.
     """
-    derived = derive(transformer(model), Strategy(mesh={}, remat=remat))
+    assignment = standard_assignment(sequence_parallel=sequence_parallel)
+    derived = derive(transformer(model), Strategy(mesh={"tensor": tensor}, remat=remat, assignment=assignment))
     sizes: dict[str, Number] = model.dims | {"B": 1, "T": 1}
     if model.num_experts:
         sizes["C"] = Fraction(model.experts_per_token, model.num_experts)
@@ -145,7 +153,8 @@ def saved_widths(model: Model, remat: str | tuple[str, ...]) -> dict[str, Number
     for block in derived.blocks:
         for array in block.kept if block.is_layer else ():
             width = math.prod(sizes[dim] for dim in array.dims)
-            found[array.name] = found.get(array.name, 0) + Fraction(block.repeat * width, model.num_layers)
+            parts = model.num_layers * (tensor if "tensor" in array.spread else 1)
+            found[array.name] = found.get(array.name, 0) + Fraction(block.repeat * width, parts)
     return {name: int(width) if width.denominator == 1 else float(width) for name, width in found.items()}
 
 
