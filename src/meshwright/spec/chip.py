@@ -17,6 +17,9 @@ CATALOGUE = Path(__file__).parent / "data" / "chips"
 _NOT_INHERITED = ("aliases", "family", "device_kind", "libtpu", "xla_gpu")
 """Fields that a chip does not inherit from its base: to compilers and measurements it may be other hardware."""
 
+PAID_FOR = ("price_usd_per_hour", "power_w")
+"""Figures that only the book's variant of a chip inherits: other hardware has another price and another power."""
+
 _MAY_BE_ZERO = ("ici_hop_s", "nvlink_hop_s", "network_hop_s", "dcn_hop_s", "price_usd_per_hour", "power_w")
 
 _NARROW_FLOATS = {"fp8", "fp4"}
@@ -76,6 +79,7 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     vmem_bytes: float | None = None
     vmem_bytes_per_s: float | None = None
     l2_bytes: float | None = None
+    l2_bytes_per_s: float | None = None
     # torus links
     ici_link_bytes_per_s: float | None = None
     num_ici_axes: int | None = None
@@ -101,6 +105,8 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_cores: int | None = None
     mxus_per_core: int | None = None
     mxu_dim: int | None = None
+    vpu_lanes_per_core: int | None = None
+    vpu_alus_per_lane: int | None = None
     clock_hz: float | None = None
     die: str | None = None
     die_gpcs: int | None = None
@@ -193,11 +199,12 @@ def vector_peak_from_anatomy(chip: Chip) -> float:
 
 
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the entry into its base; see `_NOT_INHERITED`."""
+    """Merges the entry into its base, which may have one; see `_NOT_INHERITED` and `PAID_FOR`."""
     base_name = entry.get("base")
     if base_name is None:
         return dict(entry)
-    merged = {key: value for key, value in entries[base_name].items() if key not in _NOT_INHERITED}
+    left = _NOT_INHERITED + (() if entry.get("variant") == "book" else PAID_FOR)
+    merged = {key: value for key, value in _merge(entries[base_name], entries).items() if key not in left}
     merged["peak_flops"] = merged.get("peak_flops", {}) | entry.get("peak_flops", {})
     merged["sources"] = merged.get("sources", {}) | entry.get("sources", {})
     kept = ("base", "peak_flops", "sources")

@@ -25,7 +25,7 @@ def test_chips(call):
     assert by_name["v5p"]["ici_intensity"] == pytest.approx(2550)
     assert by_name["v100"]["compute_dtype"] == "fp16"
     assert by_name["cpu"]["critical_intensity"] is None
-    assert "v5e 197 TFLOP/s 16 GB 819 GB/s 45 GB/s datasheet" in call("show", "chips").words
+    assert "v5e 197 - 394 - 16 GB 819 GB/s 45 GB/s" in call("show", "chips").words
 
 
 def test_a_model(call):
@@ -96,6 +96,7 @@ def test_a_chip(call):
     assert found["critical_split_dim"] == pytest.approx(2 * 197e12 / 45e9)
     assert found["reduce_after_min_dim"] == pytest.approx(2 * 197e12 / 90e9)
     assert found["latency_bound_bytes"] == pytest.approx(45e3)
+    assert (found["int8_over_bf16"], found["memory_over_link"]) == (2, pytest.approx(819 / 45))
     # what the compiler offers of the 16 GB class: 15.75 GiB
     assert found["max_params"]["bf16-adam"] == pytest.approx(15.75 * 2**30 / 10)
     text = call("show", "v5e").words
@@ -113,7 +114,7 @@ def test_every_chip_can_be_shown(call, name):
 
 
 def test_what_no_source_gives_is_null(call):
-    found = call("show", "h800", "--json").json
+    found = call("show", "m3", "--json").json
     assert found["hbm_bytes"] is None
     assert found["critical_batch"] == {}
     assert found["max_params"] == {}

@@ -9,7 +9,7 @@ from meshwright.calculators.verbs.show_model import model_answer
 from meshwright.cli.verb import Options, argument, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
-from meshwright.core.units import format_bytes, format_flops, format_params, format_rate
+from meshwright.core.units import format_bytes, format_params, format_rate
 from meshwright.report.answer import Answer, Table
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chip, chips
@@ -63,13 +63,20 @@ MODELS: dict[str, Any] = {
     "D": "d_model",
     "runs here": ("runs", lambda runs: "yes" if runs else "counted"),
 }
+
+
+def _teraflops(flops: float) -> str:
+    return f"{flops / 1e12:,.0f}" if flops >= 1e15 else f"{flops / 1e12:.4g}"
+
+
+PEAKS = {"bf16": "bf16 or fp16", "fp8": "fp8", "int8": "int8", "fp4": "fp4"}
+"""Dtype -> what its column says."""
 CHIPS: dict[str, Any] = {
     "chip": "name",
-    "bf16, dense": ("bf16", format_flops),
+    **{words: (dtype, _teraflops) for dtype, words in PEAKS.items()},
     "memory": ("hbm_bytes", format_bytes),
     "memory rate": ("hbm_bytes_per_s", format_rate),
     "link, one way": ("link", format_rate),
-    "figures": "variant",
 }
 
 
@@ -94,9 +101,10 @@ def _chips() -> Answer:
     shown = [
         {
             **one,
-            "bf16": one["peak_flops"].get("bf16"),
+            **{dtype: one["peak_flops"].get(dtype) for dtype in PEAKS},
+            "bf16": one["peak_flops"].get("bf16") or one["peak_flops"].get("fp16"),
             "link": one["ici_link_bytes_per_s"] or one["nvlink_bytes_per_s"],
         }
         for one in rows
     ]
-    return Answer({"chips": rows}, [Table.of(shown, CHIPS)])
+    return Answer({"chips": rows}, [Table.of(shown, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")])
