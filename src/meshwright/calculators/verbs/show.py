@@ -23,14 +23,19 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """THING is: models, chips, a model (name or config.json), a chip, or a cluster such as v5p:16x20x28."""
+    """THING is: models, chips, a model (name or config.json), a chip (name or .toml), a cluster such as v5p:4x4x4."""
     thing = given.thing
     if thing == "models":
         return _models()
     if thing == "chips":
         return _chips()
+    if thing.endswith(".toml"):
+        keys = read_toml(Path(thing)).data.keys()
+        if {"version", "strategy"} <= keys:
+            raise InputError(f"{thing} is a plan. Use meshwright explain {thing}, or show the cluster it names.")
+        if not {"shape", "levels"} & keys:
+            return chip_answer(chip(thing))
     if ":" in thing or thing.endswith(".toml"):
-        _refuse_plan_file(thing)
         return clusters_answer(parse_clusters(thing))
     if thing.lower() in _chip_names():
         return chip_answer(chip(thing))
@@ -39,12 +44,6 @@ def command(given: Given) -> Answer:
     options = ("models", "chips", *models(), *_chip_names())
     hint = nearest(thing, options) or " Try meshwright show models, or meshwright show chips."
     raise InputError(f"{thing!r} is no model, chip or cluster.{hint}")
-
-
-def _refuse_plan_file(thing: str) -> None:
-    """A plan file has another reader: say so instead of naming its keys one by one."""
-    if thing.endswith(".toml") and {"version", "strategy"} <= read_toml(Path(thing)).data.keys():
-        raise InputError(f"{thing} is a plan. Use meshwright explain {thing}, or show the cluster it names.")
 
 
 def _chip_names() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from meshwright.core.units import format_bytes, format_flops, format_params, for
 from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
-from meshwright.spec.chip import Chip, vector_peak_from_anatomy
+from meshwright.spec.chip import PAID_FOR, Chip, vector_peak_from_anatomy
 from meshwright.spec.strategy import STATE_BYTES
 
 
@@ -140,6 +140,8 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         if value is not None:
             rows.append([words, show(value), note(c.sources.get(key, ""))])
     yield Table(["", c.name, "source"], rows, c.full_name)
+    if c.variant == "custom" and (missing := [name for name in PAID_FOR if getattr(c, name) is None]):
+        yield Paragraph(f"not known: {', '.join(missing)} (a base's are those of other hardware)", indent=4)
     for number, source in enumerate(notes, 1):
         yield Paragraph(f"{number:>2}  {source}", indent=4)
 

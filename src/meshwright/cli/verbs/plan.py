@@ -44,6 +44,7 @@ class Given(Options):
     batch: str = BATCH
     seq_len: Count = SEQ_NEEDED
     tokens: Count | None = option("Tokens of the whole run, such as 15T: gives days and cost.")
+    price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
     axes: str | None = AXES
     top: int = option("How many strategies to list.", default=5)
     collective_matmul: str | None = option(
@@ -68,6 +69,9 @@ def command(given: Given) -> Answer:
     fields = parse_fields(given.pairs, sections=("model", "job", "strategy", "assumptions"))
     chosen = with_fields(load_model(given.model), "model", fields["model"])
     clusters = parse_clusters(given.on)
+    if given.price is not None:
+        chip = clusters[0].chip.priced(given.price)
+        clusters = tuple(msgspec.structs.replace(cluster, chip=chip) for cluster in clusters)
     job = job_of(given.batch, given.seq_len, fields["job"], given.tokens)
     require_training(job, "plan")
     if given.collective_matmul is not None:
