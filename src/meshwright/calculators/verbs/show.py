@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.calculators.verbs.show_chip import chip_answer, chip_facts
 from meshwright.calculators.verbs.show_cluster import clusters_answer
 from meshwright.calculators.verbs.show_model import model_answer
-from meshwright.cli.verb import Options, argument, verb
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
 from meshwright.core.units import format_bytes, format_params, format_rate
@@ -19,6 +19,7 @@ from meshwright.spec.weights import num_active_params, num_params
 
 class Given(Options):
     thing: str = argument()
+    seq_len: Count | None = option("For a model: FLOPs by part and bytes that a layer sends, at this length.", "--seq")
 
 
 @verb(Given)
@@ -40,7 +41,7 @@ def command(given: Given) -> Answer:
     if thing.lower() in _chip_names():
         return chip_answer(chip(thing))
     if thing and (thing in models() or Path(thing).exists() or "/" in thing or thing.endswith(".json")):
-        return model_answer(load_model(thing))
+        return model_answer(load_model(thing), given.seq_len)
     options = ("models", "chips", *models(), *_chip_names())
     hint = nearest(thing, options) or " Try meshwright show models, or meshwright show chips."
     raise InputError(f"{thing!r} is no model, chip or cluster.{hint}")

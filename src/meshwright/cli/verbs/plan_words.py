@@ -82,8 +82,8 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
     petaflop_days, years = (three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
     yield Fact(
         "",
-        f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, {budget.mfu_6nd:.1%} of the chip-hours' "
-        f"peak; {years} years on one chip at peak",
+        f"6 N D, N with the look-up, = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, "
+        f"{budget.mfu_6nd:.1%} of the chip-hours' peak; {years} years on one chip at peak",
     )
     watts = "not known for this chip (power_w)"
     if budget.power_w is not None and budget.energy_kwh is not None:
