@@ -41,7 +41,7 @@ CASES = [
     (2, swapped(PLAN, "v5e:4x4", "v5e:4x4x4"), "v5e has 2. 64 chips are for example v5e:8x8."),
     (2, swapped(PLAN, "v5e:4x4", "v5e:0x4"), "Give positive whole numbers"),
     (2, swapped(PLAN, "v5e:4x4", "v100:8"), "v100 has no bf16 matrix rate in its table; it has fp16, fp32."),
-    (2, swapped(PLAN, "v5e:4x4", "mi355x:8"), "nvlink_bytes_per_s of mi355x is not known"),
+    (2, swapped(PLAN, "v5e:4x4", "trn3:4x4"), "nic_bytes_per_s of trn3 is not known"),
     (3, swapped(PLAN, "llama3-8b", "deepseek-v3"), "deepseek-v3 with 128 sequences of 4096 does not fit v5e:4x4"),
     # sizes of the job
     (2, swapped(PLAN, "128seq", "4M"), "Use 4Mi (1024 sequences)."),

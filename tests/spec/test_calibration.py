@@ -65,7 +65,7 @@ def test_attention_keeps_16_bits():
     assert attention_rate(H100, with_efficiency(compute=0.5), "fp8") == 0.5 * H100.peak_flops["bf16"]
     assert attention_rate(V100, found, "fp16") == 0.4 * V100.peak_flops["fp16"]
     # a chip whose table lacks a 16-bit rate is priced at the one that it has
-    assert attention_rate(chip("h800"), found, "fp8") == 0.4 * chip("h800").peak_flops["fp8"]
+    assert attention_rate(chip("m3"), found, "int8") == 0.4 * chip("m3").peak_flops["int8"]
 
 
 def test_what_was_measured_comes_first():

@@ -94,7 +94,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
     """``"459 TFLOP/s"``: powers of ten, three significant digits (``unit="FLOP"`` for an amount)."""
-    return _scaled(flops, unit, (*"EPTGM", ""))
+    return _scaled(flops, unit, (*"EPTGMk", ""))
 
 
 def format_count(count: float) -> str:

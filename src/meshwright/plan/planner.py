@@ -144,7 +144,10 @@ def space_of(
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
     """The named conventions behind the numbers."""
     cluster = setting.cluster
-    notes = [f"times rest on {setting.rates.describe()}", "MFU counts 6ND + 12 B T^2 N H L, no causal discount"]
+    notes = [
+        f"times rest on {setting.rates.describe()}",
+        "MFU counts 6ND + 12 B T^2 N H L, N without the look-up, no causal discount",
+    ]
     if cluster.kind != "host" and setting.rates.is_datasheet:
         notes.append("nothing is measured or fitted behind these rates: real steps take longer, see docs/accuracy.md")
     if cluster.kind != "host":

@@ -49,6 +49,8 @@ def test_every_way(call):
     assert found["slice_and_sum"] == pytest.approx(
         {"dim": "D", "size": 4096, "min_size": 2 * 197e12 / 45e9, "max_shards": 4096 * 45e9 / 197e12 / 2}
     )
+    least = found["ways"][0]["time_s"]
+    assert [way["times_cheapest"] for way in found["ways"]] == [way["time_s"] / least for way in found["ways"]]
     assert (
         "from D = 2 alpha = 8,756 (here 4,096; W one way, no ring)"
         in call(*ARGS, "--on", "v5e:4x4", *SHEET, "--all").words

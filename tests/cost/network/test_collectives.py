@@ -158,8 +158,8 @@ def test_refusals():
         group_rates(placed, ("fsdp",))["gather"]
     with pytest.raises(InputError, match="give a calibration"):
         group_rates(place_axes(parse_cluster("cpu:4"), {"fsdp": 4})[0], ("fsdp",))
-    with pytest.raises(InputError, match="nvlink_bytes_per_s of mi355x is not known"):
-        place_axes(parse_cluster("mi355x:8"), {"fsdp": 8})
+    with pytest.raises(InputError, match="nic_bytes_per_s of trn3 is not known"):
+        place_axes(parse_cluster("trn3:4x2"), {"fsdp": 8})
 
 
 def test_this_machine_takes_its_rates_from_a_calibration():

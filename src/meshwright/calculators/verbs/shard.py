@@ -61,6 +61,7 @@ WAYS: dict[str, Any] = {
     "bytes moved": ("bytes", format_bytes),
     "FLOPs": ("flops_per_device", lambda flops: format_flops(flops, unit="FLOP")),
     "time": ("time_s", format_seconds),
+    "over least": ("times_cheapest", "{:.2f}".format),
 }
 
 
@@ -94,7 +95,10 @@ def command(given: Given) -> Answer:
         lhs, rhs = asked.factors
         ways = {way.name: way.steps for way in all_ways(lhs, rhs, asked.result)}
         rows = [_way(name, steps, price_einsum(steps, dims, mesh, rates)) for name, steps in ways.items()]
-        result["ways"] = sorted(rows, key=lambda r: (r["time_s"] or 0, r["bytes"]))
+        rows.sort(key=lambda r: (r["time_s"] or 0, r["bytes"]))
+        figure = "time_s" if rows[0]["time_s"] else "bytes"
+        least = rows[0][figure]
+        result["ways"] = [{**row, "times_cheapest": row[figure] / least if least else None} for row in rows]
         result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
     if given.execute:
         result["run"] = run_ways(asked, list(ways.values()), dims, mesh)

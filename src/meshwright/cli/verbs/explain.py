@@ -159,8 +159,8 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
     )
     yield Fact(
         "utilisation",
-        f"MFU {estimate.mfu:.1%} of 6ND + 12 B T^2 N H L, no causal discount; HFU {estimate.hfu:.1%}, recomputation "
-        f"counted",
+        f"MFU {estimate.mfu:.1%} of 6ND + 12 B T^2 N H L, N without the look-up, no causal discount; "
+        f"HFU {estimate.hfu:.1%}, recomputation counted",
     )
     items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
     yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Literal
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError, nearest
@@ -91,6 +92,56 @@ def _equal_len(model: Model, rows: list[Weight]) -> float:
         return keys / model.num_layers
     far = model.num_layers - near
     return (keys - near * window) / far if far else math.inf
+
+
+FLOP_PARTS = {
+    "attention": "projections",
+    **dict.fromkeys(("mlp", "router", "experts", "shared_experts"), "feed-forward"),
+    "unembedding": "vocabulary",
+}
+"""Part of the weight table -> the part of the FLOPs that its products are; the look-up of the embedding is free."""
+
+
+def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[str, float]:
+    """FLOPs of the forward pass of one sequence by part: 2 P T of matrices, 2 T S N (H + Hv) a layer of scores.
+
+    The backward pass has twice as many. S are the keys that a query meets, see `keys_per_query`; chosen experts count.
+    Three times their sum is what MFU counts. Source: How to Scale Your Model, section 4.3.
+    """
+    found = dict.fromkeys(("projections", "scores", "feed-forward", "vocabulary"), 0.0)
+    for row in weight_table(model):
+        if row.kind == "matrix" and row.part in FLOP_PARTS:
+            used = math.prod(row.shape) if row.tied_to else row.num_active_params
+            found[FLOP_PARTS[row.part]] += 2.0 * used * seq_len
+    near = keys_per_query(seq_len, window=model.sliding_window, causal=causal)
+    sliding = len(model.sliding_layers) if model.sliding_window else 0
+    keys = (model.num_layers - sliding) * keys_per_query(seq_len, causal=causal) + sliding * near
+    value_dim = model.v_head_dim if model.latent_attention else model.head_dim
+    found["scores"] = 2.0 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
+    return found
+
+
+def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Number, str, Number]]:
+    """What one layer sends for ``num_tokens`` in bf16 by strategy: formula and bytes, forward, then backward.
+
+    Whole arrays as rings carry them: a gather or a scatter once, an all-reduce twice. P are the weights of a layer, in
+    the mean. Source: How to Scale Your Model, sections 5.1 to 5.3.
+    """
+    weights = 2 * sum(row.num_params for row in weight_table(model) if row.layers) / model.num_layers
+    acts = 2 * num_tokens * model.d_model
+    found: dict[str, tuple[str, Number, str, Number]] = {
+        "data": ("nothing", 0, "sum 4P", 2 * weights),
+        "fsdp": ("gather 2P", weights, "gather 2P, scatter 2P", 2 * weights),
+        "tensor": ("gather 4BD, scatter 4BD", 4 * acts, "gather 4BD, scatter 4BD", 4 * acts),
+        "pipeline": ("send 2BD", acts, "send 2BD", acts),
+    }
+    if not model.latent_attention:
+        ring = 4 * num_tokens * model.num_kv_heads * model.head_dim
+        found["context ring"] = ("keys, values 4BKH", ring, "and gradients 8BKH", 2 * ring)
+    if model.num_experts:
+        sent = 2 * model.experts_per_token * acts
+        found["expert"] = ("to and from 4kBD", sent, "to and from 4kBD", sent)
+    return found
 
 
 # -- bytes of the training state ------------------------------------------------------------------------

@@ -83,6 +83,18 @@ def _chip_hbm(setting: Setting, factor: float) -> tuple[Setting, str]:
     return _with_chip(setting, ("hbm_bytes_per_s",), factor, ("memory_bytes_per_s",)), words
 
 
+def _slowest(setting: Setting, factor: float) -> tuple[Setting, str]:
+    """One straggler: collectives make every chip wait for it, so that all compute at its rates."""
+    if factor > 1:
+        raise InputError(f"--what-if slowest={factor:g}x: the slowest chip is none of the faster. Give at most 1x.")
+    rates = setting.rates
+    measured = ("matmul_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
+    slower = _multiplied(rates, measured, factor)
+    shares = _multiplied(rates.efficiency, ("compute", "attention", "hbm"), factor)
+    setting = msgspec.structs.replace(setting, calibration=msgspec.structs.replace(slower, efficiency=shares))
+    return setting, f"every chip waits for one whose compute and memory run at {factor:.0%}"
+
+
 def _chip_memory(setting: Setting, factor: float) -> tuple[Setting, str]:
     words = _from_to(setting.cluster.chip.memory_bytes, factor, format_bytes, "memory")
     return _with_chip(setting, ("hbm_bytes", "usable_hbm_bytes"), factor, ("memory_bytes",)), words
@@ -105,6 +117,8 @@ LINKS: dict[str, tuple[str, str]] = {
     "dcn": ("dcn_bytes_per_s_per_host", "torus"),
 }
 """Level -> (the chip's figure, the kind of cluster that has it); nic is every level beyond the domain."""
+BEYOND = ("nic", "dcn")
+"""What leaves an NVLink domain or a slice."""
 
 
 def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
@@ -119,8 +133,10 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
         here = [level for level in levels if _has(cluster, level)]
         if not here:
             have = [level for level in LINKS if _has(cluster, level)]
+            inside = "domain" if cluster.kind == "switched" else "slice"
             raise InputError(
-                f"{cluster.short_name} has no {' or '.join(levels)}. "
+                f"{cluster.short_name} has no {' or '.join(levels)}"
+                + (f": nothing leaves its {inside}. " if levels == BEYOND else ". ")
                 + (f"Change {' or '.join(have)}." if have else "It has one chip.")
             )
         words = ", ".join(
@@ -254,7 +270,9 @@ CHANGES: dict[str, Callable[[Setting, float], tuple[Setting, str]]] = {
     "chip.flops": _chip_flops,
     "chip.hbm": _chip_hbm,
     "chip.memory": _chip_memory,
-    "network": _links(*LINKS),
+    "slowest": _slowest,
+    "network": _links(*BEYOND),
+    "links": _links(*LINKS),
     **{level: _links(level) for level in LINKS},
     "chips": _chips,
     "batch": _job_size("batch_seqs", "batch", "sequences", "sequences a step, {tokens} tokens"),
