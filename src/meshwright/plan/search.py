@@ -27,6 +27,7 @@ from meshwright.plan.candidates import (
     legal_in,
     with_microbatches,
 )
+from meshwright.plan.legal import few_idle_places
 from meshwright.plan.ranking import Best, Variant, diverse
 from meshwright.plan.result import PlannedStrategy, planned
 from meshwright.plan.space import Pattern, Space
@@ -76,11 +77,11 @@ def search(
     exhaustive: bool = False,
     frontier: bool = False,
 ) -> SearchOutcome:
-    """The fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, batches near it.
+    """Returns the fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, near it.
 
-    At most ``top`` meshes, alternating between (data x fsdp x context, tensor) so that they differ. Unless
-    ``exhaustive``, a large space is screened first: every mesh is priced in its plainest form, and the most promising
-    in all.
+    These are at most ``top`` meshes, of as many (pipeline, data x fsdp x context, expert, tensor) as there are (see
+    `diverse`). Unless ``exhaustive``, a large space is screened first: every mesh is priced in its plainest form, and
+    only the most promising in all forms.
     """
     meshes = candidates_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
     num_meshes = len(meshes)
@@ -237,9 +238,8 @@ class _Bench:
         for count in self._chunk_counts(schedule, stages, num_layers):
             fits = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
             fits = fits & ((stages > 1) | (first & (count == 1)))
-            fits = fits & legal_in(self.space, pattern, rows, schedule=schedule, chunks=count)
-            places = np.ceil(num_layers / (stages * count)) * stages * count
-            fits = fits & ((count == 1) | (places <= (1 + self.space.idle_layers) * num_layers))
+            fits = fits & legal_in(self.space, pattern, rows, chunks=count)
+            fits = fits & ((count == 1) | few_idle_places(num_layers, stages * count, idle=self.space.idle_share))
             found = np.flatnonzero(fits)
             numbers.append(found)
             chunks.append(count[found])

@@ -11,7 +11,7 @@ from meshwright.algebra.rewrites.remat import keeps_logits
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.cost.setting import Setting
-from meshwright.plan.legal import MAX_IDLE_LAYERS, DimSplit, LegalRule, size_rules, splits
+from meshwright.plan.legal import MAX_IDLE_SHARE, DimSplit, LegalRule, size_rules, splits
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
@@ -84,8 +84,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is searched, for jobs and clusters that are the setting's but for their size.
 
     ``fixed`` are mesh axes whose size is given; ``num_microbatches`` and ``chunks`` are None for any that divide.
-    ``template`` carries the choices that are the same for all; ``idle_layers`` is the share of a pipeline's places for
-    layers that may stay empty.
+    ``template`` carries the choices that are the same for all; ``idle_share`` are the places for layers that may stay
+    empty in a pipeline, as a share of the number of layers.
     """
 
     setting: Setting
@@ -97,7 +97,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int | None = None
     fixed: dict[str, int] = {}
     axes: tuple[str, ...] = MESH_AXES
-    idle_layers: float = MAX_IDLE_LAYERS
+    idle_share: float = MAX_IDLE_SHARE
 
     def dims(self, batch_seqs: Any) -> dict[str, Any]:
         """Sizes of all dims, B of the whole batch."""
@@ -151,7 +151,7 @@ def open_space(
         chunks=template.chunks if "chunks" in held else None,
         fixed=fixed,
         axes=axes_to_try(setting.cluster, fixed),
-        idle_layers=0.0 if choices.equal_stages else MAX_IDLE_LAYERS,
+        idle_share=0.0 if choices.equal_stages else MAX_IDLE_SHARE,
     )
 
 

@@ -26,6 +26,7 @@ from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
+from meshwright.spec.strategy import BATCH_AXES
 from meshwright.spec.weights import num_active_params, num_params
 
 
@@ -42,7 +43,7 @@ class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
 def batch_of(priced: PricedStrategy) -> BatchSplit:
     """The bookkeeping of the batch: a replica's microbatch x replicas x microbatches."""
     job, count = priced.setting.job, priced.strategy.num_microbatches
-    replicas = _devices(priced, "data", "fsdp", "expert")
+    replicas = _devices(priced, *BATCH_AXES)
     each = job.batch_seqs / (replicas * count)
     return BatchSplit(
         sequences_per_microbatch=each,
@@ -91,7 +92,7 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         num_microbatches=count,
         num_chips=chips,
         num_stages=stages,
-        data_ways=_devices(priced, "data", "fsdp", "expert", "context") / slices,
+        data_ways=_devices(priced, *BATCH_AXES, "context") / slices,
         peak_flops=peak,
         alpha=None if width is None else limits.ici_intensity(peak, width),
         fsdp_axes=max(1, axes - tensor),
@@ -99,7 +100,7 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         tensor=_devices(priced, "tensor"),
         context=_devices(priced, "context"),
         batch_seqs=job.batch_seqs,
-        replicas=_devices(priced, "data", "fsdp", "expert"),
+        replicas=_devices(priced, *BATCH_AXES),
         memory_bytes=room if math.isfinite(room) else None,
         needed_bytes=float(priced.estimate.hbm_bytes_per_chip),
         shared_bytes=state_bytes(num_params(setting.model), state=strategy.state) + activations,

@@ -21,7 +21,7 @@ from meshwright.plan.why.bounds import BatchSplit, batch_of, letters_of
 from meshwright.plan.why.single_changes import Tried, try_changes
 from meshwright.spec.calibration import matmul_rate
 from meshwright.spec.plan_file import Plan
-from meshwright.spec.strategy import STATE_BYTES
+from meshwright.spec.strategy import BATCH_AXES, STATE_BYTES
 from meshwright.spec.weights import num_active_params, num_params
 
 MAX_FREE_SHARE = 0.002
@@ -226,7 +226,7 @@ def _limits_of(name: str) -> Iterator[str]:
         yield "tensor"
     if "fsdp" in axes:
         yield "tokens/chip, weights hide"
-    if axes & {"data", "fsdp", "expert", "context"}:
+    if axes & {*BATCH_AXES, "context"}:
         yield from ("tokens/chip, gradients hide", "tokens/slice, over DCN")
 
 

@@ -16,7 +16,7 @@ import msgspec
 from meshwright.core.units import format_params
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import MEMORY_RULE, Refusal, divisors, fewest_microbatches, legal
+from meshwright.plan.legal import MEMORY_RULE, Refusal, divisors, legal, microbatches_that_fit
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
@@ -94,8 +94,8 @@ class _Builder:
                 if remat == "sqrt" and self.cluster.kind == "host":
                     continue
                 one = self.strategy(mesh, remat)
-                if fit := fewest_microbatches(self.setting, one):
-                    return msgspec.structs.replace(one, num_microbatches=fit[0])
+                if fits := microbatches_that_fit(self.setting, one):
+                    return msgspec.structs.replace(one, num_microbatches=min(fits))
         return None
 
 

@@ -9,7 +9,7 @@ from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import SCHEDULE_RULE, check_rules, size_rules, strategy_sizes
+from meshwright.plan.legal import DEVICES_RULE, SCHEDULE_RULE, check_rules, size_rules, strategy_sizes
 from meshwright.plan.space import FULL, axes_to_try
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, standard_assignment
 
@@ -45,7 +45,7 @@ def estimate_in(setting: Setting, strategy: Strategy) -> Estimate | None:
     try:
         setting.require_runnable(strategy)
         derived = setting.derived(strategy)
-        if check_rules((*size_rules(derived), SCHEDULE_RULE), strategy_sizes(setting, strategy)):
+        if check_rules((DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE), strategy_sizes(setting, strategy)):
             return None
         found = estimate_step(setting, strategy)
     except (InputError, CannotRunError):
