@@ -87,7 +87,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_records(path: Path) -> tuple[Record, ...]:
-    """Every record of a JSON-lines file; a line that cannot be read is an InputError with file:line."""
+    """Reads every record of a JSON-lines file. Raises InputError with file:line for a line that cannot be read."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:

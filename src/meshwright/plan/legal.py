@@ -1,4 +1,4 @@
-"""What a strategy must satisfy to run: each rule is a mask over many strategies and a sentence about one.
+"""The conditions for a strategy to run: each rule is a mask over many strategies and a sentence about one.
 
 The rules on sizes are read off the derived steps: every dim that is split in some array must be a multiple of the
 devices that split it. Search and messages use the same rules.

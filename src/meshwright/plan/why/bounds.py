@@ -41,7 +41,7 @@ class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batch_of(priced: PricedStrategy) -> BatchSplit:
-    """The bookkeeping of the batch: a replica's microbatch x replicas x microbatches."""
+    """Returns the factors of the batch: a replica's microbatch x replicas x microbatches."""
     job, count = priced.setting.job, priced.strategy.num_microbatches
     replicas = _devices(priced, *BATCH_AXES)
     each = job.batch_seqs / (replicas * count)
@@ -71,7 +71,7 @@ def shared_letters(model: Model, cluster: Cluster, job: Job, num_slices: int) ->
 
 
 def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Letters:
-    """The letters with a plan's numbers; C is the rate of products that its times rest on.
+    """Returns the letters with a plan's numbers; C is the rate of products that its times rest on.
 
     Every limit that has a meaning for the plan is then among `limits_at` these letters: those of single axes, of the
     whole mesh, and of size.
@@ -124,7 +124,7 @@ def _axes_taken(placement: Placement, name: str) -> float:
 
 
 def _devices(priced: PricedStrategy, *axes: str) -> int:
-    """Devices of some axes together."""
+    """Returns the product of the sizes of these axes."""
     return int(product(priced.strategy.mesh.get(axis, 1) for axis in axes))
 
 
@@ -184,7 +184,7 @@ def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
 def _hiding(
     what: str, priced: PricedStrategy, passes: Sequence[Sequence[StepCost]], *, scopes: tuple[str, ...]
 ) -> dict[str, float]:
-    """Seconds of the collectives on weights, and of the rest of the pass that hides the smallest part of them.
+    """Returns the seconds of the collectives on weights, and of the rest of the pass that hides the smallest share.
 
     Gathers, and sums of every microbatch, pass behind each pass; sums that are made once a step behind the last one.
     """
