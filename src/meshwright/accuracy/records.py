@@ -93,7 +93,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_records(path: Path) -> tuple[Record, ...]:
-    """Every record of a JSON-lines file; a line that cannot be read is an InputError with file:line."""
+    """Reads every record of a JSON-lines file. Raises InputError with file:line for a line that cannot be read."""
     lines = read_bytes(Path(path), "Name a file of one JSON object a line.").splitlines()
     found = []
     for number, line in enumerate(lines, 1):

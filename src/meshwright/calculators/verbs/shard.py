@@ -108,7 +108,7 @@ def command(given: Given) -> Answer:
 
 
 def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict[str, int]) -> None:
-    """Raise InputError for an option that the question has no use for, and for what this machine could not hold."""
+    """Raises InputError for an option that the question has no use for, and for what this machine could not hold."""
     if given.every and not asked.factors:
         raise InputError(f"--all lists the ways of a product, and {asked.title} is none. Leave it out.")
     if given.execute and not asked.steps:

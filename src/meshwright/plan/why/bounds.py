@@ -27,6 +27,7 @@ from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
+from meshwright.spec.strategy import BATCH_AXES
 from meshwright.spec.weights import num_active_params, num_params
 
 
@@ -41,9 +42,9 @@ class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batch_of(priced: PricedStrategy) -> BatchSplit:
-    """The bookkeeping of the batch: a replica's microbatch x replicas x microbatches."""
+    """Returns the factors of the batch: a replica's microbatch x replicas x microbatches."""
     job, count = priced.setting.job, priced.strategy.num_microbatches
-    replicas = _devices(priced, "data", "fsdp", "expert")
+    replicas = _devices(priced, *BATCH_AXES)
     each = job.batch_seqs / (replicas * count)
     return BatchSplit(
         sequences_per_microbatch=each,
@@ -73,7 +74,7 @@ def shared_letters(model: Model, cluster: Cluster, job: Job, num_slices: int) ->
 
 
 def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Letters:
-    """The letters with a plan's numbers; C is the rate of products that its times rest on.
+    """Returns the letters with a plan's numbers; C is the rate of products that its times rest on.
 
     Every limit that has a meaning for the plan is then among `limits_at` these letters: those of single axes, of the
     whole mesh, and of size.
@@ -92,7 +93,7 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         num_microbatches=count,
         num_chips=chips,
         num_stages=stages,
-        data_ways=_devices(priced, "data", "fsdp", "expert", "context") / slices,
+        data_ways=_devices(priced, *BATCH_AXES, "context") / slices,
         peak_flops=peak,
         alpha=None if width is None else limits.ici_intensity(peak, width.bytes_per_s * rates.efficiency.ici),
         fsdp_axes=fsdp_axes,
@@ -100,7 +101,7 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         tensor=_devices(priced, "tensor"),
         context=_devices(priced, "context"),
         batch_seqs=job.batch_seqs,
-        replicas=_devices(priced, "data", "fsdp", "expert"),
+        replicas=_devices(priced, *BATCH_AXES),
         memory_bytes=room if math.isfinite(room) else None,
         needed_bytes=float(priced.estimate.hbm_bytes_per_chip),
         shared_bytes=state_bytes(num_params(setting.model), state=strategy.state) + activations,
@@ -128,7 +129,7 @@ def _axes_of_tensor(placement: Placement, width: TorusWidth) -> tuple[float, flo
 
 
 def _devices(priced: PricedStrategy, *axes: str) -> int:
-    """Devices of some axes together."""
+    """Returns the product of the sizes of these axes."""
     return int(product(priced.strategy.mesh.get(axis, 1) for axis in axes))
 
 
@@ -188,7 +189,7 @@ def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
 def _hiding(
     what: str, priced: PricedStrategy, passes: Sequence[Sequence[StepCost]], *, scopes: tuple[str, ...]
 ) -> dict[str, float]:
-    """Seconds of the collectives on weights, and of the rest of the pass that hides the smallest part of them.
+    """Returns the seconds of the collectives on weights, and of the rest of the pass that hides the smallest share.
 
     Gathers, and sums of every microbatch, pass behind each pass; sums that are made once a step behind the last one.
     """

@@ -17,7 +17,7 @@ MAX_FACTOR = 1000.0
 
 
 def parse_what_if(text: str) -> dict[str, float]:
-    """Quantity -> factor of ``"chip.flops=8x,network=0.1x"``; InputError for an unknown one or another value."""
+    """Maps quantities to factors, of ``"chip.flops=8x,network=0.1x"``. Raises InputError for an unknown one."""
     found: dict[str, float] = {}
     for part in text.split(","):
         name, sep, value = (piece.strip() for piece in part.partition("="))
@@ -36,7 +36,7 @@ def parse_what_if(text: str) -> dict[str, float]:
 
 
 def changed_setting(setting: Setting, factors: Mapping[str, float]) -> tuple[Setting, tuple[str, ...]]:
-    """The setting with every factor applied, and each change in words, from what to what."""
+    """Returns the setting with every factor applied, and each change in words, with the values before and after."""
     words = []
     for name, factor in factors.items():
         setting, said = CHANGES[name](setting, factor)
@@ -70,7 +70,7 @@ def _with_chip(setting: Setting, names: Iterable[str], factor: float, measured: 
 
 
 def _chip_flops(setting: Setting, factor: float) -> tuple[Setting, str]:
-    """Matrix products, attention and vector work."""
+    """Multiplies the rates of matrix products, attention and vector work."""
     known = setting.cluster.chip.peak_flops or (setting.calibration.matmul_flops_per_s if setting.calibration else {})
     dtype = next((name for name in ("bf16", "fp16", "fp32") if name in known), next(iter(known), ""))
     words = f"{_from_to(known.get(dtype), factor, format_flops, 'FLOP/s')}{f' in {dtype}' if dtype else ''}"
@@ -155,7 +155,7 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
 
 
 def _has(cluster: Cluster, level: str) -> bool:
-    """Whether a cluster's chips use links of a level."""
+    """True if a cluster's chips use links of a level."""
     figure, kind = LINKS[level]
     if cluster.kind != kind or getattr(cluster.chip, figure) is None:
         return False
@@ -242,13 +242,13 @@ def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None
 
 
 def _evenness(cluster: Cluster) -> tuple[int, int, tuple[int, ...]]:
-    """Fewer open axes first, then the shorter longest axis."""
+    """Returns a key that sorts fewer open axes first, then the shorter longest axis."""
     wraps = sum(cluster.wraps) if cluster.kind == "torus" else 0
     return -wraps, max(cluster.shape), cluster.shape
 
 
 def _job_size(field: str, name: str, noun: str, words: str) -> Callable[[Setting, float], tuple[Setting, str]]:
-    """A change of the sequences of a step, or of their length, with ``words`` for what it comes to."""
+    """Returns a change of the sequences of a step, or of their length, with ``words`` for the result."""
 
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
         before = getattr(setting.job, field)
