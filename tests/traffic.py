@@ -59,3 +59,8 @@ def _summed(entries: Iterable[tuple[Key, int, int]]) -> dict[Key, Traffic]:
         counts[key][0] += arrays
         counts[key][1] += size
     return {key: Traffic(*value) for key, value in counts.items()}
+
+
+def num_permutes(tables: TickTables) -> int:
+    """Sends between devices in every tick, in both directions."""
+    return sum(channel.offset != 0 for channel in (*tables.x_channels, *tables.dx_channels))

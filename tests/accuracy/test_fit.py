@@ -18,7 +18,7 @@ from meshwright.accuracy.fit import (
     make_problem,
     rounded,
 )
-from meshwright.spec.efficiency import MAX_NUMBERS
+from meshwright.spec.efficiency import fitted_numbers
 from tests.accuracy.recorded import LLAMA, case, published
 
 MIDDLE = {name: middle for name, (middle, _) in PRIORS.items()}
@@ -201,8 +201,8 @@ def test_rounding():
 
 
 def test_priors():
-    """With the ends of both intervals no more than are allowed; shares at most 1 where they must be."""
-    assert len(PRIORS) + 4 <= MAX_NUMBERS
+    """One for each stored number but the ends of both intervals; shares at most 1 where they must be."""
+    assert len(PRIORS) + 4 == len(fitted_numbers().numbers) <= 40
     assert all(middle > 0 and spread > 0 for middle, spread in PRIORS.values())
     shares = ("compute", "attention", "portable", "hbm", "ici", "nvlink", "network", "dcn")
     assert all(middle <= 1 for name, (middle, _) in PRIORS.items() if name.split(".")[0] in shares)

@@ -5,13 +5,13 @@ import pytest
 from meshwright.cli.fields import (
     check_tokens,
     dim_sizes,
-    parse_axes,
     parse_fields,
+    parse_mesh,
+    split_pairs,
     split_values,
     take_axes,
     with_fields,
 )
-from meshwright.cli.shared import read_job
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.job import Job
@@ -29,7 +29,7 @@ def test_values_are_toml_or_plain_text():
 def test_mesh_axes_are_gathered():
     found = parse_fields(["strategy.tensor=4", "strategy.mesh.fsdp=2", "strategy.mesh={data=3}"])["strategy"]
     assert found == {"mesh": {"tensor": 4, "fsdp": 2, "data": 3}}
-    assert take_axes("context=8", found) == {"context": 8, "tensor": 4, "fsdp": 2, "data": 3}
+    assert take_axes({"context": 8}, found) == {"context": 8, "tensor": 4, "fsdp": 2, "data": 3}
     assert found == {}
 
 
@@ -78,10 +78,18 @@ def test_fields_of_a_model():
 
 
 def test_axes():
-    assert parse_axes(None) == {}
-    assert parse_axes("fsdp=1Ki,tensor=4") == {"fsdp": 1024, "tensor": 4}
-    with pytest.raises(InputError, match="is not a mesh axis size"):
-        parse_axes("")
+    assert take_axes(None, {}) == {}
+    assert parse_mesh("fsdp=1Ki,tensor=4") == {"fsdp": 1024, "tensor": 4}
+    with pytest.raises(InputError, match=r"^--axes '' is not a mesh axis size"):
+        parse_mesh("", "--axes")
+
+
+def test_pairs_name_their_option():
+    assert split_pairs("a=1, b=x", "name=value", what="--why-not") == {"a": "1", "b": "x"}
+    with pytest.raises(InputError, match=r"^--why-not 'a=1,a=2': a is given twice. Leave one out.$"):
+        split_pairs("a=1,a=2", "name=value", what="--why-not")
+    with pytest.raises(InputError, match=r"^--why-not 'a' is not name=value.$"):
+        split_pairs("a", "name=value", what="--why-not")
 
 
 def test_runs_that_nobody_can_mean():
@@ -103,18 +111,15 @@ def test_a_model_of_fewer_layers_keeps_those_that_are_left():
     assert (small.num_layers, small.sliding_layers) == (3, (0, 2))
 
 
-@pytest.mark.parametrize("pair", ["job.kind=decode", "job.nonsense=3"])
-def test_a_sweep_takes_training_jobs_alone(pair):
-    with pytest.raises(InputError, match=r"decode|nonsense"):
-        read_job("64seq", 512, (pair,))
-
-
 def test_values():
-    assert split_values("batch=1Mi, 4Mi") == ("1Mi", "4Mi")
-    assert split_values("B=3..13") == ("3", "6", "12")
-    assert split_values('offload=[],["optimizer", "activations"]') == ("[]", '["optimizer", "activations"]')
+    assert split_values("batch=1Mi, 4Mi", what="sweep") == ("1Mi", "4Mi")
+    assert split_values("B=3..13", what="sweep") == ("3", "6", "12")
+    assert split_values('offload=[],["optimizer", "activations"]', what="sweep") == (
+        "[]",
+        '["optimizer", "activations"]',
+    )
     for text in ("batch=", "batch=1,,2"):
-        with pytest.raises(InputError, match="is not FIELD=VALUES"):
-            split_values(text)
-    with pytest.raises(InputError, match="ends before it begins"):
-        split_values("B=8..4")
+        with pytest.raises(InputError, match=r"^sweep .* is not FIELD=VALUES"):
+            split_values(text, what="sweep")
+    with pytest.raises(InputError, match=r"^--sweep .* ends before it begins"):
+        split_values("B=8..4", what="--sweep")

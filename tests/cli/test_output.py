@@ -63,3 +63,8 @@ def test_power_and_energy():
 def test_json_has_plain_numbers_and_null_for_what_is_not_finite(capsys):
     emit_json({"a": np.float64(1.5), "b": np.int64(2), "c": float("inf"), "d": [float("nan"), (1, "x")], 3: None})
     assert json.loads(capsys.readouterr().out) == {"a": 1.5, "b": 2, "c": None, "d": [None, [1, "x"]], "3": None}
+
+
+def test_json_names_a_type_that_it_cannot_write():
+    with pytest.raises(NotImplementedError, match="range"):
+        emit_json({"a": range(3)})

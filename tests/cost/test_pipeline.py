@@ -1,5 +1,6 @@
 """What a schedule does to a step: layers per device, microbatches in flight, idle time, the two ends."""
 
+import numpy as np
 import pytest
 
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
@@ -120,3 +121,15 @@ def test_the_pipeline_of_a_strategy():
     strategy = Strategy(mesh=make_mesh({"pipeline": 4}), schedule="interleaved", chunks=2, num_microbatches=8)
     assert strategy_pipeline(strategy) == pipeline("interleaved", chunks=2)
     assert strategy_pipeline(Strategy(mesh={"data": 2})) == ONE_STAGE
+
+
+def test_many_at_once():
+    sizes = {"stages": np.array([1, 2, 4]), "microbatches": np.array([1, 4, 16]), "chunks": np.array([1, 2, 5])}
+    many = PipelineCost(schedule="interleaved", **sizes)
+    times = {"forward_s": np.array([1.0, 2.0, 3.0]), "backward_s": 4.0, "weight_s": 1.0}
+    for index in range(3):
+        one = PipelineCost(schedule="interleaved", **{name: int(values[index]) for name, values in sizes.items()})
+        assert many.share(80)[index] == one.share(80)
+        assert many.stash[index] == one.stash
+        mine = {**times, "forward_s": float(times["forward_s"][index])}
+        assert many.bubble_s(**times)[index] == one.bubble_s(**mine)

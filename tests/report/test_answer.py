@@ -1,12 +1,28 @@
 """Tables for other programs."""
 
-from meshwright.report.answer import Table, as_csv, as_markdown
+from meshwright.report.answer import Paragraph, Table, as_csv, as_markdown
 
 TABLE = Table(["name", "size", "ratio"], [["a,b", 1000, 3.5], ["c|d", None, 1 / 3]])
 
 
 def test_csv_keeps_raw_numbers():
     assert as_csv(TABLE) == f'name,size,ratio\n"a,b",1000,3.5\nc|d,,{1 / 3}\n'
+
+
+def test_lists_and_dictionaries_are_no_python():
+    found = Table(["offload", "axes", "mesh"], [[("optimizer", "activations"), (), {"fsdp": 4, "tensor": 2}]])
+    assert as_csv(found) == 'offload,axes,mesh\noptimizer+activations,,"fsdp=4,tensor=2"\n'
+    assert "| optimizer+activations |      | fsdp=4,tensor=2 |" in as_markdown(found)
+
+
+def test_every_field_as_it_is():
+    rows = [{"name": "a", "axes": ["x"]}, {"name": "b", "axes": []}]
+    assert as_csv(Table.as_is(rows)) == "name,axes\na,x\nb,\n"
+    assert as_csv(Table.as_is([Paragraph("a")])) == "text,indent\na,2\n"
+
+
+def test_a_cell_of_several_lines_is_one_line_of_markdown():
+    assert as_markdown(Table(["mesh"], [["fsdp 4\ntensor 2"]])).splitlines()[2] == "| fsdp 4<br>tensor 2 |"
 
 
 def test_markdown_aligns_numbers_and_escapes():

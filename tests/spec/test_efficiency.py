@@ -10,7 +10,7 @@ from meshwright.spec import catalogue
 from meshwright.spec.calibration import SHARES, Calibration, Efficiency
 from meshwright.spec.chip import chip, chip_from_table, chips
 from meshwright.spec.cluster import make_cluster, parse_cluster
-from meshwright.spec.efficiency import MAX_NUMBERS, efficiency_of, family, fitted_calibration, fitted_numbers
+from meshwright.spec.efficiency import efficiency_of, family, fitted_calibration, fitted_numbers
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 
@@ -24,7 +24,7 @@ def fitted(name: str) -> Calibration:
 
 def test_few_numbers():
     """At most 40 in all, each with a prior, and the two ends of the interval of each kind of model."""
-    assert len(NUMBERS) <= MAX_NUMBERS == 40
+    assert len(NUMBERS) <= 40
     assert set(NUMBERS) == set(PRIORS) | {"low", "high", "low_experts", "high_experts"}
     assert all(value > 0 for value in NUMBERS.values())
     assert 0.5 < NUMBERS["low"] < 1 < NUMBERS["high"] < 2

@@ -53,6 +53,8 @@ COMPILED_GPU = ("maxtext",)
 WITHOUT_OVERLAP = ("MooreThreads/SimuMax",)
 """Sources whose instructions turn off every overlap of communication with compute."""
 
+NUM_FOLDS = 5
+"""Parts of the cases in cross-validation."""
 MIN_CHUNK_LAYERS = 2
 """Layers of a pipeline chunk at least, where the number of chunks is not printed."""
 

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from meshwright.accuracy.batches import CaseBatch, batches, calibrations
-from meshwright.accuracy.cases import Case
+from meshwright.accuracy.cases import NUM_FOLDS, Case
 
 PRIORS: dict[str, tuple[float, float]] = {
     "compute.a100": (0.80, 0.08),
@@ -148,9 +148,11 @@ def fit(
     return dict(zip(names, np.exp(found.x).tolist(), strict=True))
 
 
-def folds(cases: Sequence[Case], *, count: int = 5) -> np.ndarray:
-    """Returns the fold of each case [cases]; near duplicates (same group, model, chip, number of chips, mesh) share
-    one."""
+def folds(cases: Sequence[Case]) -> np.ndarray:
+    """Returns which of ``NUM_FOLDS`` folds each case is in [cases].
+
+    Near duplicates (same group, model, chip, number of chips, mesh) share one.
+    """
     keys = [configuration(case) for case in cases]
     fold_of: dict[Any, int] = {}
     for group in sorted({key[0] for key in keys}):
@@ -158,7 +160,7 @@ def folds(cases: Sequence[Case], *, count: int = 5) -> np.ndarray:
         shuffled = np.random.default_rng(0).permutation(len(own))
         first = len(fold_of)
         for position, number in enumerate(shuffled.tolist()):
-            fold_of[own[number]] = (first + position) % count
+            fold_of[own[number]] = (first + position) % NUM_FOLDS
     return np.array([fold_of[key] for key in keys])
 
 

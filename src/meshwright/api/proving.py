@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -10,10 +10,11 @@ from meshwright.algebra.generation import AS_WRITTEN
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.spec.strategy import Strategy, require_runnable_assumptions
+from meshwright.verify.request import Depth, Request
+from meshwright.verify.targets import CompilerPlatform, mesh_order
 
 if TYPE_CHECKING:
     from meshwright.verify.proof import Proof
-    from meshwright.verify.request import Request
 
 PROGRAM = "meshwright.api.compiling"
 """The module that compiles, in a process of its own."""
@@ -29,8 +30,8 @@ class ProofOptions(msgspec.Struct, frozen=True, kw_only=True):
     compiler wrote is kept in the folder ``keep``. ``asked`` is the step in the words of the one who asks.
     """
 
-    depth: Literal["lower", "partition", "full"] = "partition"
-    platform: Literal["tpu", "cuda", "cpu"] | None = None
+    depth: Depth = "partition"
+    platform: CompilerPlatform | None = None
     settings: Mapping[str, Any] = {}
     timeout_s: float = TIMEOUT_S
     keep: Path | None = None
@@ -53,12 +54,10 @@ def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions =
     return prove(request, program=python_program(PROGRAM), timeout_s=options.timeout_s, keep=options.keep)
 
 
-def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> "Request":
+def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> Request:
     """The `verify.request.Request` of a strategy; its chips in the order in which the strategy lies on the cluster."""
     from meshwright.cost.train_step import price_strategy
     from meshwright.train.settings import program_options, settings_from_table
-    from meshwright.verify.request import Request
-    from meshwright.verify.targets import mesh_order
 
     model, cluster, job, assumed = setting.model, setting.cluster, setting.job, setting.assumptions
     require_runnable_assumptions(assumed)

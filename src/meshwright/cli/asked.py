@@ -11,7 +11,7 @@ from meshwright.algebra.generation import Storage
 from meshwright.api.rates import rates_for
 from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.shared import AXES, CALIBRATION, SET
-from meshwright.cli.verb import Count, Options, argument, option
+from meshwright.cli.verb import Count, MeshSizes, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.plan.planner import rank_plans
@@ -32,7 +32,7 @@ class PlanOptions(Options):
 
     what: str = argument(metavar="PLAN.toml | MODEL")
     on: Cluster | None = option("The cluster, for a MODEL: v5p:16x20x28, h100:8x256, cpu:8.")
-    axes: str | None = AXES
+    axes: MeshSizes | None = AXES
     batch: str | None = option("Tokens a step (4Mi) or sequences (1024seq); to generate, sequences at once (32seq).")
     seq_len: Count | None = option("Tokens of a sequence; to generate, positions that the cache holds.", "--seq")
     pairs: tuple[str, ...] = SET

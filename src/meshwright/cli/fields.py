@@ -15,7 +15,9 @@ from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, standard_assignment
 
-SECTIONS: tuple[str, ...] = ("model", "job", "strategy", "assumptions", "train")
+PLANNED = ("model", "job", "strategy", "assumptions")
+SECTIONS: tuple[str, ...] = (*PLANNED, "train")
+"""Sections of ``--set``: of plans, and of training too."""
 _COMMAS = re.compile(r",(?![^\[{]*[\]}])")
 """Commas outside of brackets."""
 MAX_SIZE = 10**15
@@ -98,70 +100,68 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     return convert_fields({**now, **changes}, type(thing), section=section)
 
 
-def split_pairs(text: str, wanted: str) -> dict[str, str]:
-    """``"X=4,Y=2"`` -> {"X": "4", "Y": "2"}; ``wanted`` says in errors what else a part is not, and what to write."""
+def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
+    """``"X=4,Y=2"`` -> {"X": "4", "Y": "2"}.
+
+    In errors ``what`` names the option, and ``wanted`` says what a part is not, and what to write.
+    """
     found: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, sep, value = (piece.strip() for piece in part.partition("="))
         if not sep or not name or not value:
-            raise InputError(f"{part!r} is not {wanted}.")
+            raise InputError(f"{what} {part!r} is not {wanted}.")
         if name in found:
-            raise InputError(f"{name} is given twice in {text!r}. Leave one out.")
+            raise InputError(f"{what} {text!r}: {name} is given twice. Leave one out.")
         found[name] = value
     if not found:
-        raise InputError(f"{text!r} is not {wanted}.")
+        raise InputError(f"{what} {text!r} is not {wanted}.")
     return found
 
 
-def parse_mesh(text: str) -> dict[str, int]:
+def parse_mesh(text: str, what: str = "--mesh") -> dict[str, int]:
     """``"X=4,Y=2"`` -> {"X": 4, "Y": 2}, in the order given. Raises InputError when a size is not >= 1."""
-    return _sizes(text, "mesh axis", "X=4,Y=2")
+    return _sizes(text, "mesh axis", "X=4,Y=2", what)
 
 
-def dim_sizes(text: str) -> dict[str, int]:
+def dim_sizes(text: str, what: str = "--dims") -> dict[str, int]:
     """Sizes of dims from ``"B=1024,D=4096"``, each at most ``MAX_SIZE``."""
-    sizes = _sizes(text, "dim", "B=1024,D=4096")
+    sizes = _sizes(text, "dim", "B=1024,D=4096", what)
     for dim, size in sizes.items():
         if size > MAX_SIZE:
             raise InputError(f"dim {dim}={size:.3g} is larger than any array. Give at most {MAX_SIZE:.0e}.")
     return sizes
 
 
-def _sizes(text: str, what: str, example: str) -> dict[str, int]:
-    pairs = split_pairs(text, f"a {what} size. Write {example}")
-    sizes = {name: parse_count(value, what=f"size of {what} {name}") for name, value in pairs.items()}
+def _sizes(text: str, kind: str, example: str, what: str) -> dict[str, int]:
+    pairs = split_pairs(text, f"a {kind} size. Write {example}", what=what)
+    sizes = {name: parse_count(value, what=f"{what}: size of {kind} {name}") for name, value in pairs.items()}
     for name, size in sizes.items():
         if size < 1:
-            raise InputError(f"{what} {name}={size} must be at least 1. Leave it out if it is not wanted.")
+            raise InputError(f"{what}: {kind} {name}={size} must be at least 1. Leave it out if it is not wanted.")
     return sizes
 
 
-def split_values(text: str, *, form: str = "FIELD=VALUES") -> tuple[str, ...]:
+def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[str, ...]:
     """The values of ``"batch=1Mi,4Mi"``, ``"B=1..4096"`` (doubling) or ``"offload=[],[optimizer]"``.
 
-    Raises InputError for a text that is not of this ``form``.
+    Raises InputError for a text that is not of this ``form``; ``what`` begins it.
     """
     name, _, values = text.partition("=")
     first, dots, last = values.partition("..")
     found = [part.strip() for part in _COMMAS.split(values)]
     if dots:
-        low, high = (parse_count(part.strip(), what=f"{name} of {text}:") for part in (first, last))
+        low, high = (parse_count(part.strip(), what=f"{what} {text}: {name}") for part in (first, last))
         found = [f"{low << power}" for power in range(64) if low << power <= high]
         if low < 1 or not found:
-            raise InputError(f"{text!r} ends before it begins. Write the smaller size first.")
+            raise InputError(f"{what} {text!r} ends before it begins. Write the smaller size first.")
     if not all(found):
-        raise InputError(f"{text!r} is not {form}. Write for example B=1,16 or B=1..16.")
+        raise InputError(f"{what} {text!r} is not {form}. Write for example B=1,16 or B=1..16.")
     return tuple(found)
 
 
-def parse_axes(text: str | None) -> dict[str, int]:
-    """Sizes of mesh axes from ``"fsdp=1024,tensor=4"``; {} for None."""
-    return {} if text is None else parse_mesh(text)
-
-
-def take_axes(text: str | None, strategy: dict[str, Any]) -> dict[str, int]:
+def take_axes(given: Mapping[str, int] | None, strategy: dict[str, Any]) -> dict[str, int]:
     """Sizes of mesh axes from ``--axes`` and from ``--set strategy.tensor=4``, which is taken out of the fields."""
-    axes = parse_axes(text)
+    axes = dict(given or {})
     for axis, size in strategy.pop("mesh", {}).items():
         if axis in axes:
             raise InputError(f"mesh axis {axis} is given in --axes and in --set. Leave one of them out.")

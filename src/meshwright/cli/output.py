@@ -21,7 +21,11 @@ def _plain(value: Any) -> Any:
     """Paths, mappings, and numbers and arrays of NumPy, which msgspec does not know."""
     if isinstance(value, Path):
         return str(value)
-    return dict(value) if isinstance(value, Mapping) else value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} has no form in JSON.")
 
 
 def say(message: str) -> None:

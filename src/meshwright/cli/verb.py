@@ -9,7 +9,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from meshwright.cli.fields import parse_mesh
+from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.output import emit_json, say, width
 from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
@@ -45,7 +45,8 @@ Count = Annotated[int, TextType("count", _positive)]
 """A whole number of at least 1, such as 4096, 4Mi or 15T."""
 Bytes = Annotated[float, TextType("bytes", lambda text, what: parse_bytes(text))]
 """A size, such as 80GB or 16GiB."""
-MeshSizes = Annotated[dict[str, int], TextType("axis=n,...", lambda text, what: parse_mesh(text))]
+MeshSizes = Annotated[dict[str, int], TextType("axis=n,...", parse_mesh)]
+DimSizes = Annotated[dict[str, int], TextType("dim=n,...", dim_sizes)]
 _TYPES: dict[Any, click.ParamType] = {
     Path: click.Path(path_type=Path),
     Model: TextType("model", lambda text, what: load_model(text)),
@@ -153,8 +154,8 @@ def emit(answer: Answer, form: str) -> None:
     elif form == "text":
         show(answer.pieces)
     else:
-        write = as_csv if form == "csv" else as_markdown
-        click.echo("\n".join(map(write, answer.tables())), nl=False)
+        tables = map(as_markdown, answer.tables()) if form == "markdown" else map(as_csv, answer.raw or answer.tables())
+        click.echo("\n".join(tables), nl=False)
 
 
 def show(pieces: Iterable[Piece]) -> None:

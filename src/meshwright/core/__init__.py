@@ -1,1 +1,1 @@
-"""What every package uses: units, names of dims, labels, notation, errors, files: what every other folder may use."""
+"""Units, names of dims, labels, notation, errors and files, which every other package may use."""

@@ -65,12 +65,12 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 return f"{self.path}:{self.lines[key[:length]]}"
         return self.path
 
-    def check_keys(self, names: Iterable[str], *, required: Iterable[str] = (), at: KeyPath = ()) -> None:
-        """Raises one InputError for all keys of the table ``at`` that are unknown or missing."""
+    def check_keys(self, names: Iterable[str], *, at: KeyPath) -> None:
+        """Raises one InputError for all keys of the table ``at`` that are unknown."""
         table: Any = self.data
         for part in at:
             table = table[part]
-        problems = _key_problems(self, table, tuple(names), tuple(required), at)
+        problems = _key_problems(self, table, tuple(names), (), at)
         if problems:
             raise InputError("; ".join(problems))
 
@@ -174,8 +174,20 @@ def _literal(values: Iterable[Any]) -> Any:
     return Literal[tuple(values)]
 
 
+_TYPES = {
+    "array": "a list", "bool": "true or false", "float": "a number", "int": "a whole number", "object": "a table",
+    "str": "text",
+}  # fmt: skip
+"""Types as msgspec names them -> as TOML does."""
+
+
 def _reason(error: Exception) -> str:
-    return as_sentence(str(error).split(" - at `")[0])
+    text = str(error).split(" - at `")[0]
+    return as_sentence(re.sub(r"`([a-z |]+)`", lambda found: _type_words(found[1].split(" | ")), text))
+
+
+def _type_words(names: list[str]) -> str:
+    return " or ".join(_TYPES.get(name, name) for name in names if name != "null") or "nothing"
 
 
 def _shown(value: Any) -> str:

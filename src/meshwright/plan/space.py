@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -15,6 +15,7 @@ from meshwright.plan.legal import MAX_IDLE_SHARE, DimSplit, LegalRule, size_rule
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
+    ContextAttention,
     Rules,
     Strategy,
     make_mesh,
@@ -43,7 +44,7 @@ USUAL = Choices()
 FULL = Choices(
     zeros=(3, 2, 1),
     sequence_parallel=(True, False),
-    context_attention=("gather", "ring", "ulysses"),
+    context_attention=get_args(ContextAttention),
     schedules=searched_schedules(every=True),
     offloads=((), ("optimizer",), ("activations",), ("optimizer", "activations")),
 )

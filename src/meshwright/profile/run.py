@@ -146,7 +146,7 @@ def record_steps(
     Raises InputError for less than one step to profile.
     """
     if steps < 1:
-        raise InputError(f"steps={steps} profiles nothing. Give --steps 1 or more.")
+        raise InputError(f"steps={steps} must be at least 1.")
     warmup = warmup_steps() if warmup is None else max(warmup, 1)
     if jax.default_backend() == "cpu":
         keep_freed_memory()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.report.tables import cell_text, render, table
+from meshwright.report.tables import cell_text, joined, render, table
 
 Show = Callable[[Any], Any]
 """Turns a raw value into what a person reads."""
@@ -47,6 +47,12 @@ class Table(msgspec.Struct, frozen=True):
         reads = {name: what if isinstance(what, tuple) else (what, None) for name, what in columns.items()}
         rows = [[_field(one, what) for what, _ in reads.values()] for one in records]
         return Table([name if show is None else (name, show) for name, (_, show) in reads.items()], rows, title)
+
+    @staticmethod
+    def as_is(records: Sequence[Any], title: str = "") -> "Table":
+        """A row for each record with all its fields as they are."""
+        names = [] if not records else records[0] if isinstance(records[0], dict) else records[0].__struct_fields__
+        return Table.of(records, {name: name for name in names}, title)
 
     @staticmethod
     def compared(rows: Iterable[tuple[str, float | None, float | None, Show]]) -> "Table":
@@ -111,8 +117,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     ``facts`` is the one JSON object of ``--json`` (structs, arrays and paths may stand in it). ``pieces`` are the text.
     ``pictures`` maps the file that was asked for to the function that draws its chart; None is not asked for.
-    ``raw`` are the tables of CSV and Markdown where those of the text are not meant. ``error`` is raised once all is
-    printed.
+    ``raw`` are the tables of CSV where those of the text have too little. ``error`` is raised once all is printed.
     """
 
     facts: Mapping[str, Any]
@@ -122,8 +127,13 @@ class Answer(msgspec.Struct, frozen=True):
     error: Exception | None = None
 
     def tables(self) -> Sequence[Table]:
-        """The tables of the other formats than text and JSON."""
-        return self.raw or [piece for piece in self.pieces if isinstance(piece, Table)]
+        """The tables of the text."""
+        return tables_of(self.pieces)
+
+
+def tables_of(pieces: Iterable[Piece]) -> list[Table]:
+    """The tables among the blocks of a text."""
+    return [piece for piece in pieces if isinstance(piece, Table)]
 
 
 def as_text(pieces: Iterable[Piece], width: int) -> Iterable[str]:
@@ -149,13 +159,14 @@ def as_csv(found: Table) -> str:
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(found.names)
-    writer.writerows([[cell.value if isinstance(cell, Quantity) else cell for cell in row] for row in found.rows])
+    cells = [[cell.value if isinstance(cell, Quantity) else cell for cell in row] for row in found.rows]
+    writer.writerows([[joined(cell) for cell in row] for row in cells])
     return out.getvalue()
 
 
 def as_markdown(found: Table) -> str:
     """A table of GitHub-flavoured Markdown as a person reads it; columns of numbers are aligned to the right."""
-    cells = [[cell_text(cell).replace("|", "\\|") for cell in row] for row in found.shown()]
+    cells = [[cell_text(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in found.shown()]
     columns = range(len(found.names))
     numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in columns]
     widths = [max(3, len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(found.names)]

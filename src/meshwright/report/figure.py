@@ -34,6 +34,8 @@ class _Altair:
 alt: Any = _Altair()
 
 PNG_SCALE = 2.0
+PICTURES = (".png", ".svg", ".json")
+"""Suffixes of the files that `save` writes."""
 
 # Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour blindness. The last four,
 # for pictures of many parts, are from Paul Tol's "muted" scheme (2021).
@@ -111,7 +113,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    if suffix not in (".png", ".svg", ".json"):
+    if suffix not in PICTURES:
         raise InputError(f"Cannot write a picture as {path.name!r}. Use a name that ends in .png, .svg or .json.")
     if not path.parent.is_dir():
         raise InputError(f"Cannot write {path}: the folder {path.parent} does not exist. Make it first.")

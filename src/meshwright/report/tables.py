@@ -65,6 +65,13 @@ def _add_column(result: Table, header: str, cells: Sequence[str]) -> None:
     )
 
 
+def joined(cell: object) -> object:
+    """Returns a list as ``g+u``, a dictionary as ``fsdp=4,tensor=2``, and any other cell as it is."""
+    if isinstance(cell, dict):
+        return ",".join(f"{name}={value}" for name, value in cell.items())
+    return "+".join(map(str, cell)) if isinstance(cell, tuple | list) else cell
+
+
 def cell_text(cell: object) -> str:
     """Returns a cell as a person reads it: thousands separators, four significant digits, a dash for None."""
     if cell is None:
@@ -73,4 +80,4 @@ def cell_text(cell: object) -> str:
         return "yes" if cell else "no"
     if isinstance(cell, int):
         return f"{cell:,}"
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    return f"{cell:.4g}" if isinstance(cell, float) else str(joined(cell))

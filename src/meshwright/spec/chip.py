@@ -267,7 +267,7 @@ def read_chip(path: Path) -> Chip:
     file = read_toml(path)
     at = ("chip",) if "chip" in file.data else ()
     if at:
-        file.check_keys(("chip", "shape", "levels", "num_slices", "twisted"))
+        file.check_keys(("chip", "shape", "levels", "num_slices", "twisted"), at=())
     table = file.data.get("chip", file.data)
     if isinstance(table, str):
         with file.at(at):

@@ -1,6 +1,6 @@
 """Fitted numbers: the share of data-sheet rates that real training programs reach, for every chip of the catalogue.
 
-At most ``MAX_NUMBERS`` named numbers in all, in ``data/efficiency.toml`` with what they were fitted on. A number is
+At most 40 named numbers in all, in ``data/efficiency.toml`` with what they were fitted on. A number is
 global, or belongs to a family of chips or a kind of network.
 """
 
@@ -16,7 +16,6 @@ from meshwright.spec.calibration import SHARES, Calibration, Efficiency
 from meshwright.spec.chip import Chip, catalogued
 
 FILE = Path(__file__).parent / "data" / "efficiency.toml"
-MAX_NUMBERS = 40
 
 BLACKWELL_WATTS_PER_FLOPS = 1000 / 2250e12
 """A B200's power over its dense bf16 peak. Blackwell boards run their products as fast as their power allows: those

@@ -12,6 +12,7 @@ from meshwright.algebra.schedules.registry import build, default_chunks, schedul
 from meshwright.algebra.schedules.simulation import peak_stash
 from meshwright.algebra.schedules.table import PLACEMENTS, Schedule, StagePass
 from meshwright.algebra.schedules.ticks import forward_tables, lockstep_seconds, tick_tables
+from tests.traffic import num_permutes
 
 BUFFERS = ("x", "dx", "stash", "head", "handed")
 SIZES = [(name, stages, m) for name in schedule_names() for stages, m in ((2, 4), (4, 8), (4, 12), (6, 12))]
@@ -19,11 +20,6 @@ SIZES = [(name, stages, m) for name in schedule_names() for stages, m in ((2, 4)
 
 def made(name, stages, microbatches, chunks=None):
     return build(name, stages=stages, microbatches=microbatches, chunks=chunks or default_chunks(name))
-
-
-def num_permutes(tables):
-    """Sends between devices in every tick, in both directions."""
-    return sum(channel.offset != 0 for channel in (*tables.x_channels, *tables.dx_channels))
 
 
 class Replay:

@@ -8,7 +8,7 @@ from meshwright.calculators.sweeps.fields import read_fields
 from meshwright.calculators.sweeps.points import records, sweep_points
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import estimate_step
+from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.plan.planner import rank_plans
 from meshwright.spec.chip import chip
 from meshwright.spec.efficiency import fitted_calibration
@@ -25,6 +25,14 @@ def sweep(*texts, model="llama3-8b", on="h100:8x1", **more):
 
 def given(*texts, **more):
     return sweep("micro=1", *texts, **more)
+
+
+def test_every_point_is_priced_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        f"{sweep_points.__module__}.price_strategy", lambda *given: seen.append(given) or price_strategy(*given)
+    )
+    assert len(records(given("remat=none,block", model="tiny"))) == len(seen) == 2
 
 
 def test_every_point_is_the_planners_own_answer():

@@ -155,7 +155,7 @@ def test_streams(call):
         (CHIPS[:4], "give batch=4Mi for the best plans, or micro=1"),
         ((*CHIPS, "remat", "zero"), "on, remat, zero are 3 fields. Sweep at most two at a time"),
         ((*CHIPS, "some"), "'some' is not FIELD=VALUES"),
-        ((*CHIPS, "remats=block"), "strategy.remats cannot be set here. Did you mean 'remat'?"),
+        ((*CHIPS, "remats=block"), "sweep has no field 'remats'. Did you mean 'remat'?"),
         (("sweep", "batch", "mlp:8192x32768", "--on", "v5p:4x4x4", "--step"), "it has a forward pass only"),
         (("sweep", "batch", "llama3-8b", "--on", "v5p:4x4x4", "--batches", "4Mi..1Mi"), "is not a range"),
         ((*MEMORY, "remat=some"), "remat 'some' is not a policy"),

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from meshwright.cli.verbs.accuracy import BEGIN, END, HEADINGS
-from meshwright.spec.efficiency import FILE, MAX_NUMBERS
+from meshwright.spec.efficiency import FILE
 from tests.accuracy.recorded import LLAMA, PUBLISHED, published, row, write
 
 FIGURES = {"n", "mape", "median", "bias", "coverage"}
@@ -160,7 +160,7 @@ def test_a_fit_of_its_own(call, tmp_path):
     assert {name: found[name]["overall"]["n"] for name in HEADINGS} == dict.fromkeys(HEADINGS, 12)
     stored = tomllib.loads((tmp_path / "own.toml").read_text())
     assert stored["numbers"] == found["numbers"]
-    assert len(stored["numbers"]) <= MAX_NUMBERS
+    assert len(stored["numbers"]) <= 40
     assert stored["numbers"]["low"] < stored["numbers"]["high"]
     assert "12 published training steps" in stored["source"]
     text = re.sub(" +", " ", page.read_text())

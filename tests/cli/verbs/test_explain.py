@@ -174,7 +174,7 @@ def edited(path, old, new):
     [
         ("fsdp = 1024", "fsdp = 512", 3, "is for 4096 and v5p:16x16x32 has 8192 devices"),
         ("batch_seqs = 1024", "batch_seqs = 1000", 3, "does not divide the batch of 1000 sequences"),
-        ("batch_seqs = 1024", "batch_seqs = '1024'", 2, "job.batch_seqs = '1024': expected `int`, got `str`"),
+        ("batch_seqs = 1024", "batch_seqs = '1024'", 2, "job.batch_seqs = '1024': expected a whole number, got text"),
         ("[strategy]", "[strategy]\nremot = 1", 2, "unknown key 'remot'. Did you mean 'remat'?"),
         ("num_layers = 80", "num_layers = 0", 2, "num_layers=0 must be at least 1"),
         ("train_tokens = 15000000000000", "train_tokens = 0", 2, "job.train_tokens=0 must be between 1 and 1e+24"),

@@ -1,5 +1,7 @@
 """`meshwright hlo`: the summary, one instruction, pictures, what is refused."""
 
+import csv
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,19 @@ def test_a_tpu_program(call):
     words = call("hlo", file("v5e_forward"), "--mesh", "fsdp=4,tensor=4").words
     assert "HLO for 16 partitions: 22 computations, 278 instructions" in words
     assert "permute fsdp 0.524 15 7.86 async; cut matmul" in words
+
+
+def test_tables_for_other_programs(call):
+    """Bytes stand below names that say so, a row for each of --json."""
+    args = ("hlo", file("v5e_forward"), "--mesh", "fsdp=4,tensor=4")
+    found, told = call(*args, "--json").json, call(*args, "--format", "csv").out
+    tables = [list(csv.DictReader(StringIO(text))) for text in told.split("\n\n")]
+    names = ("collectives", "loops", "largest", "relayouts", "paddings")
+    for rows, name in zip(tables, filter(found.get, names), strict=True):
+        assert [list(row) for row in rows] == [list(row) for row in found[name]]
+    assert [int(row["full_bytes"]) for row in tables[0]] == [row["full_bytes"] for row in found["collectives"]]
+    assert tables[0][0]["axes"] == "+".join(found["collectives"][0]["axes"])
+    assert "| MB each |" in call(*args, "--format", "markdown").out
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -1,5 +1,7 @@
 """`meshwright plan`: the ranked strategies, the whole run, the plan file."""
 
+import csv
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,43 @@ from meshwright.spec.plan_file import load_plan
 
 LLAMA = ("plan", "llama3-70b", "--batch", "4Mi", "--seq", "4096")
 SMALL = ("plan", "llama3-8b", "--on", "v5e:4x4", "--batch", "128seq", "--seq", "4096")
+
+
+KEYS = {
+    "axes", "placement", "assignment", "num_microbatches", "remat", "step_s", "step_s_lower", "step_s_upper",
+    "mfu", "hfu", "hbm_bytes_per_chip", "memory", "bound_by", "train_days", "cost_usd", "num_chips",
+}  # fmt: skip
+
+
+def test_the_keys_of_json(call):
+    found = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T", "--top", "3", "--json").json
+    assert (found["model"], found["cluster"]) == ("llama3-70b", "v5p:16x16x32")
+    assert found["job"] == {
+        "kind": "train", "batch_seqs": 1024, "seq_len": 4096, "train_tokens": 15 * 10**12, "optimizer": "adamw"
+    }  # fmt: skip
+    assert len(found["strategies"]) == 3
+    for one in found["strategies"]:
+        assert set(one) >= KEYS
+        assert one["step_s_lower"] <= one["step_s"] * (1 + 1e-9)
+        assert one["step_s"] <= one["step_s_upper"] * (1 + 1e-9)
+        assert one["num_chips"] == 8192
+    steps = [one["step_s"] for one in found["strategies"]]
+    assert steps == sorted(steps)
+
+
+def test_tables_for_other_programs(call):
+    """The ranked strategies and the tables of every question, as raw figures and as a person reads them."""
+    small = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "64seq", "--seq", "512", "--top", "2")
+    asked = ("--pareto", "--why-not", "tensor=4", "--what-if", "chips=2x")
+    best = call(*small, "--json").json["strategies"]
+    ranked, *others = call(*small, *asked, "--format", "csv").out.split("\n\n")
+    rows = list(csv.DictReader(StringIO(ranked)))
+    assert [float(row["step_s"]) for row in rows] == [one["step_s"] for one in best]
+    assert [row["offload"] for row in rows] == ["", ""]
+    assert [text.split(",")[0].strip() for text in others] == ["#", "chips", "what makes it slower", ""]
+    drawn = call(*small, *asked, "--format", "markdown").out
+    assert sum(line.startswith("| --") for line in drawn.splitlines()) == 5
+    assert drawn.splitlines()[0].startswith("| strategy, best first ")
 
 
 def test_the_whole_run(call):

@@ -1,6 +1,7 @@
 """Twisted tori: which rings close, and what an AllToAll gains, against the shortest ways counted one by one."""
 
 import itertools
+import time
 from collections import deque
 
 import pytest
@@ -77,6 +78,14 @@ def test_meshes_on_a_twisted_torus():
         placed = place_mesh(parse_cluster(text), mesh)
         (leg,) = group_legs(placed, ("tensor",))
         assert leg.wraps == closed
+
+
+def test_more_axes_than_the_torus_has_are_placed_at_once():
+    """Not by every order of ten axes."""
+    start = time.process_time()
+    placed = place_mesh(parse_cluster("v5p:8x8x16"), dict.fromkeys("abcdefghij", 2))
+    assert len(placed.mesh) == 10
+    assert time.process_time() - start < 1
 
 
 def test_hops_of_rings_and_trees():

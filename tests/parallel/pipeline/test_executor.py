@@ -13,6 +13,7 @@ from meshwright.hlo.collectives import collectives
 from meshwright.parallel.mesh import device_mesh
 from tests.parallel.pipeline_toy import LENGTH, SEQS, WIDTH, compiled, data, gradients, lowered, plain_loss
 from tests.schedule_toy import added_file
+from tests.traffic import num_permutes
 
 TOLERANCE = 1e-5
 
@@ -78,9 +79,7 @@ def test_permutes_stand_outside_the_branches(name):
     found = [c for c in collectives(program.as_text(), {"pipeline": 4}) if c.kind == "permute"]
     assert not any(c.in_conditional for c in found)
     every_tick = [c for c in found if c.trips == tables.num_ticks]
-    assert [c.full_bytes for c in every_tick] == [4 * SEQS * LENGTH * WIDTH] * sum(
-        channel.offset != 0 for channel in (*tables.x_channels, *tables.dx_channels)
-    )
+    assert [c.full_bytes for c in every_tick] == [4 * SEQS * LENGTH * WIDTH] * num_permutes(tables)
     once = [c for c in found if c.trips == 1]
     assert len(every_tick) + len(once) == len(found)
     assert len(once) == (4 if tables.schedule.weight_copies == 2 else 0)

@@ -8,16 +8,18 @@ from numpy.typing import NDArray
 from meshwright.calculators.chips.systolic import Matrix, SystolicArray, SystolicCycles
 from meshwright.report.arrays.systolic import REACH, BoundaryValue, SystolicFrame
 
+MAX_FRAMES = 9
 
-def telling_cycles(counted: SystolicCycles, *, count: int = 9) -> tuple[int, ...]:
-    """So many cycles, or all, that show each phase: weights entering, the first product, fronts, stream, drain."""
+
+def telling_cycles(counted: SystolicCycles) -> tuple[int, ...]:
+    """``MAX_FRAMES`` cycles, or all, that show each phase: weights, the first product, fronts, stream, drain."""
     load, last = counted.load, counted.total - 1
     entered = load + counted.fill + counted.stream
     far = load + counted.drain
     wanted = [load, far, last, load // 2, load + counted.fill // 2, entered + counted.drain // 2, (entered + far) // 2]
-    evenly = [round(last * part / count) for part in range(1, count)]
+    evenly = [round(last * part / MAX_FRAMES) for part in range(1, MAX_FRAMES)]
     chosen = dict.fromkeys(min(last, at) for at in (*wanted, load - 1, *evenly, *range(last)))
-    return tuple(sorted(list(chosen)[:count]))
+    return tuple(sorted(list(chosen)[:MAX_FRAMES]))
 
 
 def frames(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.calculators.sweeps.llama_like import llama_like
@@ -16,7 +16,7 @@ from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Assumptions
+from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Assumptions, ContextAttention
 
 SweptFields = dict[str, dict[str, Any]]
 """Field -> value as it is shown -> the value."""
@@ -31,7 +31,7 @@ _USUAL: dict[str, Iterable[str]] = {
     "state": STATE_BYTES,
     "schedule": searched_schedules(every=True),
     "zero": "123",
-    "context_attention": ("gather", "ring", "ulysses"),
+    "context_attention": get_args(ContextAttention),
     "seq_len": [f"{1 << power}Ki" for power in range(8)],
 }
 _KNOWN = {
@@ -58,7 +58,7 @@ def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
         name = name.strip().removeprefix("mesh.")
         if sep and "." not in name and name not in _KNOWN:
             raise InputError(f"sweep has no field {name!r}.{nearest(name, _KNOWN)} Models and clusters are lists too.")
-        values = split_values(text) if sep else _usual(name, chosen[0], clusters[-1])
+        values = split_values(text, what="sweep") if sep else _usual(name, chosen[0], clusters[-1])
         if name in fields:
             raise InputError(f"{name} is given twice. Give all its values in one list.")
         fields[name] = {_shown(value): value for value in values}
@@ -126,6 +126,12 @@ def sweep_clusters(text: str) -> tuple[Cluster, ...]:
     if len(found) > MAX_VALUES:
         raise InputError(f"{text} are {len(found)} clusters. Give at most {MAX_VALUES}.")
     return tuple(sorted(found, key=lambda cluster: cluster.num_chips))
+
+
+def require_links(text: str, clusters: Sequence[Cluster]) -> None:
+    """Raises InputError where every cluster is a single chip."""
+    if all(cluster.num_chips == 1 for cluster in clusters):
+        raise InputError(f"{text} is one chip: there is nothing to send. Give a larger cluster.")
 
 
 def _named(text: str, chip: str) -> Cluster:

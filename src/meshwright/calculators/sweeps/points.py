@@ -9,12 +9,12 @@ import msgspec
 
 from meshwright.algebra.notation import product
 from meshwright.calculators.sweeps.fields import SweptFields, as_pairs
-from meshwright.cli.fields import parse_fields, take_axes, with_fields
+from meshwright.cli.fields import PLANNED, parse_fields, take_axes, with_fields
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, parse_count
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import price_strategy
+from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.planner import space_of
 from meshwright.plan.result import PlannedStrategy, planned
@@ -24,8 +24,6 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.strategy import AS_RUN, BATCH_AXES, Strategy, make_mesh, mesh_words
 
-SweptStrategy = tuple[PlannedStrategy | None, str]
-"""A strategy, or None and why there is none."""
 MAX_POINTS = 600
 NO_RATES: dict[str, Calibration | None] = {}
 """Chips at the rates of their data sheets."""
@@ -44,6 +42,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     values: Mapping[str, str]
     setting: Setting
     best: PlannedStrategy | None
+    priced: PricedStrategy | None
     reason: str
 
     @property
@@ -55,7 +54,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
         """Plain data: figures are None where nothing runs."""
         found, job, cluster, limit = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
         at, strategy = found and found.estimate, found and found.strategy
-        parts = strategy and Breakdown(price_strategy(self.setting, strategy))
+        parts = self.priced and Breakdown(self.priced)
         return {
             "label": ", ".join(f"{name} {value}" for name, value in self.values.items()),
             "values": dict(self.values),
@@ -111,19 +110,17 @@ def sweep_points(
     for chosen in itertools.product(*(values.items() for values in fields.values())):
         shown = {name: text for name, (text, _) in zip(fields, chosen, strict=True)}
         at = {name: value for name, (_, value) in zip(fields, chosen, strict=True)}
-        setting, (best, reason) = _priced(at, rates, first if weak else at["on"])
-        points.append(
-            SweepPoint(values={name: shown[name] for name in varied}, setting=setting, best=best, reason=reason)
-        )
+        named = {name: shown[name] for name in varied}
+        points.append(_point(named, at, rates, first if weak else at["on"]))
     return tuple(points)
 
 
-def _priced(
-    at: Mapping[str, Any], rates: Mapping[str, Calibration | None], first: Cluster
-) -> tuple[Setting, SweptStrategy]:
-    """The setting of one combination, and its strategy; the batch per chip is that of the ``first`` cluster."""
+def _point(
+    values: Mapping[str, str], at: Mapping[str, Any], rates: Mapping[str, Calibration | None], first: Cluster
+) -> SweepPoint:
+    """The point of one combination of values; the batch per chip is that of the ``first`` cluster."""
     cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len")
-    given = parse_fields(as_pairs(at), sections=("model", "job", "strategy", "assumptions"))
+    given = parse_fields(as_pairs(at), sections=PLANNED)
     axes = take_axes(None, given["strategy"])
     strategy: Strategy | None = None
     if "micro" in at:
@@ -141,12 +138,19 @@ def _priced(
         rates.get(cluster.chip.name),
         assumptions=with_fields(AS_RUN, "assumptions", given["assumptions"]),
     )
-    if strategy is not None:
-        return setting, as_given(setting, strategy)
-    return setting, best_plan(setting, axes, given["strategy"])
+    if strategy is None:
+        best, reason = best_plan(setting, axes, given["strategy"])
+        priced = price_strategy(setting, best.strategy) if best else None
+    else:
+        reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE), "")
+        priced = None if reason else price_strategy(setting, strategy)
+        best = planned(setting, job.batch_seqs, strategy, priced.estimate) if priced else None
+    return SweepPoint(values=values, setting=setting, best=best, priced=priced, reason=reason)
 
 
-def best_plan(setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any]) -> SweptStrategy:
+def best_plan(
+    setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any]
+) -> tuple[PlannedStrategy | None, str]:
     """The fastest strategy on all chips with these axes and fields, or None and why nothing runs."""
     outcome = search(space_of(setting, axes, overrides), setting.cluster, setting.job.batch_seqs, top=1)
     if outcome.found:
@@ -156,14 +160,6 @@ def best_plan(setting: Setting, axes: Mapping[str, int], overrides: Mapping[str,
     if math.isinf(outcome.least_bytes):
         return None, "cannot be laid"
     return None, f"does not fit: {format_bytes(outcome.least_bytes)} of {format_bytes(setting.memory_limit)}"
-
-
-def as_given(setting: Setting, strategy: Strategy) -> SweptStrategy:
-    """The strategy with its prices, whether it fits or not, or None and why it cannot run."""
-    refused = [one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE]
-    if refused:
-        return None, refused[0]
-    return planned(setting, setting.job.batch_seqs, strategy, price_strategy(setting, strategy).estimate), ""
 
 
 def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:

@@ -5,7 +5,6 @@ Where a plan exists its own step time is better (`plan.run_budget`); this is the
 
 import msgspec
 
-from meshwright.core.errors import InputError
 from meshwright.core.fields import check_figures
 from meshwright.cost.formulas.training_budget import (
     facility_energy_kwh,
@@ -36,8 +35,6 @@ class CostAssumptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_figures(self, "the budget's", may_be_zero=("host_share",), shares=("mfu",))
-        if self.pue < 1:
-            raise InputError(f"pue {self.pue:g} is below 1: a building takes at least what its machines do.")
 
 
 class RunCost(ChipTime, frozen=True, kw_only=True):

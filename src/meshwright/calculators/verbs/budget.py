@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import click
 import msgspec
 from msgspec.structs import asdict
 
@@ -42,6 +43,7 @@ ASSUMED_MFU = CostAssumptions().mfu
 
 
 PRICED, FAILING = {"on": "--on", "with_years": "--years"}, {"failure_rate": "--failures-per-1000-node-days"}
+POSITIVE = click.FloatRange(0, min_open=True)
 
 
 class Given(Options):
@@ -52,17 +54,29 @@ class Given(Options):
     loss: float | None = option("Nats per token to reach: the least budget by the law.")
     law: str = option(f"Scaling law: {', '.join(LAWS)}.", default=DEFAULT_LAW)
     on: str | None = option("A cluster, such as h100:8x128: days, energy, money.")
-    mfu: float | None = option(f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].", needs=PRICED)
+    mfu: float | None = option(
+        f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].",
+        type=click.FloatRange(0, 1, min_open=True),
+        needs=PRICED,
+    )
     chip_hours_text: str | None = option(
         "Chip-hours that a run took, such as 2.79M: gives its utilisation.", "--chip-hours"
     )
     dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].", needs=PRICED)
-    pue: float = option("Energy of the building over its machines'.", default=1.0, needs=PRICED)
-    host_share: float = option("Power of hosts and network, of chips'.", default=0.0, needs=PRICED)
-    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", needs=PRICED)
-    watts: float | None = option("Watts of a chip, instead of the catalogue's.", needs=PRICED)
-    chips_per_rack: int | None = option("Gives the floor that racks of so many chips take.", needs={"on": "--on"})
-    m2_per_rack: float = option("Floor of a rack.", default=1.0, needs={"chips_per_rack": "--chips-per-rack"})
+    pue: float = option(
+        "Energy of the building over its machines'.", type=click.FloatRange(1), default=1.0, needs=PRICED
+    )
+    host_share: float = option(
+        "Power of hosts and network, of chips'.", type=click.FloatRange(0), default=0.0, needs=PRICED
+    )
+    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
+    watts: float | None = option("Watts of a chip, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
+    chips_per_rack: int | None = option(
+        "Gives the floor that racks of so many chips take.", type=click.IntRange(1), needs={"on": "--on"}
+    )
+    m2_per_rack: float = option(
+        "Floor of a rack.", type=POSITIVE, default=1.0, needs={"chips_per_rack": "--chips-per-rack"}
+    )
     with_years: bool = option("Years on one of each chip of the catalogue.", "--years")
     nodes: int | None = option("Nodes that may fail [default: the hosts of --on].")
     failure_rate: float | None = option("Failures of 1000 nodes in a day.", "--failures-per-1000-node-days")

@@ -12,9 +12,8 @@ from meshwright.calculators.sharding.chain import Chain, parse_chain
 from meshwright.calculators.sharding.chain_search import Assignment, search_chain
 from meshwright.calculators.sharding.einsum_cost import einsum_rates
 from meshwright.calculators.sharding.parsing import local_shape
-from meshwright.cli.fields import dim_sizes, parse_mesh
-from meshwright.cli.shared import DIMS
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.shared import CALIBRATION, DIMS, MESH
+from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds, parse_bytes
@@ -29,13 +28,13 @@ COLUMN = 18
 
 class Given(Options):
     products: tuple[str, ...] = argument(required=True)
-    mesh_text: str = option("Mesh axes, major to minor, such as X=4,Y=2.", "--mesh")
-    dims_text: str = DIMS
+    mesh: MeshSizes = MESH
+    dims: DimSizes = DIMS
     on: str = option("The cluster that runs it, such as v5e:4x4.")
     memory_text: str | None = option("Bytes of a device that may be used, such as 300MB; else all it has.", "--memory")
     fixed: tuple[str, ...] = option('A sharding to keep, such as "B[J_X,K]"; more than one may be given.')
     dtype: str = option("Of every array (bf16).", default="bf16", type=click.Choice(sorted(DTYPE_BYTES)))
-    calibration: Path | None = option("Measured rates of that cluster (TOML).")
+    calibration: Path | None = CALIBRATION
     top: int = option("How many assignments to list (3).", default=3, type=click.IntRange(1, MAX_TOP))
 
 
@@ -46,10 +45,8 @@ def command(given: Given) -> Answer:
     Every array may be sharded in any way, unless it is written with a mesh axis or named by --fixed.
     """
     cluster = parse_cluster(given.on)
-    mesh, rates_of = parse_mesh(given.mesh_text), rates_for(cluster, given.calibration)
-    chain = parse_chain(
-        given.products, dims=dim_sizes(given.dims_text), mesh=mesh, fixed=given.fixed, dtype=given.dtype
-    )
+    mesh, rates_of = given.mesh, rates_for(cluster, given.calibration)
+    chain = parse_chain(given.products, dims=given.dims, mesh=mesh, fixed=given.fixed, dtype=given.dtype)
     rates = einsum_rates(cluster, mesh, calibration=rates_of)
     limit = _limit(given.memory_text, usable_bytes(cluster.chip, rates_of or datasheet_calibration(cluster.chip)))
     found = search_chain(chain, rates, memory_bytes=limit, top=given.top)

@@ -102,8 +102,7 @@ EXPERTS = {
 
 def _sizes(chosen: Sequence[Model], seq_len: int) -> Answer:
     rows = [model_row(one, seq_len=seq_len) for one in chosen]
-    raw = Table.of(rows, {field: field for field in ModelRow.__struct_fields__})
-    return Answer({"seq_len": seq_len, "models": rows}, list(_text(rows, seq_len)), raw=[raw])
+    return Answer({"seq_len": seq_len, "models": rows}, _text(rows, seq_len), raw=[Table.as_is(rows)])
 
 
 def _text(rows: Sequence[ModelRow], seq_len: int) -> Iterator[Piece]:

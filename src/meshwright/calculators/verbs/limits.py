@@ -1,13 +1,13 @@
 """`meshwright limits`: the closed forms of a model, a cluster and a batch, whether a plan divides the work or not."""
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
-from meshwright.cli.shared import BATCH, SEQ_NEEDED, read_job
+from meshwright.cli.fields import job_of
+from meshwright.cli.shared import BATCH, SEQ_NEEDED
 from meshwright.cli.verb import Count, Options, argument, option, verb
+from meshwright.cli.verbs.explain import limit_tables
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
+from meshwright.core.units import format_count, format_flops
 from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
 from meshwright.cost.formulas.limits import ici_intensity
@@ -21,8 +21,6 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_params
-
-TITLES = {"speed": "When communication hides behind compute, in closed form", "size": "What fits"}
 
 
 class Given(Options):
@@ -39,7 +37,7 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """When FSDP, tensor parallelism and their mixture are compute-bound for MODEL, and what fits: no plan is needed."""
-    model, cluster, job = load_model(given.model), parse_cluster(given.on), read_job(given.batch, given.seq_len)
+    model, cluster, job = load_model(given.model), parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
     at = letters(model, cluster, job, given)
     found = limits_at(at)
     heading = (
@@ -48,8 +46,8 @@ def command(given: Given) -> Answer:
     )
     return Answer(
         {"model": model.name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
-        [heading, *_tables(found), *_legend(at, found, cluster.num_slices)],
-        raw=[Table.of(found, {field: field for field in Limit.__struct_fields__})],
+        [heading, *limit_tables(found).values(), *_legend(at, found, cluster.num_slices)],
+        raw=[Table.as_is(found)],
     )
 
 
@@ -86,22 +84,6 @@ def letters(model: Model, cluster: Cluster, job: Job, given: Given) -> Letters:
         state_bytes=state_bytes(num_params(model), state=given.state),
         **shared_letters(model, cluster, job, slices),
     )
-
-
-def _tables(found: tuple[Limit, ...]) -> Iterator[Piece]:
-    for kind, title in TITLES.items():
-        rows = [_row(limit) for limit in found if limit.kind == kind]
-        yield Table(["", "formula", "bound", "here", ""], rows, title)
-
-
-def _row(limit: Limit) -> list[str]:
-    verdict = {True: "met", False: "not met", None: "hint"}[limit.holds]
-    show: Any = {"bytes": format_bytes, "s": format_seconds, "": _number}[limit.unit]
-    return [limit.name, limit.formula, show(limit.limit), "-" if math.isnan(limit.here) else show(limit.here), verdict]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
 
 
 def _legend(at: Letters, found: tuple[Limit, ...], num_slices: int) -> Iterator[Piece]:

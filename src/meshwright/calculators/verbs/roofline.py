@@ -11,8 +11,7 @@ from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.verbs.roofline_attention import attention_answer
 from meshwright.calculators.verbs.roofline_sweep import SweptSizes, drawn, parse_sweep, sweep_answer, sweep_points
-from meshwright.cli.fields import dim_sizes
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.formulas.roofline import (
@@ -35,7 +34,7 @@ TPU_TILE = (8, 128)
 
 class Given(Options):
     product: str | None = argument()
-    dims: str | None = option("Sizes, such as B=128,D=8192,F=32768.")
+    dims: DimSizes | None = option("Sizes, such as B=128,D=8192,F=32768.")
     on: str = option("A chip, such as v5e or h100 (meshwright show chips).")
     channel: Channel = option(type=click.Choice(CHANNELS), default="hbm", needs={"product": "a product"})
     sweeps: tuple[str, ...] = option(
@@ -52,7 +51,7 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]"."""
     unit, swept = chip(given.on), [parse_sweep(text) for text in given.sweeps]
-    sizes = dim_sizes(given.dims) if given.dims is not None else {}
+    sizes = given.dims or {}
     if given.attention_of is not None:
         if given.product is not None or sizes or len(swept) > 1:
             raise InputError(

@@ -26,7 +26,8 @@ SweptLines = Sequence[tuple[SweptSizes, Roofline]]
 def parse_sweep(text: str) -> Sweep:
     """``"B=1,16,256"``, ``"B=1..4096"`` (doubling), ``"D,F=1024,4096"`` (both alike); sizes such as 4Ki are read."""
     dims = text.partition("=")[0].split(",")
-    return [dim_sizes(",".join(f"{dim}={value}" for dim in dims)) for value in split_values(text, form="dims=sizes")]
+    values = split_values(text, what="--sweep", form="dims=sizes")
+    return [dim_sizes(",".join(f"{dim}={value}" for dim in dims), "--sweep") for value in values]
 
 
 def sweep_points(

@@ -31,9 +31,8 @@ from meshwright.calculators.sharding.parsing import (
 from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.calculators.verbs.roofline_sweep import drawn
 from meshwright.calculators.verbs.shard_run import run_ways
-from meshwright.cli.fields import dim_sizes, parse_mesh
-from meshwright.cli.shared import DIMS
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.shared import CALIBRATION, DIMS, MESH
+from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
@@ -67,10 +66,10 @@ WAYS: dict[str, Any] = {
 
 class Given(Options):
     product: str = argument()
-    mesh_text: str = option("Mesh axes, major to minor, such as X=4,Y=2.", "--mesh")
-    dims_text: str = DIMS
+    mesh: MeshSizes = MESH
+    dims: DimSizes = DIMS
     on: str | None = option("A cluster to price the steps on, such as v5e:4x4.")
-    calibration: Path | None = option("Measured rates of that cluster (TOML).")
+    calibration: Path | None = CALIBRATION
     every: bool = option("Every way of doing the product, cheapest first.", "--all")
     execute: bool = option("Execute on emulated devices and check the numbers.", "--run")
     png: Path | None = option("Draw who holds which block (.png or .svg).")
@@ -84,7 +83,7 @@ def command(given: Given) -> Answer:
     """
     cluster = parse_cluster(given.on) if given.on else None
     asked = parse_asked(given.product, dtype="fp32" if cluster is not None and cluster.kind == "host" else "bf16")
-    mesh, dims = parse_mesh(given.mesh_text), dim_sizes(given.dims_text)
+    mesh, dims = given.mesh, given.dims
     for array in asked.arrays:
         check(array, dims, mesh)
     _refuse(asked, given, dims, mesh)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, BandwidthPoint, bandwidth_sweep
-from meshwright.calculators.sweeps.fields import growing, sweep_clusters
+from meshwright.calculators.sweeps.fields import growing, require_links, sweep_clusters
 from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Options, option, verb
 from meshwright.core.errors import InputError
@@ -33,10 +33,9 @@ def command(given: Given) -> Answer:
     num_bytes = parse_bytes(given.size)
     if not 1 <= num_bytes <= 1e18:
         raise InputError(f"--bytes {given.size} must be between 1 B and 1 EB.")
+    require_links(given.on, clusters)
     rates = rates_for(clusters[-1], given.calibration)
     points = bandwidth_sweep(clusters, num_bytes, calibration=rates)
-    if not points:
-        raise InputError(f"{given.on} is one chip: there is nothing to send. Give a larger cluster.")
     rests_on = rates.describe() if rates else "the data sheet"
     return Answer(
         {"bytes": num_bytes, "points": points},

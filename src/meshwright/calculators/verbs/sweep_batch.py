@@ -17,9 +17,9 @@ from meshwright.calculators.sweeps.crossover import (
     model_work,
     scheme_curves,
 )
-from meshwright.cli.fields import parse_axes
+from meshwright.calculators.sweeps.fields import require_links
 from meshwright.cli.shared import CALIBRATION, PNG
-from meshwright.cli.verb import Count, Options, argument, option, verb
+from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
 from meshwright.report.answer import Answer, Piece, Table
@@ -38,7 +38,7 @@ SHOWS: dict[str, Callable[[Any], str]] = {"ratio": "{:.2f}".format, "which": sho
 class Given(Options):
     model: str = argument()
     on: str = option("A cluster: v5p:16x16x16, or v5p:4096chips for any of its shapes.")
-    axes: str | None = option("One mesh: tensor=8; fsdp takes the rest. Without: FSDP with every tensor size.")
+    axes: MeshSizes | None = option("One mesh: tensor=8; fsdp takes the rest. Without: FSDP with every tensor size.")
     seq_len: Count = option("Tokens of a sequence.", "--seq", default="4096", needs={"is_model": "a model"})
     batches: str | None = option("The range of tokens a step, such as 256Ki..64Mi.  [default: 32 to 32 Ki a chip]")
     whole: bool = option("The whole training step, not the forward pass of the layers.", "--step")
@@ -60,8 +60,7 @@ def command(given: Given) -> Answer:
     MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F, as in the book's figures.
     """
     clusters = parse_clusters(given.on)
-    if clusters[0].num_chips == 1:
-        raise InputError(f"{given.on} is one chip: there is nothing to send. Give a larger cluster.")
+    require_links(given.on, clusters)
     rates = rates_for(clusters[0], given.calibration)
     work = mlp_work(given.model) or model_work(
         load_model(given.model), seq_len=given.seq_len, whole=given.whole, remat=given.remat
@@ -69,8 +68,7 @@ def command(given: Given) -> Answer:
     if work.model is None and given.whole:
         raise InputError(f"{given.model} is one layer without a loss: it has a forward pass only. Leave out --step.")
     tokens = _tokens(given.batches, clusters[0].num_chips)
-    axes = None if given.axes is None else parse_axes(given.axes)
-    curves = scheme_curves(work, clusters, tokens, axes=axes, whole_axes=given.whole_axes, calibration=rates)
+    curves = scheme_curves(work, clusters, tokens, axes=given.axes, whole_axes=given.whole_axes, calibration=rates)
     closed = closed_forms(work, clusters[0], rates)
     found = [crossing(one, closed) for one in curves]
     facts = {

@@ -64,7 +64,7 @@ COLUMNS: dict[str, Any] = {
 MORE_COLUMNS: dict[str, Any] = {
     "remat": ("remat", lambda remat: remat if isinstance(remat, str) else "own"),
     "microbatches": "num_microbatches",
-    "$/Mtoken": ("usd_per_token", lambda usd: f"{1e6 * usd:.3g}"),
+    "$/Mtoken": (lambda row: row["usd_per_token"] and 1e6 * row["usd_per_token"], "{:.3g}".format),
     "bound by": "bound_by",
 }
 SHARED: dict[str, Callable[[Any], str]] = {

@@ -6,7 +6,8 @@ import click
 
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.two_streams import WAYS, two_streams
-from meshwright.cli.shared import BATCH, CALIBRATION, PNG, SEQ, read_job
+from meshwright.cli.fields import job_of
+from meshwright.cli.shared import BATCH, CALIBRATION, PNG, SEQ
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -49,7 +50,7 @@ def command(given: Given) -> Answer:
     """What the chip computes and what its links carry in a few layers of MODEL: naive, overlapped, bucketed, ZeRO."""
     if not 1 <= given.layers <= MAX_LAYERS:
         raise InputError(f"--layers {given.layers} must be between 1 and {MAX_LAYERS}.")
-    cluster, job = parse_cluster(given.on), read_job(given.batch, given.seq_len)
+    cluster, job = parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
     if job.batch_seqs % cluster.num_chips:
         raise InputError(
             f"{job.batch_seqs} sequences cannot be divided over {cluster.num_chips} chips. "

@@ -14,6 +14,7 @@ from meshwright.calculators.links.ring_steps import RING_KINDS, ring_frames
 from meshwright.calculators.links.routes import Via, parse_place, route
 from meshwright.calculators.links.transfer import TransferLeg, TransferTimes, array_bytes, parse_leg, transfer_times
 from meshwright.cli.output import say
+from meshwright.cli.shared import CALIBRATION
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
@@ -25,7 +26,6 @@ from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14
-PICTURES = (".png", ".svg", ".json")
 WORDS = {
     "all_gather": "Every device passes on what it got last, until all have every block",
     "reduce_scatter": "Blocks travel to their own device and are added on the way",
@@ -53,7 +53,7 @@ class Given(Options):
     dtype: str = option(
         "Of the products of a compute leg.", default="bf16", needs={"computes": "a --leg of FLOPs@compute"}
     )
-    calibration: Path | None = option("Measured rates of that cluster (TOML).")
+    calibration: Path | None = CALIBRATION
 
     @property
     def from_hosts(self) -> bool:
@@ -216,7 +216,7 @@ def _draw_frames(
 ) -> list[str]:
     """The files written: all steps in one picture where the path is one, else a picture a step in that folder."""
     from meshwright.report.arrays.ring import MAX_DEVICES, ring_figure
-    from meshwright.report.figure import save
+    from meshwright.report.figure import PICTURES, save
 
     chosen = next((one for one in RING_KINDS if one == kind), None)
     if chosen is None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from meshwright.accuracy.batches import calibrations
-from meshwright.accuracy.cases import Case, Unpredicted
+from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted
 from meshwright.accuracy.errors import Accuracy, accuracy, accuracy_of, cases_of
 from meshwright.accuracy.records import Record, read_records
 from meshwright.cli.output import say
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 BEGIN = "<!-- table: {} -->"
 END = "<!-- end -->"
-NUM_FOLDS = 5
 HEADINGS = {
-    "cross-validation": "Five-fold cross-validation over configurations",
+    "cross-validation": f"{NUM_FOLDS}-fold cross-validation over configurations",
     "groups": "Leaving out each group in turn",
     "fitted": "The numbers of the product, fitted on all records",
 }

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import say
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder, write_text_whole
@@ -32,7 +31,7 @@ class Given(Options):
     on: str | None = option("Emulated devices, such as cpu:8; else whatever devices JAX has.")
     seconds: float = option("For everything.", type=click.FloatRange(min=0.5), default=60.0)
     dtypes: str | None = option("Element types of products, the main one first: bf16,fp8,int8.")
-    mesh_text: str | None = option("Measure collectives over its axes: fsdp=4,tensor=2.", "--mesh")
+    mesh: MeshSizes | None = option("Measure collectives over its axes: fsdp=4,tensor=2.")
     chip_name: str | None = option(
         "The chip of the catalogue that the devices are, where it is not recognised.", "--chip"
     )
@@ -48,7 +47,6 @@ def command(given: Given) -> Answer:
 
     meshwright bench --on cpu:8 -o rates.toml, then meshwright plan MODEL --on cpu:8 --calibration rates.toml.
     """
-    axes = parse_mesh(given.mesh_text) if given.mesh_text is not None else {}
     _check_files(given.what, given.output, given.save)
     if given.chip_name is not None:
         find_chip(given.chip_name)
@@ -58,7 +56,7 @@ def command(given: Given) -> Answer:
 
     check_parts(given.what)
     wanted = [word.strip() for word in given.dtypes.split(",")] if given.dtypes is not None else []
-    bench = make_bench(devices, chip=given.chip_name, dtypes=wanted, axes=axes)
+    bench = make_bench(devices, chip=given.chip_name, dtypes=wanted, axes=given.mesh or {})
     keep_compiled_programs(cache_folder())
     report = run_bench(bench, given.what, seconds=given.seconds, say=say)
     facts = {**msgspec.structs.asdict(report), **_write(report, given.output, given.save)}

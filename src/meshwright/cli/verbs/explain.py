@@ -168,22 +168,25 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         yield from budget_text(told.training, told.plan.cluster.num_chips)
 
 
-VERDICTS = {True: "met", False: "not met", None: "hint"}
+_VERDICTS = {True: "met", False: "not met", None: "hint"}
 _TITLES = {"speed": "When communication hides behind compute, in closed form", "size": "What fits"}
 
 
+def limit_tables(limits: Sequence[Limit]) -> dict[str, Table]:
+    """Kind of limit -> its table, of the kinds that there are."""
+    rows: dict[str, list[list[Any]]] = {kind: [] for kind in _TITLES}
+    for one in limits:
+        rows[one.kind].append([one.name, one.formula, *limit_amounts(one), _VERDICTS[one.holds]])
+    return {kind: Table(["", "formula", "bound", "here", ""], rows[kind], _TITLES[kind]) for kind in rows if rows[kind]}
+
+
 def _limits_text(told: Explanation) -> Iterator[Piece]:
-    for kind, title in _TITLES.items():
-        chosen = [limit for limit in told.limits if limit.kind == kind]
-        if chosen:
-            yield ""
-            rows = [[x.name, x.formula, *limit_amounts(x), VERDICTS[x.holds]] for x in chosen]
-            yield Table(["", "formula", "bound", "here", ""], rows, title)
-        if chosen and kind == "speed":
+    for kind, found in limit_tables(told.limits).items():
+        yield ""
+        yield found
+        if kind == "speed":
             yield _legend(told.symbols)
-        for limit in chosen:
-            if limit.note:
-                yield f"{limit.name}: {limit.note}"
+        yield from (f"{limit.name}: {limit.note}" for limit in told.limits if limit.kind == kind and limit.note)
 
 
 def _legend(at: Letters) -> str:
@@ -249,9 +252,9 @@ def _term_words(term: Term, told: Explanation) -> str:
 
 
 def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
-    """The bound and the plan's own figure."""
+    """The bound and the figure beside it, which is not a number where its letters are not known."""
     show = {"bytes": format_bytes, "s": format_seconds, "": _number_words}[limit.unit]
-    return Quantity(limit.limit, show), Quantity(limit.here, show)
+    return Quantity(limit.limit, show), Quantity(limit.here, lambda here: "-" if math.isnan(here) else show(here))
 
 
 def limit_words(limit: Limit) -> str:

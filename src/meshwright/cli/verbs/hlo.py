@@ -9,9 +9,9 @@ from typing import Any
 import click
 from msgspec.structs import asdict
 
-from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import width
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.shared import MESH
+from meshwright.cli.verb import MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_bytes
 from meshwright.hlo.collectives import collective_rows, module_collectives
@@ -27,7 +27,7 @@ from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, Tabl
 
 class Given(Options):
     file: Path = argument()
-    mesh_text: str | None = option("Mesh axes, major to minor, such as fsdp=4,tensor=4.", "--mesh")
+    mesh: MeshSizes | None = MESH
     op: str | None = option("Explain this instruction.")
     picture: Path | None = option("Draw the tiling of --op (.png or .svg).")
     graph: Path | None = option("Draw the graph of a layer (.png or .svg).")
@@ -54,8 +54,9 @@ def command(given: Given) -> Answer:
         return _explained(read, given.op, given.picture)
     if given.graph:
         return _drawn(read, given)
-    found = {**_summary(read, given.mesh_text), "whole": has_entry(path.read_text())}
-    return Answer({"file": path, **found}, _summary_text(found, given.top))
+    found = {**_summary(read, given.mesh or {}), "whole": has_entry(path.read_text())}
+    raw = [Table.as_is(found[name]) for name in RAW if found[name]]
+    return Answer({"file": path, **found}, _summary_text(found, given.top), raw=raw)
 
 
 def _stable(path: Path, read: StableHlo) -> Answer:
@@ -90,7 +91,7 @@ def _explained(module: Module, name: str, picture: Path | None) -> Answer:
     }
     if picture:
         facts["picture"] = picture
-    text = [piece for what, said in told for piece in _place_text(f"  {what}", said, column=13)]
+    text = [piece for what, said in told for piece in _place_text(f"  {what}", said)]
 
     def draw() -> Any:
         from meshwright.report.arrays.tiling import tiling_figure
@@ -133,15 +134,16 @@ def _drawn(module: Module, given: Given) -> Answer:
 
 MIN_PADDED_BYTES = 10_000
 """Arrays below it, single numbers above all, are left out of the table of padding."""
+RAW = ("collectives", "loops", "largest", "relayouts", "paddings")
+"""Tables of a summary, which CSV has with every row and every field."""
 MAX_NAME = 28
 MAX_BODY = 44
 """Characters of a name on one line: of an instruction, of a loop's body."""
 _MAX_STEPS = 4
 
 
-def _summary(module: Module, mesh_text: str | None) -> dict[str, Any]:
+def _summary(module: Module, mesh: Mapping[str, int]) -> dict[str, Any]:
     """All tables as one object; ``collectives`` is None where a loop's count cannot be read, and ``why`` says so."""
-    mesh = parse_mesh(mesh_text) if mesh_text else {}
     devices = math.prod(mesh.values())
     # A program that spans slices numbers the devices of one.
     if mesh and devices % module.num_devices:
@@ -286,12 +288,12 @@ def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], Tabl
     yield "Padding that tiles add, largest first", padded, PADDED
 
 
-def _place_text(label: str, text: str, *, column: int) -> Iterator[Piece]:
+def _place_text(label: str, text: str) -> Iterator[Piece]:
     """A fact whose long paths may be broken behind a slash."""
     lines = fill(
-        f"{label:<{column}}{text.replace('/', '/ ')}",
+        f"{label:<13}{text.replace('/', '/ ')}",
         width(),
-        subsequent_indent=" " * column,
+        subsequent_indent=" " * 13,
         break_on_hyphens=False,
         break_long_words=False,
     )

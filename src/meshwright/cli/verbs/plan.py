@@ -9,10 +9,10 @@ import click
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
+from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.output import format_range, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
-from meshwright.cli.verb import Count, Options, argument, option, verb
+from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer
 from meshwright.cli.verbs.plan_questions import parse_why_not, recipe_answer, what_if_answer, why_not_answer
 from meshwright.cli.verbs.plan_words import BOUND_BY, CHOICES, MEMORY, MFU, STEP, budget_text, placement_words
@@ -27,7 +27,7 @@ from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import CHANGES, parse_what_if
 from meshwright.plan.why.what_if import what_if
 from meshwright.plan.why.why_not import why_not
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns, tables_of
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.job import require_training
 from meshwright.spec.plan_file import save_plan
@@ -45,7 +45,7 @@ class Given(Options):
     seq_len: Count = SEQ_NEEDED
     tokens: Count | None = option("Tokens of the whole run, such as 15T: gives days and cost.")
     price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
-    axes: str | None = AXES
+    axes: MeshSizes | None = AXES
     top: int = option("How many strategies to list.", default=5)
     collective_matmul: str | None = option(
         "Hide collectives over tensor behind products.", type=click.Choice(COLLECTIVE_MATMULS)
@@ -71,7 +71,7 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Find how to split the training of MODEL (a name or a config.json) over a cluster."""
-    fields = parse_fields(given.pairs, sections=("model", "job", "strategy", "assumptions"))
+    fields = parse_fields(given.pairs, sections=PLANNED)
     chosen = with_fields(load_model(given.model), "model", fields["model"])
     clusters = parse_clusters(given.on)
     if given.price is not None:
@@ -119,19 +119,10 @@ def command(given: Given) -> Answer:
     for part in parts:
         facts |= part.facts
         pictures |= part.pictures
-    text = [*plan_text(result), *(piece for part in parts for piece in part.pieces)]
-    # Every figure of the ranked strategies as it is.
+    more = [piece for part in parts for piece in part.pieces]
     rows = [{**one["axes"], **one} for one in facts["strategies"]]
-    names = [name for name, value in rows[0].items() if not isinstance(value, dict)]
-    return Answer(facts, text, pictures, [Table.of(rows, {name: name for name in names})])
-
-
-def _listed(result: PlanResult) -> Table:
-    """The ranked strategies with every figure as it is."""
-    rows = [one.to_json() for one in result.strategies]
-    shown = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
-    merged = [{**row["axes"], **plain} for row, plain in zip(rows, shown, strict=True)]
-    return Table.of(merged, {name: name for name in merged[0]})
+    listed = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
+    return Answer(facts, [*plan_text(result), *more], pictures, [Table.as_is(listed), *tables_of(more)])
 
 
 def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:

@@ -26,7 +26,7 @@ MISSED = 1e-3
 
 def parse_why_not(text: str) -> dict[str, Any]:
     """Name -> value of ``"tensor=16,remat=block"``: whole numbers, true and false, else text."""
-    pairs = split_pairs(text, "name=value. Write for example tensor=16,remat=block")
+    pairs = split_pairs(text, "name=value. Write for example tensor=16,remat=block", what="--why-not")
     return {name: field_value(value) for name, value in pairs.items()}
 
 

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation import CacheDtype, Storage
 from meshwright.api.running import require_devices
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, job_of_step, storage_of
 from meshwright.cli.output import or_dash, say
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan, load_plan
+from meshwright.verify.request import AskedStep
 
 if TYPE_CHECKING:
     from meshwright.parallel.generate_step import GenerateStep
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 
 class Given(Options):
     plan_file: Path = argument(metavar="PLAN.toml")
-    steps: int = option("Steps under the profiler.", default=3)
+    steps: Count = option("Steps under the profiler.", default="3")
     warmup: int | None = option("Steps before them: 3, on CPU 5.")
     out: Path | None = option("Folder of the report; runs/NAME-profile by default.")
-    step: Literal["train", "prefill", "decode", "generate"] | None = STEP
+    step: AskedStep | None = STEP
     weights: Literal["as they are", "int8"] = WEIGHTS
-    cache_dtype: Literal["bf16", "fp32", "int8"] = CACHE_DTYPE
+    cache_dtype: CacheDtype = CACHE_DTYPE
     trace: Path | None = option("Read this trace (*.xplane.pb) and run nothing.")
     hlo: Path | None = option("The text of the program of --trace.")
 
@@ -45,8 +46,6 @@ def command(given: Given) -> Answer | None:
     """
     if (given.trace is None) != (given.hlo is None):
         raise InputError("--trace and --hlo go together: a trace names instructions whose text the other one has.")
-    if given.steps < 1:
-        raise InputError(f"--steps {given.steps} profiles nothing. Give 1 or more.")
     if given.warmup is not None and given.warmup < 1:
         raise InputError(f"--warmup {given.warmup}: the first step is slower than the others. Give 1 or more.")
     chosen = load_plan(given.plan_file)

@@ -12,7 +12,7 @@ from meshwright.api.planning import plan_of
 from meshwright.api.running import require_devices, run_training
 from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.output import say
-from meshwright.cli.verb import argument, option, verb
+from meshwright.cli.verb import Count, argument, option, verb
 from meshwright.cli.verbs.train_text import result_text
 from meshwright.core.errors import InputError, StoppedError
 from meshwright.core.units import format_count, format_seconds
@@ -51,7 +51,7 @@ class Given(PlanOptions):
         flag_value=NEWEST,
         metavar="[RUN]",
     )
-    profiled: int | None = option(
+    profiled: Count | None = option(
         f"Profile N steps ({PROFILED_STEPS}) after the first ones; the report goes into the folder of the run.",
         "--profile",
         is_flag=False,
@@ -146,8 +146,6 @@ def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -
     from meshwright.train.record.run_folder import finished_steps
     from meshwright.train.settings import settings_from_table
 
-    if steps < 1:
-        raise InputError(f"--profile {steps} profiles nothing. Give 1 or more.")
     done = (finished_steps(resume) or 0) if resume else 0
     wanted, warmup = settings_from_table(settings).steps, warmup_steps()
     if wanted - done < warmup + steps:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from meshwright.algebra.generation import CacheDtype
 from meshwright.api.proving import TIMEOUT_S, ProofOptions, prove_strategy
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
 from meshwright.cli.verb import option, verb
@@ -14,6 +15,8 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.strategy import mesh_words
+from meshwright.verify.request import AskedStep, Depth
+from meshwright.verify.targets import CompilerPlatform
 
 if TYPE_CHECKING:
     from meshwright.verify.differences import Difference
@@ -22,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Given(PlanOptions):
-    step: Literal["train", "prefill", "decode", "generate"] | None = STEP
-    depth: Literal["lower", "partition", "full"] = option("How far to compile.", default="partition")
-    platform: Literal["tpu", "cuda", "cpu"] | None = option("The compiler; by default the cluster's own.", "--for")
+    step: AskedStep | None = STEP
+    depth: Depth = option("How far to compile.", default="partition")
+    platform: CompilerPlatform | None = option("The compiler; by default the cluster's own.", "--for")
     weights: Literal["as they are", "int8"] = WEIGHTS
-    cache_dtype: Literal["bf16", "fp32", "int8"] = CACHE_DTYPE
+    cache_dtype: CacheDtype = CACHE_DTYPE
     timeout: float = option("Seconds that the compiler may take.", default=TIMEOUT_S)
     keep: Path | None = option("Keep what the compiler wrote in this folder.")
 

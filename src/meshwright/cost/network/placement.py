@@ -77,8 +77,8 @@ def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
     names, shape = (*mesh, *("",) * (len(cluster.shape) - len(mesh))), cluster.shape
     orders = [
         order
-        for order in itertools.permutations(names)
-        if len(order) == len(shape) and all(mesh.get(a, 1) <= size for a, size in zip(order, shape, strict=True))
+        for order in (itertools.permutations(names) if len(names) == len(shape) else ())
+        if all(mesh.get(a, 1) <= size for a, size in zip(order, shape, strict=True))
     ]
     if not orders:
         free = {} if cluster.num_chips % needed else {"": cluster.num_chips // needed}

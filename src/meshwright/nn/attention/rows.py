@@ -21,7 +21,6 @@ HEADS_PER_STEP = (3, 2)
 heads. With six, their scores no longer fit in cache."""
 
 Results = tuple[tuple[Array, ...], tuple[Array, ...]]
-OfRows = Callable[..., Results]
 AttentionPass = Callable[..., tuple[Array, ...]]
 Core = Callable[[AttentionCall, Sequence[Array], Sequence[Array]], Results]
 """(call with the positions of these rows, query arrays, key arrays) -> results by query row, results by key row.

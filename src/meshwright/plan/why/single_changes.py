@@ -99,7 +99,7 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
                 assignment = standard_assignment(zero=other, sequence_parallel=parallel)
                 yield f"ZeRO-{other} for ZeRO-{zero}", {"assignment": assignment}
     if strategy.mesh.get("context", 1) > 1:
-        for mode in ("gather", "ring", "ulysses"):
+        for mode in FULL.context_attention:
             if mode != strategy.context_attention:
                 yield f"context attention by {mode}", {"context_attention": mode}
 

@@ -33,7 +33,7 @@ def where_figure(profile: Profile) -> Figure:
     return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
 
 
-def parts_figure(rows: Sequence[TimeRow], *, title: str, subtitle: str = "") -> Figure:
+def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
     """Draws two bars for each of the longest rows, predicted above measured. Raises InputError for no row."""
     chosen = sorted(rows, key=lambda row: -max(row.predicted_s or 0.0, row.measured_s or 0.0))[:MAX_ROWS]
     if not chosen:
@@ -59,7 +59,7 @@ def parts_figure(rows: Sequence[TimeRow], *, title: str, subtitle: str = "") -> 
     )
     shown = f"the {MAX_ROWS} longest of {len(rows)} rows shown" if len(rows) > MAX_ROWS else ""
     subtitle = "; ".join(text for text in (subtitle, shown) if text)
-    return themed(chart, title, subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))
+    return themed(chart, "Parts of the model", subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))
 
 
 def memory_timeline_figure(memory: MemoryProfile) -> Figure:

@@ -26,9 +26,7 @@ def write_report(profile: Profile, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     how = f"{profile.plan.model.name} on {profile.plan.cluster.short_name}; {profile.plan.calibration.describe()}"
     written = [save(where_figure(profile), folder / WHERE)]
-    written.append(
-        save(parts_figure(profile.comparison.parts, title="Parts of the model", subtitle=how), folder / PARTS)
-    )
+    written.append(save(parts_figure(profile.comparison.parts, subtitle=how), folder / PARTS))
     if profile.memory.samples:
         written.append(save(memory_timeline_figure(profile.memory), folder / MEMORY))
     written.append(save_trace(profile, folder / TIMELINE))

@@ -10,9 +10,7 @@ from meshwright.report.marks import color_by, labels, lines, plot
 MEAN_FRACTION = 0.05
 
 
-def loss_figure(
-    losses: Sequence[float], tokens: Sequence[float], *, title: str = "Training loss", subtitle: str = ""
-) -> Figure:
+def loss_figure(losses: Sequence[float], tokens: Sequence[float], *, subtitle: str = "") -> Figure:
     """Draws the loss of every step over the tokens seen so far; non-finite losses leave a gap.
 
     From 40 steps on, single losses are pale and a centred mean over 5% of all steps is drawn above them.
@@ -38,7 +36,7 @@ def loss_figure(
         end = [{"x": seen[-1], "y": losses[-1], "text": f"{losses[-1]:.3f}"}]
         layers.append(plot(end).mark_circle(size=60, color=MUTED, opacity=1).encode(x="x:Q", y="y:Q"))
         layers.append(labels(end, "x:Q", "y:Q", align="left", baseline="middle", dx=8, fill=INK))
-    return themed(alt.layer(*layers), title, subtitle, width=600, height=340)
+    return themed(alt.layer(*layers), "Training loss", subtitle, width=600, height=340)
 
 
 def _centred_mean(losses: Sequence[float], reach: int) -> list[float]:
