@@ -84,10 +84,7 @@ def test_files_that_cannot_be_read_are_named(folder):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer.json is not a tokenizer file"):
         open_model(folder)
-    tokenizer = {
-        "version": "1.0",
-        "model": {"type": "BPE", "vocab": {"a": 0, "bb": 1, "ab": 2}, "merges": [["a", "bb"]]},
-    }
+    model = {"type": "BPE", "vocab": {"a": 0, "bb": 1, "ab": 2}, "merges": [["a", "bb"]]}
     tokenizer = {"version": "1.0", "model": {**model, "continuing_subword_prefix": "x" * 9}}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(InputError, match=r"tokenizer.json is not a tokenizer file"):
