@@ -75,6 +75,7 @@ ADD = "%add {\n  %a = f32[] parameter(0)\n  ROOT %b = f32[] negate(%a)\n}\n"
         (("%q = f32[2] parameter(x)",), "parameter q has no number"),
         (("%c = f32[2,2]{1,0:T(0,128)} copy(%p)",), "copy c has a layout that does not fit its dims"),
         (("%c = f32[2,2]{2,0} copy(%p)",), "copy c has a layout that does not fit its dims"),
+        (("%c = f32[] all-reduce(%p), replica_groups={{0,99999999999999999999}}",), "names a device that is none"),
         (("%c = f32[" + "9" * 5000 + "] copy(%p)",), "a number of hundreds of digits"),
     ],
 )

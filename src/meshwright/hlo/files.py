@@ -18,9 +18,7 @@ _NAME = re.compile(r"^module @([\w.\-]+)", re.MULTILINE)
 _PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")
 _MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
-_FIRST_CHARACTERS = 20_000
-MOST_PROGRAM = 2**30
-"""Bytes of a program at most."""
+_FIRST_CHARACTERS, MOST_PROGRAM = 20_000, 2**30
 
 
 class StableHlo(msgspec.Struct, frozen=True):

@@ -239,6 +239,7 @@ def parse_module(text: str) -> Module:
 
 NEEDED = {"fusion": ("calls",), "while": ("body", "condition"), "call": ("to_apply",), "get-tuple-element": ("index",)}
 """Opcode -> attributes without which it cannot be read."""
+_FAR = re.compile(r"(replica_groups|source_target_pairs)=\S*\d{9}")
 _READS = re.compile(r"copy|-done|element|while|slice|send|gather|reduce|all-to|permute|broadcast|bitcast|convert")
 MOST_NESTED, MOST_EXPANDED, MOST_DEVICES = 100, 10_000_000, 10_000_000
 """Bounds on computations inside each other, instructions with all that they call, and devices."""
@@ -250,9 +251,8 @@ def require_readable(module: Module) -> Module:
         raise ValueError(f"it is for {module.num_devices:.2g} devices; at most {MOST_DEVICES:.0e} are read.")
     calls = {name: [n for one in c.instructions for _, n in one.called] for name, c in module.computations.items()}
     sizes: dict[str, tuple[int, int]] = {}
-    for name in TopologicalSorter(calls).static_order():
-        if name not in calls:  # the text is a part of a program
-            continue
+    # a part of a program calls what its text lacks
+    for name in filter(calls.__contains__, TopologicalSorter(calls).static_order()):
         inside = [sizes[one] for one in calls[name] if one in sizes]
         depth, size = 1 + max((one[0] for one in inside), default=0), sum(one[1] for one in inside)
         sizes[name] = depth, size + len(module.computations[name].instructions)
@@ -264,6 +264,7 @@ def require_readable(module: Module) -> Module:
             faults = {
                 "reads what does not come before it": not made.issuperset(one.operands),
                 "lacks what such a one has": not all(map(one.attribute, NEEDED.get(one.opcode, ()))),
+                "names a device that is none": _FAR.search(one.attributes),
                 "reads nothing": not one.operands and _READS.search(one.opcode),
                 "has no number": not number.isdecimal(),
                 "has a layout that does not fit its dims": not all(shape.is_possible for shape in one.shapes),
@@ -276,9 +277,8 @@ def require_readable(module: Module) -> Module:
 
 def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
     """Reads the tables of source lines at the head of a module."""
-    tables: dict[str, dict[int, Any]] = {
-        name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-    }
+    names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    tables: dict[str, dict[int, Any]] = {name: {} for name in names}
     table = ""
     for line in lines:
         if line.startswith(("%", "ENTRY")):

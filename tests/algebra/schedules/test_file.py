@@ -38,7 +38,7 @@ BROKEN = [
     ("placement = v\n0: F0 B0\n1: F0 B0\n", "F0/1 is missing on device 1"),
     ("placement = bidirectional\n0: F0 B0\n1: F0/1 B0/1\n", ":3: F0/1 cannot run on device 1: microbatch 0 passes no"),
     ("0: F0 B0 F1 B1\n1: F0 F1 B0 B1\n", "devices wait for each other (device 0 before B0, device 1 before F1)"),
-    ("# nothing\n", "0 ops; a schedule has between 1 and 200,000"),
+    ("# nothing\n", "0 ops; a schedule has between 1 and 100,000"),
 ]
 
 

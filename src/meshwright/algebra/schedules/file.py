@@ -20,7 +20,7 @@ from meshwright.algebra.schedules.table import PLACEMENTS, PlacementName, Schedu
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.files import read_text
 
-MAX_OPS = 200_000
+MAX_OPS = 100_000
 LINE_WIDTH = 100
 
 _OP = re.compile(r"([FBW])(\d{1,6})(?:/(\d{1,3}))?")
