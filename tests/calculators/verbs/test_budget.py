@@ -179,3 +179,12 @@ def test_years_on_the_chips_of_the_slides(call):
         assert rows[name]["years"] == pytest.approx(years, rel=2e-3)
     assert rows["m3"]["dtype"] == "int8"
     assert rows["m3"]["energy_kwh"] is None
+
+
+def test_words_of_a_run(call):
+    """5.24e23 FLOPs on one K40 at 29.3% of 5.046 TFLOP/s: 11,239 years of 365 days."""
+    args = ("budget", "5.24e23", "--on", "k40:1", "--mfu", "0.293", "--pue", "1.1", "--host-share", "0.2")
+    years = 5.24e23 / (0.293 * 5.046e12) / 86400 / 365
+    assert f"one chip {years:,.0f} years on one k40" in call(*args).words
+    assert "for the chips alone" in call(*args).words
+    assert "with hosts, network and cooling" in call(*args).words

@@ -26,7 +26,7 @@ def test_json(call):
     ("cluster", "alpha", "least", "width", "words"),
     [
         # 459e12 / 1.8e11 = 2,550 over 3 rings; boxes below a cube are lines: 459e12 / 9e10 over 3
-        ("v5p:4x4x4", 2550, 850, "with W both ways of a ring, X", "> alpha / 3 850"),
+        ("v5p:4x4x4", 2550, 850, "with W both ways, X", "> alpha / 3 850"),
         ("v5p:2x2x4", 5100, 1700, "with W one way, no axis wraps around, X", "> alpha / 3 1,700"),
         # 197e12 / 45e9 = 4,378 over 2 lines; a line of 8 beside a ring of 16 is 1.5 rings: 2,189 / 1.5
         ("v5e:8x8", 4377.8, 2188.9, "with W one way, no axis wraps around, X", "> alpha / 2 2,189"),
@@ -34,7 +34,7 @@ def test_json(call):
             "v5e:8x16",
             2188.9,
             1459.3,
-            "with W both ways of a ring, a line counts as half an axis",
+            "with W both ways, a line counts as half an axis",
             "> alpha / 1.5 1,459",
         ),
     ],

@@ -103,8 +103,8 @@ def test_a_chip(call):
     # what the compiler offers of the 16 GB class: 15.75 GiB
     assert found["max_params"]["bf16-adam"] == pytest.approx(15.75 * 2**30 / 10)
     text = call("show", "v5e").words
-    for fact in ("bf16, dense 197 TFLOP/s", "memory stops binding at 240.5 FLOPs/byte", "D = 8,756 2 peak / link",
-                 "FSDP on one ICI axis, from 2,189 tokens a chip", "latency of a hop binds below 45 kB",
+    for fact in ("bf16, dense 197 TFLOP/s", "critical intensity 240.5 FLOPs/byte", "D = 8,756 2 peak / link",
+                 "FSDP on one ICI axis, from 2,189 tokens a chip", "bound by latency transfers < 45 kB",
                  "bf16-adam 1.69 B", "How to Scale Your Model, section 2.3"):  # fmt: skip
         assert fact in text
 
@@ -153,6 +153,13 @@ def test_peaks_are_dense(call):
                 assert peaks[narrow] / peaks[wide] < 4, (unit.name, narrow)
 
 
+def test_words_of_a_chip(call):
+    text = call("show", "h100").words
+    assert "critical intensity 295.3 FLOPs/byte" in text
+    # 450 GB/s x 1 us
+    assert "bound by latency transfers < 450 kB" in text
+
+
 def test_clusters(call):
     found = call("show", "v5p:16x20x28", "--json").json
     assert (found["num_chips"], found["num_hosts"]) == (8960, 2240)
@@ -169,7 +176,7 @@ def test_clusters(call):
     # 32 v6e as 4x8 lines: 918e12 / 90e9 / 2 tokens of each = 163 k in all
     lines = call("show", "v6e:4x8", "--json").json
     assert lines["fsdp_min_batch_tokens"] == pytest.approx(918e12 / 90e9 / 2 * 32)
-    assert "C / W / axes x chips, W one way, no axis wraps around" in call("show", "v6e:4x8").words
+    assert "alpha / axes x chips, W one way" in call("show", "v6e:4x8").words
     assert "1.43 MW the chips alone" in call("show", "h100:8x256").words
 
 

@@ -199,7 +199,7 @@ def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRate
     speed, words = width.bytes_per_s, width.words
     if legs:
         speed = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing for leg in legs)
-        words = "both ways of a ring" if any(leg.wraps for leg in legs) else "one way, no ring"
+        words = "both ways" if any(leg.wraps for leg in legs) else "one way, no ring"
     chip = rates.cluster.chip
     alpha = ici_intensity(peak(chip, compute_dtype(chip, lhs.dtype, rhs.dtype)), speed)
     most = reduce_after_max_shards(dims[dim], alpha)

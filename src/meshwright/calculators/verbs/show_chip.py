@@ -164,9 +164,9 @@ def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
         ("slice and sum, no gather, from", "reduce_after_min_dim", "D = {:,.0f}".format, "2 alpha"),
         ("split in two along D, from", "critical_split_dim", "D = {:,.0f}".format, "2 peak / link"),
         (
-            "bound by latency, transfers below",
+            "bound by latency",
             "latency_bound_bytes",
-            format_bytes,
+            lambda v: f"transfers < {format_bytes(v)}",
             f"link x {format_seconds(_link(c)[1])}",
         ),
         ("int8 over bf16 peak", "int8_over_bf16", "{:.3g} times".format, ""),

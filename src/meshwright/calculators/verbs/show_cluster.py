@@ -137,7 +137,7 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
         ("energy of a day", "energy_kwh_per_day", format_energy, "at that power"),
         ("price of an hour", "price_usd_per_hour", lambda v: f"${v:,.2f}" if v < 100 else f"${v:,.0f}", ""),
         ("least batch, FSDP", "fsdp_min_batch_tokens", lambda v: f"{format_count(v)} tokens",
-         f"C / W / axes x chips, W {facts['width']}"),
+         f"alpha / axes x chips, W {str(facts['width']).split(',')[0]}"),
         ("least batch over DCN", "dcn_min_batch_tokens_per_slice", lambda v: f"{format_count(v)} tokens",
          "peak x host chips / DCN"),
     )  # fmt: skip

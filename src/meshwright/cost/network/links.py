@@ -49,7 +49,7 @@ def torus_width(cluster: Cluster) -> TorusWidth | None:
     if cluster.kind != "torus" or link is None or not rings:
         return None
     closed = rings[0]
-    words = "both ways of a ring" if closed else "one way, no axis wraps around"
+    words = "both ways" if closed else "one way, no axis wraps around"
     return TorusWidth(
         bytes_per_s=(1 + closed) * link,
         axes=tuple((1 + wraps) / (1 + closed) for wraps in rings),
