@@ -169,6 +169,7 @@ def test_the_network_that_a_note_states():
     own = chip("a100").nic_bytes_per_s
     assert chip_of(record(hardware="A100-SXM-80GB")).nic_bytes_per_s == own
     assert chip_of(record(hardware="A100-SXM-80GB", note="800 Gb/s inter-node; x")).nic_bytes_per_s == 800e9 / 8 / 8
+    assert chip_of(record(hardware="A100-SXM-80GB", note="0 Gb/s inter-node")).nic_bytes_per_s == own
     assert chip_of(record(note="per_device_batch 4; A3-High network")).nic_bytes_per_s == 4 * 200e9 / 8 / 8
 
 
@@ -396,7 +397,7 @@ def test_flops_that_count_recomputation():
         ({"parallelism": {"tp": 3}}, "tensor 3 do not divide 16 chips"),
         ({"hardware": "TPU-v5e", "slices": 3}, "16 chips do not divide into 3 slices"),
         ({"hardware": "TPU-v5e", "n_chips": 512}, "larger than a pod of v5e"),
-        ({"hardware": "MI355X", "precision": "fp8"}, "of mi355x is not known"),
+        ({"hardware": "H100-PCIe"}, "of h100-pcie is not known"),
         ({"hardware": "cpu"}, "this machine is a number of devices"),
         ({"model": LLAMA | {"n_kv_heads": 5}}, "num_kv_heads=5 does not divide num_heads=32"),
     ],

@@ -10,6 +10,8 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import parse_block
 from meshwright.algebra.notation import local_elements
 from meshwright.algebra.program import Program, Variable
+from meshwright.algebra.rewrites.remat import SavedSet
+from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
@@ -480,16 +482,25 @@ def test_what_is_kept_is_what_the_policy_says(axes):
     assert {a.name for a in layer(("x1", "m"), **axes).kept} == {"x", "x1", "m"}
 
 
+def test_an_unknown_optimizer_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match=r"optimizer 'adamww' is not known\. Did you mean 'adamw'"):
+        derive(TINY, Strategy(mesh=make_mesh({})), optimizer="adamww")
+    with pytest.raises(InputError, match="optimizer 'einsum' is not known"):
+        derive(TINY, Strategy(mesh=make_mesh({})), optimizer="einsum")
+
+
 def test_partial_sums_are_not_kept():
     """A name in the saved set means the finished result: with T whole, ``a`` has the same axes before its sum."""
     stream = {**DEFAULT_ASSIGNMENT["activation"], "T": ("context",)}
     strategy = Strategy(
         mesh=make_mesh({"tensor": 2}), assignment={**DEFAULT_ASSIGNMENT, "activation": stream}, remat="matmuls"
     )
-    derived = derive(TINY, strategy)
-    assert "a[B, T, D]{U_tensor}" in {str(s.result) for s in derived.blocks[1].forward}
-    assert "a" in derived.keeps
-    assert "a[B, T, D]{U_tensor}" not in derived.keeps
+    layer = derive(TINY, strategy).blocks[1]
+    saved = SavedSet(Shardings(TINY, strategy, strategy.active_axes))
+    made = {
+        str(step.result): saved.keeps(step.result, layer.block) for step in layer.forward if step.result.name == "a"
+    }
+    assert made == {"a[B, T, D]{U_tensor}": False, "a[B, T, D]": True}
 
 
 def summary(derived, mesh):

@@ -12,7 +12,9 @@ from meshwright.algebra.generation import (
     one_position,
     scales,
 )
+from meshwright.algebra.ops import kind_of
 from meshwright.algebra.program import Program
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
@@ -52,6 +54,15 @@ def test_the_head_makes_logits_of_one_position():
         "uncapped = einsum(hl, embed)",
         "logits = softcap(uncapped)",
     ]
+
+
+def test_a_look_up_reads_int8_rows_and_their_scales():
+    """A token of D=4096: its number, an int8 row with a float32 scale, and the bf16 row that is written."""
+    program = generation_program(LLAMA, "prefill", Storage(quantised=True))
+    derived = derive_forward(program, Strategy(mesh=make_mesh({})))
+    (step,) = (step for step in derived.blocks[0].forward if step.op == "quantised_embed")
+    sizes = OpSizes(dims=LLAMA.dims | {"B": 1, "T": 1}, mesh={}, state="bf16-adam")
+    assert kind_of(step).hbm_bytes(step, sizes) == 4 + (4096 + 4) + 2 * 4096
 
 
 @pytest.mark.parametrize("name", models())

@@ -1,6 +1,7 @@
 """What a person can get wrong: one line that says what to change, nothing on standard output, no traceback."""
 
 import json
+import time
 
 import pytest
 
@@ -40,14 +41,15 @@ CASES = [
     (2, swapped(PLAN, "v5e:4x4", "v5e:4x4x4"), "v5e has 2. 64 chips are for example v5e:8x8."),
     (2, swapped(PLAN, "v5e:4x4", "v5e:0x4"), "Give positive whole numbers"),
     (2, swapped(PLAN, "v5e:4x4", "v100:8"), "v100 has no bf16 matrix rate in its table; it has fp16, fp32."),
-    (2, swapped(PLAN, "v5e:4x4", "mi355x:8"), "nvlink_bytes_per_s of mi355x is not known"),
+    (2, swapped(PLAN, "v5e:4x4", "trn3:4x4"), "nic_bytes_per_s of trn3 is not known"),
     (3, swapped(PLAN, "llama3-8b", "deepseek-v3"), "deepseek-v3 with 128 sequences of 4096 does not fit v5e:4x4"),
     # sizes of the job
     (2, swapped(PLAN, "128seq", "4M"), "Use 4Mi (1024 sequences)."),
     (2, swapped(PLAN, "128seq", "-4Mi"), "batch '-4Mi' is not a number"),
     (2, swapped(PLAN, "128seq", "0seq"), "job.batch_seqs=0 must be"),
     (2, swapped(PLAN, "128seq", "1000"), "less than one sequence of 4096. Use at least 4096 tokens."),
-    (2, swapped(PLAN, "128seq", "1e300"), "must be between 1 and "),
+    (2, swapped(PLAN, "128seq", "1e300"), "batch '1e300' is larger than 1e+60"),
+    (2, swapped(PLAN, "128seq", "1e50"), "must be between 1 and "),
     (2, swapped(PLAN, "4096", "0"), "--seq 0 must be at least 1."),
     (2, (*PLAN, "--tokens", "many"), "tokens 'many' is not a number"),
     (2, (*PLAN, "--tokens", "0"), "--tokens 0 must be at least 1."),
@@ -82,7 +84,7 @@ CASES = [
     (2, ("roofline", "A[B_X,D] * B[D,F] -> C[B,F]", "--dims", "B=1", "--on", "v5e"), "Use meshwright shard for a mesh"),
     (2, (*ROOFLINE, "--dims", "B=128,D=8192", "--on", "v5e"), "no size for F. Give every dim: --dims F=...."),
     (2, (*ROOFLINE, "--dims", "B=0,D=1,F=1", "--on", "v5e"), "dim B=0 must be at least 1"),
-    (2, (*ROOFLINE, "--dims", "B=1e300,D=1,F=1", "--on", "v5e"), "dim B=1e+300 is larger than any array"),
+    (2, (*ROOFLINE, "--dims", "B=1e300,D=1,F=1", "--on", "v5e"), "B '1e300' is larger than 1e+60"),
     (2, (*ROOFLINE, "--dims", "B=-4,D=1,F=1", "--on", "v5e"), "size of dim B '-4' is not a number"),
     (2, (*ROOFLINE, "--dims", "B=1,D=1,F=1", "--on", "v5e", "--channel", "tin"), "'tin' is not one of 'hbm'"),
     (2, (*ROOFLINE, "--dims", "B=1,D=1,F=1", "--on", "v5e", "--png", "x.bmp"), "Use a name that ends in .png"),
@@ -97,12 +99,27 @@ CASES = [
     (2, (*SHARD, "--mesh", "X=8192", "--dims", "I=8192,J=4,K=4", "--png", "x.png"), "--png takes at most 4096 devices"),
     (2, (*SHARD, "--mesh", "X=4", "--dims", "I=1G,J=1G,K=4", "--run"), "--run holds whole arrays on this machine"),
     # files
-    (2, ("explain", "none.toml"), "none.toml: there is no such file."),
-    (2, swapped(PLAN, "v5e:4x4", "none.toml"), "none.toml: there is no such file."),
+    (2, ("explain", "none.toml"), "none.toml cannot be read (No such file or directory)"),
+    (2, swapped(PLAN, "v5e:4x4", "none.toml"), "none.toml cannot be read (No such file or directory)"),
     (2, swapped(PLAN, "llama3-8b", "none.json"), "none.json cannot be read (No such file or directory)"),
     (2, (*swapped(PLAN, "v5e:4x4", "cpu:2"), "--calibration", "datasheet"), "this machine, which has no data sheet"),
-    (2, (*PLAN, "--calibration", "none.toml"), "none.toml: there is no such file."),
+    (2, (*PLAN, "--calibration", "none.toml"), "none.toml cannot be read (No such file or directory)"),
     (2, (*PLAN, "-o", "."), "cannot write the plan to .: "),
+    (2, (*PLAN, "-o", "a" * 300), "File name too long"),
+    (2, ("show", "a" * 300), "File name too long"),
+    (2, ("hlo", "a" * 300), "File name too long"),
+    # what nobody means
+    (2, ("show", "v4:99999999x99999999x99999999x99999999"), "has more than 10,000,000 chips"),
+    (2, swapped(PLAN, "v5e:4x4", f"h100:8x{'9' * 5000}"), "is not chip:shape"),
+    (2, ("budget", "--loss", "nan"), "--loss nan: give a finite number that is not negative."),
+    (2, ("budget", "1e24", "--on", "h100:8x8", "--price", "-1"), "--price -1.0: give a finite number"),
+    (2, ("transfer", "1" * 400, "--on", "v5e:4x4", "--from", "0,0", "--to", "1,1"), "is larger than 1e+60"),
+    (2, (*PLAN, "--set", "model.kv_lora_rank=3"), "qk_nope_head_dim=0 must be at least 1."),
+    (2, (*PLAN, "--set", "model.rope_theta=nan"), "model.rope_theta is nan: give a finite number, at most 1e+60."),
+    (2, (*PLAN, "--set", f"model.rope_theta={'9' * 5000}"), "expected `float`, got `str`"),
+    (2, ("shard", "A[I,J] * B[J,K] -> C[I,K" + "," * 30_000 + "]", *SIZES), "at most 20,000 characters"),
+    (2, ("show", "x" * 100 + "\ny"), "x\\ny' is no model, chip or cluster."),
+    (2, ("schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--forward", "9" * 400), "longer than anything"),
 ]  # fmt: skip
 
 
@@ -111,6 +128,25 @@ def test_one_line_that_says_what_to_change(call, code, args, message):
     call(*args).assert_refused(code, message)
     if args[0] not in ("plam",):
         call(*args, "--json").assert_refused(code, message)
+
+
+def test_what_is_given_is_not_repeated_whole(call):
+    for args in (
+        ("show", "x" * 200),
+        (*PLAN, "--axes", "x" * 9000),
+        (*PLAN, "--no", "x y " * 2000),
+        ("show", "a\nb\x1b[0m"),
+    ):
+        said = call(*args)
+        assert (said.code, said.err.count("\n"), "\x1b" in said.err) == (2, 1, False)
+        assert len(said.err) < 600
+
+
+def test_spaces_cost_nothing(call):
+    started = time.process_time()
+    said = call("shard", f"A[I_X,J]{' ' * 60_000}* B[J,K] -> C[I_X,K]", *SIZES)
+    assert said.code == 0
+    assert time.process_time() - started < 5
 
 
 FILES = [

@@ -64,6 +64,7 @@ def test_seconds(seconds, text):
 def test_the_other_units():
     assert format_bytes(95e9) == "95 GB"
     assert format_flops(459e12) == "459 TFLOP/s"
+    assert format_flops(65536, unit="FLOP") == "65.5 kFLOP"
     assert format_flops(6.3e24, unit="FLOP") == "6300000 EFLOP"
     assert format_count(4 * 2**20) == "4 Mi"
     assert format_count(4_000_000) == "4 M"

@@ -113,7 +113,6 @@ def _sections(derived: Any) -> dict[str, list[str]]:
     found["ends"] = _lines(derived.ends)
     found["update"] = _lines(derived.update)
     found["declared"] = [f"{array} {array.dtype}".rstrip() for _, array in sorted(derived.declared.items())]
-    found["keeps"] = list(derived.keeps)
     return {name: lines for name, lines in found.items() if lines}
 
 

@@ -51,10 +51,48 @@ def test_refused(tmp_path):
     with pytest.raises(InputError, match="holds no"):
         hlo_file(tmp_path)
     (tmp_path / "a.txt").write_text("nothing of the kind")
-    with pytest.raises(InputError, match="is no HLO text"):
+    with pytest.raises(InputError, match="is no whole HLO text"):
         read_hlo(tmp_path / "a.txt")
     with pytest.raises(InputError, match="is no StableHLO"):
         read_hlo(tmp_path / "a.txt", stablehlo=True)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="is not text"):
         read_hlo(tmp_path / "b.txt")
+
+
+ADD = "%add {\n  %a = f32[] parameter(0)\n  ROOT %b = f32[] negate(%a)\n}\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("%f = f32[] fusion(%p), kind=kLoop",), "fusion f lacks what such a one has"),
+        (("%w = f32[] while(%p), body=%add",), "while w lacks what such a one has"),
+        (("%f = f32[] fusion(%p), calls=%main",), "cycle"),
+        (("%c = f32[2] copy(%d)", "%d = f32[2] copy(%c)"), "copy c reads what does not come before it"),
+        (("%c = f32[2] copy()",), "copy c reads nothing"),
+        (("%g = f32[2] get-tuple-element(%p)",), "get-tuple-element g lacks what such a one has"),
+        (("%q = f32[2] parameter(x)",), "parameter q has no number"),
+        (("%c = f32[2,2]{1,0:T(0,128)} copy(%p)",), "copy c has a layout that does not fit its dims"),
+        (("%c = f32[2,2]{2,0} copy(%p)",), "copy c has a layout that does not fit its dims"),
+        (("%c = f32[] all-reduce(%p), replica_groups={{0,99999999999999999999}}",), "names a device that is none"),
+        (("%c = f32[" + "9" * 5000 + "] copy(%p)",), "a number of hundreds of digits"),
+    ],
+)
+def test_damaged_programs_are_named(tmp_path, lines, message):
+    body = "\n".join(f"  {line}" for line in ("%p = f32[] parameter(0)", *lines, "ROOT %r = f32[] negate(%p)"))
+    (tmp_path / "a.txt").write_text(f"HloModule m\n\n{ADD}\nENTRY %main {{\n{body}\n}}\n")
+    with pytest.raises(InputError, match=f"a.txt is no whole HLO text: .*{message}"):
+        read_hlo(tmp_path / "a.txt")
+
+
+def test_a_program_without_a_name(tmp_path):
+    (tmp_path / "a.txt").write_text(f"HloModule\n\n{ADD}")
+    assert read_hlo(tmp_path / "a.txt").name == "?"
+
+
+def test_a_program_of_too_many_computations_inside_each_other(tmp_path):
+    links = [f"%c{n} {{\n  ROOT %x{n} = f32[] call(), to_apply=%c{n - 1}\n}}\n" for n in range(1, 3000)]
+    (tmp_path / "a.txt").write_text("%c0 {\n  ROOT %x0 = f32[] constant(1)\n}\n" + "".join(links))
+    with pytest.raises(InputError, match="has 101 computations inside each other"):
+        read_hlo(tmp_path / "a.txt")

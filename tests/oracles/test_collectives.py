@@ -4,13 +4,17 @@ import pytest
 
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import Sizes, parse_array
+from meshwright.calculators.links.one_way import link_bytes
 from meshwright.calculators.sharding.einsum_cost import einsum_rates, price_einsum
+from meshwright.core.dims import CollectiveKind
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.cost.formulas.roofline import Channel, Work, channel_rate, chip_roofline
 from meshwright.cost.network.collectives import collective_time, latency_bound_bytes
+from meshwright.cost.network.legs import group_legs
+from meshwright.cost.network.placement import place_mesh
 from meshwright.spec.chip import chip, known, peak
-from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
-from tests.oracles.shapes import counting, rates
+from meshwright.spec.cluster import Cluster, parse_cluster
+from tests.oracles.shapes import rates
 from tests.oracles.worked import Answers, Inputs
 
 LINK = known(chip("v5e-book"), "ici_link_bytes_per_s")
@@ -30,10 +34,10 @@ def exercise_3_2(i: Inputs, arrays: str) -> float:
     return seconds(parse_cluster("v4p-book:4x4x4"), i["mesh"], arrays, {"B": i["B"], "D": i["D"]})
 
 
-def through_a_line(i: Inputs, kind: str) -> float:
-    """Scalars that one link carries in one direction: seconds at one scalar per second, where the axis is no ring."""
-    line = make_cluster(counting("v5e", link_bytes_per_s=1), (i["D"], 1))
-    return collective_time(kind, i["N"] ** 2, rates(line, {"X": i["D"], "Y": 1}, "X"))
+def through_a_link(i: Inputs, kind: CollectiveKind) -> float:
+    """Scalars that one link of a ring used one way carries."""
+    legs = group_legs(place_mesh(parse_cluster(f"v5p:{i['D']}x4x4"), {"X": i["D"]}), "X")
+    return link_bytes(kind, i["N"] ** 2, legs, two_way=False)
 
 
 def transfer_s(num_bytes: float, channel: Channel) -> float:
@@ -67,10 +71,12 @@ ANSWERS: Answers = {
     "book-7.6.3-buf": lambda i: latency_bound_bytes(LINK, hop_s=i["hop"], num_shards=i["shards"]),
     "book-ex2.6-ici": corner_gather,
     "book-ex2.6-pcie": lambda i: transfer_s(i["bytes"] / i["chips"], "pcie"),
-    "book-ex3.10-a2a": lambda i: through_a_line(i, "all_to_all"),
-    "book-ex3.10-ag": lambda i: through_a_line(i, "all_gather"),
+    "book-ex3.10-a2a": lambda i: through_a_link(i, "all_to_all"),
+    "book-ex3.10-ag": lambda i: through_a_link(i, "all_gather"),
     "book-ex3.10-bidi": lambda i: over_gather("all_to_all", parse_cluster("v5e:16x16"), {"X": 16, "Y": 16}),
-    "book-ex3.10-uni": lambda i: over_gather("all_to_all", parse_cluster("v5e:4x4"), PLANE),
+    "book-ex3.10-uni": lambda i: (
+        through_a_link({"N": 64, "D": 4}, "all_to_all") / through_a_link({"N": 64, "D": 4}, "all_gather")
+    ),
     "book-ex3.2-agX": lambda i: exercise_3_2(i, "A[B_X,D_Y] -> A[B,D_Y]"),
     "book-ex3.2-agXY": lambda i: exercise_3_2(i, "A[B_XY,D] -> A[B,D]"),
     "book-ex3.2-arZ": lambda i: exercise_3_2(i, "A[B_X,D_Y]{U_Z} -> A[B_X,D_Y]"),

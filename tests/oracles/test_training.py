@@ -145,10 +145,10 @@ ANSWERS: Answers = {
     "book-5.2-comm-mixed": lambda i: (
         moved_bytes(i["strategy"], arrays="activations", phases=("backward",)) / (SIZES["B"] * SIZES["D"] / MESH["X"])
     ),
-    "book-ex4.7-avail": lambda i: available_flops(i["hours"], peak(chip("h800"), "fp8")),
+    "book-ex4.7-avail": lambda i: available_flops(i["hours"], peak(chip("h800-book"), "fp8")),
     "book-ex4.7-flops": lambda i: training_flops(i["params"], i["tokens"]),
     "book-ex4.7-mfu": lambda i: mfu_from_hours(
-        training_flops(i["params"], i["tokens"]), i["hours"], peak(chip("h800"), "fp8")
+        training_flops(i["params"], i["tokens"]), i["hours"], peak(chip("h800-book"), "fp8")
     ),
     "book-ex5.3-fsdp": lambda i: limits.data_parallel_min_batch(i["alpha"], i["axes"], i["chips"]),
     "book-ex5.3-mixed": mixed,

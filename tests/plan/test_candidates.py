@@ -114,6 +114,7 @@ def test_microbatches_leave_whole_sequences_to_every_shard():
     assert set(every.microbatches[one_shard].tolist()) == {1, 2, 3, 4, 6, 8, 12, 24}
     assert set(some.microbatches[some.batch_shards == 1].tolist()) == {1, 6, 24}
     assert set(two.microbatches[two.batch_shards == 1].tolist()) == {1, 24}
+    assert set(with_microbatches(space(TINY, 64), found, most=1).microbatches.tolist()) == {1}
     fixed = with_microbatches(
         space(TINY, 64, Strategy(mesh={}, num_microbatches=3), given=("num_microbatches",)), found
     )

@@ -1,21 +1,28 @@
 """The rules: one mask and one sentence each, and both always agree."""
 
+import re
+
 import msgspec
 import numpy as np
 import pytest
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.generation import Storage
+from meshwright.algebra.rewrites.pipeline import NO_PIPELINE
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import (
+    DEVICES_RULE,
+    NOUNS,
     SCHEDULE_RULE,
     StrategySizes,
     check_rules,
     divisors,
     legal,
     mask,
+    microbatches_that_fit,
     require_legal,
     size_rules,
     splits,
@@ -23,7 +30,8 @@ from meshwright.plan.legal import (
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
+from meshwright.spec.model import Encoder
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, REMAT_POLICIES, Strategy, make_mesh
 
 LLAMA70B, TINY = catalogue.load_model("llama3-70b"), catalogue.load_model("tiny")
 JOB = Job(batch_seqs=1024, seq_len=4096)
@@ -65,9 +73,10 @@ def test_strategies_that_run(axes, fields):
          "num_microbatches=8 does not divide the 4 sequences that each of 256 data shards has of 1024. "
          "Use num_microbatches in {1, 2, 4}."),
         ({"pipeline": 16}, SMALL, "stages",
-         "pipeline=16 stages are more than the 8 layers of tiny. Use at most 8 in all."),
+         "pipeline=16 stages are more than the 8 layers of tiny. Use at most 8."),
         ({"pipeline": 4, "fsdp": 4}, SMALL | {"schedule": "interleaved", "chunks": 4, "num_microbatches": 4}, "stages",
-         "pipeline=4 x chunks=4 = 16 stages are more than the 8 layers of tiny. Use at most 8 in all."),
+         "pipeline=4 x chunks=4 has 16 places for the 8 layers of tiny, more than 8. "
+         "Use chunks in {1, 2}, or fewer stages."),
         ({"expert": 8}, EIGHT, "experts", "expert=8: tiny has no experts. Leave the axis out, or use fsdp=8."),
     ],
 )  # fmt: skip
@@ -99,9 +108,10 @@ def test_positions_and_width():
 def test_devices_that_are_too_many_or_too_few():
     found = refusals({"fsdp": 1024, "tensor": 4})
     assert found["devices"] == (
-        "mesh fsdp=1024 x tensor=4 = 4096 uses 4096 devices and v5p:16x16x32 has 8192. "
+        "mesh fsdp=1024 x tensor=4 is for 4096 and v5p:16x16x32 has 8192 devices. "
         "Make the product of the axes 8192, or name a cluster of 4096."
     )
+    assert refusals({})["devices"].startswith("a mesh of one device is for 1 and v5p:16x16x32 has 8192 devices. ")
 
 
 def test_a_mesh_that_cannot_be_laid_as_it_says():
@@ -118,16 +128,62 @@ def test_too_little_memory_says_what_fits():
     found = refusals({"fsdp": 64}, cluster="v5p:4x4x4", job=Job(batch_seqs=1024, seq_len=4096), remat="none")
     message = found["memory"]
     assert message.startswith("llama3-70b on mesh fsdp=64 needs ")
-    assert " per chip and a chip of v5p:4x4x4 has 95 GB (activations " in message
+    assert " per chip (most: activations " in message
+    assert ", and a chip of v5p:4x4x4 has 95 GB. Use " in message
     assert message.endswith("GB).")
-    policy = message.split("Use remat=")[1].split(" ")[0]
-    count = int(message.split("num_microbatches=")[1].split(" ")[0])
-    assert refusals({"fsdp": 64}, cluster="v5p:4x4x4", remat=policy, num_microbatches=count) == {}
+    assert refusals({"fsdp": 64}, cluster="v5p:4x4x4", **advice(message, remat="none")) == {}
+
+
+def advice(message, **fields):
+    """The fields of a strategy with those that a refusal for memory advises."""
+    words = dict(re.findall(r"(remat|num_microbatches)=([\w-]+)", message))
+    counts = {"num_microbatches": int(words.pop("num_microbatches"))} if "num_microbatches" in words else {}
+    return fields | words | counts
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch", "fields", "changed"),
+    [
+        ("llama3-70b", "v5p:4x4x4", 1024, {"remat": "full"}, {"num_microbatches"}),
+        ("llama3-70b", "v5p:4x4x4", 1024, {"remat": "every-2"}, {"num_microbatches"}),
+        ("llama3-8b", "h100:8x4", 256, {"remat": "none", "num_microbatches": 2}, {"remat"}),
+        ("llama3-70b", "v5p:2x4x4", 1024, {"remat": "none", "num_microbatches": 2}, {"num_microbatches", "remat"}),
+    ],
+)
+def test_the_remedy_is_the_smallest_change(model, cluster, batch, fields, changed):
+    where = parse_cluster(cluster)
+    setting = Setting(catalogue.load_model(model), where, Job(batch_seqs=batch, seq_len=4096))
+    strategy = Strategy(mesh=make_mesh({"fsdp": where.num_chips}), **fields)
+    (refusal,) = legal(setting, strategy)
+    assert refusal.rule == "memory"
+    assert set(advice(refusal.message)) == changed
+    better = msgspec.structs.replace(strategy, **advice(refusal.message))
+    assert legal(setting, better) == ()
+    if len(changed) == 2:
+        singles = [msgspec.structs.replace(strategy, num_microbatches=count) for count in divisors(32)]
+        singles += [msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES]
+        assert all(legal(setting, one) for one in singles)
 
 
 def test_memory_that_nothing_saves():
     found = refusals({"fsdp": 16}, cluster="v5e:4x4", job=Job(batch_seqs=16, seq_len=4096))
-    assert found["memory"].endswith("use more chips, or larger fsdp and tensor axes.")
+    assert found["memory"].endswith(
+        "None of the remat policies tried, with any number of microbatches, makes it fit: use more chips, or larger "
+        "fsdp and tensor axes."
+    )
+    generates = Job(kind="prefill", batch_seqs=8, seq_len=8192)
+    found = refusals({"fsdp": 8}, cluster="v5e:2x4", job=generates, num_microbatches=8)
+    assert found["memory"].endswith("has 16.9 GB. Use more chips, or larger fsdp and tensor axes.")
+
+
+def test_microbatches_that_fit_do_not_depend_on_the_strategys_own():
+    setting = Setting(LLAMA70B, parse_cluster("v5p:4x4x4"), JOB)
+    one, three = (Strategy(mesh=make_mesh({"fsdp": 64}), remat="block", num_microbatches=count) for count in (1, 3))
+    found = microbatches_that_fit(setting, three)
+    assert found == microbatches_that_fit(setting, one)
+    assert found
+    assert all(16 % count == 0 and need <= setting.memory_limit for count, need in found.items())
+    assert microbatches_that_fit(setting, Strategy(mesh=make_mesh({"fsdp": 32}))) == {}
 
 
 # -- what only this machine's own devices refuse --------------------------------------------------------
@@ -170,10 +226,58 @@ def test_a_remedy_for_memory_keeps_to_the_schedule():
     axes, job = {"pipeline": 4, "fsdp": 16}, Job(batch_seqs=1024, seq_len=4096)
     fields = {"schedule": "interleaved", "chunks": 2, "cluster": "v5p:4x4x4", "job": job}
     message = refusals(axes, **fields, remat="none", num_microbatches=4)["memory"]
-    policy = message.split("Use remat=")[1].split(" ")[0]
-    count = int(message.split("num_microbatches=")[1].split(" ")[0])
-    assert count % 4 == 0
-    assert refusals(axes, **fields, remat=policy, num_microbatches=count) == {}
+    changed = advice(message, remat="none", num_microbatches=4)
+    assert changed["num_microbatches"] % 4 == 0
+    assert refusals(axes, **fields, **changed) == {}
+
+
+def interleaved(num_layers, stages, chunks):
+    model = msgspec.structs.replace(TINY, num_layers=num_layers)
+    fields = {"schedule": "interleaved", "chunks": chunks, "num_microbatches": stages}
+    where = EIGHT | {"model": model, "cluster": "h100:8x1"}
+    return refusals({"pipeline": stages, "fsdp": 8 // stages}, **where, **fields).get("stages", "")
+
+
+def test_few_places_for_layers_stay_empty():
+    """10 layers in 6 runs have 12 places, two too many; 20 layers in 22 have two empty, which is a tenth."""
+    assert interleaved(10, 2, 3) == (
+        "pipeline=2 x chunks=3 has 12 places for the 10 layers of tiny, more than 11. "
+        "Use chunks in {1, 5}, or fewer stages."
+    )
+    assert interleaved(20, 2, 11) == interleaved(10, 2, 5) == ""
+    assert interleaved(20, 4, 6).startswith(
+        "pipeline=4 x chunks=6 has 24 places for the 20 layers of tiny, more than 22"
+    )
+
+
+def test_stages_need_one_stack_and_training():
+    both = msgspec.structs.replace(TINY, encoder=Encoder(num_layers=3, length=96))
+    assert refusals({"pipeline": 2, "fsdp": 4}, **EIGHT | {"model": both}) == {"stacks": NO_PIPELINE}
+    generates = EIGHT | {"job": Job(kind="decode", batch_seqs=8, seq_len=64)}
+    found = refusals({"pipeline": 2, "fsdp": 4}, **generates)
+    assert list(found) == ["stacks"]
+    assert found["stacks"].startswith("pipeline=2 trains but does not generate in this version.")
+
+
+def test_pages_divide():
+    job = Job(kind="decode", batch_seqs=6, seq_len=64)
+    setting = Setting(TINY, parse_cluster("v5e:1x2"), job, storage=Storage(page_len=16, num_pages=25))
+    (refusal,) = legal(setting, Strategy(mesh=make_mesh({"fsdp": 2})))
+    assert refusal.rule == "fsdp | Pg"
+    assert refusal.message == "fsdp=2 does not divide Pg=25 pages of tiny. Use fsdp in {1}."
+
+
+def test_every_dim_has_a_noun():
+    every = {dim for name in catalogue.models() for dim in catalogue.load_model(name).dims}
+    assert every <= set(NOUNS)
+    found = refusals(
+        {"tensor": 3},
+        model=catalogue.load_model("deepseek-v2-lite"),
+        cluster="v5p:1x1x3",
+        job=Job(batch_seqs=3, seq_len=66),
+    )
+    assert "does not divide Fe=1408 expert feed-forward width of deepseek-v2-lite." in found["tensor | Fe"]
+    assert not any("  " in message for message in found.values())
 
 
 def test_require_legal_raises_the_first_reason():
@@ -199,7 +303,7 @@ def test_the_mask_and_the_messages_agree():
     """Random strategies, most of them illegal: allowed by the mask if and only if no rule has a sentence."""
     rng = np.random.default_rng(3)
     derived = derive(transformer(TINY), Strategy(mesh=make_mesh({})), symbolic=True)
-    rules = (*size_rules(derived), SCHEDULE_RULE)
+    rules = (DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE)
     number = 3000
     mesh = {axis: rng.choice([1, 1, 2, 3, 4, 8, 16], number) for axis in MESH_AXES}
     mesh["expert"] = rng.choice([1, 1, 1, 2], number)

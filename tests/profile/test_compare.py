@@ -17,12 +17,14 @@ from meshwright.profile.compare import (
     TimeRow,
 )
 from meshwright.profile.times import OpTime, StepTimes
+from meshwright.report.machine.profile_figures import parts_figure
 from meshwright.report.machine.profile_trace import predicted_timeline
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
+from tests.charts import said
 
 MODEL, CLUSTER = load_model("llama3-8b"), parse_cluster("h100:8x2")
 JOB = Job(batch_seqs=64, seq_len=4096)
@@ -103,6 +105,12 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
 
 def row(name, predicted, measured):
     return TimeRow(name=name, kind=name, predicted_s=predicted, measured_s=measured)
+
+
+@pytest.mark.parametrize(("number", "subtitle"), [(3, "given"), (20, "given; the 14 longest of 20 rows shown")])
+def test_a_picture_says_when_it_leaves_rows_out(number, subtitle):
+    rows = [row(f"row {index}", 1.0 + index, 2.0) for index in range(number)]
+    assert said(parts_figure(rows, title="parts", subtitle="given"))["title"]["subtitle"] == subtitle
 
 
 def text(*given, **more):

@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import pytest
 
@@ -55,6 +56,18 @@ def test_labels_of_neighbours_do_not_overlap():
     for one, other in itertools.combinations(labels, 2):
         far_across = abs(one["x_px"] - other["x_px"]) >= len("point 0") * 6
         assert far_across or abs(one["y_px"] - other["y_px"]) >= LINE_PX
+
+
+def test_a_label_crosses_no_dashed_line():
+    """v5e: the point of a product with B = 8 is left of VMEM's critical intensity, and its label right of it."""
+    figure = roofline_figure(
+        peak_flops_per_s=197e12,
+        link_bytes_per_s={"HBM": 819e9, "VMEM": 18e12},
+        points=[RooflinePoint("bf16[B,D] * bf16[D,F] -> bf16[B,F]", 8.0, 8 * 819e9)],
+    )
+    (row,) = next(mark["rows"] for mark in marks(figure, "text") if "x_px" in mark["rows"][0])
+    dashed = 640 * math.log(197e12 / 18e12 / 1) / math.log(8 * 197e12 / 819e9 / 1)
+    assert row["dot_x_px"] < dashed < row["x_px"]
 
 
 def test_pixels_run_over_the_whole_frame():

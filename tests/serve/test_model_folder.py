@@ -84,9 +84,17 @@ def test_files_that_cannot_be_read_are_named(folder):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer.json is not a tokenizer file"):
         open_model(folder)
+    model = {"type": "BPE", "vocab": {"a": 0, "bb": 1, "ab": 2}, "merges": [["a", "bb"]]}
+    tokenizer = {"version": "1.0", "model": {**model, "continuing_subword_prefix": "x" * 9}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(InputError, match=r"tokenizer.json is not a tokenizer file"):
+        open_model(folder)
     (folder / "tokenizer.json").unlink()
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
+    with pytest.raises(InputError, match=r"generation_config.json: eos_token_id is \['x'\]"):
+        open_model(folder)
     (folder / "generation_config.json").write_text("[]")
-    with pytest.raises(InputError, match=r"generation_config.json is not a JSON object"):
+    with pytest.raises(InputError, match=r"generation_config.json holds no JSON object"):
         open_model(folder)
 
 

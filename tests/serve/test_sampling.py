@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.serve.sampling import Sampling, choices, draw, kept_tokens
+from meshwright.serve.sampling import Sampling, as_arrays, draw, kept_tokens
 
 LOGITS = np.array([1.0, 3.0, 0.5, 2.0, 2.0, -1.0], np.float32)
 ROWS = 4096
@@ -19,7 +19,7 @@ def kept(top_k: int, top_p: float, logits: np.ndarray = LOGITS) -> list[int]:
 
 def drawn(sampling: Sampling, *, count: int = 0) -> np.ndarray:
     """The same logits in every row, each row a further sample of the seed."""
-    rows = choices([Sampling(**{**_fields(sampling), "number": number}) for number in range(ROWS)])
+    rows = as_arrays([Sampling(**{**_fields(sampling), "number": number}) for number in range(ROWS)])
     logits = jnp.broadcast_to(jnp.asarray(LOGITS)[None], (ROWS, LOGITS.size))
     return np.asarray(draw(logits, rows, np.full(ROWS, count, np.int32)))
 
@@ -43,6 +43,18 @@ def test_top_p_keeps_the_fewest_that_have_it_together():
         assert kept(0, float(reached[number - 1]) - 1e-4) == sorted(ordered[:number])
         assert kept(0, float(reached[number - 1]) + 1e-4) == sorted(ordered[: number + 1])
     assert kept(0, 1e-6) == [1], "the likeliest is always kept"
+
+
+def test_top_p_of_1_excludes_no_token_whatever_its_neighbours_ask_for():
+    """The sum of the likelier tokens rounds to 1 before the least likely ones."""
+    logits = np.append(np.zeros(999, np.float32), np.full(1001, -16.0, np.float32))
+    assert kept(0, 1.0, logits) == list(range(2000))
+    rows = as_arrays([Sampling(temperature=1.0, seed=5, number=number) for number in range(64)])
+    several = {name: np.append(field, field[-1:]) for name, field in rows.items()}
+    several["top_p"][-1] = 0.5
+    alone = draw(jnp.broadcast_to(logits, (64, 2000)), rows, np.zeros(64, np.int32))
+    beside = draw(jnp.broadcast_to(logits, (65, 2000)), several, np.zeros(65, np.int32))
+    np.testing.assert_array_equal(alone, beside[:64])
 
 
 def test_top_p_is_of_what_top_k_leaves():
@@ -94,10 +106,10 @@ def test_a_row_does_not_see_its_neighbours():
     for place in places:
         rows, arrays = list(others), logits.copy()
         rows[place], arrays[place] = mine, LOGITS
-        found.append(int(draw(jnp.asarray(arrays), choices(rows), np.full(ROWS, 5, np.int32))[place]))
+        found.append(int(draw(jnp.asarray(arrays), as_arrays(rows), np.full(ROWS, 5, np.int32))[place]))
     alone = [mine] * ROWS
     everywhere = draw(
-        jnp.broadcast_to(jnp.asarray(LOGITS)[None], logits.shape), choices(alone), np.full(ROWS, 5, np.int32)
+        jnp.broadcast_to(jnp.asarray(LOGITS)[None], logits.shape), as_arrays(alone), np.full(ROWS, 5, np.int32)
     )
     assert set(found) == set(np.asarray(everywhere).tolist())
     assert len(set(found)) == 1
@@ -112,7 +124,15 @@ def test_rows_of_other_choices_are_not_compiled_again():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -1.0), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("seed", -1)],
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_k", 2**31),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("seed", -1),
+    ],
 )
 def test_impossible_choices_are_refused(field, value):
     with pytest.raises(InputError, match=f"{field}={value}"):
@@ -123,6 +143,6 @@ def test_draws_stay_with_their_sequences():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     logits = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-    rows = choices([Sampling(temperature=1.0, top_k=5, seed=n) for n in range(8)])
+    rows = as_arrays([Sampling(temperature=1.0, top_k=5, seed=n) for n in range(8)])
     split = draw(jax.device_put(logits, sharding), rows, np.zeros(8, np.int32))
     np.testing.assert_array_equal(np.asarray(split), np.asarray(draw(jnp.asarray(logits), rows, np.zeros(8, np.int32))))

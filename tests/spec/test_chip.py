@@ -1,10 +1,17 @@
 """The chip catalogue: figures, sources, names, peaks."""
 
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from meshwright.calculators.chips.anatomy import gpu_peak_from_anatomy, tpu_peak_from_anatomy
+from meshwright.calculators.sweeps.fields import sweep_clusters
 from meshwright.core.errors import InputError
 from meshwright.spec.chip import Chip, chip, chip_from_table, chips, compute_dtype, known, peak
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.slices import parse_clusters
 
 UNSOURCED = {
     "name", "aliases", "family", "device_kind", "full_name", "vendor", "variant", "topology", "sources",
@@ -27,11 +34,30 @@ WANTED = {
         "v5p-book",
         "v6e-book",
     ],
-    "nvidia": ["v100", "a100-40gb", "a100", "h100", "h100-pcie", "h100-book", "h200", "b200", "gb200", "b300", "gb300"],
-    "amd": ["mi250x", "mi300x", "mi325x", "mi355x"],
-    "aws": ["trn1", "trn2", "trn3"],
+    "nvidia": [
+        "v100",
+        "a100-40gb",
+        "a100",
+        "h100",
+        "h100-pcie",
+        "h100-book",
+        "h200",
+        "b200",
+        "gb200",
+        "b300",
+        "gb300",
+        "h800",
+        "a100-pcie",
+        "h200-nvl",
+        "l40s",
+        "rtx4090",
+        "rtx5090",
+        "rtx-pro-6000",
+    ],
+    "amd": ["mi250x", "mi300x", "mi325x", "mi350x", "mi355x"],
+    "aws": ["trn1", "trn2", "trn3", "inf2"],
     "apple": ["m3"],
-    "intel": ["core-ultra"],
+    "intel": ["core-ultra", "gaudi2", "gaudi3", "arc-pro-b60"],
     "host": ["cpu"],
 }
 
@@ -94,8 +120,8 @@ def test_products_are_computed_in_the_widest_operand(name, dtypes, computed):
 def test_unknown_names_and_figures():
     with pytest.raises(InputError, match=r"unknown chip 'v5ee'\. Did you mean 'v5e'"):
         chip("v5ee")
-    with pytest.raises(InputError, match="nvlink_bytes_per_s of mi355x is not known"):
-        known(chip("mi355x"), "nvlink_bytes_per_s")
+    with pytest.raises(InputError, match="nic_bytes_per_s of trn3 is not known"):
+        known(chip("trn3"), "nic_bytes_per_s")
 
 
 def test_chip_from_a_table_on_a_base():
@@ -130,3 +156,98 @@ def test_figures_in_the_tables_of_a_chip_are_checked_too():
 
 def test_chips_survive_json():
     assert msgspec.json.decode(msgspec.json.encode(chip("v5p")), type=Chip) == chip("v5p")
+
+
+def test_links_and_peaks_that_follow_from_their_parts():
+    """One way, dense: half of the data sheet's both ways, compute units x clock x FLOPs a cycle."""
+    assert chip("h800").nvlink_bytes_per_s == 400e9 / 2
+    assert (chip("h800").peak_flops["bf16"], chip("h800").hbm_bytes) == (989.4e12, 80e9)
+    assert chip("mi325x").nvlink_bytes_per_s == 7 * 128e9 / 2
+    assert chip("mi355x").nvlink_bytes_per_s == pytest.approx(7 * 153.6e9 / 2)
+    assert chip("mi355x").peak_flops["bf16"] == pytest.approx(256 * 2.4e9 * 4096, rel=1e-4)
+    assert chip("mi350x").peak_flops["fp4"] == pytest.approx(256 * 2.2e9 * 16384, rel=1e-4)
+    assert chip("trn2").nvlink_bytes_per_s == 1024e9 / 2
+    assert chip("trn2").nic_bytes_per_s == 3200e9 / 8 / 16
+    assert chip("gb200").pcie_bytes_per_s == 900e9 / 2 / 2
+    assert chip("gaudi3").nvlink_bytes_per_s == 21 * 200e9 / 8
+    assert tpu_peak_from_anatomy(chip("v5p")) == pytest.approx(459e12, rel=1e-3)
+    assert tpu_peak_from_anatomy(chip("v4p")) == pytest.approx(275e12, rel=1e-2)
+    for name in ("rtx4090", "rtx5090"):
+        assert gpu_peak_from_anatomy(chip(name)) == pytest.approx(chip(name).peak_flops["bf16"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("v7", "tpu7x"),
+        ("trainium", "trn1"),
+        ("trainium1", "trn1"),
+        ("trainium2", "trn2"),
+        ("inferentia2", "inf2"),
+        ("rtx-pro-6000-blackwell", "rtx-pro-6000"),
+    ],
+)
+def test_more_names(word, name):
+    assert chip(word).name == name
+
+
+def test_what_is_paid_for_is_the_book_s_alone():
+    """Another chip has neither the price nor the power of its base; the book's variant is the same chip."""
+    assert (chip("h100-book").price_usd_per_hour, chip("h100-book").power_w) == (10.8, 700)
+    assert (chip("h800").price_usd_per_hour, chip("h800").power_w) == (None, None)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("big.toml").write_text('base = "h100"\nhbm_bytes = 96e9\nhbm_bytes_per_s = 2e12\n')
+    return Path("big.toml")
+
+
+def test_a_chip_of_one_s_own_is_a_file(own):
+    made = chip("big.toml")
+    assert (made.name, made.hbm_bytes, made.hbm_bytes_per_s) == ("h100-custom", 96e9, 2e12)
+    assert made.peak_flops == chip("h100").peak_flops
+    assert (made.price_usd_per_hour, made.power_w) == (None, None)
+    assert (made.sources["hbm_bytes"], made.sources["num_sms"]) == ("given", chip("h100").sources["num_sms"])
+    own.write_text(f"[chip]\n{own.read_text()}power_w = 500\n")
+    assert (chip("big.toml").power_w, chip("big.toml").hbm_bytes) == (500, 96e9)
+    own.write_text('base = "v5e"\nhbm_bytes = 32e9\n')
+    assert chip("big.toml").memory_bytes == 32e9  # what the compiler offers of 16 GB is not taken over
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('base = "h100"\nhbm_byte = 1e9', "big.toml:2: unknown key 'hbm_byte'. Did you mean 'hbm_bytes'"),
+        ('base = "h10"', "big.toml: unknown chip 'h10'. Did you mean 'h100'"),
+        ('base = "big.toml"', "base 'big.toml' is a file. Name a chip of the catalogue"),
+        ('[chip]\nbase = "h100"\nhbm_bytes = -1.0', "big.toml:1: chip 'h100-custom': the chip's hbm_bytes is -1"),
+        ("[[chip]]\nname = 'a'", "one table"),
+        ('chip = "h100"\nshap = [4]', "big.toml:2: unknown key 'shap'"),
+    ],
+)
+def test_faults_of_a_chip_file(own, text, message):
+    own.write_text(text)
+    with pytest.raises(InputError, match=re.escape(message)):
+        chip("big.toml")
+
+
+def test_a_cluster_of_a_chip_file(own):
+    made = parse_cluster("big.toml:8x4")
+    assert (made.shape, made.chip) == ((8, 4), chip("big.toml"))
+    assert [one.shape for one in parse_clusters("./big.toml:32chips")] == [(8, 4)]
+    assert [one.shape for one in sweep_clusters("big.toml:8x1..8x4")] == [(8, 1), (8, 2), (8, 4)]
+    with pytest.raises(InputError, match=re.escape("big.toml is a chip. Write the sizes of a cluster behind it")):
+        parse_cluster("big.toml")
+    own.write_text('chip = "h100"\nshape = [8, 4]\n')
+    assert parse_cluster("big.toml").short_name == "h100:8x4"
+    with pytest.raises(InputError, match="name the file alone"):
+        parse_cluster("big.toml:8x4")
+
+
+def test_a_price_is_a_number_of_dollars():
+    assert chip("v5p").priced(2.5).price_usd_per_hour == 2.5
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="is no price"):
+            chip("v5p").priced(wrong)

@@ -152,6 +152,8 @@ def test_values_that_no_plan_has():
     _, message = faulty('remat = "block"', 'remat = "blok"')
     assert "Did you mean 'block'?" in message
     assert message.startswith("plan.toml:")
+    _, message = faulty("mfu = 0.3", "mfu = -0.3")
+    assert "predicted mfu is -0.3, give a number of at least 0." in message
     _, message = faulty("chunks = 1", "chunks = 0")
     assert "strategy.chunks=0 must be at least 1." in message
     _, message = faulty("batch_seqs = 1120", "batch_seqs = 0")
@@ -161,7 +163,7 @@ def test_values_that_no_plan_has():
 def test_a_file_that_is_no_plan(tmp_path):
     with pytest.raises(InputError, match="not a plan file: it has no version"):
         parse_plan("shape = [4, 4]\n", path="cluster.toml")
-    with pytest.raises(InputError, match="there is no such file"):
+    with pytest.raises(InputError, match=r"cannot be read \(No such"):
         load_plan(tmp_path / "missing.toml")
     with pytest.raises(InputError, match=r"plan\.toml:2: not valid TOML"):
         parse_plan("version = 1\n[model\n", path="plan.toml")

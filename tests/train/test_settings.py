@@ -20,7 +20,7 @@ def test_keys_that_are_left_out_have_their_default():
         ({"average": 1}, "train.average=1.0 must be at least 0 and less than 1"),
         ({"keep_checkpoints": 0}, "train.keep_checkpoints=0 must be at least 1"),
         ({"checkpoint_every": -1}, "train.checkpoint_every=-1 must not be negative"),
-        ({"weight_decay": float("nan")}, "train.weight_decay=nan must not be negative"),
+        ({"weight_decay": float("nan")}, "train.weight_decay is nan: give a finite number"),
         ({"epsilon": 0.0}, "train.epsilon=0.0 must be a number above 0"),
         ({"decay_fraction": 0.0}, "train.decay_fraction=0.0 must be above 0 and at most 1"),
         ({"schedule": "cosin"}, "train.schedule 'cosin' is not known. Did you mean 'cosine'"),

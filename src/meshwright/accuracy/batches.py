@@ -17,7 +17,7 @@ from meshwright.cost.network.legs import Leg, Level, group_legs
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_costs import collective_groups
-from meshwright.cost.step_rates import StepRates, strategy_placements
+from meshwright.cost.step_rates import StepRates, busy_links, strategy_placements
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
@@ -68,7 +68,11 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
             peak_flops_per_s=1.0,
             groups=groups,
             link_levels=("",) * len(self.links),
-            uses={group: tuple(self.fills[group] & (self.links == at.level)) for group, at in groups.items()},
+            uses={
+                key: busy
+                for group, at in groups.items()
+                for key, busy in busy_links(group, at, self.fills[group], self.links).items()
+            },
             software=self.pipeline.software,
             num_hosts=self.num_hosts,
         )

@@ -21,7 +21,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, AttentionKernel, Software, Strategy, make_mesh, standard_assignment
 
-_GIGABITS_PER_NODE = re.compile(r"(\d+) Gb/s inter-node")
+_GIGABITS_PER_NODE = re.compile(r"\b([1-9]\d{0,6}) Gb/s inter-node")
 _ROPE_DIM = 64
 _MLA_HEAD = 128
 """Widths of latent attention that records leave out: as in DeepSeek-V3's config.json."""
@@ -184,7 +184,7 @@ def _torus_shape(chip: Chip, num_chips: int) -> tuple[int, ...]:
 
 
 def chip_of(record: Record) -> Chip:
-    """The chip of the catalogue that a record names, with the network that its note states."""
+    """Returns the chip of the catalogue that a record names, with the network that its note states."""
     name = record.hardware.lower().replace("_", "-")
     for word in ("tpu-", "-sxm2-32gb", "-sxm-80gb", "-sxm", "-nvl72", "(ironwood)"):
         name = name.replace(word, "-40gb" if (word == "-sxm" and name.endswith("-40gb")) else "")
@@ -203,7 +203,7 @@ def chip_of(record: Record) -> Chip:
 
 
 def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
-    """The record's parallelism as a mesh and its choices; see the rules in `docs/accuracy.md`."""
+    """Returns the record's parallelism as a mesh and its choices; see the rules in `docs/accuracy.md`."""
     given = record.parallelism
     tpu = cluster.kind == "torus"
     sizes = {"pipeline": given.pp or 1, "context": given.cp or 1, "tensor": given.tp or 1}
@@ -232,7 +232,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
 
 
 def _software(record: Record) -> Software:
-    """Compiled on TPUs and by MaxText; eager else, in the manner of 2021 where the precision is fp16."""
+    """Returns "compiled" on TPUs and for MaxText, else an eager kind, that of 2021 if the precision is fp16."""
     if record.hardware.startswith("TPU") or record.group.startswith(COMPILED_GPU):
         return "compiled"
     if any(name in record.source for name in WITHOUT_OVERLAP):
@@ -241,7 +241,7 @@ def _software(record: Record) -> Software:
 
 
 def _chunks(record: Record, model: Model, stages: int) -> int:
-    """Pipeline chunks per device; where the note says that they are not printed, as many as leave two layers each."""
+    """Returns the pipeline chunks per device; if the note says that they are not printed, chunks of two layers."""
     if stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
         return record.parallelism.vpp or 1
     layers = model.num_layers // stages
@@ -249,7 +249,7 @@ def _chunks(record: Record, model: Model, stages: int) -> int:
 
 
 def _outer_replicas(record: Record, cluster: Cluster, replicas: int) -> int:
-    """Replicas of a fully sharded model: slices, or nodes where the note says that it is sharded inside a node."""
+    """Returns the replicas of a fully sharded model: slices, or nodes if the note says that a node shards it."""
     if cluster.kind == "torus":
         return math.gcd(cluster.num_slices, replicas)
     inside = re.search(r"FSDP (\d+) in node", record.note)
@@ -257,7 +257,7 @@ def _outer_replicas(record: Record, cluster: Cluster, replicas: int) -> int:
 
 
 def _microbatches(record: Record, replicas: int, per_step: float, tpu: bool) -> int:
-    """Steps of accumulation; one for each sequence of a pipeline, else one in all, where it is not stated.
+    """Returns the steps of accumulation, by the stated microbatch; else one per sequence in a pipeline, or one in all.
 
     The batches that MaxText states are per chip, and it accumulates nothing.
     """
@@ -276,7 +276,7 @@ def _precision(record: Record, chip: Chip) -> Any:
 
 
 def _wide(chip: Chip) -> str:
-    """The 16-bit dtype of a chip's products: fp16 where it has no bf16, as a V100."""
+    """Returns the 16-bit dtype of a chip's products: fp16 if it has no bf16, as a V100."""
     return "bf16" if "bf16" in chip.peak_flops else "fp16"
 
 

@@ -92,7 +92,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def regret(self) -> PickRegret:
-        """What choosing by the predictions would have cost in the jobs with several measured configurations."""
+        """Returns the cost of choosing by the predictions, in the jobs with several measured configurations."""
         jobs: dict[str, list[Comparison]] = {}
         for one in self.predictions:
             jobs.setdefault(one.job, []).append(one)
@@ -113,7 +113,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """``overall``, ``core_train`` and one object per group; the regret of the pick; every record, and reasons why
+        """Returns ``overall``, ``core_train`` and one object per group; the regret of the pick; every record, and why
         others are not predicted."""
         found = {
             "overall": self.summary(),

@@ -1,4 +1,4 @@
-"""Fits the numbers to published measurements, and cross-validates them."""
+"""Fits the efficiency numbers of `spec.efficiency` to published step times, and cross-validates them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,18 +46,24 @@ PRIORS: dict[str, tuple[float, float]] = {
     "overlap": (1.5, 0.1),
     "straggler": (0.005, 0.6),
 }
-"""Number -> (prior value, spread of its logarithm). Shares from kernel-level
-measurements, see `docs/accuracy.md`; seconds and shapes from the order of magnitude of a kernel launch or a tile."""
+"""Number -> (prior value, spread of its logarithm). `docs/accuracy.md` says which rest on measured kernels; the others
+are estimates."""
 
 ERROR_SCALE = 0.05
 """Errors of log step time above this count linearly instead of squared."""
 
 COVERED = (0.1, 0.9)
-"""The interval's percentiles."""
+"""Quantiles of measured over predicted that bound a printed interval."""
+
+OUTSIDE_CORE, LARGE_GROUP = 0.35, 40
+"""Weight of a record outside its group's core; cases as which a larger group without a core counts in all."""
+
+USUAL_SIZE, SIZE_POWER, SIZE_FACTORS = 15, 0.25, (0.7, 1.6)
+"""Weights of a group whose squares sum to s are multiplied by (15 / s)^0.25, at least 0.7 and at most 1.6."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases with their measured seconds and weights."""
+    """Cases, their batches (``parts``), and each case's measured seconds and weight."""
 
     cases: tuple[Case, ...]
     parts: tuple[CaseBatch, ...]
@@ -66,17 +72,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_problem(cases: Sequence[Case]) -> Problem:
-    """Batches the cases and weighs them: a record of a large group counts less than one of a small group."""
+    """Batches the cases and weighs them: records of large groups, and those outside a group's core, count less."""
     groups = np.array([case.record.group for case in cases])
     core = np.array([case.record.core for case in cases])
     weights = np.ones(len(cases))
     for group in set(groups.tolist()):
         here = groups == group
         num_core = int((core & here).sum())
-        weights[here] = np.sqrt(40 / here.sum()) if num_core == 0 and here.sum() > 40 else 1.0
-        weights[here & ~core] *= 0.35 if num_core else 1.0
+        is_large = num_core == 0 and here.sum() > LARGE_GROUP
+        weights[here] = np.sqrt(LARGE_GROUP / here.sum()) if is_large else 1.0
+        weights[here & ~core] *= OUTSIDE_CORE if num_core else 1.0
         size = float((weights[here] ** 2).sum())
-        weights[here] *= np.clip((15 / size) ** 0.25, 0.7, 1.6)
+        weights[here] *= np.clip((USUAL_SIZE / size) ** SIZE_POWER, *SIZE_FACTORS)
     return Problem(
         cases=tuple(cases),
         parts=batches(cases),
@@ -94,6 +101,7 @@ class Predictor:
         self.known: list[tuple[Any, np.ndarray] | None] = [None] * len(problem.parts)
 
     def __call__(self, numbers: Mapping[str, float], *, keep: bool = True) -> np.ndarray:
+        """Predicts seconds of the cases [cases]; ``keep`` remembers them for equal numbers."""
         found = calibrations(self.problem.cases, numbers)
         seconds = np.empty(len(self.problem.cases))
         for index, (part, chips) in enumerate(zip(self.problem.parts, self.chips, strict=True)):
@@ -116,9 +124,9 @@ def fit(
     predictor: Predictor | None = None,
     rounds: int = 12,
 ) -> dict[str, float]:
-    """Returns the numbers that predict the chosen cases best, regularised by their priors.
+    """Returns the numbers that predict the cases of the mask ``chosen`` best, held near their priors.
 
-    Minimises squared errors of log step times; those above `ERROR_SCALE` count linearly.
+    Minimises errors of log step times, see `ERROR_SCALE`, in at most ``rounds`` iterations.
     """
     predict = predictor or Predictor(problem)
     names = list(PRIORS)
@@ -141,19 +149,19 @@ def fit(
 
 
 def folds(cases: Sequence[Case]) -> np.ndarray:
-    """Assigns every case to one of ``NUM_FOLDS`` folds.
+    """Returns which of ``NUM_FOLDS`` folds each case is in [cases].
 
-    Near duplicates (same model, hardware, chips, parallelism) share one.
+    Near duplicates (same group, model, chip, number of chips, mesh) share one.
     """
     keys = [configuration(case) for case in cases]
-    order: dict[Any, int] = {}
+    fold_of: dict[Any, int] = {}
     for group in sorted({key[0] for key in keys}):
         own = sorted({key for key in keys if key[0] == group}, key=str)
         shuffled = np.random.default_rng(0).permutation(len(own))
-        first = len(order)
-        for place, number in enumerate(shuffled.tolist()):
-            order[own[number]] = (first + place) % NUM_FOLDS
-    return np.array([order[key] for key in keys])
+        first = len(fold_of)
+        for position, number in enumerate(shuffled.tolist()):
+            fold_of[own[number]] = (first + position) % NUM_FOLDS
+    return np.array([fold_of[key] for key in keys])
 
 
 def configuration(case: Case) -> tuple[Any, ...]:
@@ -164,17 +172,17 @@ def configuration(case: Case) -> tuple[Any, ...]:
 
 
 def cross_validate(problem: Problem, *, rounds: int = 12) -> np.ndarray:
-    """Predicts every case with numbers fitted on the other folds."""
+    """Predicts seconds of every case with numbers fitted on the other folds."""
     return _held_out(problem, folds(problem.cases), rounds)
 
 
 def leave_groups_out(problem: Problem, *, rounds: int = 10) -> np.ndarray:
-    """Predicts every case with numbers fitted on the other groups."""
+    """Predicts seconds of every case with numbers fitted on the other groups."""
     return _held_out(problem, np.array([case.record.group for case in problem.cases]), rounds)
 
 
 def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
-    """Predicts every part with numbers fitted on the other parts.
+    """Predicts seconds of every case with numbers fitted on the other parts; ``parts`` has the part of each.
 
     Every fit starts at the priors: numbers fitted on all cases would leak the held-out measurements.
     """
@@ -187,11 +195,11 @@ def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
 
 
 def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Returns measured over predicted at the 10th and the 90th percentile."""
+    """Returns the weighted 10th and 90th percentiles of measured over predicted."""
     low, high = np.quantile(measured_s / predicted_s, COVERED, weights=weights, method="inverted_cdf")
     return float(low), float(high)
 
 
 def rounded(numbers: Mapping[str, float], *, digits: int = 3) -> dict[str, float]:
-    """Rounds the numbers to the few digits that the measurements support."""
+    """Rounds to ``digits`` significant digits, as many as the measurements support."""
     return {name: float(f"{value:.{digits}g}") for name, value in numbers.items()}

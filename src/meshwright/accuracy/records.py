@@ -1,23 +1,29 @@
 """Published measurements of training steps: one JSON object a line, read with the line of every fault."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.fields import LARGEST
+from meshwright.core.files import read_bytes
+from meshwright.spec.cluster_shapes import MAX_CHIPS
+from meshwright.spec.model import MAX_LAYERS
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=LARGEST)]
+RecordedSize = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
 
 
 class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
     """Experts of a measured model; every ``interleave``-th layer has them, after ``first_k_dense`` that do not."""
 
-    experts: int
-    top_k: int
-    d_ff_expert: int
-    n_shared: int = 0
-    first_k_dense: int = 0
+    experts: RecordedSize
+    top_k: RecordedSize
+    d_ff_expert: RecordedSize
+    n_shared: RecordedSize = 0
+    first_k_dense: RecordedSize = 0
     interleave: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
@@ -25,31 +31,31 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a measured model."""
 
     name: str
-    layers: int
-    d_model: int
-    d_ff: int
-    n_heads: int
-    n_kv_heads: int
-    d_head: int
-    vocab: int
+    layers: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
+    d_model: RecordedSize
+    d_ff: RecordedSize
+    n_heads: RecordedSize
+    n_kv_heads: RecordedSize
+    d_head: RecordedSize
+    vocab: RecordedSize
     gated_mlp: bool
     moe: ExpertShape | None = None
     attention: str = ""
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    sliding_window: int | None = None
+    q_lora_rank: RecordedSize = 0
+    kv_lora_rank: RecordedSize = 0
+    sliding_window: RecordedSize | None = None
 
 
 class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
     """Devices of each kind of parallelism as the source gives them; ``vpp`` are pipeline chunks per device."""
 
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    cp: int | None = None
-    ep: int | None = None
-    vpp: int | None = None
-    zero_stage: int | None = None
+    dp: Degree | None = None
+    tp: Degree | None = None
+    pp: Degree | None = None
+    cp: Degree | None = None
+    ep: Degree | None = None
+    vpp: Degree | None = None
+    zero_stage: Literal[0, 1, 2, 3] | None = None
     sp: bool | None = None
 
 
@@ -73,12 +79,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     core: bool = False
     model: ModelShape | None = None
     hardware: str = ""
-    n_chips: int = 0
-    slices: int | None = None
+    n_chips: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHIPS)] = 0
+    slices: Degree | None = None
     parallelism: Parallelism = Parallelism()
-    seq_len: int | None = None
-    global_batch_seqs: float | None = None
-    micro_batch: float | None = None
+    seq_len: RecordedSize | None = None
+    global_batch_seqs: Annotated[float, msgspec.Meta(ge=0, le=LARGEST)] | None = None
+    micro_batch: Positive | None = None
     recompute: str | None = None
     remat_policy: str | None = None
     precision: str = "unstated"
@@ -87,11 +93,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_records(path: Path) -> tuple[Record, ...]:
-    """Every record of a JSON-lines file; a line that cannot be read is an InputError with file:line."""
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}. Name a file of one JSON object a line.") from None
+    """Reads every record of a JSON-lines file. Raises InputError with file:line for a line that cannot be read."""
+    lines = read_bytes(Path(path), "Name a file of one JSON object a line.").splitlines()
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -108,5 +111,5 @@ def _record(line: bytes, where: str) -> Record:
             # other kinds have models of other shapes: they are counted, not read
             head = {name: head.get(name) for name in ("id", "kind", "group", "core") if head.get(name) is not None}
         return msgspec.convert(head, Record)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{where}: {error}. Every line is one record as described in docs/accuracy.md.") from None

@@ -10,13 +10,13 @@ from meshwright.algebra.ops import op_kind
 from meshwright.algebra.program import WEIGHTS, Block, Program, layers_dim
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.fused_head import with_fused_head
-from meshwright.algebra.rewrites.pipeline import boundary, ends, require_stages
+from meshwright.algebra.rewrites.pipeline import boundary, ends, require_one_stack
 from meshwright.algebra.rewrites.remat import SavedSet, in_segments
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Shardings, Tape
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, nearest
 from meshwright.spec.job import OPTIMIZERS
 from meshwright.spec.strategy import Strategy
 
@@ -33,37 +33,34 @@ def derive(
     """Derives the forward, backward and update steps of a program under a strategy's assignment, as they run.
 
     Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic`` every axis
-    stays but those of ``without``, and whoever prices the steps fills in sizes (arrays, if wanted). Without
-    ``fused_head`` a chunked loss head computes its logits in both passes, as other software does. ``optimizer`` is the
-    op that updates the weights. Raises InputError where an assignment cannot work (conflicting axes, a norm over a
-    split D), and CannotRunError for several stacks in a pipeline.
+    stays but those of ``without`` (used only then), and whoever prices the steps fills in sizes (arrays, if wanted).
+    Without ``fused_head`` a chunked loss head computes its logits in both passes, as other software does.
+    ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that
+    cannot work (conflicting axes, a norm over a split D, a name that is not known), and CannotRunError for an encoder
+    and a decoder in a pipeline.
     """
-    require_stages(program, strategy)
+    require_one_stack(program, strategy)
     keep = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes
     shardings = Shardings(program, strategy, keep)
-    saved = SavedSet(shardings)
+    saved_set = SavedSet(shardings)
     shardings.shared = shared_inputs(program, lambda block: _both_passes(block, shardings))
     activations = {variable.name for variable in program.of_role("activation")}
     blocks: list[BlockSteps] = []
-    keeps: list[ShardedArray] = []
     for block in program.blocks:
         forward = forward_pass(block, shardings)
-        kept = [a for s in forward.steps for a in s.results if saved.keeps(a, block)]
-        backward = _backward(block, shardings, forward, kept)
-        keeps.extend(kept)
+        saved = [a for s in forward.steps for a in s.results if saved_set.keeps(a, block)]
+        backward = _backward(block, shardings, forward, saved)
         given = program.further(block.name)
-        held = tuple(a for a in backward.used if a.name not in given and (a in kept or a.name in activations))
-        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held)
+        kept = tuple(a for a in backward.used if a.name not in given and (a in saved or a.name in activations))
+        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), kept)
         steps = in_segments(in_blocks(steps, shardings), shardings)
         blocks.append(with_fused_head(steps) if fused_head else steps)
-    declared = {name: shardings.declared(name) for name in program.variables}
     weights = _updated(program, shardings)
     result = Derived(
         program,
         tuple(blocks),
         update=tuple(_update(program, shardings, weights, optimizer)),
-        declared=declared,
-        keeps=tuple(dict.fromkeys(a.name if declared.get(a.name) == a else str(a) for a in keeps)),
+        declared={name: shardings.declared(name) for name in program.variables},
         boundary=boundary(program, shardings),
         ahead=strategy.prefetch,
         ends=ends(program, shardings),
@@ -80,7 +77,7 @@ def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
 
 
 def forward_pass(block: Block, shardings: Shardings) -> Tape:
-    """Returns the forward steps of one block, and which of them makes each result."""
+    """Returns the tape of one block's forward steps, with the step that makes each result."""
     tape = Tape(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
         op_kind(op.kind).forward(tape.at(op))
@@ -90,10 +87,11 @@ def forward_pass(block: Block, shardings: Shardings) -> Tape:
     return tape
 
 
-def _backward(block: Block, shardings: Shardings, forward: Tape, kept: list[ShardedArray]) -> Tape:
-    tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *kept})
+def _backward(block: Block, shardings: Shardings, forward: Tape, saved: list[ShardedArray]) -> Tape:
+    """Returns the tape of one block's backward steps, with the forward steps that make again what is not saved."""
+    tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *saved})
     tape.producers = forward.producers
-    # later layers have left partial cotangents, which this block adds to
+    # later layers have left partial cotangents; this block adds to them
     further = [name for name in shardings.program.further(block.name) if name in shardings.shared]
     tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
     tape.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
@@ -106,12 +104,13 @@ def _backward(block: Block, shardings: Shardings, forward: Tape, kept: list[Shar
 
 
 def _both_passes(block: Block, shardings: Shardings) -> list[Step]:
+    """Returns the steps of both passes if nothing is kept."""
     forward = forward_pass(block, shardings)
     return [*forward.steps, *_backward(block, shardings, forward, []).steps]
 
 
 def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
-    """Every weight as its optimizer updates it."""
+    """Maps each weight to how its optimizer updates it."""
     stages = ("pipeline",) if "pipeline" in shardings.axes else ()
     layers = {name: layers_dim(b.name) for b in program.blocks if b.carry for name in b.reads}
     return {
@@ -127,11 +126,12 @@ def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
 
 
 def _update(program: Program, shardings: Shardings, weights: dict[str, Updated], optimizer: str) -> list[Step]:
-    """Returns the steps that sum the loss and the squared gradient norm over all devices, then the optimizer of each
-    shard.
+    """Returns the steps that sum the loss and the squared gradient norm, then those that update each shard.
 
-    Where the optimizer is split further than the weights, its shards are gathered afterwards (ZeRO-1 and 2).
+    Where the optimizer is split further than the weights, the updated shards are gathered (ZeRO-1 and 2).
     """
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer {optimizer!r} is not known.{nearest(optimizer, OPTIMIZERS)}")
     steps, axes = list[Step](), shardings.axes
     stream = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
     # each device has the loss of its own tokens (the last stage, in a pipeline), and its own part of every gradient
@@ -139,8 +139,7 @@ def _update(program: Program, shardings: Shardings, weights: dict[str, Updated],
     for name, over in {**sums, "grad_norm": axes}.items():
         steps += reshard(ShardedArray(name, (), (), over, "fp32"), ShardedArray(name, (), (), dtype="fp32"))
     update = op_kind(optimizer).update
-    if update is None:
-        raise InputError(f"{optimizer!r} is not an optimizer. Use one of {', '.join(OPTIMIZERS)}.")
+    assert update is not None, f"{optimizer} is an optimizer, but its op has no update"
     for name, weight in weights.items():
         array, shard = shardings.declared(name), weight.shard
         steps += (*reshard(array, shard), *update(weight), *reshard(shard, array))

@@ -1,4 +1,4 @@
-"""The result of a derivation: the steps of every block, of the update and of the pipeline's boundary."""
+"""The result of a derivation: the steps of every block, of the update, and of a pipeline between its stages."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -16,10 +16,10 @@ from meshwright.algebra.steps import Step
 class BlockSteps(msgspec.Struct, frozen=True):
     """Derived steps of one block, executed ``repeat`` times for every microbatch.
 
-    ``kept`` are the forward results held until the backward pass that uses them, the block's input
-    among them. With a ``segment`` ("sqrt": of the repeats that a device holds) a backward pass begins
-    with the forward steps again: they are held for one segment, and only the input of each segment for all. Layers of
-    a pipeline know their backward pass in two parts, ``split``; its schedule says which microbatches run it so.
+    ``kept`` are the forward results, and the block's input, that are held until its backward pass uses them. With a
+    ``segment`` of so many repeats ("sqrt": the root of those on a device) the backward pass runs the forward steps
+    again: only each segment's input is held until then. ``split`` is the backward pass of a pipeline's layers in two
+    parts; the schedule says which microbatches use it.
     """
 
     block: Block
@@ -44,29 +44,26 @@ class BlockSteps(msgspec.Struct, frozen=True):
 
     @property
     def num_again(self) -> int:
-        """How many steps of the backward pass, its first, are a segment's second run."""
+        """Number of first backward steps that are a segment's second run."""
         return len(self.forward) if self.segment is not None else 0
 
 
 class Derived(msgspec.Struct, frozen=True):
-    """Everything that one training step does, and the declared sharding of every variable.
+    """Everything that one step does, and the declared sharding of every variable.
 
-    ``update`` are the steps after the last microbatch: the loss and the gradient norm summed over devices,
-    the optimizer. Sums of gradients over replicas, and their way to the optimizer's shards, stand in their
-    block's backward pass, with scope "step".
-    ``keeps`` lists what the backward pass may keep: names, or whole arrays that are not split as declared.
-    ``boundary`` are the sends of the stream and of its cotangent from one pipeline stage to the next, none without that
-    axis; how often they run is the schedule's matter. With ``ahead`` weights are gathered before their layer runs, and
-    those of the last turn of layers are not gathered again for the backward pass. ``ends`` are the sums over the
-    pipeline, once per step, of the gradients of what every stage holds: embedding and loss head. ``shared`` are what
-    layers read of earlier stacks, ``weights`` are as the ``optimizer`` has them.
+    ``update`` are the steps after the last microbatch: the loss and the gradient norm summed over devices, the
+    optimizer. Sums of gradients over replicas, and their scatter to the optimizer's shards, are in their block's
+    backward pass, with scope "step". ``boundary`` are the steps that send the stream to the next stage and its
+    cotangent back, none without stages; the schedule says how often they run. With ``ahead`` weights are gathered
+    before their layer runs, and those of the loop's last iteration stay gathered until the backward pass. ``ends``
+    are the sums over stages, once per step, of the gradients of weights that every stage has: embedding and loss head.
+    ``shared`` is what layers read of earlier stacks, ``weights`` is how the ``optimizer`` updates each weight.
     """
 
     program: Program
     blocks: tuple[BlockSteps, ...]
     update: tuple[Step, ...]
     declared: dict[str, ShardedArray]
-    keeps: tuple[str, ...]
     boundary: tuple[Step, ...] = ()
     ahead: bool = False
     ends: tuple[Step, ...] = ()
@@ -85,12 +82,12 @@ class Derived(msgspec.Struct, frozen=True):
         return sum(block.repeat for block in self.blocks if block.is_layer)
 
     def steps(self, num_microbatches: Any = 1) -> Iterable[tuple[Step, Any]]:
-        """Returns every step with the number of times that it runs in one training step.
+        """Yields each step of the blocks and the update with how often a training step runs it.
 
-        Gradient sums of scope "step" and the optimizer run once for each layer, whatever the microbatches.
+        Gradient sums of scope "step" and updates run once per layer, stacked updates once, whatever the microbatches.
         """
         for block in self.blocks:
-            # weights of the last turn of layers are still gathered from the forward pass
+            # weights of the loop's last iteration are still gathered from the forward pass
             stay = block.block.last_turn if self.ahead and block.is_layer and block.segment is None else 0
             for step in (*block.forward, *block.backward):
                 weight = self.program.variables.get(step.result.name)

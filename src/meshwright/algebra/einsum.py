@@ -102,7 +102,7 @@ def _slice(array: ShardedArray, target: ShardedArray) -> Step | None:
 
 
 def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
-    """Rule 1: of two dims that one axis splits, the one that the output does not keep on it yields."""
+    """Applies rule 1: of two dims that one axis splits, the one that the output does not keep on it loses it."""
     for axis in lhs.spread:
         left, right = lhs.dim_on(axis), rhs.dim_on(axis)
         if left is None or right is None or left == right:

@@ -64,7 +64,7 @@ def derive_forward(program: Program, strategy: Strategy) -> Derived:
     shardings = Shardings(program, strategy, strategy.active_axes)
     blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
     declared = {name: shardings.declared(name) for name in program.variables}
-    return Derived(program, tuple(in_blocks(block, shardings) for block in blocks), (), declared, ())
+    return Derived(program, tuple(in_blocks(block, shardings) for block in blocks), (), declared)
 
 
 # -- the step of a job ----------------------------------------------------------------------------------

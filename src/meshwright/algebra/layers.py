@@ -256,7 +256,7 @@ def _dense(model: Model) -> str:
 
 
 def _activation(model: Model) -> str:
-    """Every activation but silu is priced as gelu: both stream their inputs once."""
+    """Returns the op of the activation: all but silu run and are priced as gelu, which streams its input once too."""
     return "silu" if model.activation == "silu" else "gelu"
 
 
@@ -307,7 +307,7 @@ def _parse_line(line: str, variables: dict[str, Variable], renamed: Mapping[str,
 
 
 def _parse_attributes(text: str) -> tuple[tuple[str, str], ...]:
-    """``"window=128, sinks"`` -> (("window", "128"), ("sinks", "true"))."""
+    """Parses ``"window=128, sinks"`` to (("window", "128"), ("sinks", "true"))."""
     pairs = (part.strip().partition("=") for part in text.split(",") if part.strip())
     return tuple((name.strip(), value.strip() or "true") for name, _, value in pairs)
 

@@ -99,7 +99,7 @@ def parse_array(text: str) -> ShardedArray:
 
 
 def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:
-    """Raise InputError unless every dim and axis has a size and every split is even."""
+    """Raises InputError unless every dim and axis has a size and every split is even."""
     for axis in (*array.spread, *array.unreduced):
         if axis not in mesh:
             raise InputError(f"{array} uses mesh axis {axis}, which the mesh lacks.{nearest(axis, mesh)}")

@@ -22,7 +22,7 @@ def moment_bytes(state: str) -> float:
 
 
 def master_bytes(state: str) -> float:
-    """Bytes of one entry of the float32 copy of the weights, 0 in a state that keeps none."""
+    """Returns the bytes of one entry of the float32 copy of the weights, 0 in a state that keeps none."""
     return STATE_BYTES[state]["optimizer"] - 2 * moment_bytes(state)
 
 
@@ -55,14 +55,14 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return local_elements(array, self.dims, self.mesh)
 
     def bytes(self, array: ShardedArray) -> Number:
-        """Bytes of that block: the array's own dtype where it has one, else the width of the state."""
+        """Returns the bytes of that block: in the array's own dtype if it has one, else the width of the state."""
         if array not in self.cache:
             width = DTYPE_BYTES[array.dtype] if array.dtype else self.width
             self.cache[array] = self.elements(array) * width
         return self.cache[array]
 
     def total(self, *arrays: ShardedArray) -> Number:
-        """Bytes of several blocks."""
+        """Returns the bytes of several blocks."""
         return sum(self.bytes(array) for array in arrays)
 
     def local(self, *arrays: ShardedArray) -> dict[str, Number]:

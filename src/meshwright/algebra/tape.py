@@ -31,7 +31,7 @@ class Shardings:
         self._arrays: dict[tuple[str, str], ShardedArray] = {}
 
     def declared(self, name: str) -> ShardedArray:
-        """A variable as it is declared."""
+        """Returns the array of a variable as it is declared."""
         return self._array(name, "weight")
 
     def cotangent(self, name: str) -> ShardedArray:
@@ -43,7 +43,7 @@ class Shardings:
         return self._array(name, "optimizer")
 
     def as_read(self, name: str) -> tuple[ShardedArray, ...]:
-        """A result as declared, and as layers of a later stack read it."""
+        """Returns a result as declared, and as layers of a later stack read it."""
         return (self.declared(name), *([self.shared[name].given] if name in self.shared else []))
 
     def as_left(self, name: str) -> ShardedArray:
@@ -205,8 +205,8 @@ class Tape:
                 self._emit(step, self.phase, scope="step")
 
     def _summed(self, name: str, addends: list[ShardedArray]) -> ShardedArray:
-        """A cotangent as its block leaves it. Of a weight's gradient, the sum over axes that do not split it waits:
-        it is done once per step, on what has accumulated over the microbatches."""
+        """Returns a cotangent as its block leaves it. The gradient of a weight stays unreduced over axes that do not
+        split it: it is summed over them once per step, after the last microbatch."""
         cotangent = self.cotangent(name)
         later = {tuple(a for a in addend.unreduced if a not in cotangent.spread) for addend in addends}
         wait = self.shardings.is_weight(name) and len(later) == 1
@@ -220,7 +220,7 @@ def axes_beside(array: ShardedArray, other: ShardedArray) -> tuple[str, ...]:
 
 
 def require_whole(array: ShardedArray, dim: str, kind: str) -> None:
-    """Raise InputError where a dim that an op reduces over is split."""
+    """Raises InputError where a dim that an op reduces over is split."""
     if array.axes_of(dim):
         raise InputError(
             f"{kind} needs {dim} whole, and {array} splits it over {', '.join(array.axes_of(dim))}. "

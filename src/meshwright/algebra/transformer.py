@@ -230,7 +230,7 @@ def _leading(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
 
 
 def _repeats(names: tuple[str, ...], length: int) -> int:
-    """How often the first ``length`` names come one after the other."""
+    """Returns how often the first ``length`` names repeat in sequence."""
     count = 1
     while names[count * length : (count + 1) * length] == names[:length]:
         count += 1

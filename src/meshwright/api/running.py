@@ -197,7 +197,7 @@ def _loaded(
 
 
 def _require_positions(source: "ModelFolder", prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Raise InputError where a sequence would be longer than the model was made for: what comes then is no text."""
+    """Raises InputError where a sequence would be longer than the model was made for: what comes then is no text."""
     longest, there = max(map(len, prompts)), source.model.max_positions
     if longest + max_tokens > there:
         raise InputError(

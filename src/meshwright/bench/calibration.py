@@ -38,6 +38,7 @@ def calibration_of(report: BenchReport) -> Calibration:
         machine=report.machine,
         date=report.date[:10],
         matmul_flops_per_s=matmul,
+        peak_flops_per_s=_best_products(report),
         attention_flops_per_s=attended,
         memory_bytes_per_s=copied.bytes_per_s if copied else None,
         memory_bytes=report.memory_bytes,
@@ -46,6 +47,16 @@ def calibration_of(report: BenchReport) -> Calibration:
         efficiency=efficiency,
         sources=base.sources | {name: f"{when}; {text}" for name, text in texts.items() if text},
     )
+
+
+def _best_products(report: BenchReport) -> dict[str, float]:
+    """Returns the highest rate of a product by element type, for machines without a data sheet."""
+    sweep = report.matmul.sweep if report.matmul else ()
+    mlps = report.mlp.mlps if report.mlp else ()
+    found: dict[str, float] = {}
+    for dtype, rate in (*((one.dtype, one.flops_per_s) for one in sweep), *((m.dtype, m.flops_per_s) for m in mlps)):
+        found[dtype] = max(found.get(dtype, 0.0), rate)
+    return found
 
 
 def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:

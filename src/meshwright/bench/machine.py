@@ -26,11 +26,14 @@ from meshwright.bench.workloads import (
     copy_workload,
     groups_of,
     mlp_workload,
+    product_workload,
 )
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import chip
 
 SMALL_BYTES, LARGE_BYTES = 2**12, 2**20
+PEAK_SIDES = (256, 512, 1024)
+"""Sides of the square products of which the fastest is the peak; this machine has no data sheet."""
 DTYPE = "fp32"
 
 
@@ -54,6 +57,8 @@ def measure_machine(
         "attention": attention_workload(EMULATED.attention[0], DTYPE, both=True),
         "memory": copy_workload("silu", SILU_BYTES, ROUNDS),
     }
+    squares = {f"square {side}": product_workload(bench, DTYPE, side, rounds=1) for side in PEAK_SIDES}
+    workloads |= squares
     moves = [(kind, group) for group in reversed(groups_of(num_devices, {})) for kind in COLLECTIVE_FUNCTIONS]
     for kind, group in moves:
         for size in (SMALL_BYTES, LARGE_BYTES):
@@ -62,12 +67,14 @@ def measure_machine(
         {name: bench.call(workload) for name, workload in workloads.items()}, seconds_each=seconds_per_figure
     )
     matmul, attended, memory = (workloads[name].work / seconds[name] for name in ("matmul", "attention", "memory"))
+    in_products = [matmul, *(workload.work / seconds[name] for name, workload in squares.items())]
     rates = []
     for kind, group in moves:
         small, large = (seconds[f"{kind} {group.size} {size}"] for size in (SMALL_BYTES, LARGE_BYTES))
         slope = max(0.0, (large - small) / (LARGE_BYTES - SMALL_BYTES))
         rates.append(rate_of(kind, group.size, FittedLine(start=small - slope * SMALL_BYTES, slope=slope, error=0.0)))
     say(f"matmul {matmul / 1e9:.3g} GFLOP/s a device in {DTYPE}, {num_devices} at once")
+    say(f"peak {max(in_products) / 1e9:.3g} GFLOP/s a device, the fastest of {len(in_products)} products")
     say(f"attention {attended / 1e9:.3g} GFLOP/s a device")
     say(f"memory {memory / 1e9:.3g} GB/s a device")
     for rate in rates:
@@ -81,12 +88,14 @@ def measure_machine(
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         date=datetime.date.today().isoformat(),
         matmul_flops_per_s={DTYPE: matmul},
+        peak_flops_per_s={DTYPE: max(in_products)},
         attention_flops_per_s={DTYPE: attended},
         memory_bytes_per_s=memory,
         memory_bytes=bench.memory_bytes,
         collectives=tuple(rates),
         sources={
             "matmul_flops_per_s": f"{how}; gated MLP with gradients, m k n = {matmul_shape}",
+            "peak_flops_per_s": f"{how}; the fastest of the gated MLP and square products of sides {PEAK_SIDES}",
             "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {EMULATED.attention[0]}",
             "memory_bytes_per_s": f"{how}; silu over {SILU_BYTES} bytes, read and written once",
             "memory_bytes": "physical memory of the machine, shared equally",

@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.fields import convert_fields
+from meshwright.core.fields import convert_fields, shown
 from meshwright.core.units import parse_count
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
@@ -77,7 +77,7 @@ def field_value(text: str) -> Any:
     """A TOML value, or else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -88,7 +88,7 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
         if name not in fields:
             raise InputError(f"{section}.{name} is not a field.{nearest(name, fields)}")
         if isinstance(changes[name], int) and changes[name] > MAX_SIZE:
-            raise InputError(f"{section}.{name}={changes[name]:.3g} is too large. Give at most {MAX_SIZE:.0e}.")
+            raise InputError(f"{section}.{name}={shown(changes[name])} is too large. Give at most {MAX_SIZE:.0e}.")
     now = msgspec.to_builtins(thing)
     if isinstance(thing, Model) and "num_layers" in changes:
         kept = {"sliding_layers": thing.sliding_layers, "dense_layers": thing.dense_layers}

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from meshwright.core.errors import nearest
+from meshwright.core.errors import OF_PATHS, InputError, nearest
 
 
 class VerbGroup(click.Group):
@@ -34,6 +34,15 @@ class VerbGroup(click.Group):
         if self.otherwise and args and args[0] not in (*self.verbs, *ctx.help_option_names):
             args = [self.otherwise, *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the verb; a file or folder that it cannot have is an InputError, whichever it is."""
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno not in OF_PATHS or not error.filename:
+                raise
+            raise InputError(f"{error.filename}: {error.strerror}. Name another file or folder.") from error
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

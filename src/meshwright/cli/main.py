@@ -13,7 +13,7 @@ import click
 
 from meshwright import __version__
 from meshwright.cli.group import VerbGroup
-from meshwright.core.errors import EX_TEMPFAIL, CannotRunError, ChangedFileWarning, InputError, StoppedError
+from meshwright.core.errors import EX_TEMPFAIL, CannotRunError, ChangedFileWarning, InputError, StoppedError, one_line
 
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("cli", "Find how to split a training job over a cluster."),
@@ -94,6 +94,7 @@ class LastingStream:
 def run(args: list[str]) -> int:
     """The exit code of one call; errors and warnings go to standard error in one line each."""
     warnings.showwarning = _show_warning
+    warnings.simplefilter("always", ChangedFileWarning)
     try:
         cli.main(args=args, prog_name="meshwright", standalone_mode=False)
     except StoppedError as error:
@@ -128,7 +129,7 @@ def _show_warning(
 ) -> None:
     """Shows ours in a line, others as Python does."""
     where = "meshwright" if issubclass(category, ChangedFileWarning) else f"{filename}:{lineno}: {category.__name__}"
-    click.echo(f"{where}: {message}", err=True)
+    click.echo(one_line(f"{where}: {message}"), err=True)
 
 
 def _our_fault(error: Exception) -> int:
@@ -140,11 +141,11 @@ def _our_fault(error: Exception) -> int:
 
 
 def _usage(error: click.ClickException) -> str:
-    text = error.format_message().replace("\n", " ")
+    text = error.format_message()
     verb = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "meshwright"
     return f"{text} See {verb} --help."
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"meshwright: {message}", err=True)
+    click.echo(one_line(f"meshwright: {message}"), err=True)
     return code

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.output import emit_json, say, width
 from meshwright.core.errors import InputError
+from meshwright.core.fields import LARGEST
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.report.answer import Answer, Piece, as_csv, as_markdown, as_text
 from meshwright.spec.catalogue import load_model
@@ -59,15 +61,17 @@ class Parameter(msgspec.Struct, frozen=True):
     build: type[click.Parameter]
     flags: tuple[str, ...]
     settings: dict[str, Any]
+    needs: dict[str, str] = {}
 
 
-def option(help: str = "", *flags: str, **settings: Any) -> Any:
+def option(help: str = "", *flags: str, needs: dict[str, str] | None = None, **settings: Any) -> Any:
     """An attribute of `Options` that is given as ``--name``, or as ``flags``.
 
     A bool is a flag, a tuple may be given several times, a Literal is a choice; an attribute that may not be None and
-    has no ``default`` is required. ``settings`` go to `click.Option`.
+    has no ``default`` is required. ``needs`` are other attributes or properties, with their words: where all of them
+    are empty the option would change nothing, and is refused. ``settings`` go to `click.Option`.
     """
-    return Parameter(click.Option, flags, {"help": help, **settings})
+    return Parameter(click.Option, flags, {"help": help, **settings}, needs or {})
 
 
 def argument(**settings: Any) -> Any:
@@ -104,7 +108,14 @@ def verb(
 
     def decorate(function: Callable[[_Given], Answer | None]) -> click.Command:
         def callback(form: str = "text", as_json: bool = False, **given: Any) -> None:
+            for param in params:
+                _require_figure(param, given.get(param.name or ""))
             asked = options(**given, form="json" if as_json else form)
+            for param in params:
+                row = getattr(options, param.name or "")
+                if row.needs and not any(getattr(asked, name) for name in row.needs) and _on_line(param):
+                    words = " or ".join(row.needs.values())
+                    raise InputError(f"{param.opts[0]} changes nothing here: it is for {words}.")
             answer = function(asked)
             if answer is not None:
                 emit(answer, asked.form)
@@ -117,6 +128,18 @@ def verb(
         )
 
     return decorate
+
+
+def _require_figure(param: click.Parameter, value: Any) -> None:
+    """Raises InputError for a number that is not finite, or below 0: no option of a verb means such a one."""
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, int | float) and not 0 <= one <= LARGEST:
+            raise InputError(f"{param.opts[0]} {one}: give a finite number that is not negative.")
+
+
+def _on_line(param: click.Parameter) -> bool:
+    source = click.get_current_context().get_parameter_source(param.name or "")
+    return source is ParameterSource.COMMANDLINE
 
 
 def emit(answer: Answer, form: str) -> None:

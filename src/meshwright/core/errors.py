@@ -1,14 +1,44 @@
 """The two errors a person can cause, and the nearest-name hint they carry."""
 
 import difflib
+import errno
+import re
 from collections.abc import Iterable
 
+OF_PATHS = (
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    *(errno.ENAMETOOLONG, errno.ELOOP),
+)
+"""Error numbers of a file or folder that is missing or not writable, and of names that no file can have."""
 
-class InputError(ValueError):
+MOST_PIECE, MOST_MESSAGE = 200, 4_000
+"""Characters that a message repeats of one thing that it was given, and has in all."""
+_PIECE = re.compile(r"""(?<!\w)(['"])(?:(?!\1).)+\1|[^\s'"]+""")
+
+
+def one_line(text: str) -> str:
+    """Returns a message without line breaks and other control characters, and with long words and quotes cut."""
+
+    def cut(piece: str, most: int) -> str:
+        return piece if len(piece) <= most else f"{piece[: most - 60]}... ({len(piece):,} characters)"
+
+    plain = "".join(" " if one.isspace() else one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    plain = re.sub(" {9,}", " ", plain)
+    return cut(_PIECE.sub(lambda found: cut(found[0], MOST_PIECE), plain), MOST_MESSAGE)
+
+
+class UserError(ValueError):
+    """An error whose text fits a line, whatever it repeats."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
+
+
+class InputError(UserError):
     """Something given cannot be understood. The command line ends with exit code 2."""
 
 
-class CannotRunError(ValueError):
+class CannotRunError(UserError):
     """What was asked for is understood but cannot fit or run. Exit code 3."""
 
 

@@ -11,8 +11,35 @@ from meshwright.core.errors import InputError, as_sentence
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
+LARGEST = 1e60
+"""Far above any figure, so that products of a few stay finite."""
+
+
+def figure_faults(value: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yields key and fault of every number in tables and lists that is not finite, or larger than any figure, and of
+    every text that is not UTF-8."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from figure_faults(one, (*key, str(name)))
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from figure_faults(one, (*key, number))
+    elif isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:
+        yield key, f"{shown(value)}: give a finite number, at most {LARGEST:g}."
+    elif isinstance(value, str) and any("\ud800" <= one <= "\udfff" for one in value):
+        yield key, f"{value!r}, which is not UTF-8. Give text."
+
+
+def shown(value: float) -> str:
+    """Returns a number as messages have it, whatever its size."""
+    digits = int(value.bit_length() * 0.30103) + 1 if isinstance(value, int) else 0
+    return f"a number of {digits} digits" if digits > 300 else f"{value:g}"
+
+
 def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -> _T:
     """Converts fields to a Struct. Raises InputError that names a wrong field ``section.name`` and its valid words."""
+    for key, fault in figure_faults(fields):
+        raise InputError(f"{section}.{'.'.join(map(str, key))} is {fault}")
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -46,7 +73,7 @@ def check_figures(
         else:
             fine, wanted = 0 < value < math.inf, "a positive number"
         if not fine:
-            raise InputError(f"{what} {'.'.join(key)} is {value:g}, give {wanted}")
+            raise InputError(f"{what} {'.'.join(key)} is {shown(value)}, give {wanted}")
 
 
 def _numbers(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:

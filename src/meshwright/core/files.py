@@ -1,7 +1,8 @@
-"""Writes files atomically, and finds the cache folder."""
+"""Reads files that a user names, writes files atomically, and finds the cache folder."""
 
-import errno
+import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import OF_PATHS, InputError
 
-NOT_WRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Error numbers of a folder that is missing or not writable."""
+MOST_BYTES = 2**26
+"""Size of a configuration or a table at most; a program may be larger."""
 
 
 def cache_folder() -> Path:
@@ -47,26 +48,77 @@ def _require_writable(folder: Path) -> None:
         pass
 
 
+def read_bytes(path: Path, advice: str, *, most: int = MOST_BYTES) -> bytes:
+    """Returns the contents of a file. Raises InputError, which ends with the advice, if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            found = file.read(most + 1)
+    except (OSError, ValueError) as error:
+        # ValueError: a name with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be read ({reason}). {advice}") from None
+    if len(found) > most:
+        raise InputError(f"{path} is larger than the {most >> 20:,} MiB that are read. {advice}")
+    return found
+
+
+def read_text(path: Path, advice: str, *, most: int = MOST_BYTES) -> str:
+    """Returns the text of a file, see `read_bytes`."""
+    try:
+        return read_bytes(path, advice, most=most).decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not text in UTF-8 (byte {error.start}). {advice}") from None
+
+
+def read_json(path: Path, advice: str) -> dict[str, Any]:
+    """Returns the JSON object in a file, see `read_bytes`; the place of a fault is named."""
+    try:
+        found = json.loads(read_text(path, advice))
+        json.dumps(found, ensure_ascii=False).encode()  # half a character is no text
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). {advice}") from None
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply. {advice}") from None
+    except InputError:
+        raise
+    except ValueError:
+        raise InputError(f"{path} has a number of thousands of digits, or half a character. {advice}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no JSON object. {advice}")
+    return found
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file through a temporary one beside it, so that ``path`` is never half written.
 
+    Of a link the file that it names is replaced. What is no file, such as /dev/null or a pipe, is written into.
     Raises InputError for a folder that cannot be written in.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    except OSError as error:
-        if error.errno not in NOT_WRITABLE:
+        streams = path.exists() and not path.is_file() and not path.is_dir()
+        target = Path(os.path.realpath(path))
+        if not streams:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(
+            dir=None if streams else target.parent, prefix=f".{target.name[:200]}.", suffix=path.suffix[:20]
+        )
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in OF_PATHS:
             raise
-        raise InputError(f"{path} cannot be written ({error.strerror}). Name another file.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be written ({reason}). Name another file.") from None
     os.close(handle)
     try:
         write(Path(name))
+        if streams:
+            with open(name, "rb") as made, path.open("wb") as stream:
+                shutil.copyfileobj(made, stream)
+            return
         # mkstemp makes files that only their owner may read, and some writers make them so again.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
+        os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)
 

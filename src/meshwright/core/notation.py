@@ -14,6 +14,18 @@ _LETTERS = re.compile(r"(?:[A-Z][0-9]*)+")
 _AXIS = re.compile(r"[A-Za-z]\w*")
 
 
+MOST_CHARACTERS = 20_000
+"""Of an expression: some patterns take time with the square of its length."""
+
+
+def compact(text: str) -> str:
+    """Returns an expression with single spaces. Raises InputError for one that is longer than anybody writes."""
+    found = " ".join(text.split())
+    if len(found) > MOST_CHARACTERS:
+        raise InputError(f"{found!r} is no expression. Give one of at most {MOST_CHARACTERS:,} characters.")
+    return found
+
+
 def join_axes(axes: Axes) -> str:
     """Writes axes as a subscript: XY, tensor or {data,fsdp}."""
     if all(_LETTERS.fullmatch(a) and len(a) == 1 for a in axes):
@@ -41,6 +53,7 @@ def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes,
 
     Raises InputError for anything that is not this notation.
     """
+    text = compact(text)
     match = _ARRAY.fullmatch(text)
     if match is None:
         raise InputError(f"{text.strip()!r} is not a sharded array. Write for example A[I_X, J] or W[D_{{fsdp}}, F_Y].")

@@ -17,6 +17,8 @@ import tomli_w
 from msgspec import inspect
 
 from meshwright.core.errors import ChangedFileWarning, InputError, as_sentence, nearest
+from meshwright.core.fields import figure_faults
+from meshwright.core.files import read_text
 
 _SEAL = "# Written by meshwright; CRC-32 of what follows: "
 
@@ -35,7 +37,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def is_changed(self) -> bool:
         """True if meshwright wrote the file and it is not as it was written: edited by a person, or damaged."""
         first, _, rest = self.text.partition("\n")
-        return first.startswith(_SEAL) and first != _seal(rest)
+        return _SEAL in self.text and first != _seal(rest)
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:
@@ -75,13 +77,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 def read_toml(path: Path) -> TomlFile:
     """Reads a file. Raises a one-line InputError if it is missing or broken."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text: {error}.") from None
-    return parse_toml(text, path=str(path))
+    return parse_toml(read_text(path, "Give a TOML file."), path=str(path))
 
 
 def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
@@ -93,7 +89,14 @@ def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
         line = place.group(1) if place else str(text.count("\n") + 1)
         reason = str(error)[: place.start()] if place else str(error).removesuffix(" (at end of document)")
         raise InputError(f"{path}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}.") from None
-    return TomlFile(path=path, data=data, text=text)
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply. Give a table of a few levels.") from None
+    except ValueError:
+        raise InputError(f"{path} has a date that is none, or a number of thousands of digits. Correct it.") from None
+    file = TomlFile(path=path, data=data, text=text)
+    if faults := [file.error(key, f"{'.'.join(map(str, key))} is {fault}") for key, fault in figure_faults(data)]:
+        raise InputError("; ".join(map(str, faults)))
+    return file
 
 
 def decode_toml(file: TomlFile, kind: type[T]) -> T:
@@ -211,6 +214,8 @@ def _key_lines(text: str) -> dict[KeyPath, int]:
     statement, first = "", 1
     for number, line in enumerate(text.split("\n"), start=1):
         statement += f"{line}\n"
+        if number > first and not line.rstrip().endswith(("]", "}", '"""', "'''")):
+            continue  # only such a line can end a value of several lines
         try:
             found = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:  # the value continues on the next line

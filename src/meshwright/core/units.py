@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from meshwright.core.errors import InputError
+from meshwright.core.fields import LARGEST
 
 _DECIMAL: dict[str, float] = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY: dict[str, float] = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
@@ -16,7 +17,10 @@ def _split(text: str, what: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
     if match is None:
         raise InputError(f"{what} {text!r} is not a number. Write for example 4Mi, 15T, 4096 or 1e6.")
-    return float(match.group(1).replace("_", "")), match.group(2)
+    value = float(match.group(1).replace("_", ""))
+    if value > LARGEST:
+        raise InputError(f"{what} {text!r} is larger than {LARGEST:g}, which is more than there is of anything.")
+    return value, match.group(2)
 
 
 def parse_count(text: str, *, what: str = "count") -> int:
@@ -90,7 +94,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
     """``"459 TFLOP/s"``: powers of ten, three significant digits (``unit="FLOP"`` for an amount)."""
-    return _scaled(flops, unit, (*"EPTGM", ""))
+    return _scaled(flops, unit, (*"EPTGMk", ""))
 
 
 def format_count(count: float) -> str:

@@ -247,17 +247,18 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
 def link_seconds(
     costs: Iterable[StepCost], rates: StepRates, *, field: str = "network_s", once: bool = False
 ) -> list[Number]:
-    """Seconds that each physical axis is busy with the collectives of every group that fills it.
+    """Seconds that each physical axis is busy with the collectives that bind it.
 
     Each counts as often as it runs on the busiest device, or ``once``.
     """
-    seconds: dict[AxisGroup, Number] = {}
+    seconds: dict[tuple[AxisGroup, str], Number] = {}
     for cost in costs:
         if cost.step.is_collective:
             spent = getattr(cost, field) * (1 if once else cost.here)
-            seconds[cost.group] = seconds.get(cost.group, 0.0) + spent
+            key = cost.group, cost.step.op
+            seconds[key] = seconds.get(key, 0.0) + spent
     return [
-        total(spent * rates.uses[group][number] for group, spent in seconds.items())
+        total(spent * rates.uses[key][number] for key, spent in seconds.items())
         for number in range(len(rates.link_levels))
     ]
 

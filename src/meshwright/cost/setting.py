@@ -119,7 +119,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
         return strategy_pipeline(strategy, self.assumptions.software)
 
     def require_runnable(self, strategy: Strategy) -> None:
-        """Raise CannotRunError for what this machine's own devices would not run in this version."""
+        """Raises CannotRunError for what this machine's own devices would not run in this version."""
         if self.cluster.kind == "host":
             require_runnable_strategy(strategy)
             require_runnable_assumptions(self.assumptions)

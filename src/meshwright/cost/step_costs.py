@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.muon import filled_share
+from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.rewrites.rings import Round, num_moves
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
 from meshwright.algebra.sizes import Number, OpSizes, Scores
@@ -221,7 +221,7 @@ def price_step(
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     if "C" in step.full.dims:
         sizes = with_room(sizes, product(sizes.mesh[axis] for axis in step.axes) > 1)
-    sent = sizes.elements(step.full) * element * filled_share(step, sizes)
+    sent = sizes.elements(step.full) * element * padding_factor(step, sizes)
     rate = group[step.op]
     moves = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own
@@ -242,5 +242,5 @@ def price_step(
         network_bytes=sent,
         network_s=seconds,
         latency_s=latency,
-        level=group.level,
+        level=rate.level,
     )

@@ -1,6 +1,7 @@
 """Rates that price a step's ops and collectives: of one chip, and of every group of mesh axes on its links."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of the machine, for one placement or (arrays) for many.
 
     ``peak_flops_per_s`` is what utilisation is a share of. ``link_levels`` are the levels of the physical axes and
-    ``uses``, per group, for each of them whether the group keeps it busy: groups that do so at once compete.
+    ``uses``, per group and kind of collective, for each of them whether it is kept busy: what does so at once competes.
     ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``software`` is the
     assumed one: whether a host starts every kernel, and whether communication overlaps compute.
     """
@@ -30,7 +31,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     peak_flops_per_s: Number
     groups: dict[AxisGroup, GroupRates]
     link_levels: tuple[str, ...]
-    uses: dict[AxisGroup, tuple[Number, ...]]
+    uses: dict[tuple[AxisGroup, str], tuple[Number, ...]]
     overlaps: bool = True
     software: Software = "compiled"
     num_hosts: Number = 1
@@ -79,22 +80,20 @@ def step_rates(
     dtype = strategy.matmul_dtype
     known: dict[tuple[Leg | None, ...], GroupRates] = {}
     rates: dict[AxisGroup, GroupRates] = {}
-    uses: dict[AxisGroup, tuple[Number, ...]] = {}
+    uses: dict[tuple[AxisGroup, str], tuple[Number, ...]] = {}
     for group in groups:
         # placements with the same legs are priced once
         numbers: dict[tuple[Leg | None, ...], int] = {}
         which = np.empty(len(placements), dtype=np.intp)
-        busy = np.zeros((len(placements), len(placements[0].links)), dtype=bool)
+        fills = np.zeros((len(placements[0].links), len(placements)), dtype=bool)
         for index, placement in enumerate(placements):
             legs = legs_of_links(placement, group)
             if legs not in known:
                 known[legs] = leg_rates([leg for leg in legs if leg is not None], calibration)
             which[index] = numbers.setdefault(legs, len(numbers))
-            # the axes of its binding level are busy; others stay half idle
-            level = known[legs].level
-            busy[index] = [leg is not None and leg.level == level for leg in legs]
+            fills[:, index] = [leg is not None for leg in legs]
         rates[group] = select(stack([known[legs] for legs in numbers]), which)
-        uses[group] = tuple(busy.T)
+        uses |= busy_links(group, rates[group], fills, [link.level for link in placements[0].links])
     return StepRates(
         chip=chip_rates(cluster.chip, measured, dtype=dtype, state_dtype=strategy.state_dtype, assumptions=assumptions),
         peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
@@ -106,3 +105,18 @@ def step_rates(
         num_hosts=cluster.num_hosts,
         pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
     )
+
+
+def busy_links(
+    group: AxisGroup, rates: GroupRates, fills: np.ndarray, levels: Iterable[Any]
+) -> dict[tuple[AxisGroup, str], tuple[Number, ...]]:
+    """Which of the physical axes that a group fills each kind of collective keeps busy: those of its binding level.
+
+    Others stay half idle.
+    """
+    return {
+        (group, kind): tuple(
+            fill & (np.asarray(rate.level) == level) for fill, level in zip(fills, levels, strict=True)
+        )
+        for kind, rate in rates.kinds.items()
+    }

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.hlo.module import Module, parse_module
+from meshwright.core.files import read_text
+from meshwright.hlo.module import Module, parse_module, require_readable
 
 _OPTIMISED = re.compile(r"after_optimizations\.txt$")
 _OPERATION = re.compile(
@@ -17,7 +18,7 @@ _NAME = re.compile(r"^module @([\w.\-]+)", re.MULTILINE)
 _PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")
 _MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
-_FIRST_CHARACTERS = 20_000
+_FIRST_CHARACTERS, MOST_PROGRAM = 20_000, 2**30
 
 
 class StableHlo(msgspec.Struct, frozen=True):
@@ -48,20 +49,24 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
 
     Raises InputError where it is neither HLO nor StableHLO text.
     """
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not text. Give optimised HLO as text, such as compiled.as_text().") from None
+    text = read_text(path, "Give optimised HLO as text, such as compiled.as_text().", most=MOST_PROGRAM)
     if stablehlo or path.suffix == ".mlir" or "stablehlo." in text[:_FIRST_CHARACTERS]:
         return _stable(text, path)
-    try:
-        module = parse_module(text)
-    except ValueError:
-        raise InputError(f"{path} is no HLO text: it has no computation. Give compiled.as_text() or a dump.") from None
+    module = read_module(text, path)
     entry = _ENTRY.search(text)
     if entry and entry[1] not in module.computations:
         raise InputError(f"{path} breaks off inside its ENTRY computation. Give the whole text.")
     return module
+
+
+def read_module(text: str, source: Path | str) -> Module:
+    """Parses HLO text of this source. Raises InputError where it has no computation, or is damaged."""
+    try:
+        if re.search(r"\d{400}", text):
+            raise ValueError("it has a number of hundreds of digits.")
+        return require_readable(parse_module(text))
+    except ValueError as error:
+        raise InputError(f"{source} is no whole HLO text: {error} Give compiled.as_text() or a dump.") from None
 
 
 def has_entry(text: str) -> bool:

@@ -100,7 +100,9 @@ def _ints(text: str | None) -> list[int]:
 
 
 def _transposed(shape: list[int], order: list[int]) -> NDArray[np.int64]:
-    numbers = np.arange(math.prod(shape)).reshape(shape)
+    if (count := math.prod(shape)) > 10**8:
+        raise ValueError(f"replica groups of {count:.0e} devices")
+    numbers = np.arange(count).reshape(shape)
     return numbers.transpose(order) if order else numbers
 
 

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from graphlib import TopologicalSorter
 from typing import Any
 
 import msgspec
 
+from meshwright.core.errors import InputError
 from meshwright.core.labels import StepLabel, find_label
 from meshwright.hlo.shapes import Shape, parse_shapes
 
@@ -177,7 +179,10 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 
     def body(self, one: Instruction, role: str = "calls") -> Computation:
         """Returns the computation that an instruction calls: a fusion's, or a loop's ``body`` or ``condition``."""
-        return self.computations[dict(one.called)[role]]
+        name = dict(one.called).get(role, "")
+        if name not in self.computations:
+            raise InputError(f"{one.opcode} {one.name} calls {name!r}, which the text lacks. Give the whole text.")
+        return self.computations[name]
 
     def inside(self, one: Instruction) -> tuple[Instruction, ...]:
         """Returns the instructions of all computations that an instruction calls."""
@@ -223,7 +228,7 @@ def parse_module(text: str) -> Module:
     header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
     sizes = dict(_OF_HEADER.findall(header))
     return Module(
-        name=header.split()[1].rstrip(","),
+        name=f"{header} ?".split()[1].rstrip(","),
         computations=computations,
         entry=entry or list(computations)[-1],
         num_partitions=int(sizes.get("num_partitions", 1)),
@@ -232,18 +237,57 @@ def parse_module(text: str) -> Module:
     )
 
 
+NEEDED = {"fusion": ("calls",), "while": ("body", "condition"), "call": ("to_apply",), "get-tuple-element": ("index",)}
+"""Opcode -> attributes without which it cannot be read."""
+_FAR = re.compile(r"(replica_groups|source_target_pairs)=\S*\d{9}")
+_READS = re.compile(r"copy|-done|element|while|slice|send|gather|reduce|all-to|permute|broadcast|bitcast|convert")
+MOST_NESTED, MOST_EXPANDED, MOST_DEVICES = 100, 10_000_000, 10_000_000
+"""Bounds on computations inside each other, instructions with all that they call, and devices."""
+
+
+def require_readable(module: Module) -> Module:
+    """Returns the module. Raises ValueError for text that is damaged, and for computations that run themselves."""
+    if module.num_devices > MOST_DEVICES:
+        raise ValueError(f"it is for {module.num_devices:.2g} devices; at most {MOST_DEVICES:.0e} are read.")
+    calls = {name: [n for one in c.instructions for _, n in one.called] for name, c in module.computations.items()}
+    sizes: dict[str, tuple[int, int]] = {}
+    # a part of a program calls what its text lacks
+    for name in filter(calls.__contains__, TopologicalSorter(calls).static_order()):
+        inside = [sizes[one] for one in calls[name] if one in sizes]
+        depth, size = 1 + max((one[0] for one in inside), default=0), sum(one[1] for one in inside)
+        sizes[name] = depth, size + len(module.computations[name].instructions)
+        if depth > MOST_NESTED or size > MOST_EXPANDED:
+            raise ValueError(f"{name} has {depth} computations inside each other, and {size:.0e} instructions in them.")
+        made = set[str]()
+        for one in module.computations[name].instructions:
+            number = one.attribute("index") or one.literal if one.opcode == "parameter" else "0"
+            faults = {
+                "reads what does not come before it": not made.issuperset(one.operands),
+                "lacks what such a one has": not all(map(one.attribute, NEEDED.get(one.opcode, ()))),
+                "names a device that is none": _FAR.search(one.attributes),
+                "reads nothing": not one.operands and _READS.search(one.opcode),
+                "has no number": not number.isdecimal(),
+                "has a layout that does not fit its dims": not all(shape.is_possible for shape in one.shapes),
+            }
+            if fault := next((fault for fault, holds in faults.items() if holds), ""):
+                raise ValueError(f"{one.opcode} {one.name} {fault}.")
+            made.add(one.name)
+    return module
+
+
 def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
     """Reads the tables of source lines at the head of a module."""
-    tables: dict[str, dict[int, Any]] = {
-        name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-    }
-    rows = None
+    names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    tables: dict[str, dict[int, Any]] = {name: {} for name in names}
+    table = ""
     for line in lines:
         if line.startswith(("%", "ENTRY")):
             break
-        rows = tables.get(line, rows)
-        if rows is not None and (row := _ROW.match(line)):
-            rows[int(row[1])] = row[2] if row[3] is None else {key: int(n) for key, n in _FIELD.findall(row[3])}
+        table = line if line in tables else table
+        if table and (row := _ROW.match(line)) and (row[3] is None) == table.endswith("Names"):
+            tables[table][int(row[1])] = (
+                row[2] if row[3] is None else {key: int(n) for key, n in _FIELD.findall(row[3])}
+            )
     files, functions, locations, stack = tables.values()
     found = {}
     for number, row in stack.items():

@@ -39,6 +39,12 @@ class Shape(msgspec.Struct, frozen=True):
     tail_elements: int = 1
 
     @property
+    def is_possible(self) -> bool:
+        """True if the layout orders these dims and no tile is empty."""
+        ordered = not self.minor_to_major or sorted(self.minor_to_major) == [*range(len(self.dims))]
+        return ordered and all(0 < n < 2**40 for n in (self.tail_elements, *(n for tile in self.tiles for n in tile)))
+
+    @property
     def num_elements(self) -> int:
         """Elements without padding."""
         return math.prod(self.dims)

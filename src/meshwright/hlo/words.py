@@ -1,8 +1,10 @@
 """One instruction of a compiled program in words: what it does, the layout of its result, where it came from."""
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from meshwright.core.units import format_bytes
 from meshwright.hlo.loops import times_run
@@ -12,50 +14,8 @@ from meshwright.hlo.shapes import Shape
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MAX_LISTED = 6
 
-TPU_SPACES = {
-    0: "HBM, the chip's main memory",
-    1: "VMEM, the on-chip memory that the vector and matrix units read",
-    2: "semaphores, which say when a transfer is done",
-    3: "CMEM, the on-chip memory that the cores of a v4 share",
-    4: "SMEM, the scalar unit's memory",
-    5: "the host's memory",
-    8: "semaphores of the SparseCore",
-}
-"""Number behind S in a TPU's layouts -> what it is. Source: JAX's tpu_custom_call; 3 is seen in programs for v4."""
-
-OPCODES = {
-    "all-gather": "gathers the shards of an array from a group of devices",
-    "all-reduce": "sums an array over a group of devices",
-    "async": "another operation, which runs beside those that follow",
-    "all-to-all": "sends each device of a group its part of an array",
-    "ragged-all-to-all": "sends each device of a group its rows of an array, as many as it needs",
-    "reduce-scatter": "sums an array over a group of devices and leaves each its shard",
-    "collective-permute": "sends an array to another device",
-    "collective-broadcast": "sends one device's array to its group",
-    "bitcast": "names the same bytes by another shape; nothing moves",
-    "broadcast": "repeats an array along new dims",
-    "constant": "a number known when it was compiled",
-    "conditional": "runs one of several computations",
-    "convert": "changes the element type",
-    "convolution": "a convolution; on a TPU every matmul is written as one",
-    "copy": "copies an array, to another layout or memory",
-    "custom-call": "calls code that the compiler did not write",
-    "dot": "a matmul",
-    "dynamic-slice": "takes a part of an array, whose place is computed",
-    "dynamic-update-slice": "writes a part of an array, whose place is computed",
-    "fusion": "several operations as one kernel, with nothing in between written to memory",
-    "gather": "takes rows by number",
-    "get-tuple-element": "one element of a tuple; nothing moves",
-    "parameter": "an argument",
-    "reduce": "reduces an array along dims",
-    "scatter": "adds or writes rows by number",
-    "slice": "takes a part of an array",
-    "sort": "sorts",
-    "transpose": "reorders dims",
-    "tuple": "several values as one; nothing moves",
-    "while": "a loop",
-}  # fmt: skip
-"""Opcode -> what it does."""
+_WORDS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "data" / "words.toml").read_text("utf-8"))
+TPU_SPACES, OPCODES = _WORDS["tpu_spaces"], _WORDS["opcodes"]
 
 
 def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, str], ...]:
@@ -133,7 +93,7 @@ def space_words(space: int, *, is_tpu: bool = True) -> str:
     if not is_tpu:
         known = {0: "the GPU's memory", 5: "the host's memory"}
         return f"S({space}): {known.get(space, 'a memory of its own')}" if space else known[0]
-    text = TPU_SPACES.get(space, "a memory space without a public name")
+    text = TPU_SPACES.get(str(space), "a memory space without a public name")
     return f"S({space}): {text}" if space else text
 
 

@@ -307,7 +307,7 @@ class GenerateStep:
 
 
 def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, weights: str) -> None:
-    """Raise InputError or CannotRunError for what cannot generate, whatever its mesh."""
+    """Raises InputError or CannotRunError for what cannot generate, whatever its mesh."""
     require_runnable(model)
     require_runnable_strategy(strategy)
     if weights not in get_args(WeightStorage):

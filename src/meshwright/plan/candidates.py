@@ -13,20 +13,27 @@ from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.network.placement import factorings
 from meshwright.cost.pipeline import PipelineCost
-from meshwright.plan.legal import MAX_IDLE_LAYERS, StrategySizes, divisors, legal_axis_sizes, mask
+from meshwright.plan.legal import (
+    DEVICES_RULE,
+    MAX_IDLE_SHARE,
+    StrategySizes,
+    divisors,
+    few_idle_places,
+    legal_axis_sizes,
+    mask,
+)
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.strategy import BATCH_AXES
 
 LEAN_REMATS = ("block", "sqrt", "full")
-"""Policies that keep least: every other keeps the input of each layer too."""
-
-SPLIT_BATCH = ("data", "fsdp", "expert")
+"""Policies that keep the least: the others also keep results of each layer."""
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
     """Whole numbers, one entry per candidate: sizes of mesh axes, sequences of the batch, microbatches.
 
-    ``laid`` is the number of its placement.
+    ``laid`` is the index of its mesh's placement, 0 before it is placed.
     """
 
     mesh: dict[str, np.ndarray]
@@ -39,17 +46,17 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def batch_shards(self) -> np.ndarray:
-        """Devices among which the sequences of the batch are divided."""
-        return np.asarray(product(self.mesh[axis] for axis in SPLIT_BATCH))
+        """Devices over which the sequences of the batch are split."""
+        return np.asarray(product(self.mesh[axis] for axis in BATCH_AXES))
 
 
 def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach: float = 0.0) -> Candidates:
-    """Every mesh of exactly so many chips whose sizes divide in some pattern, for the batch; one microbatch.
+    """Returns every mesh of exactly ``num_chips`` whose sizes divide in some pattern; one microbatch.
 
-    With ``reach``, a share of the batch, each mesh comes with the nearest batches below and above that it divides
-    and that are no further away.
+    With ``reach``, a share of the batch, each mesh has the nearest batches at most and above it that its data shards
+    divide, within reach.
     """
-    # a batch of as many sequences as chips leaves every size open
+    # B = num_chips is a multiple of every axis, so that the batch rules out no size
     dims = space.dims(num_chips if reach else batch_seqs)
     options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in MESH_AXES]
     meshes = np.array(list(factorings(num_chips, options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
@@ -63,7 +70,7 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
 
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
-    """Every mesh whose sizes divide the work, of any number of chips; one microbatch."""
+    """Returns every mesh of any number of chips whose sizes divide in some pattern; one microbatch."""
     sizes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
     grid = np.meshgrid(*(np.array(some, dtype=np.int64) for some in sizes), indexing="ij")
     found = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
@@ -81,12 +88,12 @@ def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarr
 
 
 def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Sizes of one mesh axis that may be legal: the given size, else every size that divides in some pattern."""
+    """Returns the sizes of one mesh axis that may be legal: the given one, else all that divide in some pattern."""
     if axis in space.fixed:
         return (space.fixed[axis],)
     if axis == "pipeline":
         layers = space.patterns[0].derived.num_layers
-        return stage_counts(layers, idle=space.idle_layers) if axis in space.axes else (1,)
+        return stage_counts(layers, idle=space.idle_share) if axis in space.axes else (1,)
     if axis not in space.axes or (axis == "expert" and not space.setting.model.num_experts):
         return (1,)
     if axis == "expert":
@@ -95,11 +102,9 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
     return tuple(sorted({size for sizes in found for size in sizes}))
 
 
-def stage_counts(num_layers: int, *, idle: float = MAX_IDLE_LAYERS) -> tuple[int, ...]:
-    """Stage counts over which layers can be distributed with at most a share ``idle`` of empty positions."""
-    return tuple(
-        stages for stages in range(1, num_layers + 1) if -(-num_layers // stages) * stages <= (1 + idle) * num_layers
-    )
+def stage_counts(num_layers: int, *, idle: float = MAX_IDLE_SHARE) -> tuple[int, ...]:
+    """Returns the stage counts that leave at most ``idle`` times the layers as empty places."""
+    return tuple(count for count in range(1, num_layers + 1) if few_idle_places(num_layers, count, idle=idle))
 
 
 def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
@@ -125,10 +130,12 @@ def legal_in(
     found: Candidates,
     *,
     num_chips: int | None = None,
-    schedule: str = "1f1b",
     chunks: Any = 1,
 ) -> np.ndarray:
-    """True where a pattern's sizes divide and it differs from earlier patterns."""
+    """True where the sizes divide in a pattern and it differs from earlier ones.
+
+    Schedules are not looked at, nor the number of chips unless it is given.
+    """
     facts = StrategySizes(
         model=space.setting.model.name,
         cluster="",
@@ -136,13 +143,10 @@ def legal_in(
         mesh=found.mesh,
         dims=space.dims(found.batch_seqs),
         num_microbatches=found.microbatches if space.num_microbatches is None else space.num_microbatches,
-        schedule=schedule,
         chunks=chunks,
     )
-    rules = [rule for rule in pattern.rules if rule.name != "devices"]
+    rules = pattern.rules if num_chips is None else (*pattern.rules, DEVICES_RULE)
     result = np.broadcast_to(mask(rules, facts), len(found)).copy()
-    if num_chips is not None:
-        result &= np.asarray(product(found.mesh.values())) == num_chips
     if pattern.tensor_split is not None:
         result &= (found.mesh["tensor"] > 1) == pattern.tensor_split
     for axes in pattern.needs:
@@ -151,9 +155,9 @@ def legal_in(
 
 
 def with_microbatches(space: Space, found: Candidates, *, most: int | None = None) -> Candidates:
-    """Every candidate with each number of microbatches that leaves whole sequences to every data shard.
+    """Returns every candidate with each number of microbatches that leaves whole sequences to every data shard.
 
-    With ``most`` only so many of them: one, as many as there are sequences, and some in between.
+    With ``most`` only so many: one, all sequences of a shard, and some in between.
     """
     if space.num_microbatches is not None:
         return msgspec.structs.replace(found, microbatches=np.full(len(found), space.num_microbatches, dtype=np.int64))
@@ -165,14 +169,14 @@ def with_microbatches(space: Space, found: Candidates, *, most: int | None = Non
 
 
 def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
-    """At most so many of a list, spread over it, with the first and the last."""
+    """Returns at most ``most`` of a list, spread over it: the first and, from 2 on, the last."""
     if most is None or len(counts) <= most:
         return counts
-    return [counts[round(number * (len(counts) - 1) / (most - 1))] for number in range(most)]
+    return [counts[round(number * (len(counts) - 1) / max(most - 1, 1))] for number in range(most)]
 
 
 def candidate_sizes(space: Space, found: Candidates) -> OpSizes:
-    """Sizes of one microbatch of every candidate."""
+    """Returns the sizes of one microbatch of every candidate."""
     return space.setting.sizes(
         space.template,
         mesh={axis: sizes.astype(float) for axis, sizes in found.mesh.items()},
@@ -181,7 +185,7 @@ def candidate_sizes(space: Space, found: Candidates) -> OpSizes:
 
 
 def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b", chunks: Any = 1) -> PipelineCost:
-    """The pipeline of every candidate under one schedule."""
+    """Returns the pipeline of every candidate under one schedule."""
     return PipelineCost(
         schedule=schedule,
         stages=found.mesh["pipeline"],
@@ -192,9 +196,9 @@ def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b
 
 
 def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
-    """Clusters of exactly that many chips inside a cluster: sub-tori, fewer nodes, fewer slices.
+    """Returns the clusters of exactly ``num_chips`` inside a cluster: sub-tori, fewer nodes, fewer slices.
 
-    Fewer slices first, then those with more closed rings, then the more compact ones.
+    Those of fewer slices come first, then those with more closed rings, then the more compact ones.
     """
     found = []
     for num_slices in range(1, cluster.num_slices + 1):
@@ -208,19 +212,19 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
 
 
 def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
-    """The patterns of which one needs the least memory: with everything split, and little kept where that is open."""
+    """Returns the patterns that can need the least memory: fully split, with a lean remat where there is one."""
     split = [pattern for pattern in patterns if not pattern.needs] or list(patterns)
     lean = [pattern for pattern in split if pattern.strategy.remat in LEAN_REMATS]
     return lean or split
 
 
 def _shards_what_replicas_split(pattern: Pattern) -> bool:
-    """True if ``fsdp`` splits every dim that ``data`` splits: then it needs no more memory than replicas."""
+    """True if ``fsdp`` splits every dim that ``data`` splits: moving ``data`` into it then needs no more memory."""
     rules = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
     return all("fsdp" in axes for axes in rules if "data" in axes)
 
 
-def _in_fewer_replicas(found: Candidates) -> np.ndarray:
+def _could_shard(found: Candidates) -> np.ndarray:
     """True for candidates whose replicas could shard the weights: a mesh with all of ``data`` in ``fsdp`` exists."""
     sizes = found.mesh | {"fsdp": found.mesh["data"] * found.mesh["fsdp"]}
     one = np.ones_like(sizes["data"])
@@ -233,11 +237,11 @@ def _in_fewer_replicas(found: Candidates) -> np.ndarray:
 
 
 def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
-    """Number of chips -> the least memory per chip of any legal strategy on so many chips, 1F1B where it has stages."""
+    """Maps a number of chips to the least bytes per chip of any strategy whose sizes divide; 1F1B with stages."""
     every = candidates_on_any_chips(space, batch)
     if all(map(_shards_what_replicas_split, space.patterns)):
-        every = select(every, ~_in_fewer_replicas(every))
-    # memory is least with one microbatch or with the most: of several the larger number keeps less
+        every = select(every, ~_could_shard(every))
+    # memory is least with one microbatch or with the most: above one, more keep less
     found = with_microbatches(space, every, most=2)
     need = np.full(len(found), np.inf)
     for pattern in _leanest(space.patterns):

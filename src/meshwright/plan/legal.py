@@ -1,7 +1,7 @@
-"""What a strategy must satisfy to run: each rule is a mask over many strategies and a sentence about one.
+"""The conditions for a strategy to run: each rule is a mask over many strategies and a sentence about one.
 
-The rules on sizes are read off the derived steps: every dim that some array splits must divide by the axes that
-split it. The search and the messages use the same rows.
+The rules on sizes are read off the derived steps: every dim that is split in some array must be a multiple of the
+devices that split it. Search and messages use the same rules.
 """
 
 import math
@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.generation import cache_sizes, job_strategy
 from meshwright.algebra.notation import product
-from meshwright.algebra.rewrites.pipeline import NO_PIPELINE
+from meshwright.algebra.rewrites.pipeline import NO_PIPELINE, is_one_stack
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
@@ -26,17 +27,38 @@ from meshwright.spec.strategy import REMAT_POLICIES, Strategy
 NOUNS: dict[str, str] = {
     "B": "sequences",
     "T": "positions",
+    "S": "key positions",
     "D": "model width",
     "F": "feed-forward width",
+    "Fe": "expert feed-forward width",
+    "Fs": "shared feed-forward width",
     "N": "query heads",
     "K": "kv heads",
+    "G": "query heads per kv head",
+    "H": "head width",
+    "Hn": "head width without rope",
+    "Hr": "head width with rope",
+    "Hv": "head width of values",
+    "Rq": "query rank",
+    "Rkv": "key and value rank",
     "V": "vocabulary",
+    "L": "layers",
+    "E": "experts",
+    "Ea": "experts per token",
+    "P": "learned positions",
+    "Ps": "learned positions of the encoder",
+    "R": "relative buckets",
+    "Pg": "pages",
+    "Pl": "slots per page",
+    "Bp": "pages per sequence",
 }
+"""Dim -> what a message calls it after its size: "K=8 kv heads of llama3-70b"."""
 
 MAX_LISTED = 16
+"""Sizes that a message lists in full; of more it names the nearest two."""
 
-MAX_IDLE_LAYERS = 0.1
-"""Share of a pipeline's positions for layers that may stay empty if the layers do not divide by the stages."""
+MAX_IDLE_SHARE = 0.1
+"""Places for layers that may stay empty in a pipeline, as a share of the number of layers."""
 
 
 class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,14 +79,20 @@ class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.mesh.get("pipeline", 1)
 
     def devices(self, axes: Iterable[str]) -> Number:
-        """Devices of some axes together."""
+        """Returns the product of the sizes of these axes."""
         return product(self.mesh[axis] for axis in axes)
 
     def named(self, axes: Iterable[str]) -> str:
-        """``tensor=16``, or ``data=35 x fsdp=64 = 2240``; axes of size 1 are left out where others remain."""
-        chosen = [axis for axis in axes if self.mesh[axis] > 1] or list(axes)
+        """Returns ``tensor=16``, or ``data=35 x fsdp=64 = 2240``, without axes of size 1."""
+        chosen = [axis for axis in axes if self.mesh[axis] > 1]
         text = " x ".join(f"{axis}={self.mesh[axis]}" for axis in chosen)
         return f"{text} = {self.devices(chosen)}" if len(chosen) > 1 else text
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh without axes of size 1: ``mesh fsdp=64 x tensor=4``, or ``a mesh of one device``."""
+        axes = [f"{axis}={size}" for axis, size in self.mesh.items() if size > 1]
+        return f"mesh {' x '.join(axes)}" if axes else "a mesh of one device"
 
 
 class LegalRule(msgspec.Struct, frozen=True):
@@ -76,7 +104,7 @@ class LegalRule(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a strategy cannot run, and what would."""
+    """Why a strategy cannot run, and what would run."""
 
     rule: str
     message: str
@@ -89,14 +117,14 @@ DimSplit = tuple[str, tuple[str, ...]]
 def splits(derived: Derived) -> tuple[DimSplit, ...]:
     """Returns every dim with the axes that split it in some array; splits contained in a larger one are left out.
 
-    Whole matrices of layers can be distributed over any number of devices, so updates of all layers add no split.
+    Updates of all layers at once are left out: whole matrices can go to any number of devices.
     """
     found: dict[DimSplit, None] = {}
     passes = (step for block in derived.blocks for step in (*block.forward, *block.backward))
     for step in (*passes, *(step for step in derived.update if not derived.is_stacked(step))):
         for array in (*step.inputs, step.result, *step.more):
             for dim, axes in zip(array.dims, array.axes, strict=True):
-                if axes and dim != "C":  # tokens of an expert need not divide: their number is a mean
+                if axes and dim != "C":  # slots C need not divide: their number is a mean
                     found[dim, axes] = None
     return tuple(
         (dim, axes) for dim, axes in found if not any(dim == other and set(axes) < set(wider) for other, wider in found)
@@ -104,22 +132,21 @@ def splits(derived: Derived) -> tuple[DimSplit, ...]:
 
 
 def size_rules(derived: Derived) -> tuple[LegalRule, ...]:
-    """The rules that need nothing but sizes: every split is even, and all chips are used."""
-    found = splits(derived)
-    rules = [LegalRule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
-    layers = derived.num_layers
-    rules += [LegalRule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
-    if len(derived.program.stacks) > 1:
-        rules.append(LegalRule("stacks", lambda f: np.asarray(f.stages) == 1, lambda f: NO_PIPELINE))
+    """Returns the rules that need nothing but sizes: even splits, stages, experts. `DEVICES_RULE` needs a cluster."""
+    found, layers = splits(derived), derived.num_layers
+    rules = [LegalRule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
+    if not is_one_stack(derived.program):
+        rules.append(LegalRule(STACKS_RULE, lambda f: np.asarray(f.stages) == 1, lambda f: NO_PIPELINE))
     rules += [LegalRule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
     rules += [_split_rule(dim, axes, found) for dim, axes in found]
     if not any(dim == "B" for dim, _ in found):
-        # microbatches must divide the sequences even where no axis does
+        # microbatches must divide the sequences even where no axis splits them
         rules.append(_split_rule("B", (), found))
     return tuple(rules)
 
 
 def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> LegalRule:
+    """Returns the rule that the axes divide a dim, named after both: ``tensor | K``; with microbatches for B."""
     if dim == "B":
         return LegalRule(
             "sequences",
@@ -140,21 +167,34 @@ SCHEDULE_RULE = LegalRule(
         f.schedule, stages=int(f.stages), chunks=int(f.chunks), microbatches=int(f.num_microbatches)
     ),
 )
+DEVICES_RULE = LegalRule(
+    "devices",
+    lambda f: product(f.mesh.values()) == f.num_chips,
+    lambda f: _devices_message(f),
+)
+STACKS_RULE = "stacks"
+"""Name of the rule that stages need a training job of one stack of layers."""
 MEMORY_RULE = "memory"
+"""Name of the refusal for too little memory, the only one of a strategy that can be priced all the same."""
 
 
 def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
-    """Every reason why a strategy cannot be planned in a setting, in words; () when it can.
+    """Returns why a strategy cannot be planned in a setting; () when it can.
 
-    Placement and memory are looked at only when the sizes divide. On this machine's own devices what is not
-    executed in this version is refused too. Raises InputError for an assignment that cannot be derived at all.
+    What this machine does not execute is refused first; placement and memory are looked at only if the rules hold.
+    Raises InputError for an assignment that cannot be derived at all.
     """
     try:
         setting.require_runnable(strategy)
     except CannotRunError as error:
         return (Refusal(rule="executed", message=str(error)),)
-    derived, facts = setting.derived(strategy), strategy_sizes(setting, strategy)
-    refused = check_rules((*size_rules(derived), SCHEDULE_RULE), facts)
+    try:
+        strategy = job_strategy(setting.job, strategy)
+        derived = setting.derived(strategy)
+    except CannotRunError as error:
+        return (Refusal(rule=STACKS_RULE, message=str(error)),)
+    facts = strategy_sizes(setting, strategy)
+    refused = check_rules((DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE), facts)
     if refused:
         return refused
     try:
@@ -168,41 +208,42 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
     return (Refusal(rule=MEMORY_RULE, message=message),)
 
 
-def fewest_microbatches(setting: Setting, strategy: Strategy) -> tuple[int, float] | None:
-    """The fewest microbatches with which a strategy fits in memory, and its bytes per chip then; None without any.
+def microbatches_that_fit(setting: Setting, strategy: Strategy) -> dict[int, float]:
+    """Maps the numbers of microbatches with which a strategy runs and fits in memory, ascending, to bytes per chip.
 
-    The schedule has to run with them, every data shard needs whole sequences, and all other sizes have to divide.
+    The strategy's own number is not looked at. Empty if it breaks another rule.
     """
-    batch, derived = setting.job.batch_seqs, setting.derived(strategy)
-    facts = strategy_sizes(setting, strategy)
-    if check_rules(size_rules(derived), facts):
-        return None
-    shards = product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert"))
-    counts = np.array(divisors(max(1, batch // int(shards))))
-    runs = SCHEDULE_RULE.holds(msgspec.structs.replace(facts, num_microbatches=counts))
+    try:
+        derived = setting.derived(strategy)
+    except CannotRunError:
+        return {}
+    batch, facts = setting.job.batch_seqs, strategy_sizes(setting, strategy)
+    counts = np.array(divisors(batch))
+    rules = (DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE)
+    runs = mask(rules, msgspec.structs.replace(facts, num_microbatches=counts))
     counts = counts[np.broadcast_to(runs, counts.shape)]
     if not len(counts):
-        return None
+        return {}
     parts = memory_parts(derived, setting.sizes(strategy, microbatch_seqs=batch / counts))
     pipeline = msgspec.structs.replace(setting.pipeline(strategy), microbatches=counts)
     need = np.broadcast_to(total_bytes(parts.items(pipeline, strategy.offload)), counts.shape)
-    fits = np.flatnonzero(need <= setting.memory_limit)
-    return (int(counts[fits[0]]), float(need[fits[0]])) if len(fits) else None
+    fits = need <= setting.memory_limit
+    return dict(zip(counts[fits].tolist(), need[fits].tolist(), strict=True))
 
 
 def require_legal(setting: Setting, strategy: Strategy) -> None:
-    """Raise CannotRunError with the first reason unless the strategy can run."""
+    """Raises CannotRunError with the first reason if the strategy cannot run."""
     for refusal in legal(setting, strategy):
         raise CannotRunError(refusal.message)
 
 
 def check_rules(rules: Iterable[LegalRule], facts: StrategySizes) -> tuple[Refusal, ...]:
-    """The refusals of one strategy."""
+    """Returns a refusal for each rule that one strategy breaks."""
     return tuple(Refusal(rule=rule.name, message=rule.message(facts)) for rule in rules if not rule.holds(facts))
 
 
 def mask(rules: Iterable[LegalRule], facts: StrategySizes) -> Any:
-    """Which of many strategies satisfy all rules."""
+    """Returns a Boolean array: which strategies satisfy all rules."""
     result: Any = True
     for rule in rules:
         result = result & np.asarray(rule.holds(facts))
@@ -210,13 +251,13 @@ def mask(rules: Iterable[LegalRule], facts: StrategySizes) -> Any:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, in order."""
+    """Returns all divisors of a positive number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Sizes of one axis, the others 1, that divide every dim it splits; only 1 for an axis that splits nothing."""
+    """Returns the sizes of one axis, the others 1, that divide every dim it splits; only 1 if it splits nothing."""
     sizes = [dims[dim] for dim, axes in found if axis in axes]
     return divisors(math.gcd(*sizes)) if sizes else (1,)
 
@@ -227,12 +268,13 @@ def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, in
 def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
     """Returns the sizes that the rules check."""
     model, cluster, job = setting.model, setting.cluster, setting.job
+    caches = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=setting.storage)
     return StrategySizes(
         model=model.name,
         cluster=cluster.short_name,
         num_chips=cluster.num_chips,
         mesh=strategy.mesh,
-        dims=model.dims | {"B": job.batch_seqs, "T": job.seq_len},
+        dims=model.dims | {"B": job.batch_seqs, "T": job.seq_len} | ({} if job.trains else caches),
         num_microbatches=strategy.num_microbatches,
         schedule=strategy.schedule,
         chunks=strategy.chunks,
@@ -240,21 +282,30 @@ def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
 
 
 def _experts_divide(facts: StrategySizes) -> Any:
-    """The axis `expert` splits experts; without any it has one device."""
+    """True if ``expert`` divides the experts; a model without experts needs size 1."""
     size = np.asarray(facts.mesh.get("expert", 1))
     experts = facts.dims.get("E", 0)
     return (experts % size == 0) & ((size == 1) | (experts > 0))
 
 
+def layer_places(num_layers: int, runs: Number) -> Number:
+    """Returns the places for layers in ``runs`` of equally many, as few as the layers need."""
+    return -(-num_layers // runs) * runs
+
+
+def few_idle_places(num_layers: int, runs: Number, *, idle: float = MAX_IDLE_SHARE) -> Any:
+    """True if at most ``idle`` times the number of layers stay empty of the places in ``runs``."""
+    return layer_places(num_layers, runs) <= (1 + idle) * num_layers
+
+
 def _places_used(facts: StrategySizes, num_layers: int) -> Any:
-    """True if every stage has a layer, and few positions for layers stay empty."""
+    """True if every stage has a layer and, with several chunks, few places for layers stay empty."""
     stages, chunks = np.asarray(facts.stages), np.asarray(facts.chunks)
-    places = stages * chunks
-    return (stages <= num_layers) & ((chunks == 1) | (places <= (1 + MAX_IDLE_LAYERS) * num_layers))
+    return (stages <= num_layers) & ((chunks == 1) | few_idle_places(num_layers, stages * chunks))
 
 
 def _choices(values: Sequence[int], wanted: int) -> str:
-    """``{1, 2, 4, 8}``, or the nearest of a long list."""
+    """Returns ``{1, 2, 4, 8}``, or of a long list the nearest on both sides."""
     if len(values) <= MAX_LISTED:
         return "{" + ", ".join(map(str, values)) + "}"
     below = max((v for v in values if v < wanted), default=values[0])
@@ -271,7 +322,7 @@ def _split_message(facts: StrategySizes, dim: str, axes: tuple[str, ...], every:
         unit = 128 * count
         padded = f" Or pad the vocabulary: --set model.vocab_size={-(-int(size) // unit) * unit}."
     return (
-        f"{facts.named(axes)} does not divide {dim}={size} {NOUNS.get(dim, '')} of {facts.model}. "
+        f"{facts.named(axes)} does not divide {dim}={size} {NOUNS[dim]} of {facts.model}. "
         f"Use {'*'.join(chosen)} in {_choices(values, count)}.{padded}"
     )
 
@@ -296,15 +347,24 @@ def _batch_message(facts: StrategySizes, axes: tuple[str, ...]) -> str:
 def _devices_message(facts: StrategySizes) -> str:
     have = int(product(facts.mesh.values()))
     return (
-        f"mesh {facts.named(facts.mesh)} uses {have} devices and {facts.cluster} has {facts.num_chips}. "
+        f"{facts.mesh_text} is for {have} and {facts.cluster} has {facts.num_chips} devices. "
         f"Make the product of the axes {facts.num_chips}, or name a cluster of {have}."
     )
 
 
 def _stages_message(facts: StrategySizes, num_layers: int) -> str:
-    stages, chunks = facts.stages, facts.chunks
-    what = f"pipeline={stages}" if chunks == 1 else f"pipeline={stages} x chunks={chunks} = {stages * chunks}"
-    return f"{what} stages are more than the {num_layers} layers of {facts.model}. Use at most {num_layers} in all."
+    stages, chunks = int(facts.stages), int(facts.chunks)
+    if stages > num_layers:
+        more = f"pipeline={stages} stages are more than the {num_layers} layers of {facts.model}."
+        return f"{more} Use at most {num_layers}."
+    most = int((1 + MAX_IDLE_SHARE) * num_layers)
+    tried = (msgspec.structs.replace(facts, chunks=count) for count in range(1, most // stages + 1))
+    values = [int(one.chunks) for one in tried if _places_used(one, num_layers)]
+    return (
+        f"pipeline={stages} x chunks={chunks} has {layer_places(num_layers, stages * chunks)} places for the "
+        f"{num_layers} layers of {facts.model}, more than {most}. Use chunks in {_choices(values, chunks)}, or fewer "
+        f"stages."
+    )
 
 
 def _experts_message(facts: StrategySizes, num_experts: int) -> str:
@@ -319,17 +379,24 @@ def _memory_message(facts: StrategySizes, memory: dict[str, Number], limit: floa
     largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     items = ", ".join(f"{name} {format_bytes(float(size))}" for name, size in largest)
     return (
-        f"{facts.model} on mesh {facts.named(facts.mesh)} needs {format_bytes(float(total_bytes(memory)))} per "
-        f"chip and a chip of {facts.cluster} has {format_bytes(limit)} ({items})."
+        f"{facts.model} on {facts.mesh_text} needs {format_bytes(float(total_bytes(memory)))} per chip "
+        f"(most: {items}), and a chip of {facts.cluster} has {format_bytes(limit)}."
     )
 
 
 def _remedy(setting: Setting, strategy: Strategy) -> str:
-    """Names the smallest change of remat and microbatches that fits."""
-    others = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
-    fits = {remat: fewest_microbatches(setting, other) for remat, other in others.items()}
-    found = [(*fit, remat) for remat, fit in fits.items() if fit is not None]
+    """Names the smallest change that fits: of the remat policy or the number of microbatches alone if that is enough.
+
+    Of several it is the one with the fewest microbatches, and of these the first policy.
+    """
+    own = strategy.num_microbatches
+    found: list[tuple[int, int, float, str | tuple[str, ...]]] = []
+    for remat in dict.fromkeys((strategy.remat, *REMAT_POLICIES)) if setting.job.trains else ():
+        fits = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
+        found += [((remat != strategy.remat) + (count != own), count, need, remat) for count, need in fits.items()]
     if not found:
-        return "No remat policy or number of microbatches makes it fit: use more chips, or larger fsdp and tensor axes."
-    count, need, remat = min(found, key=lambda one: one[0])
-    return f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
+        tried = "None of the remat policies tried, with any number of microbatches, makes it fit: use "
+        return f"{tried if setting.job.trains else 'Use '}more chips, or larger fsdp and tensor axes."
+    _, count, need, remat = min(found, key=lambda one: one[:2])
+    changes = [f"remat={remat}"] * (remat != strategy.remat) + [f"num_microbatches={count}"] * (count != own)
+    return f"Use {' with '.join(changes)} ({format_bytes(need)})."

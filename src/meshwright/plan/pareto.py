@@ -33,7 +33,7 @@ def pareto(result: PlanResult) -> Frontier:
 
 
 def _on_parts(space: Space) -> list[PlannedStrategy]:
-    """The best plan on half the chips, a quarter and so on, until one does not run."""
+    """Returns the best plan on half the chips, a quarter and so on, until one does not run."""
     cluster, job = space.setting.cluster, space.setting.job
     found: list[PlannedStrategy] = []
     chips = cluster.num_chips

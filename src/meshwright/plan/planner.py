@@ -40,7 +40,7 @@ def rank_plans(
     exhaustive: bool = False,
     top: int = 5,
 ) -> PlanResult:
-    """The best strategies for a job on a cluster. On this machine's own devices each can be run as it stands.
+    """Returns the best strategies for a job on a cluster. This machine's own devices can run each of them unchanged.
 
     ``axes`` fixes sizes of mesh axes, ``overrides`` fields of the strategy (``{"remat": "block"}``). Where no mesh
     of all chips divides the work, the largest part of the cluster that does is planned, and the nearest batch
@@ -85,7 +85,7 @@ def rank_plans(
 
 
 def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
-    """The plan of the shape of slice that is fastest per token, with a note of what the others take.
+    """Returns the plan of the shape of slice that is fastest per token, with a note of the times of the others.
 
     Optical switches give the same chips different shapes. ``choices`` are those of `plan`. Raises the first shape's
     error when the job runs on none.
@@ -142,9 +142,12 @@ def space_of(
 
 
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
-    """The named conventions behind the numbers."""
+    """Returns the named conventions behind the numbers."""
     cluster = setting.cluster
-    notes = [f"times rest on {setting.rates.describe()}", "MFU counts 6ND + 12 B T^2 N H L, no causal discount"]
+    notes = [
+        f"times rest on {setting.rates.describe()}",
+        "MFU counts 6ND + 12 B T^2 N H L, N without the look-up, no causal discount",
+    ]
     if cluster.kind != "host" and setting.rates.is_datasheet:
         notes.append("nothing is measured or fitted behind these rates: real steps take longer, see docs/accuracy.md")
     if cluster.kind != "host":
@@ -165,7 +168,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
 
 
 def _largest_part(space: Space, top: int) -> SearchOutcome:
-    """The plans of the most chips inside the cluster on which the job runs. Raises CannotRunError for none."""
+    """Returns the plans of the most chips inside the cluster on which the job runs. Raises CannotRunError for none."""
     cluster, job, limit = space.setting.cluster, space.setting.job, space.setting.memory_limit
     needs = memory_of_any_mesh(space, job.batch_seqs)
     counts = [n for n in sorted(needs, reverse=True) if n < cluster.num_chips and needs[n] <= limit]
@@ -212,7 +215,7 @@ def _part_notes(
 
 
 def _refuse_given(space: Space) -> None:
-    """Raise CannotRunError when what is given cannot run whatever else is chosen."""
+    """Raises CannotRunError when what is given cannot run whatever else is chosen."""
     cluster, total = space.setting.cluster, math.prod(space.fixed.values())
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     devices = f"{named} = {total} devices does" if len(space.fixed) > 1 else f"{named} does"
@@ -226,7 +229,7 @@ def _refuse_given(space: Space) -> None:
 
 
 def broken_rule(space: Space) -> Refusal | None:
-    """The first rule of sizes that the given axes and fields break, whatever else is chosen; None without one."""
+    """Returns the first rule of sizes that the given axes and fields break, whatever else is chosen, or None."""
     given = msgspec.structs.replace(
         space.template, mesh=make_mesh(space.fixed), num_microbatches=space.num_microbatches or 1
     )
@@ -235,7 +238,7 @@ def broken_rule(space: Space) -> Refusal | None:
 
 
 def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
-    """Why no strategy runs, and the fewest chips on which one would."""
+    """Says why no strategy runs, and names the fewest chips on which one would."""
     setting = space.setting
     cluster, job, limit = setting.cluster, setting.job, setting.memory_limit
     what = f"{setting.model.name} with {job.batch_seqs} sequences of {job.seq_len}"

@@ -11,14 +11,18 @@ from meshwright.cost.arrays import select
 from meshwright.plan.candidates import Candidates
 
 TIE = 1e-3
-"""Candidates whose times differ by less than this share count as equally fast."""
+"""Times or bytes that differ by less than this share count as equal."""
 
 KEPT_PER_VARIANT = 512
-"""Fastest candidates that are remembered of each variant of each pattern."""
+"""Fastest candidates of each variant that are remembered, besides the unbeaten ones."""
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """All candidates of one pattern under one schedule and choice of offloading: seconds where they fit."""
+    """Candidates of one pattern, schedule and offloading that fit: ``seconds`` per sequence, bytes ``need``.
+
+    ``pattern`` is the index of the pattern, ``rank`` that of its remat policy. ``num_legal`` counts the candidates
+    that do not fit too, and ``least_bytes`` is the least that any of them needs.
+    """
 
     pattern: int
     rank: int
@@ -33,7 +37,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Best:
-    """The fastest candidates of every variant, with counts of all."""
+    """The fastest and leanest candidates of every variant, with counts of all."""
 
     def __init__(self) -> None:
         self.kept: list[Variant] = []
@@ -42,6 +46,7 @@ class Best:
         self.fits_without_stages = False
 
     def add(self, variant: Variant) -> None:
+        """Counts a variant and keeps its best candidates."""
         self.num_legal += variant.num_legal
         self.num_ranked += len(variant.rows)
         self.least_bytes = min(self.least_bytes, variant.least_bytes)
@@ -51,13 +56,13 @@ class Best:
         self.kept.append(select(variant, fastest_and_leanest(variant.seconds, variant.need)))
 
     def at(self, index: int) -> Variant:
-        """One candidate as a variant of one row."""
+        """Returns candidate ``index``, counted over all kept, as a variant of one row."""
         ends = np.cumsum([len(variant.rows) for variant in self.kept])
         which = int(np.searchsorted(ends, index, side="right"))
         return select(self.kept[which], np.array([index - ends[which]]))
 
     def column(self, figure: Callable[[Variant], Any]) -> np.ndarray:
-        """One figure of all kept candidates."""
+        """Returns one figure of all kept candidates, as an array."""
         columns = [np.broadcast_to(np.asarray(figure(one)), len(one.rows)) for one in self.kept]
         return np.concatenate(columns) if columns else np.zeros(0)
 
@@ -67,8 +72,10 @@ class Best:
         return self.column(lambda one: one.seconds)
 
     def order(self) -> np.ndarray:
-        """Fastest per token first. Among equally fast ones: fewer stages, nothing offloaded, fewer microbatches, less
-        remat, what is split over fsdp (ZeRO-3 first), fsdp rather than data, less context.
+        """Returns the indices of all kept candidates, fastest per token first.
+
+        Among equals those of fewer stages, less offloaded, fewer microbatches, less remat, the earlier pattern (ZeRO-3
+        first), less data, less context.
         """
         seconds = self.seconds
         if not len(seconds):
@@ -86,50 +93,60 @@ class Best:
         return np.lexsort((seconds, *map(self.column, keys), level))
 
     def frontier(self) -> list[int]:
-        """Indices of candidates unbeaten in seconds and bytes, fastest first."""
-        seconds, need = self.seconds, self.column(lambda one: one.need)
-        found, least = [], np.inf
-        for index in np.lexsort((need, seconds)).tolist():
-            if need[index] < least * (1 - TIE):
-                found.append(index)
-                least = need[index]
-        return found
+        """Returns the indices of the kept candidates that are unbeaten, fastest first."""
+        return unbeaten(self.seconds, self.column(lambda one: one.need))
+
+
+def unbeaten(seconds: np.ndarray, need: np.ndarray) -> list[int]:
+    """Returns the indices of candidates that need less, by `TIE`, than each faster one that is listed; fastest first.
+
+    No candidate needs less than the last one listed, but for that share.
+    """
+    order = np.lexsort((need, seconds))
+    lower = np.minimum.accumulate(need[order])
+    # only a new minimum can be listed: the loop is short
+    order = order[np.concatenate([np.ones(len(order[:1]), bool), lower[1:] < lower[:-1]])]
+    found, least = [], np.inf
+    for index, size in zip(order.tolist(), need[order].tolist(), strict=True):
+        if size < least * (1 - TIE):
+            found.append(index)
+            least = size
+    return found
 
 
 def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
-    """Indices of the fastest candidates, and of candidates unbeaten in seconds and bytes."""
+    """Returns the indices of the fastest candidates, and of those unbeaten in seconds and bytes."""
     if len(seconds) <= KEPT_PER_VARIANT:
         return np.arange(len(seconds))
     fast = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]
-    order = np.argsort(seconds, kind="stable")
-    lower = np.minimum.accumulate(need[order])
-    front = order[np.concatenate([[True], need[order][1:] < lower[:-1] * (1 - TIE)])]
-    return np.unique(np.concatenate([fast, front]))
+    return np.union1d(fast, unbeaten(seconds, need))
 
 
 def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
-    """Returns the best mesh of each (data x fsdp x context, tensor), then each second best, and so on, fastest first.
+    """Returns at most ``top`` meshes: the best of each (pipeline, data x fsdp x context, expert, tensor), then each
+    second best, ...; sorted by time.
 
-    A mesh is listed once, with its best remat, schedule and microbatches.
+    ``order`` are indices of all kept candidates, the best first. A mesh is listed once, with its best remat, schedule
+    and microbatches.
     """
     if not len(order):
         return []
     meshes = {axis: np.concatenate([one.rows.mesh[axis] for one in best.kept]).tolist() for axis in MESH_AXES}
     listed: set[tuple[int, ...]] = set()
-    turns: list[list[int]] = []
-    depth: dict[tuple[int, ...], int] = {}
-    for number in order.tolist():
-        mesh = {axis: sizes[number] for axis, sizes in meshes.items()}
+    rounds: list[list[int]] = []
+    seen: dict[tuple[int, ...], int] = {}
+    for index in order.tolist():
+        mesh = {axis: sizes[index] for axis, sizes in meshes.items()}
         if tuple(mesh.values()) in listed:
             continue
         listed.add(tuple(mesh.values()))
         key = (mesh["pipeline"], mesh["data"] * mesh["fsdp"] * mesh["context"], mesh["expert"], mesh["tensor"])
-        turn = depth.get(key, 0)
-        depth[key] = turn + 1
-        if turn == len(turns):
-            turns.append([])
-        turns[turn].append(number)
-        if len(turns[0]) >= top:
+        earlier = seen.get(key, 0)
+        seen[key] = earlier + 1
+        if earlier == len(rounds):
+            rounds.append([])
+        rounds[earlier].append(index)
+        if len(rounds[0]) >= top:
             break
-    chosen = [number for turn in turns for number in turn][:top]
+    chosen = [index for one in rounds for index in one][:top]
     return sorted(chosen, key=best.seconds.__getitem__)

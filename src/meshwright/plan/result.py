@@ -44,7 +44,7 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
         return price * self.num_chips / 3600 * self.estimate.step_s / self.job.tokens_per_step
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, the keys of `plan --json`: the fields of the strategy and of its prediction."""
+        """Returns plain data, the keys of `plan --json`: the fields of the strategy and of its prediction."""
         found = msgspec.to_builtins(self.strategy) | msgspec.to_builtins(self.estimate)
         more = {"zero": self.strategy.zero, "precision": self.strategy.matmul_dtype, "num_chips": self.num_chips}
         return {"axes": found.pop("mesh"), **found, **more}
@@ -80,7 +80,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.setting.job
 
     def to_json(self) -> dict[str, Any]:
-        """One object for `plan --json`."""
+        """Returns one object for `plan --json`."""
         near = self.nearest_batch
         return {
             "model": self.model.name,
@@ -98,13 +98,13 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def plan(self, chosen: PlannedStrategy | None = None) -> Plan:
-        """What the plan file holds for one of the strategies; the best when none is named."""
+        """Returns the plan file of one of the strategies; of the best if none is named."""
         one = chosen or self.strategies[0]
         return plan_in(one.setting, one.strategy, one.estimate)
 
 
 def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:
-    """What the plan file holds for a strategy in its setting; `setting_of` gives the setting back."""
+    """Returns the plan file of a strategy in its setting; `setting_of` returns the setting of a plan file."""
     return Plan(
         model=setting.model,
         cluster=setting.cluster,
@@ -117,7 +117,7 @@ def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:
 
 
 def planned(setting: Setting, batch_seqs: int, strategy: Strategy, estimate: Estimate) -> PlannedStrategy:
-    """The strategy with days and money for all tokens of the job, at the chip's price where there is one."""
+    """Returns the strategy with days and money for all tokens of the job, at the chip's price where there is one."""
     job = msgspec.structs.replace(setting.job, batch_seqs=batch_seqs)
     if job.train_tokens is not None:
         seconds = estimate.step_s * job.train_tokens / job.tokens_per_step

@@ -49,7 +49,7 @@ class RunBudget(ChipTime, frozen=True, kw_only=True):
 
 
 def chip_time(seconds: float, chip: Chip, num_chips: int) -> ChipTime:
-    """The days, chip-hours, money and energy of so many seconds of equal chips, at the chip's price and power."""
+    """Returns the days, chip-hours, money and energy of seconds on equal chips, at the chip's price and power."""
     price, watts = chip.price_usd_per_hour, chip.power_w
     return ChipTime(
         days=days(seconds),
@@ -61,7 +61,7 @@ def chip_time(seconds: float, chip: Chip, num_chips: int) -> ChipTime:
 
 
 def run_budget(plan: Plan, *, step_s: float) -> RunBudget | None:
-    """The budget of a plan at a step time; None when its job says no number of tokens."""
+    """Returns the budget of a plan at a step time; None if its job has no number of tokens."""
     tokens = plan.job.train_tokens
     if tokens is None:
         return None

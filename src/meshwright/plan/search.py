@@ -1,8 +1,8 @@
-"""Every legal strategy of a job on a cluster, priced at once and ranked.
+"""Prices every legal strategy of a job on a cluster at once, and ranks them.
 
 The steps are derived once per pattern of axes with sizes as symbols. Meshes, batches, microbatches and placements
-are then arrays with one entry per candidate; what a layer takes is priced once per pattern, and shared by every
-schedule, number of chunks and choice of what is offloaded.
+are then arrays with one entry per candidate; the times of a layer are priced once per pattern, and shared by every
+schedule, number of chunks and choice of offloading.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,25 +27,26 @@ from meshwright.plan.candidates import (
     legal_in,
     with_microbatches,
 )
+from meshwright.plan.legal import few_idle_places
 from meshwright.plan.ranking import Best, Variant, diverse
 from meshwright.plan.result import PlannedStrategy, planned
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
 
 CHUNK_LAYERS = (*range(1, 9), 10, 12, 14, 16, 20, 21, 24, 28, 32, 40, 48)
-"""Layers of one chunk that are tried."""
+"""Numbers of layers of one chunk that are tried."""
 
 KEPT_MESHES = 80
-"""Meshes that are looked at in full: where there are more, the most promising."""
+"""Maximum number of meshes that are priced in all forms: of more, the most promising."""
 
 SCREENED_MICROBATCHES = 3
-"""Numbers of microbatches with which a mesh is tried for that."""
+"""Numbers of microbatches with which a mesh is screened."""
 
 SCREENED_REMATS = ("none", "selective", "full")
-"""Policies of remat with which a mesh is tried for that, where they are among the choices."""
+"""Policies of remat with which a mesh is screened, where they are among the choices."""
 
 KEPT_PER_STAGES = 10
-"""Meshes of each number of pipeline stages that are looked at in any case."""
+"""Meshes of each number of pipeline stages that are priced in all forms in any case."""
 
 
 class SearchOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,11 +77,11 @@ def search(
     exhaustive: bool = False,
     frontier: bool = False,
 ) -> SearchOutcome:
-    """The fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, batches near it.
+    """Returns the fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, near it.
 
-    At most ``top`` meshes, alternating between (data x fsdp x context, tensor) so that they differ. Unless
-    ``exhaustive``, a large space is screened first: every mesh is priced in its plainest form, and the most promising
-    in all.
+    These are at most ``top`` meshes, of as many (pipeline, data x fsdp x context, expert, tensor) as there are (see
+    `diverse`). Unless ``exhaustive``, a large space is screened first: every mesh is priced in its plainest form, and
+    only the most promising in all forms.
     """
     meshes = candidates_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
     num_meshes = len(meshes)
@@ -138,7 +139,7 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
 
 
 def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
-    """Which meshes to keep: the fastest, and the fastest of every number of stages, which other schedules help."""
+    """True for the fastest meshes, and for the fastest of every number of stages, which other schedules help."""
     order = np.argsort(seconds, kind="stable")
     kept = np.zeros(len(seconds), dtype=bool)
     kept[order[:KEPT_MESHES]] = True
@@ -168,7 +169,7 @@ def _laid(cluster: Cluster, meshes: Candidates, *, most: int | None = None) -> t
 
 
 class _Bench:
-    """What every candidate is priced with."""
+    """Prices candidates: the space, the placements and the rates of the machine on them."""
 
     def __init__(self, space: Space, cluster: Cluster, placements: Sequence[Placement]) -> None:
         self.space, self.placements = space, placements
@@ -177,7 +178,7 @@ class _Bench:
         self.rates = self.setting.step_rates(space.template, placements, *derived)
 
     def variants(self, number: int, pattern: Pattern, every: Candidates) -> Iterator[Variant]:
-        """The pattern's candidates under every schedule, number of chunks and choice of offloading."""
+        """Yields the pattern's candidates of each schedule and choice of offloading, with all numbers of chunks."""
         space = self.space
         rows = select(every, legal_in(space, pattern, every))
         if not len(rows):
@@ -226,10 +227,10 @@ class _Bench:
         )
 
     def _chunks(self, schedule: str, rows: Candidates, pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
-        """Candidates on which a schedule runs, once for every number of chunks: their numbers, and the chunks.
+        """Returns indices of candidates on which a schedule runs, once per number of chunks, and these numbers.
 
         On one stage every schedule is the same, so only the first is listed there. Several chunks are looked at
-        where they share out the layers with few idle places.
+        where they leave few places for layers empty.
         """
         stages, num_layers = rows.mesh["pipeline"], pattern.derived.num_layers
         first = schedule == self.space.schedules[0]
@@ -238,15 +239,14 @@ class _Bench:
             fits = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
             fits = fits & ((stages > 1) | (first & (count == 1)))
             # the one rule on sizes that chunks change: `variants` has applied the others
-            places = np.ceil(num_layers / (stages * count)) * stages * count
-            fits = fits & ((count == 1) | (places <= (1 + self.space.idle_layers) * num_layers))
+            fits = fits & ((count == 1) | few_idle_places(num_layers, stages * count, idle=self.space.idle_share))
             found = np.flatnonzero(fits)
             numbers.append(found)
             chunks.append(count[found])
         return np.concatenate(numbers), np.concatenate(chunks)
 
     def _chunk_counts(self, schedule: str, stages: np.ndarray, num_layers: int) -> Iterator[np.ndarray]:
-        """Numbers of chunks to try, one for each candidate: as given, or for runs of one layer, of two, and so on."""
+        """Yields numbers of chunks to try, one for each candidate: as given, or for runs of one layer, two, ..."""
         found = definition(schedule)
         if self.space.chunks or not found.more_chunks:
             yield np.full(len(stages), self.space.chunks or found.chunks, dtype=np.int64)
@@ -257,7 +257,7 @@ class _Bench:
             yield np.where(-(-num_layers // (stages * count)) == layers, count, 1)
 
     def found(self, best: Best, index: int) -> PlannedStrategy:
-        """One candidate in full."""
+        """Returns one candidate with its whole prediction."""
         one = best.at(index)
         rows, pattern, placement = one.rows, self.space.patterns[one.pattern], self.placements[int(one.rows.laid[0])]
         strategy = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""What a search ranges over: patterns of axes derived once with sizes as symbols, schedules, and what is fixed."""
+"""The space of a search: patterns of axes derived once with sizes as symbols, schedules, and fixed sizes."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from meshwright.algebra.rewrites.remat import keeps_logits
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.cost.setting import Setting
-from meshwright.plan.legal import MAX_IDLE_LAYERS, DimSplit, LegalRule, size_rules, splits
+from meshwright.plan.legal import MAX_IDLE_SHARE, DimSplit, LegalRule, size_rules, splits
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
@@ -59,7 +59,7 @@ runs there too where it is asked for."""
 
 
 def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
-    """Mesh axes that a search may use on a cluster, including the ``fixed`` ones."""
+    """Returns the mesh axes that a search may use on a cluster, including the ``fixed`` ones."""
     if cluster.kind != "host":
         return MESH_AXES
     wanted = {*EMULATED_AXES, *fixed}
@@ -82,11 +82,11 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is searched, for jobs and clusters that are the setting's but for their size.
+    """All strategies that are searched, for jobs and clusters that differ from the setting's in size only.
 
     ``fixed`` are mesh axes whose size is given; ``num_microbatches`` and ``chunks`` are None for any that divide.
-    ``template`` carries the choices that are the same for all; ``idle_layers`` is the share of a pipeline's places for
-    layers that may stay empty.
+    ``template`` carries the choices that are the same for all; ``idle_share`` are the places for layers that may stay
+    empty in a pipeline, as a share of the number of layers.
     """
 
     setting: Setting
@@ -98,10 +98,10 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int | None = None
     fixed: dict[str, int] = {}
     axes: tuple[str, ...] = MESH_AXES
-    idle_layers: float = MAX_IDLE_LAYERS
+    idle_share: float = MAX_IDLE_SHARE
 
     def dims(self, batch_seqs: Any) -> dict[str, Any]:
-        """Sizes of all dims, B of the whole batch."""
+        """Returns the sizes of all dims, B of the whole batch."""
         return self.setting.model.dims | {"B": batch_seqs, "T": self.setting.job.seq_len}
 
 
@@ -152,7 +152,7 @@ def open_space(
         chunks=template.chunks if "chunks" in held else None,
         fixed=fixed,
         axes=axes_to_try(setting.cluster, fixed),
-        idle_layers=0.0 if choices.equal_stages else MAX_IDLE_LAYERS,
+        idle_share=0.0 if choices.equal_stages else MAX_IDLE_SHARE,
     )
 
 
@@ -169,7 +169,7 @@ def _by_tensor(pattern: Pattern, setting: Setting, fixed: int | None) -> list[Pa
 
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Rules], tuple[tuple[str, ...], ...]]]:
-    """Every assignment, with the axes of which one must be split for it to differ from earlier ones."""
+    """Returns every assignment, with the axes of which one must be split for it to differ from earlier ones."""
     found = []
     for zero, sequence_parallel in itertools.product(choices.zeros, choices.sequence_parallel):
         needs: tuple[tuple[str, ...], ...] = ()

@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.files import read_text
 from meshwright.core.labels import StepLabel
-from meshwright.hlo.files import has_entry
-from meshwright.hlo.module import CONTAINERS, NO_WORK, Instruction, Module, parse_module
+from meshwright.hlo.files import MOST_PROGRAM, has_entry, read_module
+from meshwright.hlo.module import CONTAINERS, NO_WORK, Instruction, Module
 from meshwright.hlo.products import is_product, product_flops
 from meshwright.profile.classes import OUTSIDE, Bound, OpClass, class_of, part_name
 
@@ -152,15 +153,10 @@ def parse_program(text: str, *, ridge: float = 1.0, source: str = "the program")
             f"{source} is not the text of a compiled program: it begins with {first[:40]!r}, not 'HloModule', or has "
             f"no ENTRY. Write it with compiled.as_text()."
         )
-    return TracedProgram(parse_module(text), ridge)
+    return TracedProgram(read_module(text, source), ridge)
 
 
 def load_program(path: Path) -> TracedProgram:
     """Reads the program in a file. Raises InputError if it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"cannot read {path}: {error.__class__.__name__}. Give a text of compiled.as_text()."
-        ) from error
+    text = read_text(path, "Give a text of compiled.as_text().", most=MOST_PROGRAM)
     return parse_program(text, source=str(path))

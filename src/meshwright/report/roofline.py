@@ -89,9 +89,13 @@ def roofline_figure(
     ]
     if points:
         start, top = frame.pixel(min(critical.values(), default=frame.x[0]), peak_flops_per_s)
-        rows = _label_rows(points, [_Box(start, WIDTH_PX, top, 1)], frame)
+        dashed = [(frame.pixel(value, peak_flops_per_s)[0], (top + HEIGHT_PX) / 2) for value in critical.values()]
+        upright = [_Box(x - 2, x + 2, middle, HEIGHT_PX - middle) for x, middle in dashed]
+        rows = _label_rows(points, [_Box(start, WIDTH_PX, top, 1), *upright], frame)
         at = {"x": alt.X("x_px:Q", scale=None), "y": alt.Y("y_px:Q", scale=None)}
-        far = plot(row for row in rows if abs(row["y_px"] - row["dot_y_px"]) > LINE_PX)
+        far = plot(
+            row for row in rows if abs(row["y_px"] - row["dot_y_px"]) > LINE_PX or row["x_px"] > row["dot_x_px"] + 9
+        )
         layers += [
             far.mark_rule(color=MUTED, strokeWidth=1).encode(**at, x2="dot_x_px", y2="dot_y_px"),
             plot(rows).mark_circle(size=90, color=PALETTE[5], opacity=1).encode(x=x, y=y),
@@ -128,10 +132,13 @@ def _label_rows(points: Sequence[RooflinePoint], taken: Sequence[_Box], frame: _
 
 
 def _free_box(label: str, x: float, y: float, taken: Sequence[_Box]) -> _Box:
-    """Returns the first free position of a label: below right of (x, y), above left, right, left, then further down."""
+    """Returns the first free position of a label: below right of (x, y), above left, right, left, right of the boxes
+    that follow, then further down."""
     width = len(label) * CHARACTER_PX
     right, left = min(x + 9, WIDTH_PX - width), x - 9 - width
     down = [(right, y + 12 + LINE_PX * line) for line in range(len(taken) + 2)]
-    places = [down[0], (left, y - 12), (right, y), (left, y), *down[1:]]
+    past = [(box.right + 4, y + 12) for box in taken if right < box.right < WIDTH_PX - width - 4]
+    places = [down[0], (left, y - 12), (right, y), (left, y), *sorted(past), *down[1:]]
+    places = [(start, middle) for start, middle in places if start >= 0]
     boxes = [_Box(start, start + width, middle) for start, middle in places]
     return next((box for box in boxes if not any(box.touches(other) for other in taken)), boxes[0])

@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
 from meshwright.parallel.generate_step import Cache, GenerateStep
-from meshwright.serve.sampling import LIKELIEST, Sampling, SamplingRows, choices, draw
+from meshwright.serve.sampling import LIKELIEST, Sampling, SamplingRows, as_arrays, draw
 
 OnToken = Callable[[int, int], None]
 """Called with the number of a prompt and its next token, except the end token."""
@@ -56,7 +56,7 @@ def generate(
     ``sampling`` is for all prompts, or one for each. Raises InputError for prompts that do not fit the step.
     """
     require_prompts(step, prompts, max_tokens=max_tokens)
-    rows = choices(_of_rows(prompts, sampling, step.batch_seqs))
+    rows = as_arrays(_of_rows(prompts, sampling, step.batch_seqs))
     tokens, lengths = padded(step, prompts)
     start = time.perf_counter()
     step.compiled(tokens.shape[1])

@@ -89,7 +89,10 @@ def _end_tokens(folder: Path, text: Text) -> frozenset[int]:
     for name in (GENERATION, CONFIG):
         found = read_table(folder / name, remedy="fetch it again").get("eos_token_id")
         if found is not None:
-            return frozenset(int(token) for token in (found if isinstance(found, list) else [found]))
+            tokens = found if isinstance(found, list) else [found]
+            if not all(isinstance(token, int) for token in tokens):
+                raise InputError(f"{folder / name}: eos_token_id is {found!r}. Write the number of a token, or a list.")
+            return frozenset(tokens)
     if not isinstance(text, TokenizedText):
         return frozenset()
     config = read_table(folder / TOKENIZER_CONFIG, remedy="fetch it again")

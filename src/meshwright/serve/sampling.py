@@ -1,6 +1,7 @@
 """Samples the next token of each sequence from its logits.
 
-A sample depends on the logits, the choices and the length of its own sequence only, never on the rest of the batch.
+A sample depends on its own sequence's logits, choices and number of earlier samples only, never on the rest of the
+batch.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from meshwright.core.errors import InputError
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one sequence is sampled. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 exclude no
-    token; both apply after the temperature, ``top_k`` first. ``number`` distinguishes samples of one seed."""
+    token; both apply after the temperature, ``top_k`` first. ``number`` distinguishes samples of one seed.
+
+    Raises InputError for a value that is out of range."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -29,12 +32,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise InputError(f"temperature={self.temperature} must be 0 (the likeliest token) or a positive number.")
-        if self.top_k < 0:
-            raise InputError(f"top_k={self.top_k} must be 0 (all tokens) or at least 1.")
+        if not 0 <= self.top_k < 2**31:
+            raise InputError(f"top_k={self.top_k} must be 0 (all tokens) or between 1 and {2**31 - 1}.")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p} must be more than 0 and at most 1 (all tokens).")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"seed={self.seed} must be between 0 and {2**32 - 1}.")
+        if not 0 <= self.number < 2**31:
+            raise InputError(f"number={self.number} must be between 0 and {2**31 - 1}.")
 
 
 LIKELIEST = Sampling()
@@ -46,14 +51,14 @@ SamplingRows = dict[str, Any]
 _DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32, "number": np.int32}
 
 
-def choices(rows: Sequence[Sampling]) -> SamplingRows:
-    """Returns the choices of a batch, row by row."""
+def as_arrays(rows: Sequence[Sampling]) -> SamplingRows:
+    """Returns the choices of all rows, an array [B] for each field."""
     return {name: np.array([getattr(row, name) for row in rows], dtype) for name, dtype in _DTYPES.items()}
 
 
 @jax.jit
 def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B"] | np.ndarray) -> Int[Array, " B"]:
-    """Returns the next token of each row, after ``counts`` sampled ones.
+    """Returns the next token of each row [B] int32, after ``counts`` sampled ones.
 
     The argmax of logit / temperature plus Gumbel noise is a sample of the softmax.
     """
@@ -72,7 +77,7 @@ def _noise(seed: Array, number: Array, count: Array, size: int) -> Float[Array, 
 
 
 def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Bool[Array, "B V"]:
-    """Masks the ``top_k`` likeliest tokens of each row (all for 0), and of them the fewest with ``top_p`` in total.
+    """True for the ``top_k`` likeliest tokens of each row (0: all), of these for the fewest with ``top_p`` in total.
 
     Of equal logits the earlier token ranks first. At least one token is kept.
     """
@@ -82,5 +87,6 @@ def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Flo
     ordered = jnp.take_along_axis(logits, order, axis=-1)
     probabilities = jax.nn.softmax(jnp.where(inside, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = inside & (before < top_p[:, None])
+    # rounding may bring the sum before an unlikely token to 1
+    kept = inside & ((before < top_p[:, None]) | (top_p[:, None] >= 1))
     return jnp.take_along_axis(kept, places, axis=-1)

@@ -127,8 +127,9 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured rates of a machine. Anything not measured falls back on the chip's data sheet.
 
-    Rates are per device. ``sources`` says where each figure came from; a figure that was measured names the
-    command or the paper.
+    Rates are per device. ``matmul_flops_per_s`` are of products as a step has them, ``peak_flops_per_s`` of the best
+    product that was found, which utilisation is a share of where there is no data sheet. ``sources`` says where each
+    figure came from; a figure that was measured names the command or the paper.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     machine: str | None = None
     date: str | None = None
     matmul_flops_per_s: dict[str, float] = {}
+    peak_flops_per_s: dict[str, float] = {}
     attention_flops_per_s: dict[str, float] = {}
     memory_bytes_per_s: float | None = None
     memory_bytes: float | None = None
@@ -211,8 +213,10 @@ def peak_known(chip: Chip, dtype: str) -> bool:
 
 
 def reference_peak(chip: Chip, calibration: Calibration, dtype: str) -> float:
-    """Returns the FLOP/s that MFU is a share of: the data-sheet peak, else the measured rate."""
-    return peak(chip, dtype) if chip.peak_flops else matmul_rate(chip, calibration, dtype)
+    """Returns the FLOP/s that MFU is a share of: the data-sheet peak, else that of the best product measured."""
+    if chip.peak_flops:
+        return peak(chip, dtype)
+    return max(calibration.peak_flops_per_s.get(dtype, 0.0), matmul_rate(chip, calibration, dtype))
 
 
 def memory_rate(chip: Chip, calibration: Calibration) -> float:

@@ -11,11 +11,15 @@ import msgspec
 
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import check_figures
+from meshwright.core.toml_file import read_toml
 
 CATALOGUE = Path(__file__).parent / "data" / "chips"
 
 _NOT_INHERITED = ("aliases", "family", "device_kind", "libtpu", "xla_gpu")
 """Fields that a chip does not inherit from its base: to compilers and measurements it may be other hardware."""
+
+PAID_FOR = ("price_usd_per_hour", "power_w")
+"""Figures that only the book's variant of a chip inherits: other hardware has another price and another power."""
 
 _MAY_BE_ZERO = ("ici_hop_s", "nvlink_hop_s", "network_hop_s", "dcn_hop_s", "price_usd_per_hour", "power_w")
 
@@ -76,6 +80,7 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     vmem_bytes: float | None = None
     vmem_bytes_per_s: float | None = None
     l2_bytes: float | None = None
+    l2_bytes_per_s: float | None = None
     # torus links
     ici_link_bytes_per_s: float | None = None
     num_ici_axes: int | None = None
@@ -101,6 +106,8 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_cores: int | None = None
     mxus_per_core: int | None = None
     mxu_dim: int | None = None
+    vpu_lanes_per_core: int | None = None
+    vpu_alus_per_lane: int | None = None
     clock_hz: float | None = None
     die: str | None = None
     die_gpcs: int | None = None
@@ -135,6 +142,15 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return None
         return self.dcn_bytes_per_s_per_host / self.chips_per_host
 
+    def priced(self, usd_per_hour: float) -> "Chip":
+        """Returns the chip at another price. Raises InputError for one that is no number of at least 0."""
+        try:
+            return msgspec.structs.replace(self, price_usd_per_hour=usd_per_hour)
+        except ValueError:
+            raise InputError(
+                f"--price {usd_per_hour:g} is no price. Give dollars of a chip and hour, such as 2.5."
+            ) from None
+
     @property
     def memory_bytes(self) -> float | None:
         """Bytes a program may allocate: the compiler's limit if known, else the data sheet's size."""
@@ -154,8 +170,9 @@ def peak(chip: Chip, dtype: str) -> float:
         return rate
     if not chip.peak_flops:
         raise InputError(f"{chip.name} has no known peak. Measure it, or give peak_flops in a cluster file.")
-    known = ", ".join(sorted(chip.peak_flops))
-    raise InputError(f"{chip.name} has no {dtype} matrix rate in its table; it has {known}. Choose one of these.")
+    known, fp16 = ", ".join(sorted(chip.peak_flops)), dtype == "bf16" and "fp16" in chip.peak_flops
+    advice = "Choose one of these" + (", in a plan by --set strategy.precision=fp16" if fp16 else "")
+    raise InputError(f"{chip.name} has no {dtype} matrix rate in its table; it has {known}. {advice}.")
 
 
 def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:
@@ -193,11 +210,13 @@ def vector_peak_from_anatomy(chip: Chip) -> float:
 
 
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the entry into its base; see `_NOT_INHERITED`."""
+    """Merges the entry into its base, which may have one; see `_NOT_INHERITED` and `PAID_FOR`."""
     base_name = entry.get("base")
     if base_name is None:
         return dict(entry)
-    merged = {key: value for key, value in entries[base_name].items() if key not in _NOT_INHERITED}
+    left = _NOT_INHERITED + (() if entry.get("variant") == "book" else PAID_FOR)
+    left += ("usable_hbm_bytes",) if "hbm_bytes" in entry else ()
+    merged = {key: value for key, value in _merge(entries[base_name], entries).items() if key not in left}
     merged["peak_flops"] = merged.get("peak_flops", {}) | entry.get("peak_flops", {})
     merged["sources"] = merged.get("sources", {}) | entry.get("sources", {})
     kept = ("base", "peak_flops", "sources")
@@ -225,7 +244,9 @@ def _names() -> dict[str, str]:
 
 
 def chip(name: str) -> Chip:
-    """Returns the chip of that name or alias. Raises InputError with the nearest name."""
+    """Returns the chip of that name or alias, or of a ``.toml`` file. Raises InputError with the nearest name."""
+    if name.strip().endswith(".toml"):
+        return read_chip(Path(name.strip()))
     found = _names().get(name.strip().lower())
     if found is None:
         raise InputError(f"unknown chip {name!r}.{nearest(name.lower(), _names())} See: meshwright show chips.")
@@ -241,15 +262,41 @@ def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
     return getattr(chip, field) or (getattr(found, field) if found else None)
 
 
+def read_chip(path: Path) -> Chip:
+    """Returns the chip of a file: its keys, or those of its table ``[chip]``, which may also be a name."""
+    file = read_toml(path)
+    at = ("chip",) if "chip" in file.data else ()
+    if at:
+        file.check_keys(("chip", "shape", "levels", "num_slices", "twisted"), at=())
+    table = file.data.get("chip", file.data)
+    if isinstance(table, str):
+        with file.at(at):
+            return chip(table)
+    if not isinstance(table, dict):
+        raise file.error(at, "a file of one's own has one table [chip].")
+    file.check_keys((*Chip.__struct_fields__, "base"), at=at)
+    with file.at(at):
+        return chip_from_table(table)
+
+
 def chip_from_table(table: Mapping[str, Any]) -> Chip:
-    """Returns the chip of a table: complete, or a ``base`` of the catalogue and what differs."""
+    """Returns the chip of a table: complete, or a ``base`` of the catalogue and what differs.
+
+    What it gives has no source but the table. A base's price and power stay behind, see `PAID_FOR`.
+    """
     base = table.get("base")
+    for name, kind in (("base", str), ("peak_flops", dict), ("sources", dict)):
+        if not isinstance(table.get(name, kind()), kind):
+            raise InputError(f"{name} is {table[name]!r}. Give {'a name' if kind is str else 'a table'}.")
+    if isinstance(base, str) and base.endswith(".toml"):
+        raise InputError(f"base {base!r} is a file. Name a chip of the catalogue.")
     entries = {base: msgspec.to_builtins(chip(base))} if isinstance(base, str) else {}
-    merged = _merge(table, entries) | {"variant": "custom"}
+    given = {name: "given" for name in table if name not in ("base", "name", "peak_flops", "sources")}
+    given |= {f"peak_flops.{dtype}": "given" for dtype in table.get("peak_flops", ())}
+    merged = _merge({**table, "sources": given | table.get("sources", {})}, entries) | {"variant": "custom"}
     if base is not None:
-        merged.setdefault("name", base)
-        if table.get("name") is None:
-            merged["name"] = f"{base}-custom"
+        merged["name"] = table.get("name") or f"{base}-custom"
+        merged["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(given)}"
     try:
         made = msgspec.convert(merged, Chip)
     except msgspec.ValidationError as error:

@@ -10,7 +10,7 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.core.fields import check_figures
 from meshwright.core.toml_file import TomlFile, decode_toml, read_toml
-from meshwright.spec.chip import Chip, chip, chip_from_table
+from meshwright.spec.chip import Chip, chip, read_chip
 from meshwright.spec.cluster_shapes import can_twist, complete_shape, times, torus_wraps
 
 Topology = Literal["torus", "switched", "host"]
@@ -18,8 +18,10 @@ Topology = Literal["torus", "switched", "host"]
 LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
 """Units of a switched cluster's sizes, innermost first: chips of a domain, nodes of a rack, racks of a pod..."""
 
-_TEXT = re.compile(r"(?:(\d+)\*)?([A-Za-z][\w.-]*):(\d+(?:x\d+)*)(_twisted)?")
-_CHIPS = re.compile(r"[A-Za-z][\w.-]*:\d+chips")
+CHIP_NAME = r"[A-Za-z][\w.-]*|[^*]+\.toml"
+"""A chip of the catalogue, or a file."""
+_TEXT = re.compile(rf"(?:(\d{{1,18}})\*)?({CHIP_NAME}):(\d{{1,18}}(?:x\d{{1,18}})*)(_twisted)?", re.ASCII)
+_CHIPS = re.compile(rf"(?:{CHIP_NAME}):\d+chips")
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
 
 
@@ -161,7 +163,8 @@ def parse_cluster(text: str) -> Cluster:
     """The cluster of ``"v5p:16x20x28"``, ``"4*v5e:16x16"``, ``"v4p:4x4x8_twisted"``, ``"h100:8x2x192x8"``, ``"cpu:8"``.
 
     The sizes of a switched cluster are its domain and nodes, or domain, nodes of a rack, racks of a pod and pods.
-    Anything that ends in ``.toml`` is read as a file. Raises InputError in one line otherwise.
+    A ``.toml`` file in place of the chip's name is a chip of one's own (`read_chip`); alone it is a cluster. Raises
+    InputError in one line otherwise.
     """
     text = text.strip()
     if text.endswith(".toml"):
@@ -172,8 +175,8 @@ def parse_cluster(text: str) -> Cluster:
     if match is None:
         raise InputError(f"cluster {text!r} is not chip:shape. Write for example {_EXAMPLES}, or name a .toml file.")
     slices, name, sizes, twisted = match.groups()
-    if name.endswith(".toml"):
-        raise InputError(f"{text!r}: name the file alone, {name}, and write its sizes there: shape = [8].")
+    if name.endswith(".toml") and {"shape", "levels"} & read_toml(Path(name)).data.keys():
+        raise InputError(f"{text!r}: name the file alone, {name}: it has its sizes itself, shape or [[levels]].")
     return make_cluster(
         chip(name),
         tuple(int(size) for size in sizes.split("x")),
@@ -203,6 +206,8 @@ def read_cluster(path: Path) -> Cluster:
     ``hop_s`` and ``oversubscription``.
     """
     file = read_toml(path)
+    if {"base", "peak_flops", "hbm_bytes"} & file.data.keys():
+        raise InputError(f"{path} is a chip. Write the sizes of a cluster behind it: {path}:8x4.")
     if {"levels", "shape"} <= file.data.keys():
         raise file.error(("shape",), "the sizes stand in [[levels]]: leave out shape, or leave out the levels.")
     given: _LevelsFile | _ShapeFile
@@ -213,10 +218,7 @@ def read_cluster(path: Path) -> Cluster:
     else:
         given = decode_toml(file, _ShapeFile)
         shape = given.shape
-    if isinstance(given.chip, dict):
-        file.check_keys((*Chip.__struct_fields__, "base"), at=("chip",))
-    with file.at(("chip",)):
-        found = chip(given.chip) if isinstance(given.chip, str) else chip_from_table(given.chip)
+    found = read_chip(path)
     with file.at(("levels" if levels else "shape",)):
         return make_cluster(found, shape, num_slices=given.num_slices, twisted=given.twisted, levels=levels)
 

@@ -10,6 +10,9 @@ ClusterShape = tuple[int, ...]
 MAX_HOST_DEVICES = 64
 """Limit of emulated devices on one machine; each costs threads and memory."""
 
+MAX_CHIPS = 10_000_000
+"""Limit of chips in a cluster, far above any: some searches count through the divisors."""
+
 MAX_LEVELS = 5
 """Limit of levels in a switched cluster: domain, rack, pod, cluster, and one more."""
 
@@ -39,6 +42,8 @@ def complete_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterS
     """Returns the shape completed with sizes of 1. Raises an error that names a valid shape."""
     if min(shape, default=0) < 1 or num_slices < 1:
         raise InputError(f"cluster {chip.name}:{times(shape)} has a size below 1. Give positive whole numbers.")
+    if num_slices * math.prod(shape) > MAX_CHIPS:
+        raise InputError(f"cluster {chip.name}:{times(shape)} has more than {MAX_CHIPS:,} chips. Give a smaller one.")
     checks = {"torus": _torus_shape, "switched": _switched_shape, "host": _host_shape}
     return checks[chip.topology](chip, shape, num_slices)
 

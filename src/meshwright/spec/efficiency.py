@@ -79,6 +79,7 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
 
 def _power_limit(chip: Chip, base: str) -> float:
     """Returns a Blackwell's power per peak FLOP/s relative to a B200; 1 for other chips."""
-    if base != "blackwell" or chip.power_w is None:
+    watts = catalogued(chip, "power_w", name=chip.name.removesuffix("-custom"))
+    if base != "blackwell" or watts is None:
         return 1.0
-    return chip.power_w / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS
+    return watts / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS

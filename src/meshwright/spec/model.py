@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.fields import check_figures
+from meshwright.core.fields import check_figures, shown
 
 Family = Literal[
     "llama",
@@ -158,7 +158,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
         for field in self.__struct_fields__:
             if isinstance(size := getattr(self, field), int) and not 0 <= size <= MAX_SIZE:
-                raise InputError(f"{self.name}: {field}={size:.4g} must be at least 0 and at most 2^40.")
+                raise InputError(f"{self.name}: {field}={shown(size)} must be at least 0 and at most 2^40.")
         if self.num_layers > MAX_LAYERS:
             raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
         for field in ("sliding_layers", "dense_layers"):
@@ -186,7 +186,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         always = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
         experts = ("d_ff_expert",) if self.num_experts else ()
         ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        latent = ranks if self.family.startswith("deepseek") else ()
+        latent = ranks if self.latent_attention or self.family.startswith("deepseek") else ()
         return (*always, "max_positions", "relative_distance", *experts, *latent)
 
     @property
@@ -245,9 +245,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def runs_here(self) -> bool:
         """True if `nn` can run the model."""
-        return not self._missing_to_run()
+        return not self.missing_to_run
 
-    def _missing_to_run(self) -> str:
+    @property
+    def missing_to_run(self) -> str:
         """Names the feature that `nn` cannot run; empty if it runs."""
         if self.router_scores != "softmax":
             return f"a router with {self.router_scores} scores and a correction that is no weight"
@@ -258,7 +259,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def require_runnable(model: Model) -> None:
     """Raises CannotRunError unless this version can run the model; counting and planning need no such check."""
-    missing = model._missing_to_run()
+    missing = model.missing_to_run
     if missing:
         raise CannotRunError(
             f"{model.name} ({missing}) is counted and planned but not run in this version. "

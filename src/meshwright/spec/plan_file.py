@@ -5,6 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from meshwright.core.fields import check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import TomlFile, decode_toml, parse_toml, read_toml, sealed_toml, warn_of_changes
 from meshwright.spec.calibration import Calibration
@@ -96,7 +97,10 @@ def _decode(file: TomlFile) -> Plan:
             f"Make the plan again with plan -o.",
         )
     _move_assumptions(file)
-    return decode_toml(file, Plan)
+    plan = decode_toml(file, Plan)
+    with file.at(("predicted",)):
+        check_figures(plan.predicted, "predicted", may_be_zero=Prediction.__struct_fields__)
+    return plan
 
 
 def _move_assumptions(file: TomlFile) -> None:

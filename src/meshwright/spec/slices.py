@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import Chip, chip
-from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
+from meshwright.spec.cluster import CHIP_NAME, Cluster, make_cluster, parse_cluster
 from meshwright.spec.cluster_shapes import ClusterShape, can_twist
 
-_TEXT = re.compile(r"([A-Za-z][\w.-]*):(\d+)chips")
+_TEXT = re.compile(rf"({CHIP_NAME}):(\d+)chips")
 
 
 def parse_clusters(text: str) -> tuple[Cluster, ...]:

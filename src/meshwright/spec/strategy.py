@@ -66,6 +66,9 @@ MAX_SEQUENCES = 2**40
 """Bound on sequences and microbatches, far above any job, so that sizes stay whole in floating point."""
 
 
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Mesh axes over which the sequences of a batch are split."""
+
 _TENSOR_DIMS = ("N", "K", "F", "Fe", "Fs", "V")
 _SHARDED_DIMS = ("D", "Rq", "Rkv")
 
@@ -84,15 +87,15 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
     found: dict[str, Rules] = {
         "activation": {
             **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
-            "B": ("data", "fsdp", "expert"),
+            "B": BATCH_AXES,
             "E": ("expert",),
             "C": ("data", "fsdp", "context", "tensor") if sequence_parallel else ("data", "fsdp", "context"),
             "T": ("context", "tensor") if sequence_parallel else ("context",),
         },
         "weight": split if zero == 3 else _weight_rules(()),
         "vector": {},
-        "input": {"B": ("data", "fsdp", "expert"), "T": ("context",)},
-        "position": {"B": ("data", "fsdp", "expert")},
+        "input": {"B": BATCH_AXES, "T": ("context",)},
+        "position": {"B": BATCH_AXES},
     }
     if zero == 2:
         found |= {"grad": split}
@@ -111,8 +114,8 @@ def _weight_rules(axes: tuple[str, ...]) -> Rules:
 
 
 GENERATION_RULES: dict[str, Rules] = {
-    "cache": {"B": ("data", "fsdp", "expert"), "Pg": ("data", "fsdp", "expert"), "K": ("tensor",)},
-    "output": {"B": ("data", "fsdp", "expert")},
+    "cache": {"B": BATCH_AXES, "Pg": BATCH_AXES, "K": ("tensor",)},
+    "output": {"B": BATCH_AXES},
 }
 """Default sharding of cached keys and values and of output logits in generation: each device caches its own sequences
 and heads, and has the whole vocabulary of its sequences."""

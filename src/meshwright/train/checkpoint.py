@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -52,7 +51,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     settings: dict[str, Any] = {}
 
 
-class _Stored(msgspec.Struct, frozen=True, kw_only=True):
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """The part stored beside the arrays: it lets a mismatch be refused before any array is read."""
 
     position: Position
@@ -83,8 +82,9 @@ class Checkpoints:
     """
 
     def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
-        # Orbax warns of normal conditions, such as a first start in an empty folder.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        # Orbax warns of normal conditions, such as a first start in an empty folder; its errors are raised too.
+        for logger in ("absl", "asyncio"):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
         kept: list[Any] = [LatestN(keep)]
         if keep_every:
             kept.append(EveryNSteps(keep_every))
@@ -123,7 +123,7 @@ class Checkpoints:
         if position.step in self._manager.all_steps():
             return
         tree = _reordered(state, to_canonical)
-        stored = msgspec.to_builtins(_Stored(position=position, arrays=describe_arrays(tree)))
+        stored = msgspec.to_builtins(Stored(position=position, arrays=describe_arrays(tree)))
         parts = {STATE: ocp.args.StandardSave(tree), POSITION: ocp.args.JsonSave(stored)}
         with self._writing():
             self._manager.save(position.step, args=ocp.args.Composite(**parts), force=True)
@@ -171,13 +171,13 @@ class Checkpoints:
         """Finishes writing and releases the folder."""
         self._manager.close()
 
-    def _stored(self) -> _Stored | None:
+    def _stored(self) -> Stored | None:
         if not self.steps():
             return None
         newest = self._newest_step = self._newest_step or self._newest_whole()
         found = self._read(newest, POSITION, ocp.args.JsonRestore())
         try:
-            stored = msgspec.convert(found, _Stored)
+            stored = msgspec.convert(found, Stored)
         except msgspec.ValidationError as error:
             raise self._damaged(newest, error) from None
         if stored.position.step != newest:
@@ -224,16 +224,13 @@ class Checkpoints:
 
 def _silence_closed_loops() -> None:
     """Keeps TensorStore from printing a traceback for each array whose write ends after that of another has failed."""
-    if getattr(sys.excepthook, "func", None) is _print_unless_closed:
-        return
-    sys.excepthook = partial(_print_unless_closed, sys.excepthook)
+    if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
+        sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
 
 
-def _print_unless_closed(
-    print_it: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-        print_it(kind, error, trace)
+def _show_unless_closed(show: Callable[[Any], object], found: Any) -> None:
+    if str(found.exc_value) != "Event loop is closed":
+        show(found)
 
 
 def _require_whole(checkpoint: Path) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.fields import figure_faults
 from meshwright.spec.job import OptimizerKind
 
 PYDOC = "pydoc"
@@ -135,6 +136,8 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
     for key in given:
         if key not in TrainSettings.__struct_fields__:
             raise InputError(f"train.{key} is not a setting.{nearest(key, TrainSettings.__struct_fields__)}")
+    for place, fault in figure_faults(given):
+        raise InputError(f"train.{place[0]} is {fault}")
     if isinstance(given.get("track"), str):
         given["track"] = [word.strip() for word in given["track"].split(",") if word.strip()]
     try:

@@ -13,13 +13,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from meshwright.core.errors import InputError
+from meshwright.core.digests import require_intact
+from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.nn.hf.files import INDEX
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.hf.weights import CONFIG, Fetch, save_hf
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.spec.model import Model
-from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE
+from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE, Stored
 from meshwright.train.data.tokenizer import open_tokenizer
 
 _ARRAYS_AT_ONCE = 4
@@ -45,7 +46,8 @@ def checkpoint_steps(run: Path) -> list[int]:
 def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[CheckpointWeights]:
     """Opens one checkpoint of a run, by default the newest; the run may go on meanwhile.
 
-    Arrays are read on demand, and the last few are cached. Raises InputError for a step without a checkpoint.
+    Arrays are read on demand, and the last few are cached. Raises InputError for a step without a checkpoint,
+    CannotRunError for a damaged one.
     """
     steps = checkpoint_steps(run)
     if not steps:
@@ -53,17 +55,30 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         raise InputError(f"{run} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}.")
+    damaged = f"the checkpoint {run / CHECKPOINTS / str(chosen)} is damaged"
+    others = ", ".join(str(one) for one in steps if one != chosen)
+    remedy = f"There are checkpoints of steps {others}." if others else "There is no other."
+    try:
+        require_intact(run / CHECKPOINTS / str(chosen))
+    except CannotRunError as error:
+        raise CannotRunError(f"{damaged}: {error} {remedy}") from None
     # Orbax warns about default options when a folder is opened for reading only.
     logging.getLogger("absl").setLevel(logging.ERROR)
     options = ocp.CheckpointManagerOptions(read_only=True)
     with closing(ocp.CheckpointManager((run / CHECKPOINTS).absolute(), options=options)) as manager:
 
         def restore(**parts: Any) -> Any:
-            return manager.restore(chosen, args=ocp.args.Composite(**parts))
+            try:
+                return manager.restore(chosen, args=ocp.args.Composite(**parts))
+            except Exception as error:  # Orbax and its storage raise many kinds
+                raise CannotRunError(f"{damaged}: {first_line(error)[:200]}. {remedy}") from None
 
-        stored = restore(**{POSITION: ocp.args.JsonRestore()})[POSITION]
-        model = msgspec.convert(stored["position"]["model"], Model)
-        shapes, arrays = param_shapes(model), stored["arrays"]
+        try:
+            stored = msgspec.convert(restore(**{POSITION: ocp.args.JsonRestore()})[POSITION], Stored)
+            model = msgspec.convert(stored.position.model, Model)
+        except msgspec.ValidationError as error:
+            raise CannotRunError(f"{damaged}: {error}. {remedy}") from None
+        shapes, arrays = param_shapes(model), stored.arrays
         # ``bfloat16`` of ``bfloat16[2,32]``
         dtypes = {name: np.dtype(arrays[f".params['{name}']"].partition("[")[0]) for name in shapes}
 
@@ -87,6 +102,7 @@ def save_weights(model: Model, params: Params, folder: Path) -> None:
 def end_of_text(model: Model, folder: Path) -> dict[str, int]:
     """Returns the key of config.json that names the end token, by the tokenizer of the folder."""
     if not (folder / TOKENIZER).is_file():
+        require_intact(folder, [TOKENIZER])
         return {}
     return {"eos_token_id": open_tokenizer(folder, vocab_size=model.vocab_size).end_id}
 

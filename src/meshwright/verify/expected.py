@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
-from meshwright.algebra.ops.muon import filled_share
+from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
@@ -81,7 +81,7 @@ def _sizes(dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: i
 def _expected(counted: Iterable[_Counted], sizes: OpSizes, *, num_microbatches: int, width: int) -> Iterator[Expected]:
     for step, arrays, times in counted:
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
-        filled = filled_share(step, sizes)
+        filled = padding_factor(step, sizes)
         yield Expected(
             label=step.label,
             kind=step.op,

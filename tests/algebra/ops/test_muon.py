@@ -7,7 +7,7 @@ import pytest
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.muon import filled_share, update
+from meshwright.algebra.ops.muon import padding_factor, update
 from meshwright.algebra.sizes import OpSizes
 from meshwright.cost.work.host_work import amounts_of
 
@@ -32,8 +32,10 @@ def test_one_exchange_a_split_dim_there_and_back():
 @pytest.mark.parametrize(("layers", "share"), [(5, 8 / 5), (8, 1), (9, 16 / 9), (32, 1)])
 def test_layers_are_filled_up_to_the_devices_that_share_a_matrix(layers, share):
     (step,) = steps_of("muon")
-    assert filled_share(step, msgspec.structs.replace(SIZES, dims={**SIZES.dims, "L": layers})) == pytest.approx(share)
-    many = filled_share(step, msgspec.structs.replace(SIZES, dims={"L": np.array([5, 8])}))
+    assert padding_factor(step, msgspec.structs.replace(SIZES, dims={**SIZES.dims, "L": layers})) == pytest.approx(
+        share
+    )
+    many = padding_factor(step, msgspec.structs.replace(SIZES, dims={"L": np.array([5, 8])}))
     assert many == pytest.approx([8 / 5, 1])
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
+from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.core.errors import InputError
 
 
@@ -37,7 +38,7 @@ BROKEN = [
     ("placement = v\n0: F0 B0\n1: F0 B0\n", "F0/1 is missing on device 1"),
     ("placement = bidirectional\n0: F0 B0\n1: F0/1 B0/1\n", ":3: F0/1 cannot run on device 1: microbatch 0 passes no"),
     ("0: F0 B0 F1 B1\n1: F0 F1 B0 B1\n", "devices wait for each other (device 0 before B0, device 1 before F1)"),
-    ("# nothing\n", "0 ops; a schedule has between 1 and 1,000,000"),
+    ("# nothing\n", "0 ops; a schedule has between 1 and 100,000"),
 ]
 
 
@@ -51,6 +52,12 @@ def test_broken_ones(text, message, tmp_path):
     assert message.format(path=path) in said
     assert said.count("\n") == 0
     assert "broken" in said or "device" in said
+
+
+def test_a_table_of_too_many_ticks_and_devices_is_refused(tmp_path):
+    (tmp_path / "wide.txt").write_text("".join(f"{device}: F0 B0\n" for device in range(3000)))
+    with pytest.raises(InputError, match=r"wide: more than 1,3\d\d ticks of 3,000 devices"):
+        tick_tables(read_schedule(tmp_path / "wide.txt"))
 
 
 def test_no_file(tmp_path):

@@ -102,6 +102,14 @@ def test_closed_forms_follow_the_rates(work):
     assert closed_forms(work, parse_cluster("h100:8x8")) == {}
 
 
+def test_closed_forms_of_lines(work):
+    """v5e: 197e12 / 45e9 over two lines; tensor on the ring of 16 and FSDP on a line that counts as half of it."""
+    lines, mixed = (closed_forms(work, parse_cluster(text)) for text in ("v5e:8x8", "v5e:8x16"))
+    assert lines["FSDP alone"] == ("N alpha / 2", pytest.approx(64 * 197e12 / 45e9 / 2))
+    assert mixed["FSDP alone"] == ("N alpha / 1.5", pytest.approx(128 * 197e12 / 90e9 / 1.5))
+    assert mixed["best mesh"] == ("4 N alpha^2 / (0.5 F)", pytest.approx(128 * 4 * (197e12 / 90e9) ** 2 / (0.5 * F)))
+
+
 def test_a_model_on_a_given_mesh():
     """Tensor's communication grows with the batch, FSDP's does not; only their sum decides."""
     llama = model_work(load_model("llama3-70b"), seq_len=4096)

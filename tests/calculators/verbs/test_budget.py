@@ -78,7 +78,7 @@ def test_the_slides_years_on_one_chip(call):
     # the slides count the H100's peak with sparsity, 8.31 years; dense is about twice
     assert rows["h100"]["years"] == pytest.approx(2 * 8.31, rel=0.02)
     assert rows["v5p"]["cost_usd"] == pytest.approx(5.24e23 / 459e12 / 3600 * 4.2)
-    assert rows["v6e"]["cost_usd"] is None
+    assert rows["v6e"]["cost_usd"] == pytest.approx(rows["v6e"]["years"] * 365 * 24 * 2.7)
     text = call("budget", "5.24e23", "--years", "--mfu", "1").words
     assert "v6e bf16 918 TFLOP/s 18.1" in text
 
@@ -151,20 +151,20 @@ DEEPSEEK = ("budget", "--params", "37B", "--tokens", "14.8T", "--dtype", "fp8")
 
 def test_published_chip_hours_give_the_utilisation(call):
     """Exercise 4.7: 6 x 37e9 x 14.8e12 FLOPs in 2.79e6 hours of 1.513e15 FLOP/s."""
-    found = call(*DEEPSEEK, "--on", "h800:8x256", "--chip-hours", "2.79M", "--json").json
+    found = call(*DEEPSEEK, "--on", "h800-book:8x256", "--chip-hours", "2.79M", "--json").json
     assert found["utilisation"]["mfu"] == pytest.approx(6 * 37e9 * 14.8e12 / (2.79e6 * 3600 * 1.513e15))
     assert found["utilisation"]["mfu"] == pytest.approx(0.217, abs=0.001)
     assert found["run"]["chip_hours"] == pytest.approx(2.79e6)
     assert found["run"]["days"] == pytest.approx(2.79e6 / 2048 / 24)
-    assert "21.6% of 1.51 PFLOP/s fp8" in call(*DEEPSEEK, "--on", "h800:8x256", "--chip-hours", "2.79M").words
+    assert "21.6% of 1.51 PFLOP/s fp8" in call(*DEEPSEEK, "--on", "h800-book:8x256", "--chip-hours", "2.79M").words
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--chip-hours", "2.79M"), "Give --on"),
-        (("--chip-hours", "2.79M", "--on", "h800:8x256", "--mfu", "0.3"), "Leave --mfu out"),
-        (("--chip-hours", "1k", "--on", "h800:8x256"), "Give more hours"),
+        (("--chip-hours", "2.79M"), "--dtype changes nothing here: it is for --on or --years"),
+        (("--chip-hours", "2.79M", "--on", "h800-book:8x256", "--mfu", "0.3"), "Leave --mfu out"),
+        (("--chip-hours", "1k", "--on", "h800-book:8x256"), "Give more hours"),
     ],
 )
 def test_chip_hours_that_say_nothing(call, more, message):
@@ -179,3 +179,12 @@ def test_years_on_the_chips_of_the_slides(call):
         assert rows[name]["years"] == pytest.approx(years, rel=2e-3)
     assert rows["m3"]["dtype"] == "int8"
     assert rows["m3"]["energy_kwh"] is None
+
+
+def test_words_of_a_run(call):
+    """5.24e23 FLOPs on one K40 at 29.3% of 5.046 TFLOP/s: 11,239 years of 365 days."""
+    args = ("budget", "5.24e23", "--on", "k40:1", "--mfu", "0.293", "--pue", "1.1", "--host-share", "0.2")
+    years = 5.24e23 / (0.293 * 5.046e12) / 86400 / 365
+    assert f"one chip {years:,.0f} years on one k40" in call(*args).words
+    assert "for the chips alone" in call(*args).words
+    assert "with hosts, network and cooling" in call(*args).words

@@ -46,6 +46,12 @@ def test_zero_stages(call):
     assert (dp, three) == (16 * count, 16 * count / 64)
     assert one == pytest.approx((4 + 12 / 64) * count)
     assert two == pytest.approx((2 + 14 / 64) * count)
+    # an average of 4 bytes a parameter, split from ZeRO-1 on
+    args = ("compare", "--zero", "llama3-70b", "--shards", "64", "--average", "fp32")
+    (with_average,) = call(*args, "--json").json["models"]
+    more = [a - b for a, b in zip(with_average["bytes_per_device"]["bf16-master"], (dp, one, two, three), strict=True)]
+    assert more == pytest.approx([4 * count, *[4 * count / 64] * 3])
+    assert "a running average in fp32 is split as the optimizer is" in call(*args).words
     text = call("compare", "--zero", "llama3-70b", "--shards", "64", "--state", "bf16-master").words
     assert "bf16-master 1.13 TB 295 GB 157 GB 17.6 GB" in text
 
@@ -93,10 +99,17 @@ def test_activations_beside_the_derived_count(call):
         ("selective", False, 13),
         ("selective", True, 34 / 8),
     ]
-    derived = gpt3["derived_bytes_per_layer_one_device"]
-    # the layer's input alone: s b h in 16 bits
-    assert derived["full"] == 2 * 2048 * 12288
-    assert derived["none"] > derived["selective"] > derived["full"]
+    derived = gpt3["derived_bytes_per_layer"]
+    # full: the layer's input alone, s b h in 16 bits, split over 8 devices by sequence parallelism
+    assert derived[4:] == [2 * 2048 * 12288, 2 * 2048 * 12288 / 8]
+    # none: an eighth of every result but the two inputs of the products, which are kept gathered
+    (whole,) = call("compare", "gpt3-175b", "--activations", "--seq", "2048", "--json").json["models"]
+    assert 8 * derived[1] == whole["derived_bytes_per_layer"][0] + 7 * 2 * 2 * 2048 * 12288
+    # without sequence parallelism x and x1 are whole too
+    assert derived[0] == derived[1] + 7 / 8 * 2 * 2 * 2048 * 12288
+    # 8 kv heads of llama cannot be split 16 ways
+    llama = call("compare", "llama3-8b", "--activations", "--tensor", "16", "--json").json["models"][0]
+    assert set(llama["derived_bytes_per_layer"]) == {None}
     assert "none 8 + sequence 14.25" in call("compare", "gpt3-175b", "--activations", "--seq", "2048", "--tensor",
                                              "8").words  # fmt: skip
 

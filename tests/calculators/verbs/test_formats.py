@@ -48,7 +48,7 @@ def test_a_dot_product(call):
         (("bf17",), "Did you mean 'bf16'"),
         (("--value", "x"), "not a finite number"),
         (("--value", "inf"), "not a finite number"),
-        (("--scale", "0"), "must be positive"),
+        (("--value", "1", "--scale", "0"), "must be positive"),
         (("--bits", "0x7e"), "needs one format"),
         (("bf16", "--bits", "zz"), "no bit pattern"),
         (("fp8", "--bits", "0x1ff"), "does not fit the 8 bits"),

@@ -22,6 +22,33 @@ def test_json(call):
     assert by_name["tensor"]["limit"] == pytest.approx(28672 / 2550)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "alpha", "least", "width", "words"),
+    [
+        # 459e12 / 1.8e11 = 2,550 over 3 rings; boxes below a cube are lines: 459e12 / 9e10 over 3
+        ("v5p:4x4x4", 2550, 850, "with W both ways, X", "> alpha / 3 850"),
+        ("v5p:2x2x4", 5100, 1700, "with W one way, no axis wraps around, X", "> alpha / 3 1,700"),
+        # 197e12 / 45e9 = 4,378 over 2 lines; a line of 8 beside a ring of 16 is 1.5 rings: 2,189 / 1.5
+        ("v5e:8x8", 4377.8, 2188.9, "with W one way, no axis wraps around, X", "> alpha / 2 2,189"),
+        (
+            "v5e:8x16",
+            2188.9,
+            1459.3,
+            "with W both ways, a line counts as half an axis",
+            "> alpha / 1.5 1,459",
+        ),
+    ],
+)
+def test_lines_have_one_way(call, cluster, alpha, least, width, words):
+    args = ("limits", "llama3-8b", "--on", cluster, "--batch", "64Ki", "--seq", "4096")
+    found = call(*args, "--json").json
+    assert found["symbols"]["alpha"] == pytest.approx(alpha, rel=1e-4)
+    assert found["limits"][0]["limit"] == pytest.approx(least, rel=1e-4)
+    text = call(*args).words
+    assert width in text
+    assert words in text
+
+
 def test_experts_are_as_wide_as_a_token_passes(call):
     found = call("limits", "mixtral-8x7b", *ARGS[2:], "--json").json
     assert found["symbols"]["d_ff"] == 2 * 14336

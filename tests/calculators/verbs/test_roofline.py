@@ -127,3 +127,20 @@ def test_tables_fit(call):
     for args in (SWEEP, ("roofline", "--attention", "llama3-70b", "--on", "v5e")):
         for width in (80, 120):
             assert max(map(len, call(*args, width=width).out.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("chip", "channel", "words"),
+    [
+        ("h100", "ici", "h100 has no ICI; use --channel nvlink."),
+        ("v5e", "nvlink", "v5e has no NVLink; use --channel ici."),
+    ],
+)
+def test_a_link_that_a_chip_lacks(call, chip, channel, words):
+    said = call("roofline", PRODUCT, "--dims", DIMS, "--on", chip, "--channel", channel)
+    assert (said.code, words in said.err) == (2, True)
+
+
+def test_over_nvlink(call):
+    found = call("roofline", PRODUCT, "--dims", DIMS, "--on", "h100", "--channel", "nvlink", "--json").json
+    assert found["critical_intensity"] == pytest.approx(989.4e12 / 450e9)

@@ -125,7 +125,7 @@ WRONG = [
     ((*ONE, "--forward", "1,1,1,2", "--compare"), "with --compare give one time per device"),
     ((*ONE, "--table", "x.txt"), "x.txt says what the schedule is. Leave out its name"),
     (("schedule", "--table", "x.txt"), "x.txt cannot be read (No such file or directory)"),
-    (("schedule", "gpipe", "--stages", "1000", "--microbatches", "1000"), "are more than 1,000,000 rows"),
+    (("schedule", "gpipe", "--stages", "1000", "--microbatches", "1000"), "are more than 100,000 rows"),
     (("schedule", "--compare", "--sweep-stages", *SIZES), "--sweep-stages needs the name of a schedule"),
 ]
 

@@ -35,7 +35,7 @@ def test_times_on_a_cluster(call):
     assert found["time_s"] == pytest.approx(sum(step["time_s"] for step in found["steps"]))
     text = call(*ARGS, "--on", "v5e:4x4", *SHEET).words
     for fact in ("AllGather Y In[B_X, D] 2.1 MB 23.3 us", "Win 1024 x 8192 16.8 MB 134 MB", "17.2 GFLOP",
-                 "1.23 ms, one step after the other (X on x (4), Y on y (2))"):  # fmt: skip
+                 "1.23 ms, one step after the other (X on x (4), Y on 2 of y (4))"):  # fmt: skip
         assert fact in text
 
 
@@ -45,10 +45,39 @@ def test_every_way(call):
     assert times == sorted(times)
     by_name = {way["way"]: way["time_s"] for way in found["ways"]}
     assert by_name["gather D of In over Y; gather D of Win over X"] == pytest.approx(found["time_s"])
+    assert found["slice_and_sum"].pop("width") == "one way, no ring"
     assert found["slice_and_sum"] == pytest.approx(
-        {"dim": "D", "size": 4096, "min_size": 2 * 197e12 / 90e9, "max_shards": 4096 * 90e9 / 197e12 / 2}
+        {"dim": "D", "size": 4096, "min_size": 2 * 197e12 / 45e9, "max_shards": 4096 * 45e9 / 197e12 / 2}
     )
-    assert "from D = 2 alpha = 4,378 (here 4,096)" in call(*ARGS, "--on", "v5e:4x4", *SHEET, "--all").words
+    least = found["ways"][0]["time_s"]
+    assert [way["times_cheapest"] for way in found["ways"]] == [way["time_s"] / least for way in found["ways"]]
+    assert (
+        "from D = 2 alpha = 8,756 (here 4,096; W one way, no ring)"
+        in call(*ARGS, "--on", "v5e:4x4", *SHEET, "--all").words
+    )
+
+
+def test_exercise_3_4_on_a_ring(call):
+    """The 4 chips of X close into a ring of v5p although 4x4 chips beside them are free.
+
+    AllGather of Y: 2 x 8192^2 / 1.8e11 = 746 us. AllReduce of Z: 2 x 2 x 1024 x 8192 / 1.8e11 = 186 us.
+    """
+    args = ("shard", "X[B,D] * Y[D_X,F] -> Z[B,F]", "--mesh", "X=4", "--dims", "B=1024,D=8192,F=8192")
+    found = call(*args, "--on", "v5p-book:4x4x4", "--all", "--json").json
+    gather, multiply = found["steps"]
+    assert gather["time_s"] == pytest.approx(746e-6, rel=1e-3)
+    assert multiply["time_s"] == pytest.approx(2 * 1024 * 8192**2 / 459e12)
+    sliced = {way["way"]: way for way in found["ways"]}["slice D of X over X; sum Z over X"]
+    assert sliced["time_s"] == pytest.approx(2 * 1024 * 8192**2 / 4 / 459e12 + 186.4e-6, rel=1e-3)
+    assert found["slice_and_sum"]["min_size"] == pytest.approx(5100)
+
+
+def test_one_answer_of_three_questions(call):
+    """V / W = 4 MiB / 1.8e11 = 23.3 us: X alone, X beside Y and Z, and the physical axis by its name."""
+    args = ("shard", "B[J,K_X] -> B[J,K]", "--dims", "J=1024,K=2048", "--on", "v5p:8x4x4", "--json", "--mesh")
+    times = [call(*args, mesh).json["time_s"] for mesh in ("X=8", "X=8,Y=4,Z=4")]
+    moved = call("transfer", "4MiB", "--on", "v5p:8x4x4", "--axis", "x", "--collective", "all_gather", "--json").json
+    assert [*times, moved["collectives"][0]["time_s"]] == pytest.approx([2**22 / 1.8e11] * 3)
 
 
 def test_ways_without_a_cluster_are_by_bytes(call):

@@ -4,8 +4,11 @@ import json
 
 import pytest
 
-from meshwright.spec.catalogue import models
+from meshwright.cost.formulas.accounting import forward_flops
+from meshwright.cost.work.ops import model_flops
+from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chips
+from meshwright.spec.job import Job
 
 
 def test_models(call):
@@ -25,7 +28,7 @@ def test_chips(call):
     assert by_name["v5p"]["ici_intensity"] == pytest.approx(2550)
     assert by_name["v100"]["compute_dtype"] == "fp16"
     assert by_name["cpu"]["critical_intensity"] is None
-    assert "v5e 197 TFLOP/s 16 GB 819 GB/s 45 GB/s datasheet" in call("show", "chips").words
+    assert "v5e 197 - 394 - 16 GB 819 GB/s 45 GB/s" in call("show", "chips").words
 
 
 def test_a_model(call):
@@ -74,7 +77,7 @@ def test_a_model_that_does_not_run_here(call):
     }  # fmt: skip
     assert found["attention_intensity"] is None
     text = call("show", "deepseek-v3").out
-    assert "counted and planned; only the llama family runs" in text
+    assert "counted and planned, not run: a router with sigmoid scores" in text
 
 
 def test_a_model_of_a_config_file(call, tmp_path):
@@ -96,11 +99,12 @@ def test_a_chip(call):
     assert found["critical_split_dim"] == pytest.approx(2 * 197e12 / 45e9)
     assert found["reduce_after_min_dim"] == pytest.approx(2 * 197e12 / 90e9)
     assert found["latency_bound_bytes"] == pytest.approx(45e3)
+    assert (found["int8_over_bf16"], found["memory_over_link"]) == (2, pytest.approx(819 / 45))
     # what the compiler offers of the 16 GB class: 15.75 GiB
     assert found["max_params"]["bf16-adam"] == pytest.approx(15.75 * 2**30 / 10)
     text = call("show", "v5e").words
-    for fact in ("bf16, dense 197 TFLOP/s", "memory stops binding at 240.5 FLOPs/byte", "D = 8,756 2 peak / link",
-                 "FSDP on one ICI axis, from 2,189 tokens a chip", "latency of a hop binds below 45 kB",
+    for fact in ("bf16, dense 197 TFLOP/s", "critical intensity 240.5 FLOPs/byte", "D = 8,756 2 peak / link",
+                 "FSDP on one ICI axis, from 2,189 tokens a chip", "bound by latency transfers < 45 kB",
                  "bf16-adam 1.69 B", "How to Scale Your Model, section 2.3"):  # fmt: skip
         assert fact in text
 
@@ -113,10 +117,47 @@ def test_every_chip_can_be_shown(call, name):
 
 
 def test_what_no_source_gives_is_null(call):
-    found = call("show", "h800", "--json").json
+    found = call("show", "m3", "--json").json
     assert found["hbm_bytes"] is None
     assert found["critical_batch"] == {}
     assert found["max_params"] == {}
+
+
+def test_windows_enter_the_lengths(call):
+    """gemma3-27b: 62 layers whose matrices are worth 62 x 50,400 keys; 52 of them meet 1,024, 10 the rest: 307,155."""
+    found = call("show", "gemma3-27b", "--json").json
+    assert found["attention_equal_len"] == pytest.approx((62 * 50_400 - 52 * 1024) / 10)
+    text = call("show", "gemma3-27b").words
+    assert "at 307,155 positions" in text
+    assert "(52 of 62 layers see 1,024 positions)" in text
+    # all 32 layers of mistral-7b have a window of 4,096: never
+    assert call("show", "mistral-7b", "--json").json["attention_equal_len"] is None
+    assert "matmul FLOPs at no length" in call("show", "mistral-7b").words
+
+
+def test_what_runs_is_asked_of_the_model(call):
+    for name in ("tiny", "llama3-8b", "deepseek-v3"):
+        model = load_model(name)
+        words = call("show", name).words
+        assert ("here trains" in words) == model.runs_here
+        assert (f"counted and planned, not run: {model.missing_to_run}" in words) != model.runs_here
+
+
+def test_peaks_are_dense(call):
+    """MI355X: 10.1 PFLOP/s in fp4, about twice its 5.0 in fp8; 20.1 counts sparsity."""
+    assert call("show", "mi355x", "--json").json["peak_flops"] == {"fp8": 5e15, "fp4": 10.1e15}
+    for unit in chips().values():
+        peaks = unit.peak_flops
+        for wide, narrow in (("bf16", "fp8"), ("fp8", "fp4")):
+            if wide in peaks and narrow in peaks:
+                assert peaks[narrow] / peaks[wide] < 4, (unit.name, narrow)
+
+
+def test_words_of_a_chip(call):
+    text = call("show", "h100").words
+    assert "critical intensity 295.3 FLOPs/byte" in text
+    # 450 GB/s x 1 us
+    assert "bound by latency transfers < 450 kB" in text
 
 
 def test_clusters(call):
@@ -132,6 +173,10 @@ def test_clusters(call):
     assert node["power_w"] == 2048 * 700
     assert node["energy_kwh_per_day"] == pytest.approx(2048 * 0.7 * 24)
     assert node["fsdp_min_batch_tokens"] is None
+    # 32 v6e as 4x8 lines: 918e12 / 90e9 / 2 tokens of each = 163 k in all
+    lines = call("show", "v6e:4x8", "--json").json
+    assert lines["fsdp_min_batch_tokens"] == pytest.approx(918e12 / 90e9 / 2 * 32)
+    assert "alpha / axes x chips, W one way" in call("show", "v6e:4x8").words
     assert "1.43 MW the chips alone" in call("show", "h100:8x256").words
 
 
@@ -146,3 +191,42 @@ def test_a_plan_file_is_sent_to_its_reader(call):
     said = call("show", "p.toml")
     assert said.code == 2
     assert "p.toml is a plan. Use meshwright explain p.toml" in said.err
+
+
+def test_flops_by_part_at_a_length(call):
+    """llama3-8b at 8,192: P T, T^2 N H L and V D T by hand; three times their sum is what MFU counts."""
+    found = call("show", "llama3-8b", "--seq", "8192", "--json").json["flops"]
+    by_part = {row["part"]: row for row in found["parts"]}
+    length, layers = 8192, 32
+    assert by_part["projections"]["forward"] == 2 * length * layers * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    assert by_part["scores"]["forward"] == 4 * length**2 * 4096 * layers
+    assert by_part["feed-forward"]["forward"] == 2 * length * layers * 3 * 4096 * 14336
+    assert by_part["vocabulary"]["forward"] == 2 * length * 4096 * 128256
+    assert by_part["scores"]["backward"] == 2 * by_part["scores"]["forward"]
+    assert by_part["scores"]["total_causal"] == pytest.approx(by_part["scores"]["total"] / 2, rel=1e-3)
+    assert found["total"] == pytest.approx(model_flops(load_model("llama3-8b"), Job(batch_seqs=1, seq_len=length)))
+    assert sum(row["share"] for row in found["parts"]) == pytest.approx(1)
+    text = call("show", "llama3-8b", "--seq", "8192").words
+    assert "scores 35.2 TFLOP 70.4 TFLOP 106 TFLOP 22.2% 52.8 TFLOP 12.5%" in text
+    assert "embedding 6.5%, attention 16.7%, mlp 70.2%, unembedding 6.5%; vocabulary 13.1%" in text
+
+
+@pytest.mark.parametrize("name", ["gemma3-27b", "gpt-oss-20b", "deepseek-v3", "mixtral-8x7b", "gemma2-9b"])
+def test_parts_add_up_to_what_mfu_counts(name):
+    """Windows, latent attention, chosen experts, a tied unembedding."""
+    model = load_model(name)
+    for causal in (False, True):
+        needed = model_flops(model, Job(batch_seqs=1, seq_len=4096), causal=causal)
+        assert 3 * sum(forward_flops(model, 4096, causal=causal).values()) == pytest.approx(needed)
+
+
+def test_what_a_layer_sends(call):
+    """P = 218,112,000 weights and norms of a layer; B D = 1024 x 4096; K H = 1024."""
+    rows = call("show", "llama3-8b", "--seq", "1024", "--json").json["layer_traffic"]
+    sent = {row["strategy"]: (row["forward_bytes"], row["backward_bytes"]) for row in rows}
+    weights = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert sent["data"] == (0, 4 * weights)
+    assert sent["fsdp"] == (2 * weights, 4 * weights)
+    assert sent["tensor"] == (8 * 1024 * 4096, 8 * 1024 * 4096)
+    assert sent["context ring"] == (4 * 1024 * 1024, 8 * 1024 * 1024)
+    assert "expert" not in sent

@@ -56,7 +56,7 @@ def test_a_twisted_slice(call):
     assert call("show", "v4p:4x4x8_twisted", "--json").json["twisted"] is True
     assert "ring: wraps around, twisted" in call("show", "v4p:4x4x8_twisted").words
     assert call("show", "v800:8x2", "--json").code == 2
-    assert call("show", "h800:8x2", "--json").json["levels"] is None
+    assert call("show", "trn3:8x2", "--json").json["levels"] is None
 
 
 def test_slices_of_a_number_of_chips(capsys, monkeypatch):

@@ -58,3 +58,10 @@ def test_refused(call, args, message):
     said = call("systolic", *args)
     assert said.code == 2
     assert message in said.err
+
+
+def test_a_chip_without_a_published_clock_has_cycles_and_no_time(call):
+    found = call("systolic", "--on", "v6e", "--input", "1024", "--json").json
+    assert (found["rows"], found["chip"], found["time_s"]) == (256, "v6e", None)
+    assert found["total"] == 256 + 1024 + 256 + 256 - 2
+    assert "no clock of v6e is published" in call("systolic", "--on", "v6e", "--input", "1024").words

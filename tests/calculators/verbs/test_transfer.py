@@ -15,7 +15,7 @@ def test_exercise_2_5(call):
     assert found["slowest_leg_s"] == pytest.approx(188e-6, rel=0.01)
     assert found["time_s_pipelined"] == pytest.approx(found["slowest_leg_s"] + 6e-6)
     text = call(*args).words
-    for fact in ("6 hops, 2 links at once ici 16.8 MB 2 x 45 GB/s", "first byte 6 us", "last byte 192 us pipelined"):
+    for fact in ("2 paths, 6 hops ici 16.8 MB 2 x 45 GB/s", "first byte 6 us", "last byte 192 us pipelined"):
         assert fact in text
 
 

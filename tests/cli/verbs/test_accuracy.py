@@ -111,7 +111,7 @@ def test_refused(call, tmp_path, lines, args, message):
 
 
 def test_no_such_file(call):
-    call("accuracy", "none.jsonl").assert_refused(2, "cannot read none.jsonl: No such file or directory")
+    call("accuracy", "none.jsonl").assert_refused(2, "none.jsonl cannot be read (No such file or directory)")
 
 
 def test_places_to_write_are_checked_before_the_fit(call, tmp_path):

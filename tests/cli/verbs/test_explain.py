@@ -120,7 +120,7 @@ def test_the_best_single_change_is_told(explained):
     changes = found["changes"]
     assert changes["best"]["words"] in " ".join(lead_of(said).split())
     assert changes["gain_s"] == pytest.approx(found["estimate"]["step_s"] - changes["best"]["estimate"]["step_s"])
-    assert f"the best of {changes['num_tried']} single changes" in " ".join(lead_of(said).split())
+    assert f"the best of the {changes['num_tried']} changes tried" in " ".join(lead_of(said).split())
 
 
 def test_stages_have_sends_and_a_bubble(explained):
@@ -172,7 +172,7 @@ def edited(path, old, new):
 @pytest.mark.parametrize(
     ("old", "new", "code", "message"),
     [
-        ("fsdp = 1024", "fsdp = 512", 3, "uses 4096 devices and v5p:16x16x32 has 8192"),
+        ("fsdp = 1024", "fsdp = 512", 3, "is for 4096 and v5p:16x16x32 has 8192 devices"),
         ("batch_seqs = 1024", "batch_seqs = 1000", 3, "does not divide the batch of 1000 sequences"),
         ("batch_seqs = 1024", "batch_seqs = '1024'", 2, "job.batch_seqs = '1024': expected a whole number, got text"),
         ("[strategy]", "[strategy]\nremot = 1", 2, "unknown key 'remot'. Did you mean 'remat'?"),

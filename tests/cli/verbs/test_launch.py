@@ -261,7 +261,7 @@ def test_what_all_refuse_ends_with_their_exit_code(tmp_path):
     _, error = child.communicate(timeout=LONGEST_S)
     assert child.returncode == 2
     (line,) = error.splitlines()
-    assert line.endswith("missing.toml: there is no such file.")
+    assert line.endswith("missing.toml cannot be read (No such file or directory). Give a TOML file.")
 
 
 @pytest.mark.parametrize(

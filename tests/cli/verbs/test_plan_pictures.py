@@ -24,8 +24,8 @@ def test_the_tables_fit(call):
 
 
 def test_a_chip_without_a_price(call):
-    said = call("plan", "llama3-8b", "--on", "b200:8x1", "--batch", "64seq", "--seq", "4096", "--pareto")
-    assert "b200 has no price, so step time is not weighed against cost" in said.words
+    said = call("plan", "llama3-8b", "--on", "b300:8x1", "--batch", "64seq", "--seq", "4096", "--pareto")
+    assert "b300 has no price (--price), so step time is not weighed against cost" in said.words
 
 
 def test_the_breakdown(call, tmp_path):

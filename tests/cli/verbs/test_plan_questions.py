@@ -9,7 +9,7 @@ BASE = ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "256seq", "--seq", "
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_question_at_once(call, width):
     said = call(
-        *BASE, "--why-not", "tensor=16,pipeline=2", "--why-not", "tensor=8", "--what-if", "chip.flops=8x,network=0.1x",
+        *BASE, "--why-not", "tensor=16,pipeline=2", "--why-not", "tensor=8", "--what-if", "chip.flops=8x,links=0.1x",
         "--what-if", "chips=2x", "--recipe", width=width,
     )  # fmt: skip
     assert (said.code, said.err) == (0, "")
@@ -21,7 +21,7 @@ def test_every_question_at_once(call, width):
         "longer than the best's",
         "what makes it slower",
         "collectives over tensor",
-        "What if chip.flops 8x: 989 TFLOP/s -> 7.92 PFLOP/s in bf16 and network 0.1x: nvlink 450 GB/s -> 45 GB/s, nic",
+        "What if chip.flops 8x: 989 TFLOP/s -> 7.92 PFLOP/s in bf16 and links 0.1x: nvlink 450 GB/s -> 45 GB/s, nic",
         "What if chips 2x: h100:8x4 -> h100:8x8, 32 -> 64",
         "times the tokens per second",
         "The recipe: data parallelism",

@@ -218,7 +218,7 @@ def test_jobs_that_generate_are_not_planned_or_trained(plan_file, call, tmp_path
         (["--steps", "0"], "--steps 0 must be at least 1."),
         (["--warmup", "0"], "--warmup 0: the first step is slower"),
         (["--trace", "x.xplane.pb"], "--trace and --hlo go together"),
-        (["--trace", "x.xplane.pb", "--hlo", "none.txt"], "cannot read none.txt"),
+        (["--trace", "x.xplane.pb", "--hlo", "none.txt"], "none.txt cannot be read"),
     ],
 )
 def test_bad_input_is_one_line(plan_file, call, arguments, words):

@@ -1,6 +1,7 @@
 """Twisted tori: which rings close, and what an AllToAll gains, against the shortest ways counted one by one."""
 
 import itertools
+import time
 from collections import deque
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from meshwright.calculators.links.routes import torus_hops
 from meshwright.cost.network.collectives import collective_time, group_rates
 from meshwright.cost.network.legs import TWIST_GAIN, group_legs, ring_hops, tree_hops
-from meshwright.cost.network.placement import physical_placement, whole_axis_placement
+from meshwright.cost.network.placement import physical_placement, place_mesh
 from meshwright.spec.cluster import parse_cluster
 
 
@@ -74,14 +75,17 @@ def test_meshes_on_a_twisted_torus():
     """Four chips along a short axis are a line there and a ring on the plain torus."""
     mesh = {"data": 4, "fsdp": 8, "tensor": 4}
     for text, closed in (("v5p:4x8x4", True), ("v5p:4x8x4_twisted", False)):
-        placed = whole_axis_placement(parse_cluster(text), mesh)
+        placed = place_mesh(parse_cluster(text), mesh)
         (leg,) = group_legs(placed, ("tensor",))
         assert leg.wraps == closed
 
 
-def test_more_axes_than_the_torus_has_are_refused_at_once():
+def test_more_axes_than_the_torus_has_are_placed_at_once():
     """Not by every order of ten axes."""
-    assert whole_axis_placement(parse_cluster("v5p:8x8x16"), dict.fromkeys("abcdefghij", 2)) is None
+    start = time.process_time()
+    placed = place_mesh(parse_cluster("v5p:8x8x16"), dict.fromkeys("abcdefghij", 2))
+    assert len(placed.mesh) == 10
+    assert time.process_time() - start < 1
 
 
 def test_hops_of_rings_and_trees():

@@ -49,7 +49,7 @@ def test_the_slowest_level_binds():
     placed = physical_placement(LLAMA)
     whole = group_rates(placed, ("domain", "nodes", "racks", "pods"))
     assert whole["all_gather"].seconds_per_byte == pytest.approx((1 / 8 - 1 / 24576) / 50e9)
-    assert whole.level == "network"
+    assert whole["all_gather"].level == "network"
     pods = group_rates(placed, ("pods",))
     assert pods["all_gather"].seconds_per_byte == pytest.approx(7 / 8 / (50e9 / 7))
     assert pods.latency_s == pytest.approx(3 * 1e-5)

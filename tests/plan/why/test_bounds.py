@@ -14,6 +14,7 @@ from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
 
 LLAMA70B, TINY = catalogue.load_model("llama3-70b"), catalogue.load_model("tiny")
 CPU = Calibration(
@@ -42,6 +43,28 @@ def told(one):
     step = priced(one)
     at = letters_of(step, run_budget(one, step_s=step.estimate.step_s))
     return {limit.name: limit for limit in limits_at(at)}, at
+
+
+def test_a_plan_on_lines():
+    """v5e:4x4 wraps nowhere: alpha = 197e12 / 45e9, and 2 of 4 chips on an axis are as good as none of the other."""
+    one = planned("v5e:4x4", 64, model=catalogue.load_model("llama3-8b"), fsdp=8, tensor=2)
+    limits, at = told(one)
+    assert (at.num_axes, at.fsdp_axes, at.tensor_axes, at.width) == (2, 1, 1, "one way, no axis wraps around")
+    assert at.alpha == pytest.approx(at.peak_flops / 45e9)
+    assert limits["tokens/chip, FSDP alone"].limit == pytest.approx(at.alpha / 2)
+
+
+def test_a_plan_on_a_line_and_a_ring():
+    """v5e:8x16: tensor has the line of 8, half a ring, and leaves the ring of 16."""
+    llama, cluster, job = (
+        catalogue.load_model("llama3-8b"),
+        parse_cluster("v5e:8x16"),
+        Job(batch_seqs=128, seq_len=4096),
+    )
+    mesh = make_mesh({"fsdp": 16, "tensor": 8})
+    placed = dict.fromkeys(mesh, "1 chip") | {"fsdp": "y (16)", "tensor": "x (8)"}
+    at = letters_of(price_strategy(Setting(llama, cluster, job), Strategy(mesh=mesh, placement=placed)))
+    assert (at.num_axes, at.tensor_axes, at.fsdp_axes) == (1.5, 0.5, 1)
 
 
 def test_a_pod_at_the_batch_of_the_book():

@@ -6,7 +6,7 @@ from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.plan.why.setup_changes import changed_setting, parse_what_if, scaled_cluster
 from meshwright.spec import catalogue
-from meshwright.spec.calibration import Calibration, CollectiveRate
+from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.cluster import NetworkLevel, make_cluster, parse_cluster
 from meshwright.spec.job import Job
 
@@ -21,12 +21,12 @@ def setup_of(cluster="v5p:4x4x4", calibration=None):
 
 
 def test_several_at_once_in_words():
-    assert parse_what_if("chip.flops=8x, network=.1x") == {"chip.flops": 8.0, "network": 0.1}
-    changed, words = changed_setting(setup_of(), {"chip.flops": 8.0, "network": 0.1})
+    assert parse_what_if("chip.flops=8x, links=.1x") == {"chip.flops": 8.0, "links": 0.1}
+    changed, words = changed_setting(setup_of(), {"chip.flops": 8.0, "links": 0.1})
     now = parse_cluster("v5p:4x4x4").chip
     assert changed.cluster.chip.peak_flops == {dtype: 8 * rate for dtype, rate in now.peak_flops.items()}
     assert changed.cluster.chip.ici_link_bytes_per_s == pytest.approx(now.ici_link_bytes_per_s / 10)
-    assert words == ("chip.flops 8x: 459 TFLOP/s -> 3.67 PFLOP/s in bf16", "network 0.1x: ici 90 GB/s -> 9 GB/s")
+    assert words == ("chip.flops 8x: 459 TFLOP/s -> 3.67 PFLOP/s in bf16", "links 0.1x: ici 90 GB/s -> 9 GB/s")
 
 
 def test_memory_and_its_rate():
@@ -64,7 +64,10 @@ def test_levels_of_a_network():
     own = make_cluster(chip, (8, 4), levels=given)
     changed, _ = changed_setting(setup_of(own), {"network": 0.5})
     assert [level.bytes_per_s for level in changed.cluster.levels] == [None, 12.5e9]
-    assert changed.cluster.chip.nvlink_bytes_per_s == chip.nvlink_bytes_per_s / 2
+    assert changed.cluster.chip.nvlink_bytes_per_s == chip.nvlink_bytes_per_s
+    assert changed_setting(setup_of(own), {"links": 0.5})[0].cluster.chip.nvlink_bytes_per_s == 225e9
+    with pytest.raises(InputError, match=r"h100:8x1 has no nic or dcn: nothing leaves its domain\. Change nvlink\."):
+        changed_setting(setup_of("h100:8"), {"network": 0.5})
     changed, _ = changed_setting(setup_of("2*v5e:16x16"), {"dcn": 2.0})
     assert changed.cluster.chip.dcn_bytes_per_s_per_host == 5e10
 
@@ -131,3 +134,14 @@ def test_what_cannot_be_read(text, message):
 def test_what_has_no_meaning_here(cluster, factors, message):
     with pytest.raises(InputError, match=message):
         changed_setting(setup_of(cluster), factors)
+
+
+def test_everyone_waits_for_the_slowest():
+    """The peak that MFU is counted against stays."""
+    rates = Calibration(name="x", chip="h100", efficiency=Efficiency(compute=0.6, attention=0.4, hbm=0.8))
+    changed, words = changed_setting(setup_of("h100:8", rates), {"slowest": 0.5})
+    assert changed.calibration.efficiency == Efficiency(compute=0.3, attention=0.2, hbm=0.4)
+    assert changed.cluster == parse_cluster("h100:8")
+    assert words == ("slowest 0.5x: every chip waits for one whose compute and memory run at 50%",)
+    with pytest.raises(InputError, match="at most 1x"):
+        changed_setting(setup_of(), {"slowest": 1.5})

@@ -20,7 +20,7 @@ def result():
 
 
 def test_it_is_the_plan_of_the_changed_machine(result):
-    told = what_if(result, {"chip.flops": 8.0, "network": 0.1})
+    told = what_if(result, {"chip.flops": 8.0, "links": 0.1})
     h100 = parse_cluster("h100:8x4").chip
     chip = msgspec.structs.replace(
         h100,

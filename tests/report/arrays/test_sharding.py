@@ -42,6 +42,11 @@ def test_a_replicated_block_has_one_stripe_per_copy():
     assert [text["text"] for text in texts] == [["0,2"], ["1,3"]]
 
 
+def test_partial_sums_are_marked():
+    array = ShardingPanel(title="A{U_Z}", row_labels=("",), col_labels=("0",), cells=(((0, 1),),), is_sum=True)
+    assert [text["text"] for text in drawn(array)[2]] == [["\u03a3 0,1"]]
+
+
 def test_a_device_has_one_colour_in_all_panels():
     arrays = [sharded(8, 1, lambda row, _: [row]), sharded(1, 1, lambda *_: range(4))]
     scales = [marks(panel)[0]["encoding"]["color"]["scale"] for panel in panels(sharding_figure(arrays, subtitle="s"))]

@@ -30,6 +30,15 @@ def test_the_axis_of_time_is_logarithmic_over_a_wide_range():
     assert [marks(figure)[0]["encoding"]["x"]["scale"].get("type") for figure in figures] == ["log", None]
 
 
+def test_the_number_of_a_plan_at_the_limit_is_below_it():
+    """Of a limit of 16.9 GB on 320 px a label above 16.8 or 16 GB would cross the dashed line, not one above 12."""
+    points = [(1.0, 16.8e9, "1"), (1.2, 16.0e9, "2"), (1.5, 12e9, "3")]
+    drawn = marks(pareto_figure(points, limit_bytes=16.9e9, title="t"), "text")
+    below = {row["text"] for mark in drawn if mark["mark"].get("baseline") == "top" for row in mark["rows"]}
+    above = {row["text"] for mark in drawn if mark["mark"].get("baseline") == "bottom" for row in mark["rows"]}
+    assert (below, above) == ({"1", "2"}, {"3"})
+
+
 def test_one_cost_is_no_frontier():
     assert len(panels(pareto_figure(MEMORY, COST[:1], title="t"))) == 1
 

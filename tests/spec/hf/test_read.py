@@ -144,6 +144,15 @@ def test_qwen_windows_are_off_unless_switched_on():
             | {"moe_intermediate_size": 8},
             "toy: kv_lora_rank=0 must be at least 1.",
         ),
+        ({"rope_scaling": {"rope_type": [1]}}, "toy: rope_type is [1]. Write a name in quotes instead."),
+        ({"num_hidden_layers": 400_000_000}, "toy: num_hidden_layers is 400,000,000. Write at most 10,000."),
+        ({"vocab_size": 10**400}, "toy: vocab_size is a number of 401 digits: give a finite number, at most 1e+60."),
+        ({"rope_theta": float("nan")}, "toy: rope_theta is nan: give a finite number, at most 1e+60."),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+            | {"mlp_only_layers": [[1]]},
+            "toy: mlp_only_layers is [[1]]. Write a list of numbers.",
+        ),
         ({"rope_scaling": "yes"}, "toy: rope_scaling is 'yes'. Write an object or null instead."),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
@@ -183,9 +192,12 @@ def test_missing_keys_are_named(key, given, text):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ('{"model_type": "llama",\n "hidden_size": }', r"config\.json:2:17: broken JSON \(Expecting value\)\. Repair"),
-        ("[1, 2]", r"config\.json holds no JSON object\. A config\.json begins with \{ and names a model_type\."),
-        (b"\xff\xfe\x00", r"config\.json is not text\. Give the path"),
+        (
+            '{"model_type": "llama",\n "hidden_size": }',
+            r"config\.json:2:17: broken JSON \(Expecting value\)\. Give the path",
+        ),
+        ("[1, 2]", r"config\.json holds no JSON object\. Give the path"),
+        (b"\xff\xfe\x00", r"config\.json is not text in UTF-8 \(byte 0\)\. Give the path"),
         ("", r"config\.json:1:1: broken JSON \(Expecting value\)"),
     ],
 )

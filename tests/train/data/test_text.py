@@ -174,3 +174,10 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
         (tmp_path / "a.jsonl.zst").write_bytes(b"(\xb5/\xfd")
         with pytest.raises(CannotRunError, match=r"needs Python 3.14 or newer for .zst"):
             read_documents(str(tmp_path / "a.jsonl.zst"))
+
+
+def test_a_record_that_is_too_large_is_not_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "RECORD_BYTES", 1000)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "' + b"a" * 10_000 + b'"}'))
+    with pytest.raises(InputError, match=r"a\.jsonl\.gz line 2 is a record of more than 0 MiB"):
+        read_documents(str(tmp_path / "a.jsonl.gz"))

@@ -343,3 +343,9 @@ def test_the_end_of_a_single_document_is_held_out():
     assert parts.held_out.spans == ((950, 1000),)
     assert parts.train.boundaries(0, 950).tolist() == [950]
     assert split(store_of([1000]), 0.0).held_out.num_documents == 0
+
+
+def test_a_store_with_spans_is_not_split():
+    """Its spans are indices of the file, and those of its parts would be indices of the store."""
+    with pytest.raises(AssertionError, match="a store with spans is not split"):
+        split(store_of([10] * 10).part([(10, 100)]), 0.2)

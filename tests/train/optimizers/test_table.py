@@ -339,6 +339,12 @@ def test_a_master_copy_is_what_float32_gives_and_the_weights_are_nearest_to_it()
         np.testing.assert_array_equal(array, kept.master[name].astype(jnp.bfloat16))
 
 
+def test_an_optimizer_says_as_which_op_its_update_runs():
+    assert [make_optimizer(ROUTED, settings(optimizer=kind)).kind for kind in KINDS] == list(KINDS)
+    assert from_optax(optax.sgd(1e-4)).kind == "adamw", "elementwise, without communication"
+    assert from_optax(optax.lion(1e-4), kind="lion").kind == "lion"
+
+
 @pytest.mark.parametrize(("rounding", "moved"), [("nearest", 0.0), ("stochastic", -0.01)])
 def test_updates_below_a_step_of_two_bytes_survive_on_average(rounding, moved):
     """100 updates of 1e-4 on weights of 1, where neighbours lie 2^-8 below and 2^-7 above."""

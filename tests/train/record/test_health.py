@@ -113,13 +113,13 @@ def with_weight(state, name, change):
 
 def test_a_weight_is_named_with_its_layer(step, state, batch):
     broken = with_weight(state, "wq", lambda w: w.at[1, 0, 0, 0].set(jnp.nan))
-    assert "in the weights after it, layers.wq of layer 1 holds NaN" in where_not_finite(step, broken, batch)
+    assert "after the step the weight layers.wq of layer 1 holds NaN" in where_not_finite(step, broken, batch)
 
 
 def test_a_gradient_is_named_where_the_weights_are_finite(step, state, batch):
     huge = with_weight(state, "w_up", lambda w: jnp.full_like(w, 1e38))
     found = where_not_finite(step, huge, batch)
-    assert found.startswith("all weights are finite; in its gradients, ")
+    assert found.startswith("all weights are finite; of the gradients made anew, ")
     assert "holds" in found
 
 
@@ -138,7 +138,7 @@ def test_layers_have_the_model_s_numbers_whatever_stage_holds_them(interleaved, 
     weights["wq"] = weights["wq"].at[layer, 0, 0, 0].set(jnp.nan)
     broken = state._replace(params=interleaved.from_canonical(weights))
     found = where_not_finite(interleaved, broken, None)
-    assert found == f"in the weights after it, layers.wq of layer {layer} holds NaN"
+    assert found == f"after the step the weight layers.wq of layer {layer} holds NaN"
 
 
 def test_gradients_of_interleaved_stages(interleaved, batch, monkeypatch):
@@ -150,7 +150,7 @@ def test_gradients_of_interleaved_stages(interleaved, batch, monkeypatch):
 
     monkeypatch.setattr(interleaved, "gradients", broken)
     found = where_not_finite(interleaved, state, batch)
-    assert found == "all weights are finite; in its gradients, layers.wq of layer 2 holds infinity"
+    assert found == "all weights are finite; of the gradients made anew, layers.wq of layer 2 holds infinity"
 
 
 def test_nothing_is_named_where_nothing_is_found(step, state, batch):

@@ -21,7 +21,7 @@ def outputs(weight: Updated) -> tuple[str, ...]:
 
 
 def stacked(weight: Updated, name: str) -> ShardedArray:
-    """An array of this name like a weight's shards of all layers, the layers in front, in float32."""
+    """Returns an array of this name like a weight's shards of all layers, the layers in front, in float32."""
     shard = weight.shard
     if not weight.layers:
         return shard.replace(name=name, dtype="fp32")
@@ -76,7 +76,7 @@ def _mean(array: ShardedArray, name: str, dims: Iterable[str]) -> ShardedArray:
 
 
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:
-    """Rows and columns of a matrix, all of a vector, of one layer."""
+    """Returns rows and columns of a matrix, all of a vector, of one layer."""
     shard = weight.shard
     if not weight.inputs:
         return (shard,)
@@ -90,7 +90,7 @@ def gradient_stream(step: Step, sizes: OpSizes, *, reads: int = 1) -> Number:
 
 
 def weights_stream(step: Step, sizes: OpSizes) -> Number:
-    """Bytes of the weights read, from their float32 copy where the state keeps one."""
+    """Returns the bytes of the weights read, from their float32 copy if the state keeps one, and of the result."""
     (weight,) = step.inputs
     return sizes.elements(weight) * (master_bytes(sizes.state) or sizes.width) + sizes.bytes(step.result)
 

@@ -23,7 +23,7 @@ def update_bytes(step: Step, sizes: OpSizes, *, num_moments: int) -> Number:
 
 
 def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:
-    """A gradient as the training state keeps it."""
+    """Returns the bytes of a gradient in the dtype of the training state."""
     return sizes.elements(gradient) * STATE_BYTES[sizes.state]["gradients"]
 
 

@@ -1,4 +1,4 @@
-"""A vector added to every row."""
+"""Adds a bias along the dims that it has."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import backward, forward
@@ -6,7 +6,7 @@ from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 
 
-def fused_vectors(step: Step, sizes: OpSizes) -> Number:
+def vector_bytes(step: Step, sizes: OpSizes) -> Number:
     """Only the vector is read: compilers and libraries add a bias in the epilogue of the product before it."""
     return sizes.total(*step.inputs[1:])
 
@@ -14,5 +14,5 @@ def fused_vectors(step: Step, sizes: OpSizes) -> Number:
 OP = OpKind(
     forward=forward,
     backward=backward,
-    steps={"bias_add": StepKind(hbm_bytes=fused_vectors, num_kernels=0), "bias_add_backward": StepKind()},
+    steps={"bias_add": StepKind(hbm_bytes=vector_bytes, num_kernels=0), "bias_add_backward": StepKind()},
 )

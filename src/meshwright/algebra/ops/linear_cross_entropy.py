@@ -12,14 +12,14 @@ from meshwright.core.errors import InputError
 
 
 class LossHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: the cap of the logits (0 for none), and the weight of their squared log-sum in the loss."""
+    """Details: the cap of the logits (0 for none), and the weight of their squared log-sum-exp in the loss."""
 
     softcap: float = 0.0
     z_loss: float = 0.0
 
 
 class _Head:
-    """The arrays of one loss head, worked out once for both passes.
+    """The arrays of one loss head, worked out alike for both passes.
 
     Per token: ``peak`` the largest logit, ``total`` the sum of exp(logit - peak), ``picked`` the label's
     logit; each over the part of V that a device holds, then over all of V.
@@ -32,13 +32,13 @@ class _Head:
         self.logits = local_product(self.left, self.right, declared).replace(dtype="fp32")
         if self.logits.unreduced:
             over = ", ".join(self.logits.unreduced)
-            raise InputError(f"the loss head would have to sum logits over {over}; keep D whole.")
-        self.here, self.own_labels = self.labels.like(self.logits), self.labels.like(self.x)
-        self.split = self.logits.axes_of("V")
+            raise InputError(f"D is split over {over}, so that the loss head would sum logits over it; keep D whole.")
+        self.labels_of_logits, self.labels_of_stream = self.labels.like(self.logits), self.labels.like(self.x)
+        self.vocabulary_axes = self.logits.axes_of("V")
         rows = ("B", "T")
         axes = tuple(self.logits.axes_of(d) for d in rows)
         self.peak, self.total, self.picked = (
-            ShardedArray(n, rows, axes, self.split, "fp32") for n in ("peak", "total", "picked")
+            ShardedArray(n, rows, axes, self.vocabulary_axes, "fp32") for n in ("peak", "total", "picked")
         )
         self.whole_peak = self.peak.replace(unreduced=())
         self.scaled = self.total.replace(name="scaled")
@@ -54,7 +54,8 @@ def forward(tape: Tape) -> None:
     """Makes the loss from statistics of the logits, each reduced over the parts of V."""
     head = _Head(tape)
     x, table, here = (
-        tape.move(*pair) for pair in ((head.x, head.left), (head.table, head.right), (head.labels, head.here))
+        tape.move(*pair)
+        for pair in ((head.x, head.left), (head.table, head.right), (head.labels, head.labels_of_logits))
     )
     statistics = (head.peak, head.total, head.picked)
     if head.in_chunks:
@@ -62,34 +63,36 @@ def forward(tape: Tape) -> None:
     else:
         tape.run("einsum", (x, table), head.logits)
         tape.run("logits_statistics", (head.logits, here), *statistics, details=head.details)
-    if head.split:
-        largest = Step(op="all_reduce", inputs=(head.peak,), result=head.whole_peak, axes=head.split, reduction="max")
+    if head.vocabulary_axes:
+        largest = Step(
+            op="all_reduce", inputs=(head.peak,), result=head.whole_peak, axes=head.vocabulary_axes, reduction="max"
+        )
         tape.add(largest)
     tape.run("rescale", (head.total, head.peak, head.whole_peak), head.scaled)
     final = [tape.move(array, head.per_token(array)) for array in (head.whole_peak, head.scaled, head.picked)]
-    labels = tape.move(head.labels, head.own_labels)
+    labels = tape.move(head.labels, head.labels_of_stream)
     tape.run("sum_loss", (*final, labels), tape.out.replace(unreduced=head.x.spread), details=head.details)
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangents of the stream and of the table, from the logits kept or made again."""
+    """Makes the cotangents of the stream and of the table, from the logits kept or made again in chunks."""
     head = _Head(tape)
     peak, scaled = head.per_token(head.whole_peak), head.per_token(head.scaled)
     dscaled, dpicked = (head.per_token(a).replace(name=f"d{a.name}") for a in (head.scaled, head.picked))
-    given = (tape.dout, peak, scaled, head.own_labels)
+    given = (tape.dout, peak, scaled, head.labels_of_stream)
     tape.run("sum_loss_backward", given, dscaled, dpicked, details=head.details)
     rows = [tape.move(a, head.whole_peak.replace(name=a.name)) for a in (dscaled, dpicked)]
     dx, dtable = tape.dinputs[0].like(head.left), tape.dinputs[1].like(head.right)
-    dx, dtable = dx.replace(unreduced=head.split), dtable.replace(unreduced=head.peak.spread)
-    tape.need(head.peak, head.whole_peak)
-    each = (head.here, head.peak, head.whole_peak, *rows)
+    dx, dtable = dx.replace(unreduced=head.vocabulary_axes), dtable.replace(unreduced=head.peak.spread)
+    tape.need(head.whole_peak)
+    each = (head.labels_of_logits, head.whole_peak, *rows)
     if head.in_chunks:
-        tape.need(head.here)
+        tape.need(head.labels_of_logits)
         tape.run("chunked_logits_backward", (head.left, head.right, *each), dx, dtable, details=head.details)
         tape.contribute(tape.op.inputs[1], dtable)
         tape.contribute(tape.op.inputs[0], dx)
         return
-    # in the state's 16-bit type, so that the products that use it run at full rate
+    # of the state's dtype, in which the products that use it run at full rate
     dlogits = head.logits.replace(name="dlogits", dtype="")
     tape.run("logits_backward", (head.logits, *each), dlogits, details=head.details)
     tape.move(head.x, head.left)
@@ -104,6 +107,7 @@ OP = OpKind(
     forward=forward,
     backward=backward,
     steps={
+        # the steps in chunks are in `fused_head`
         "logits_statistics": StepKind(hbm_bytes=row_stream),
         "logits_backward": StepKind(in_place=True),
         "rescale": StepKind(),

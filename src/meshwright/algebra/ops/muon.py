@@ -1,7 +1,7 @@
-"""Muon: the momentum of each matrix of a layer orthogonalised, on devices that have whole matrices of some layers.
+"""Muon orthogonalises the momentum of each matrix of a layer, on devices that have whole matrices of some layers.
 
-One AllToAll per split dim turns the shards of all layers into whole matrices of some layers, and one
-brings the results back. What is no matrix of a layer is updated by AdamW.
+One AllToAll per split dim turns the shards of all layers into whole matrices of some layers, and as many bring the
+results back. AdamW updates all other weights.
 """
 
 import msgspec
@@ -16,15 +16,15 @@ from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 
-TURNS = 5
+ITERATIONS = 5
 """Newton-Schulz iterations, which bring singular values near 1."""
 
 
 class Dealt(msgspec.Struct, frozen=True, kw_only=True):
-    """Details of steps on matrices dealt out to the devices of ``axes``, each of which has whole ones of some layers.
+    """Details of steps on matrices that are dealt out whole to the devices of ``axes``.
 
-    The dim ``over`` counts the matrices, split over ``among`` before they are dealt out. It is filled up with zeros to
-    a multiple of the devices. ``num_inputs`` dims after it go into a matrix.
+    The dim ``over`` counts the matrices; ``among`` split it before, and zeros fill it to a multiple of the devices. The
+    next ``num_inputs`` dims are the inputs of a matrix.
     """
 
     over: str
@@ -33,8 +33,8 @@ class Dealt(msgspec.Struct, frozen=True, kw_only=True):
     num_inputs: int
 
 
-def filled_share(step: Step, sizes: OpSizes) -> Number:
-    """Returns how many times its array a step works on: more than once where dealt matrices are padded (`Dealt`)."""
+def padding_factor(step: Step, sizes: OpSizes) -> Number:
+    """Returns the number of matrices with padding over that without: 1 for steps that deal out none (`Dealt`)."""
     dealt = step.details
     if not isinstance(dealt, Dealt):
         return 1
@@ -49,12 +49,15 @@ def orthogonalises(weight: Updated) -> bool:
 
 
 def update(weight: Updated) -> tuple[Step, ...]:
-    """Returns the steps: momentum, whole matrices, orthogonalised, back to the shards, added to the weight."""
+    """Returns Muon's steps for a matrix of layers: mix the momentum, gather, orthogonalise, scatter, apply.
+
+    Returns AdamW's for any other weight.
+    """
     if not orthogonalises(weight):
         return adamw.elementwise_update("adamw", weight)
     shard, name = weight.shard, weight.shard.name
     gradient = stacked(weight, f"d{name}").replace(dtype="")
-    mixed = _counted_once(weight, f"{name}.momentum")
+    mixed = _joined(weight, f"{name}.momentum")
     over, *others = mixed.dims
     axes = tuple(axis for dim in others for axis in mixed.axes_of(dim))
     details = Dealt(over=over, among=mixed.axes_of(over), axes=axes, num_inputs=len(weight.inputs))
@@ -72,8 +75,8 @@ def update(weight: Updated) -> tuple[Step, ...]:
     )
 
 
-def _counted_once(weight: Updated, name: str) -> ShardedArray:
-    """Returns the stacked array with layers and experts as its one first dim."""
+def _joined(weight: Updated, name: str) -> ShardedArray:
+    """Returns the stacked array with layers and experts joined in its first dim."""
     array = stacked(weight, name)
     counted = (weight.layers, *weight.batch)
     axes = tuple(axis for dim in counted for axis in array.axes_of(dim))
@@ -82,7 +85,7 @@ def _counted_once(weight: Updated, name: str) -> ShardedArray:
 
 
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:
-    """The momentum; AdamW's where AdamW updates the weight."""
+    """Returns the momentum, or AdamW's two moments where AdamW updates the weight."""
     return (weight.shard,) * (1 if orthogonalises(weight) else 2)
 
 
@@ -90,25 +93,25 @@ def moments(weight: Updated) -> tuple[ShardedArray, ...]:
 
 
 def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
-    """Returns the matrices that a device has, filled up, and their smaller and larger side."""
+    """Returns how many matrices a device has, with padding, and their smaller and larger side."""
     array = step.inputs[0]
     local, inputs = sizes.local(array), array.dims[1 : 1 + step.details.num_inputs]
     rows, columns = (product(local[dim] for dim in dims) for dims in (inputs, array.dims[1 + len(inputs) :]))
-    count = local[array.dims[0]] * filled_share(step, sizes)
+    count = local[array.dims[0]] * padding_factor(step, sizes)
     return count, np.minimum(rows, columns), np.maximum(rows, columns)
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
     """Each iteration makes X X^T, its square, and their product with X: 4 n^2 m + 2 n^3 for an n x m matrix."""
     count, small, large = _matrices(step, sizes)
-    return TURNS * count * (4 * small**2 * large + 2 * small**3)
+    return ITERATIONS * count * (4 * small**2 * large + 2 * small**3)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Each iteration, in float32, reads X three times and writes it, writes X X^T and reads it three times, and writes
-    their mix."""
+    and reads the mix of it and its square."""
     count, small, large = _matrices(step, sizes)
-    return DTYPE_BYTES["fp32"] * TURNS * count * (4 * small * large + 6 * small**2)
+    return DTYPE_BYTES["fp32"] * ITERATIONS * count * (4 * small * large + 6 * small**2)
 
 
 def momentum_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -1,6 +1,16 @@
-"""Look-up of rows in an int8 table, each times its scale."""
+"""Looks up rows of an int8 table and multiplies each by its scale."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
-from meshwright.algebra.ops.embed import forward, row_bytes
+from meshwright.algebra.ops.embed import forward
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+
+
+def row_bytes(step: Step, sizes: OpSizes) -> Number:
+    """One row of int8 and its scale are read for each token, and the row is written in the dtype of the result."""
+    numbers, table, scale = step.inputs
+    row, of_row = step.result.replace(dtype=table.dtype), numbers.replace(dtype=scale.dtype)
+    return sizes.total(numbers, row, of_row, step.result)
+
 
 OP = OpKind(forward=forward, steps={"quantised_embed": StepKind(hbm_bytes=row_bytes, group="embedding")})

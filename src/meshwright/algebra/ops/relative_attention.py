@@ -28,7 +28,7 @@ class RelativeAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _with_scores(count: CountRule) -> CountRule:
-    """A count of attention as it is where scores are written to memory."""
+    """Returns a count of attention with scores written to memory."""
 
     def counted(step: Step, sizes: OpSizes) -> Number:
         scores = "in_memory" if sizes.scores == "on_chip" else sizes.scores

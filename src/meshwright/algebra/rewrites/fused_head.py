@@ -1,10 +1,8 @@
-"""The loss head in chunks, where its logits are not kept; with its two passes joined, where a device has the whole
-vocabulary.
+"""Rewrites the chunked loss head: joins its two passes where a device has the whole vocabulary.
 
-In chunks, the head makes the logits twice: once for the loss, once on the way back. Nothing has to be reduced in
+In chunks, the head makes the logits twice: once for the loss, once in the backward pass. Nothing has to be reduced in
 between where the vocabulary is whole, so that one step can make the loss and its slopes: the cotangents of the stream
-and of the table for a loss cotangent of 1. What is left for the backward pass is to scale them. Collectives stay as
-they are.
+and of the table for a loss cotangent of 1. The backward pass then only scales them. Collectives stay as they are.
 """
 
 from msgspec.structs import replace
@@ -17,7 +15,10 @@ _FORWARD = ("chunked_logits_statistics", "rescale")
 
 
 def with_fused_head(block: BlockSteps) -> BlockSteps:
-    """Returns the block with the head's two passes joined; as it is where it has no chunked head, or V is split."""
+    """Returns the block with the head's two passes joined.
+
+    Returns it unchanged if it has no chunked head, or its statistics are on several devices.
+    """
     made = {step.op: step for step in (*block.forward, *block.backward)}
     if "chunked_logits_statistics" not in made:
         return block
@@ -37,7 +38,10 @@ def with_fused_head(block: BlockSteps) -> BlockSteps:
     forward = [joined if step is loss else step for step in block.forward if step.op not in _FORWARD]
     backward: list[Step] = []
     for step in block.backward:
-        backward += scaled if step is back else () if step.op == "sum_loss_backward" else (step,)
+        if step is back:
+            backward += scaled
+        elif step.op != "sum_loss_backward":
+            backward.append(step)
     used = {array for step in backward for array in step.inputs}
     kept = (*(array for array in block.kept if array in used), *slopes)
     return replace(block, forward=tuple(forward), backward=tuple(backward), kept=kept)

@@ -1,4 +1,4 @@
-"""Sends between stages of a pipeline, and a backward pass in two parts; `schedules` say when they run."""
+"""What stages of a pipeline send each other and sum; the form of a split backward pass. Schedules say when they run."""
 
 import msgspec
 from msgspec.structs import replace
@@ -17,9 +17,9 @@ NO_PIPELINE = "an encoder with a decoder does not run in a pipeline in this vers
 class SplitBackward(msgspec.Struct, frozen=True):
     """A layer's backward pass in two parts, for schedules whose weight gradients have a pass of their own.
 
-    ``inputs`` and ``weights`` are places in the backward steps, every one that runs for each microbatch in one of the
-    two: first what the cotangent of the entering stream comes from, then the rest. ``handed`` is what the second takes
-    from the first: operands of its products, gathered activations as they are, and gradients that came on the way.
+    ``inputs`` and ``weights`` are indices of the backward steps that run for each microbatch: those behind the
+    cotangent of the entering stream, after a segment's second run, and the rest. ``handed`` is what the second part
+    needs besides weights and inputs: activations, cotangents, finished gradients.
     """
 
     inputs: tuple[int, ...]
@@ -27,16 +27,21 @@ class SplitBackward(msgspec.Struct, frozen=True):
     handed: tuple[ShardedArray, ...]
 
 
-def require_stages(program: Program, strategy: Strategy) -> None:
-    """Raise CannotRunError for several stacks in a pipeline."""
-    if len(program.stacks) > 1 and strategy.mesh.get("pipeline", 1) > 1:
+def is_one_stack(program: Program) -> bool:
+    """True if all layers are of one stack, as a pipeline needs them; False for an encoder with a decoder."""
+    return len(program.stacks) < 2
+
+
+def require_one_stack(program: Program, strategy: Strategy) -> None:
+    """Raises CannotRunError for an encoder and a decoder in a pipeline."""
+    if not is_one_stack(program) and strategy.mesh.get("pipeline", 1) > 1:
         raise CannotRunError(NO_PIPELINE)
 
 
 def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
-    """Returns the stream sent to the next stage, and its cotangent sent back.
+    """Returns the steps that send the stream to the next stage and its cotangent back; () without stages.
 
-    Where the stream is whole over ``tensor`` each of its devices sends a part, which the next stage gathers.
+    If the stream is whole over ``tensor``, each device of that axis sends a part, which the next stage gathers.
     """
     stream = next((block.carry for block in program.blocks if block.carry), "")
     if not _has_stages(program, shardings) or not stream:
@@ -57,7 +62,7 @@ def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
 
 
 def ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
-    """Gradients of the weights outside the layers, which come from the first and the last stage, summed over all."""
+    """Returns the sums over stages of the gradients of weights outside the layers; () without stages."""
     if not _has_stages(program, shardings):
         return ()
     outside = dict.fromkeys(n for block in program.blocks if not block.carry for op in block.ops for n in op.inputs)
@@ -70,4 +75,4 @@ def ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
 
 
 def _has_stages(program: Program, shardings: Shardings) -> bool:
-    return "pipeline" in shardings.axes and len(program.stacks) < 2
+    return "pipeline" in shardings.axes and is_one_stack(program)

@@ -52,10 +52,10 @@ def num_ways(step: Step, sizes: OpSizes) -> Number:
 
 
 def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
-    """A step of attention, forward or backward, on ``keys`` (and values) that come round the ring of its details; the
-    step as it is where they name none.
+    """Returns a step of attention, forward or backward, on ``keys`` (and values) that go round the ring of its details,
+    with the permutes; the step alone if they name no ring.
 
-    In the backward pass they go round once more, and with them their cotangents, which come home in the end.
+    In the backward pass the keys go round once more, with their cotangents, which end on the device of their keys.
     """
     if not step.details.ring:
         return (step,)
@@ -75,6 +75,6 @@ def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
 
 
 def _round(step: Step, array: ShardedArray, result: ShardedArray, *, ring: Literal["past", "home"]) -> Step:
-    """A permute of an array round the ring, as far as the window of the attention asks for."""
+    """Returns the permute of an array round the ring, as far as the window of the attention needs."""
     moves = Round(ring=ring, window=step.details.window)
     return Step(op="permute", inputs=(array,), result=result, axes=step.details.ring, details=moves)

@@ -18,8 +18,9 @@ from meshwright.algebra.schedules.check import check
 from meshwright.algebra.schedules.definition import Requirement, ScheduleDefinition
 from meshwright.algebra.schedules.table import PLACEMENTS, PlacementName, Schedule, StagePass, microbatch_routes
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.files import read_text
 
-MAX_OPS = 1_000_000
+MAX_OPS = 100_000
 LINE_WIDTH = 100
 
 _OP = re.compile(r"([FBW])(\d{1,6})(?:/(\d{1,3}))?")
@@ -30,11 +31,7 @@ _SETTING = re.compile(r"(\w+)\s*=\s*(\S+)")
 def read_schedule(path: str | Path) -> Schedule:
     """Returns the schedule of a file, checked. An InputError names the file and the line of what cannot be."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text in UTF-8"
-        raise InputError(f"{path} cannot be read ({reason}).") from None
+    text = read_text(path, "Give a schedule: a line for each device.")
     placement: PlacementName = "looped"
     orders: list[list[StagePass]] = []
     lines: list[list[str]] = []

@@ -19,11 +19,15 @@ import numpy as np
 
 from meshwright.algebra.schedules.simulation import Seconds, most_alive, pass_times, peak_stash
 from meshwright.algebra.schedules.table import PassKind, Result, Schedule, Task
+from meshwright.core.errors import InputError
 
 Tick = tuple[tuple[Task, ...], ...]
 """The tasks of each device in one tick, in the order they run; results reach other devices before the next tick."""
 
 PASSES: tuple[PassKind, ...] = ("F", "B", "W")
+
+MAX_CELLS = 4_000_000
+"""Ticks times devices at most: larger tables take minutes."""
 
 IDLE = -1
 """In every column: nothing here. Of a slot that is read: the value does not come from that buffer."""
@@ -193,12 +197,28 @@ def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
     """
     stashes = zip(schedule.tasks, peak_stash(schedule), strict=True)
     queues = [_Queue(tasks, 2 * round(stash / schedule.piece_share) - 1) for tasks, stash in stashes]
+    needing: dict[Result | None, list[int]] = {}
+    for device, tasks in enumerate(schedule.tasks):
+        for task in tasks:
+            needing.setdefault(task.needs, []).append(device)
     made: set[Result] = set()
-    while any(queue.is_open for queue in queues):
-        tick = tuple(queue.take(made) for queue in queues)
-        assert any(tick), f"no op of {schedule.name} can run: check the schedule first"
-        made.update(task.makes for tasks in tick for task in tasks)
-        yield tick
+    # only a device that ran in the last tick, or is sent something, can have something new to run
+    awake, left = set(range(len(queues))), sum(map(len, schedule.tasks))
+    for number in itertools.count(1):
+        if not left:
+            return
+        if number * len(queues) > MAX_CELLS:
+            raise InputError(f"{schedule.name}: more than {number:,} ticks of {len(queues):,} devices. Give a smaller.")
+        tick: list[tuple[Task, ...]] = [()] * len(queues)
+        for device in awake:
+            tick[device] = queues[device].take(made)
+        ran = {device for device in awake if tick[device]}
+        assert ran, f"no op of {schedule.name} can run: check the schedule first"
+        new = [task.makes for device in ran for task in tick[device]]
+        made.update(new)
+        left -= len(new)
+        awake = ran.union(*(needing.get(result, ()) for result in new))
+        yield tuple(tick)
 
 
 class _Queue:
@@ -214,10 +234,6 @@ class _Queue:
             self._tasks[task.makes.kind].append(task)
         self._done: dict[PassKind, int] = dict.fromkeys(PASSES, 0)
         self._alive, self._limit = 0, limit
-
-    @property
-    def is_open(self) -> bool:
-        return any(self._done[kind] < len(tasks) for kind, tasks in self._tasks.items())
 
     def take(self, made: set[Result]) -> tuple[Task, ...]:
         """Returns the tasks of one tick, from what was made in earlier ticks and by this device up to here."""

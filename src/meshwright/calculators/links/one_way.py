@@ -29,16 +29,15 @@ def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None)
     if calibration is not None:
         share, hop_s = calibration.efficiency.ici, calibration.hop_s.get("ici", hop_s)
     each, floor = leg.sharing / (leg.bytes_per_s * share), ring_hops(leg.size) * hop_s
-    once = KindRate(each, floor)
+    once = KindRate(each, floor, level="ici")
     return GroupRates(
         size=leg.size,
-        level="ici",
         kinds={
             "all_gather": once,
             "reduce_scatter": once,
-            "all_reduce": KindRate(2 * each, 2 * floor),
-            "all_to_all": KindRate(each / 2, floor),
-            "permute": KindRate(each, hop_s),
+            "all_reduce": KindRate(2 * each, 2 * floor, level="ici"),
+            "all_to_all": KindRate(each / 2, floor, level="ici"),
+            "permute": KindRate(each, hop_s, level="ici"),
         },
     )
 

@@ -1,13 +1,14 @@
 """The way from one place of a cluster to another, as legs: chip to chip, host memory to chip, all to one.
 
-A route uses every link that can carry a part of the array: as many as leave the one chip, enter the other and lie
-across the way between them. Source: How to Scale Your Model, exercises 2.5 and 2.6.
+A route uses the paths between two chips that share no link, as many as make the array arrive first.
+Source: How to Scale Your Model, exercises 2.5 and 2.6.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -20,6 +21,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.cluster_shapes import times
 
 Via = Literal["ici", "dcn"]
+Coordinates = tuple[int, ...]
 
 _PLACE = re.compile(r"(host:)?(?:(\d+):)?(\d+(?:,\d+)*)")
 _EXAMPLES = "3,3 (a chip), 1:0,0 (in slice 1), host:0,0 (host memory beside a chip), chips or hosts (evenly over all)"
@@ -117,8 +119,12 @@ def _link_leg(link: Link, num_bytes: float, *, lanes: int = 1, hops: int = 1, na
 def _chip_to_chip(cluster: Cluster, source: tuple[int, ...], target: tuple[int, ...], num_bytes: float) -> TransferLeg:
     links = physical_links(cluster)
     if cluster.kind == "torus":
-        lanes, hops = torus_lanes(cluster, source, target), torus_hops(cluster, source, target)
-        return _link_leg(links[0], num_bytes, lanes=lanes, hops=hops, name=f"{hops} hops, {lanes} links at once")
+        link, ways = links[0], disjoint_paths(cluster, source, target)
+        # shares arrive together, when the longest path of those that are used delivers
+        hops = min(ways, key=lambda paths: max(paths) * link.hop_s + num_bytes / len(paths) / link.bytes_per_s)
+        lengths = " and ".join(f"{n}" for n in sorted(set(hops)))
+        name = f"{len(hops)} path{'s' * (len(hops) > 1)}, {lengths} hop{'s' * (max(hops) > 1)}"
+        return _link_leg(link, num_bytes, lanes=len(hops), hops=max(hops), name=name)
     used = [link for link, a, b in zip(links, source, target, strict=False) if a != b]
     crossed = [link for link in used if link.level == used[-1].level]
     slowest = min(crossed, key=lambda link: link.bytes_per_s)
@@ -151,15 +157,65 @@ def _ports(cluster: Cluster, chip: Sequence[int]) -> list[int]:
     ]
 
 
-def torus_lanes(cluster: Cluster, source: Sequence[int], target: Sequence[int]) -> int:
-    """Paths between two chips that share no link: those that leave, arrive, and cross the torus between them."""
-    num_chips = math.prod(cluster.shape)
-    across = [
-        num_chips // size * (1 + wraps)
-        for a, b, size, wraps in zip(source, target, cluster.shape, cluster.wraps, strict=True)
-        if a != b
-    ]
-    return min(sum(_ports(cluster, source)), sum(_ports(cluster, target)), *across)
+def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -> list[tuple[int, ...]]:
+    """The hops of one path, of two paths that share no link, and so on, as many as there are: the fewest in all.
+
+    Each is found as the shortest way over links that are free; an earlier path gives back a link, and its hop, where
+    the new one would pass it the other way (successive shortest paths of the cheapest flow).
+    """
+    used: set[tuple[Coordinates, Coordinates]] = set()
+    found: list[tuple[int, ...]] = []
+    while (path := _augmenting_path(cluster, source, target, used)) is not None:
+        for here, there in itertools.pairwise(path):
+            if (there, here) in used:
+                used.remove((there, here))
+            else:
+                used.add((here, there))
+        onward: dict[Coordinates, list[Coordinates]] = {}
+        for here, there in used:
+            onward.setdefault(here, []).append(there)
+        hops = []
+        for at in onward[source]:
+            count = 1
+            while at != target:
+                at, count = onward[at].pop(), count + 1
+            hops.append(count)
+        found.append(tuple(sorted(hops)))
+    return found
+
+
+def _augmenting_path(
+    cluster: Cluster, source: Coordinates, target: Coordinates, used: set[tuple[Coordinates, Coordinates]]
+) -> list[Coordinates] | None:
+    """The way with the fewest further hops to another disjoint path; None where there is none."""
+    length, came, waiting = {source: 0}, dict[Coordinates, Coordinates](), deque([source])
+    while waiting:
+        here = waiting.popleft()
+        for there in neighbours(cluster, here):
+            step = length[here] + (-1 if (there, here) in used else 1)
+            if (here, there) not in used and step < length.get(there, step + 1):
+                length[there], came[there] = step, here
+                waiting.append(there)
+    if target not in came:
+        return None
+    path = [target]
+    while path[-1] != source:
+        path.append(came[path[-1]])
+    return path[::-1]
+
+
+def neighbours(cluster: Cluster, chip: Coordinates) -> Iterator[Coordinates]:
+    """The chips at the other ends of a chip's links; a twisted axis leads around to the middle of the longer ones."""
+    shape, longest, shift = cluster.shape, max(cluster.shape), min(cluster.shape)
+    for axis, step in itertools.product(range(len(shape)), (1, -1)):
+        there, at = list(chip), chip[axis] + step
+        there[axis] = at % shape[axis]
+        if at != there[axis]:
+            if not cluster.wraps[axis]:
+                continue
+            if cluster.twisted and shape[axis] < longest:
+                there = [(n + shift) % longest if size == longest else n for n, size in zip(there, shape, strict=True)]
+        yield tuple(there)
 
 
 def torus_hops(cluster: Cluster, source: Sequence[int], target: Sequence[int]) -> int:

@@ -1,7 +1,6 @@
 """What the steps of one sharded product cost on a cluster: the calculator behind `shard`."""
 
 from collections.abc import Mapping, Sequence
-from itertools import permutations
 
 import msgspec
 
@@ -9,9 +8,8 @@ from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import CollectiveKind
-from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.network.collectives import collective_bound_by, collective_time, group_rates
-from meshwright.cost.network.placement import Placement, place_axes, whole_axis_placement
+from meshwright.cost.network.placement import Placement, place_mesh
 from meshwright.cost.work.ops import op_flops, op_hbm_bytes
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate, memory_rate
 from meshwright.spec.chip import compute_dtype
@@ -39,52 +37,9 @@ class EinsumRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def einsum_rates(cluster: Cluster, mesh: Mapping[str, int], *, calibration: Calibration | None = None) -> EinsumRates:
-    """The mesh on the cluster, whole physical axes first; on a part of the cluster when the mesh is smaller.
-
-    Raises CannotRunError when the mesh has more devices than the cluster or no part of it has its shape.
-    """
-    part = _part(cluster, mesh)
-    laid = whole_axis_placement(part, mesh) or place_axes(part, mesh)[0]
+    """The rates of a mesh as `place_mesh` lays it, the data sheet's without a calibration."""
     measured = calibration or datasheet_calibration(cluster.chip)
-    return EinsumRates(cluster=part, calibration=measured, laid=laid)
-
-
-def _part(cluster: Cluster, mesh: Mapping[str, int]) -> Cluster:
-    """The cluster, or the part of it on which each mesh axis has physical axes of its own."""
-    needed = int(product(mesh.values()))
-    if needed == cluster.num_chips:
-        return cluster
-    if needed > cluster.num_chips:
-        raise CannotRunError(
-            f"the mesh has {needed} devices and {cluster.short_name} {cluster.num_chips} chips; "
-            f"name a larger cluster or a smaller mesh."
-        )
-    shape = _sub_shape(cluster, tuple(mesh.values()), needed)
-    if shape is None:
-        raise InputError(
-            f"no part of {cluster.short_name} has the shape of mesh {'x'.join(map(str, mesh.values()))}; "
-            f"name a cluster of {needed} chips."
-        )
-    return cluster.part(shape)
-
-
-def _sub_shape(cluster: Cluster, sizes: tuple[int, ...], needed: int) -> tuple[int, ...] | None:
-    """The shape inside the cluster that holds the mesh, each mesh axis on one physical axis where that is possible."""
-    if cluster.kind == "host":
-        return (needed,)
-    if cluster.kind == "switched":
-        shape = []
-        for size in cluster.shape:
-            shape.append(min(needed, size))
-            if needed % shape[-1]:
-                return None
-            needed //= shape[-1]
-        return tuple(shape) if needed == 1 else None
-    if len(sizes) > len(cluster.shape):
-        return None
-    padded = (*sizes, *(1,) * (len(cluster.shape) - len(sizes)))
-    fitting = (p for p in permutations(padded) if all(n <= size for n, size in zip(p, cluster.shape, strict=True)))
-    return next(fitting, None)
+    return EinsumRates(cluster=cluster, calibration=measured, laid=place_mesh(cluster, mesh))
 
 
 def price_einsum(

@@ -11,6 +11,7 @@ from meshwright.algebra.einsum import einsum_steps, reshard
 from meshwright.algebra.notation import ShardedArray, Sizes, check, parse_array, product
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import InputError
+from meshwright.core.notation import compact
 
 _ARROW = re.compile(r"\s*(?:->|→)\s*")
 _TIMES = re.compile(r"\]\s*(\{[^\]]*?\})?\s*[*.@·]\s*")
@@ -18,9 +19,10 @@ _TIMES = re.compile(r"\]\s*(\{[^\]]*?\})?\s*[*.@·]\s*")
 
 def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
     """(lhs, rhs, out) of ``In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]``; the product sign may be * . @ or ·."""
-    sides = _ARROW.split(text.strip())
+    text = compact(text)
+    sides = _ARROW.split(text)
     if len(sides) != 2:
-        raise InputError(f"{text.strip()!r} is not one product. Write A[I,J] * B[J,K] -> C[I,K].")
+        raise InputError(f"{text!r} is not one product. Write A[I,J] * B[J,K] -> C[I,K].")
     cut = _TIMES.search(sides[0])
     if cut is None:
         raise InputError(f"{sides[0]!r} is not a product of two arrays. Write A[I,J] * B[J,K] before the arrow.")
@@ -70,7 +72,8 @@ class ShardQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_asked(text: str, *, dtype: str) -> ShardQuestion:
     """The product, array or resharding that is written; arrays without a dtype have ``dtype``."""
-    sides = _ARROW.split(text.strip())
+    text = compact(text)
+    sides = _ARROW.split(text)
     if len(sides) > 2 or text.count("[") not in (1, 2):
         lhs, rhs, out = (_typed(a, dtype) for a in parse_einsum(text))
         return ShardQuestion(title=text, arrays=(lhs, rhs, out), steps=einsum_steps(lhs, rhs, out), factors=(lhs, rhs))

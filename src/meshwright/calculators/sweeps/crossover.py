@@ -23,6 +23,7 @@ from meshwright.calculators.sweeps.points import filled_mesh
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.arrays import select
 from meshwright.cost.formulas import limits
+from meshwright.cost.network.links import torus_width
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.step_costs import collective_groups, op_sizes, price_step
 from meshwright.cost.step_rates import attention_scores, step_rates
@@ -206,19 +207,17 @@ def closed_forms(
     work: SweptWork, cluster: Cluster, calibration: Calibration | None = None
 ) -> dict[str, tuple[str, float]]:
     """The book's batches on one slice of a torus: FSDP over all axes, and the best mixture with tensor."""
-    width = cluster.chip.ici_axis_bytes_per_s
-    if cluster.kind != "torus" or width is None or cluster.num_slices > 1:
+    width = torus_width(cluster)
+    if width is None or cluster.num_slices > 1 or len(width.axes) < 2:
         return {}
     rates = calibration or datasheet_calibration(cluster.chip)
-    alpha = limits.ici_intensity(matmul_rate(cluster.chip, rates, "bf16"), width * rates.efficiency.ici)
-    count = sum(size > 1 for size in cluster.shape)
-    if count < 2:
-        return {}
+    alpha = limits.ici_intensity(matmul_rate(cluster.chip, rates, "bf16"), width.bytes_per_s * rates.efficiency.ici)
+    (tensor, *rest), count = width.axes, sum(width.axes)
     alone = limits.data_parallel_min_batch(alpha, count, cluster.num_chips)
-    mixed = limits.mixed_min_tokens_per_chip(alpha, work.d_ff, fsdp_axes=count - 1, tensor_axes=1)
+    mixed = limits.mixed_min_tokens_per_chip(alpha, work.d_ff, fsdp_axes=sum(rest), tensor_axes=tensor)
     return {
-        "FSDP alone": (f"N alpha / {count}", float(alone)),
-        "best mesh": (f"4 N alpha^2 / ({count - 1} F)", float(mixed) * cluster.num_chips),
+        "FSDP alone": (f"N alpha / {count:g}", float(alone)),
+        "best mesh": (f"4 N alpha^2 / ({tensor * sum(rest):g} F)", float(mixed) * cluster.num_chips),
     }
 
 

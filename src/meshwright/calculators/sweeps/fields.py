@@ -79,7 +79,7 @@ def _names(clusters: Sequence[Cluster]) -> list[str]:
 
 
 def _shown(value: str) -> str:
-    return format_count(int(value)) if value.isdigit() and int(value) >= 1024 else value
+    return format_count(int(value)) if value.isdecimal() and len(value) < 16 and int(value) >= 1024 else value
 
 
 def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:
@@ -116,11 +116,12 @@ def sweep_clusters(text: str) -> tuple[Cluster, ...]:
     4x4x8, 4x8x8, ... 16x16x16. Raises InputError for a range that is none, and for more than 64 clusters.
     """
     found: list[Cluster] = []
-    chip = text.partition(":")[0]
+    chip = ""
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
-        first, last = (_named(one, chip) for one in (match.groups() if match else (part, part)))
-        chip = first.chip.name
+        ends = match.groups() if match else (part, part)
+        chip = ends[0].rpartition(":")[0].rpartition("*")[2].strip() or chip
+        first, last = (_named(one, chip) for one in ends)
         found += _between(first, last) if match else [first]
     if len(found) > MAX_VALUES:
         raise InputError(f"{text} are {len(found)} clusters. Give at most {MAX_VALUES}.")

@@ -15,7 +15,6 @@ from meshwright.core.units import format_bytes, parse_count
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import PricedStrategy, price_strategy
-from meshwright.plan.candidates import SPLIT_BATCH
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.planner import space_of
 from meshwright.plan.result import PlannedStrategy, planned
@@ -23,7 +22,7 @@ from meshwright.plan.search import search
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch, require_training
-from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, mesh_words
+from meshwright.spec.strategy import AS_RUN, BATCH_AXES, Strategy, make_mesh, mesh_words
 
 MAX_POINTS = 600
 NO_RATES: dict[str, Calibration | None] = {}
@@ -126,7 +125,7 @@ def _point(
     strategy: Strategy | None = None
     if "micro" in at:
         strategy = with_fields(Strategy(mesh=filled_mesh(cluster, axes)), "strategy", given["strategy"])
-        replicas = int(product(strategy.mesh[axis] for axis in SPLIT_BATCH))
+        replicas = int(product(strategy.mesh[axis] for axis in BATCH_AXES))
         batch_seqs = parse_count(at["micro"], what="micro") * replicas * strategy.num_microbatches
     else:
         batch_seqs = _weak_batch(parse_batch(at["batch"], seq_len=seq_len), cluster, first)

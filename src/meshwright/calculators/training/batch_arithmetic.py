@@ -13,6 +13,7 @@ import msgspec
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.limits import data_parallel_min_tokens_per_chip, ici_intensity
 from meshwright.cost.formulas.roofline import critical_batch
+from meshwright.cost.network.links import torus_width
 from meshwright.plan.legal import divisors
 from meshwright.spec.chip import peak
 from meshwright.spec.cluster import Cluster
@@ -110,12 +111,12 @@ def compute_bound_tokens(
     )
 
 
-def _links(cluster: Cluster) -> tuple[str | None, float | None, int]:
-    """What FSDP's collectives cross, its bytes/s (two-way on a torus axis), and how many such axes."""
-    unit = cluster.chip
-    if cluster.num_chips > 1 and cluster.kind == "torus":
-        axes = max(1, sum(size > 1 for size in cluster.shape))
-        return f"ICI, {axes} {'axis' if axes == 1 else 'axes'}", unit.ici_axis_bytes_per_s, axes
+def _links(cluster: Cluster) -> tuple[str | None, float | None, float]:
+    """What FSDP's collectives cross, its bytes/s, and how many such axes."""
+    unit, width = cluster.chip, torus_width(cluster)
+    if width is not None:
+        axes = f"{len(width.axes)} {'axis' if len(width.axes) == 1 else 'axes'}"
+        return f"ICI, {axes}, W {width.words}", width.bytes_per_s, sum(width.axes)
     if cluster.num_chips > 1 and cluster.kind == "switched" and unit.nvlink_bytes_per_s:
         speed, link = unit.nvlink_bytes_per_s, "NVLink"
         if cluster.nodes > 1 and unit.nic_bytes_per_s:

@@ -32,7 +32,9 @@ class Given(Options):
     replicas: int | None = option("Copies of the model that share the batch: data parallel x FSDP.")
     on: str | None = option("A cluster: its chips over --chips-per-replica are the replicas, and its limits show.")
     chips_per_replica: int = option("tensor x pipeline x context.", default=1)
-    model_name: str | None = option("A model: with experts its chips need a larger batch to be busy.", "--model")
+    model_name: str | None = option(
+        "A model: with experts its chips need a larger batch to be busy.", "--model", needs={"on": "--on"}
+    )
     weight_dtype: str | None = option("Dtype of stored weights, such as int8 [default: bf16].", "--weights")
     loss: float | None = option("Loss reached: shows the batch beyond which steps hardly get fewer.")
     max_micro: int | None = option("Most sequences of a microbatch that fit a replica.")

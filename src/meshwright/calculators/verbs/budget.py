@@ -42,6 +42,7 @@ MAX_FLOPS = 1e36
 ASSUMED_MFU = CostAssumptions().mfu
 
 
+PRICED, FAILING = {"on": "--on", "with_years": "--years"}, {"failure_rate": "--failures-per-1000-node-days"}
 POSITIVE = click.FloatRange(0, min_open=True)
 
 
@@ -54,24 +55,34 @@ class Given(Options):
     law: str = option(f"Scaling law: {', '.join(LAWS)}.", default=DEFAULT_LAW)
     on: str | None = option("A cluster, such as h100:8x128: days, energy, money.")
     mfu: float | None = option(
-        f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].", type=click.FloatRange(0, 1, min_open=True)
+        f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].",
+        type=click.FloatRange(0, 1, min_open=True),
+        needs=PRICED,
     )
     chip_hours_text: str | None = option(
         "Chip-hours that a run took, such as 2.79M: gives its utilisation.", "--chip-hours"
     )
-    dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].")
-    pue: float = option("Energy of the building over its machines'.", type=click.FloatRange(1), default=1.0)
-    host_share: float = option("Power of hosts and network, of chips'.", type=click.FloatRange(0), default=0.0)
-    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE)
-    watts: float | None = option("Watts of a chip, instead of the catalogue's.", type=POSITIVE)
-    chips_per_rack: int | None = option("Gives the floor that racks of so many chips take.", type=click.IntRange(1))
-    m2_per_rack: float = option("Floor of a rack.", type=POSITIVE, default=1.0)
+    dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].", needs=PRICED)
+    pue: float = option(
+        "Energy of the building over its machines'.", type=click.FloatRange(1), default=1.0, needs=PRICED
+    )
+    host_share: float = option(
+        "Power of hosts and network, of chips'.", type=click.FloatRange(0), default=0.0, needs=PRICED
+    )
+    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
+    watts: float | None = option("Watts of a chip, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
+    chips_per_rack: int | None = option(
+        "Gives the floor that racks of so many chips take.", type=click.IntRange(1), needs={"on": "--on"}
+    )
+    m2_per_rack: float = option(
+        "Floor of a rack.", type=POSITIVE, default=1.0, needs={"chips_per_rack": "--chips-per-rack"}
+    )
     with_years: bool = option("Years on one of each chip of the catalogue.", "--years")
     nodes: int | None = option("Nodes that may fail [default: the hosts of --on].")
     failure_rate: float | None = option("Failures of 1000 nodes in a day.", "--failures-per-1000-node-days")
-    checkpoint_s: float = option("Seconds a save stops the run.", default=60.0)
-    restart_s: float = option("Seconds from a failure to work.", default=600.0)
-    interval_s: float | None = option("Seconds of work between saves [default: Daly's best].")
+    checkpoint_s: float = option("Seconds a save stops the run.", default=60.0, needs=FAILING)
+    restart_s: float = option("Seconds from a failure to work.", default=600.0, needs=FAILING)
+    interval_s: float | None = option("Seconds of work between saves [default: Daly's best].", needs=FAILING)
 
 
 @verb(Given)
@@ -321,6 +332,10 @@ def _utilisation_text(at: dict[str, Any]) -> Iterator[Piece]:
     )
 
 
+def _years_words(years: float) -> str:
+    return f"{years:,.0f} years" if years >= 100 else f"{three_digits(years)} years"
+
+
 def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
     yield Fact(
         "the run",
@@ -329,12 +344,13 @@ def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
     )
     if run["goodput"] < 1:
         yield Fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")
-    yield Fact("one chip", f"{three_digits(run['one_chip_years'])} years")
+    chip = run["cluster"].split(":")[0].split("*")[-1]
+    yield Fact("one chip", f"{_years_words(run['one_chip_years'])} on one {chip}")
     if run["power_w"] is not None:
-        building = f", {format_energy(run['facility_energy_kwh'])} of the building"
+        building = f", {format_energy(run['facility_energy_kwh'])} with hosts, network and cooling"
         yield Fact(
             "energy",
-            f"{format_power(run['power_w'])} for the chips alone, {format_energy(run['energy_kwh'])} in all"
+            f"{format_power(run['power_w'])} and {format_energy(run['energy_kwh'])} for the chips alone"
             f"{building if run['facility_energy_kwh'] != run['energy_kwh'] else ''}; "
             f"{run['flops_per_joule']:.3g} FLOPs a joule",
         )

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from meshwright.calculators.training.comparison import RESULTS_PER_LAYER, ModelRow, model_row
 from meshwright.calculators.verbs.compare_memory import activations_view, bytes_view, hold_view, zero_view
-from meshwright.cli.shared import SEQ
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_params
@@ -17,27 +16,44 @@ from meshwright.spec.strategy import STATE_BYTES, Strategy
 
 VIEWS = {"zero": zero_view, "by_state": bytes_view, "hold": hold_view, "activations": activations_view}
 FLAGS = {"by_state": "bytes"}
+ZERO, HOLD, BYTES, ACTIVATIONS = (
+    {one: f"--{FLAGS.get(one, one)}"} for one in ("zero", "hold", "by_state", "activations")
+)
+"""The views, as what an option needs."""
 
 
 class Given(Options):
     names: tuple[str, ...] = argument(metavar="[MODEL]...")
     every: bool = option("All models of the catalogue.", "--all")
-    seq_len: Count = SEQ
+    seq_len: Count = option("Tokens of a sequence.", "--seq", default="4096", needs=ACTIVATIONS | {"sizes": "no view"})
     zero: bool = option("Bytes of a device by ZeRO stage, over --shards devices.")
     by_state: bool = option("Bytes of every training state, and the largest model of --on.", "--bytes")
     hold: bool = option("Fewest chips of each kind that hold a training run.")
     activations: bool = option("Activations kept: the published closed form beside the derived count.")
-    shards: Count = option("Data-parallel devices, for --zero.", default="64")
-    state: str | None = option(f"Training state: {', '.join(STATE_BYTES)}.")
+    shards: Count = option("Data-parallel devices, for --zero.", default="64", needs=ZERO)
+    state: str | None = option(f"Training state, for --zero and --hold: {', '.join(STATE_BYTES)}.", needs=ZERO | HOLD)
     average: Literal["none", "bf16", "fp32"] = option(
-        "A running average of the weights, kept in this dtype.", default="none"
+        "A running average of the weights, kept in this dtype, for --zero and --hold.",
+        default="none",
+        needs=ZERO | HOLD,
     )
-    batch_tokens: Count | None = option("Tokens a step, for --hold: adds kept activations.", "--batch")
-    results_per_layer: float = option("Results of width D that a layer keeps, for --hold.", default=RESULTS_PER_LAYER)
-    num_chips: Count | None = option("For --hold: what one of so many chips holds, too.", "--chips")
-    micro: Count = option("Sequences of a microbatch, for --activations.", default="1")
-    tensor: Count = option("Tensor parallelism, for --activations.", default="1")
-    on: tuple[Chip, ...] = option("Chips, for --bytes and --hold; repeatable [default: all that are known].")
+    batch_tokens: Count | None = option("Tokens a step, for --hold: adds kept activations.", "--batch", needs=HOLD)
+    results_per_layer: float = option(
+        "Results of width D that a layer keeps, for --hold.",
+        default=RESULTS_PER_LAYER,
+        needs={"batch_tokens": "--hold with --batch"},
+    )
+    num_chips: Count | None = option("For --hold: what one of so many chips holds, too.", "--chips", needs=HOLD)
+    micro: Count = option("Sequences of a microbatch, for --activations.", default="1", needs=ACTIVATIONS)
+    tensor: Count = option("Tensor parallelism, for --activations.", default="1", needs=ACTIVATIONS)
+    on: tuple[Chip, ...] = option(
+        "Chips, for --bytes and --hold; repeatable [default: all that are known].", needs=BYTES | HOLD
+    )
+
+    @property
+    def sizes(self) -> bool:
+        """No view is asked for."""
+        return not any(getattr(self, name) for name in VIEWS)
 
     @property
     def used_state(self) -> str:
@@ -98,7 +114,7 @@ def _text(rows: Sequence[ModelRow], seq_len: int) -> Iterator[Piece]:
     yield Fact("F / D", "what a token passes: k Fe + Fs over D with experts")
     yield Fact(
         "FLOPs a token",
-        f"training, 6 x active; attention's own products at {seq_len:,} positions come on top, without causal "
-        "discount: their share of both",
+        f"training, 6 N with N = active, look-up included; attention's own products at {seq_len:,} "
+        "positions come on top, without causal discount: their share of both",
     )
     yield Fact("KV a token", "bf16, all layers")

@@ -105,12 +105,14 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
     """Bytes of one device under plain data parallelism and the ZeRO stages, for one state or for all."""
     if given.state is not None:
         bytes_per_param(given.state)
+    averages = AVERAGE_BYTES[given.average]
     facts: list[dict[str, Any]] = []
     tables = []
     for m in models:
         found = {
             state: [
                 zero_bytes(num_params(m), state=state, stage=stage, num_shards=given.shards)  # type: ignore[arg-type]
+                + num_params(m) * averages / (given.shards if stage else 1)
                 for stage in ZERO_SHARDS
             ]
             for state in ([given.state] if given.state else STATE_BYTES)
@@ -120,6 +122,7 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
         title = f"{m.name}: training state of one of {given.shards:,} data-parallel devices"
         tables.append(Table(["state", *columns], [[state, *sizes] for state, sizes in found.items()], title))
     note = "ZeRO-1 splits the optimizer, ZeRO-2 gradients too, ZeRO-3 (FSDP) weights too; gradients counted"
+    note += f"; a running average in {given.average} is split as the optimizer is" if averages else ""
     return _noted({"shards": given.shards, "models": facts}, tables, note)
 
 
@@ -197,28 +200,31 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
             for how in RECOMPUTES
             for split in ((False, True) if tensor > 1 else (False,))
         ]
-        derived = {how: _derived(m, DERIVED[how], seq_len * seqs) for how in RECOMPUTES}
-        facts.append({"name": m.name, "closed_form": closed, "derived_bytes_per_layer_one_device": derived})
+        # a device has whole kv heads, or the model is not derived
+        derived = [None if m.num_kv_heads % tensor else _derived(m, one, seq_len * seqs) for one in closed]
+        facts.append({"name": m.name, "closed_form": closed, "derived_bytes_per_layer": derived})
         tables.append(
             Table(
                 ["recompute", "tensor", ("s b h x", lambda v: f"{v:.4g}"),
                  *((name, format_bytes) for name in ("a layer", "all layers", "derived, a layer"))],
-                [_activation_row(m, one, derived[one.recompute]) for one in closed],
-                f"{m.name}: activations kept of {seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}",
+                [_activation_row(m, one, size) for one, size in zip(closed, derived, strict=True)],
+                f"{m.name}: activations that a device keeps of {seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}",
             )
         )  # fmt: skip
     note = (
         "closed form: a GPT layer with full heads, F = 4 D, dropout, scores in memory (Korthikanti et al. 2022); "
-        "derived here: this model's own program on one device, attention's scores on chip"
+        "derived here: this model's own program with that tensor parallelism, attention's scores on chip"
     )
     return _noted({"seq_len": seq_len, "recompute": list(RECOMPUTES), "models": facts}, tables, note)
 
 
-def _activation_row(m: Model, one: LayerActivations, derived: float) -> list[Any]:
+def _activation_row(m: Model, one: LayerActivations, derived: float | None) -> list[Any]:
     how = f"{one.tensor} + sequence" if one.sequence_parallel else f"{one.tensor}"
     return [one.recompute, how, one.per_sbh, one.num_bytes, one.num_bytes * m.num_layers, derived]
 
 
-def _derived(m: Model, remat: str, num_tokens: int) -> float:
-    """Bytes that the derived steps of one layer keep on one device, a mean where layers differ."""
-    return float(saved_bytes(num_tokens, num_layers=1, width=sum(saved_widths(m, remat).values())))
+def _derived(m: Model, like: LayerActivations, num_tokens: int) -> float:
+    """Bytes that the derived steps of one layer keep on a device split as ``like``, a mean where layers differ."""
+    split = like.tensor == 1 or like.sequence_parallel
+    widths = saved_widths(m, DERIVED[like.recompute], tensor=like.tensor, sequence_parallel=split)
+    return float(saved_bytes(num_tokens, num_layers=1, width=sum(widths.values())))

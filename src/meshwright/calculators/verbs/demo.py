@@ -17,7 +17,7 @@ from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.planner import rank_plans
 from meshwright.report.answer import Answer, Paragraph
-from meshwright.spec.calibration import matmul_rate, memory_rate
+from meshwright.spec.calibration import memory_rate, reference_peak
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -120,11 +120,13 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
 
 
 def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> "Figure":
-    """Ops of the step where the measured rates put them, and the measured step as a whole."""
+    """Ops of the step where the measured rates put them, and the measured step as a whole.
+
+    The roofs are the highest rates that this machine showed, these points among them.
+    """
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 
     chip, rates = chosen.cluster.chip, chosen.calibration
-    peak, memory = matmul_rate(chip, rates, "fp32"), memory_rate(chip, rates)
     points = []
     for cost in priced.costs.all:
         flops, name = float(cost.flops), cost.step.result.name
@@ -138,8 +140,10 @@ def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> "F
         label = f"whole step, measured {format_seconds(result.step_s)}"
         points.append(RooflinePoint(label=label, intensity=flops / moved, flops_per_s=flops / result.step_s))
     return roofline_figure(
-        peak_flops_per_s=peak,
-        link_bytes_per_s={"memory": memory},
+        peak_flops_per_s=max(reference_peak(chip, rates, "fp32"), *(point.flops_per_s for point in points)),
+        link_bytes_per_s={
+            "memory": max(memory_rate(chip, rates), *(point.flops_per_s / point.intensity for point in points))
+        },
         points=points,
         title="One emulated device of this machine, and the products of a layer",
     )

@@ -23,10 +23,12 @@ class Given(Options):
     code: str | None = option(
         "Decode a bit pattern of one format, such as 0x7e or 0b0111.", "--bits", metavar="PATTERN"
     )
-    scale: str = option("Values are divided by it before they are stored.", default="1")
+    scale: str = option(
+        "Values are divided by it before they are stored.", default="1", needs={"values": "--value", "code": "--bits"}
+    )
     length: int | None = option("Elements of a dot product: its instructions and cycles.", "--dot")
-    load_cycles: float = option("Of one load from memory.", default=LOAD_CYCLES)
-    vector_bits: int = option("Width of a vector register.", default=VECTOR_BITS)
+    load_cycles: float = option("Of one load from memory.", default=LOAD_CYCLES, needs={"length": "--dot"})
+    vector_bits: int = option("Width of a vector register.", default=VECTOR_BITS, needs={"length": "--dot"})
 
 
 @verb(Given)

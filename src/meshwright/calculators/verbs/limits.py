@@ -11,10 +11,11 @@ from meshwright.core.units import format_count, format_flops
 from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
 from meshwright.cost.formulas.limits import ici_intensity
+from meshwright.cost.network.links import torus_width
 from meshwright.plan.why.bounds import shared_letters
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.chip import known, peak
+from meshwright.spec.chip import peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -55,14 +56,15 @@ def letters(model: Model, cluster: Cluster, job: Job, given: Given) -> Letters:
 
     Raises InputError for a cluster that is no torus of several chips. Source: How to Scale Your Model, section 5.
     """
-    axes, slices = sum(size > 1 for size in cluster.shape), cluster.num_slices
+    slices, width = cluster.num_slices, torus_width(cluster)
     chips = cluster.num_chips // slices
-    if cluster.kind != "torus" or axes == 0:
+    if width is None:
         raise InputError(
             f"the closed forms are of torus axes and {cluster.short_name} has none. Name a slice of TPUs, or explain a "
             f"plan."
         )
-    if not 1 <= given.tensor_axes <= max(1, axes - 1):
+    axes, taken = len(width.axes), given.tensor_axes
+    if not 1 <= taken <= max(1, axes - 1):
         raise InputError(
             f"--tensor-axes {given.tensor_axes}: {cluster.short_name} has {axes} axes. Leave one for the data."
         )
@@ -73,9 +75,9 @@ def letters(model: Model, cluster: Cluster, job: Job, given: Given) -> Letters:
         batch_tokens=job.tokens_per_step / slices,
         num_chips=chips,
         peak_flops=rate,
-        alpha=ici_intensity(rate, 2 * known(cluster.chip, "ici_link_bytes_per_s")),
-        fsdp_axes=max(1, axes - given.tensor_axes),
-        tensor_axes=given.tensor_axes,
+        alpha=ici_intensity(rate, width.bytes_per_s),
+        fsdp_axes=sum(width.axes[taken:]) or width.axes[-1],
+        tensor_axes=sum(width.axes[:taken]),
         tensor=given.tensor,
         data_ways=given.tensor and chips / given.tensor,
         memory_bytes=cluster.chip.memory_bytes,
@@ -89,6 +91,7 @@ def _legend(at: Letters, found: tuple[Limit, ...], num_slices: int) -> Iterator[
     of = " of each slice" if num_slices > 1 else ""
     yield (
         f"B = {format_count(int(at.batch_tokens))} tokens{of}, N = {at.num_chips:,} chips{of}, F = {at.d_ff:,}, "
-        f"C = {format_flops(at.peak_flops)}, alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte, X = chips / "
-        f"tensor on Mx = {at.fsdp_axes} and tensor on My = {at.tensor_axes} torus axes, root = that of the discriminant"
+        f"C = {format_flops(at.peak_flops)}, alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W "
+        f"{at.width}, X = chips / tensor on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes, "
+        f"root = that of the discriminant"
     )

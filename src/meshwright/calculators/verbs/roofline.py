@@ -27,7 +27,7 @@ from meshwright.cost.formulas.roofline import (
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.spec.chip import Chip, chip, compute_dtype
 
-CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn")
+CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn", "nvlink")
 TPU_TILE = (8, 128)
 """Rows and columns of a tile: how a TPU lays the last two dims of an array out in memory."""
 
@@ -36,12 +36,14 @@ class Given(Options):
     product: str | None = argument()
     dims: DimSizes | None = option("Sizes, such as B=128,D=8192,F=32768.")
     on: str = option("A chip, such as v5e or h100 (meshwright show chips).")
-    channel: Channel = option(type=click.Choice(CHANNELS), default="hbm")
+    channel: Channel = option(type=click.Choice(CHANNELS), default="hbm", needs={"product": "a product"})
     sweeps: tuple[str, ...] = option(
         "Many sizes: B=1..4096 doubles, D,F=1024,4096 sets both; repeatable.", "--sweep", metavar="DIMS=SIZES"
     )
     attention_of: str | None = option("Instead: its attention beside its feed-forward.", "--attention", metavar="MODEL")
-    batch_seqs: int = option("Sequences that generate at once.", "--batch", default=1)
+    batch_seqs: int = option(
+        "Sequences that generate at once.", "--batch", default=1, needs={"attention_of": "--attention"}
+    )
     png: Path | None = option("Draw the roofline to this file (.png or .svg).")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.algebra.schedules.file import format_schedule, read_schedule
+from meshwright.algebra.schedules.file import MAX_OPS, format_schedule, read_schedule
 from meshwright.algebra.schedules.registry import build, default_chunks, definition, schedule_names
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule
@@ -17,7 +17,6 @@ from meshwright.core.files import write_text_whole
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.report.plans.timeline import timeline_figure, timeline_text
 
-MAX_ROWS = 1_000_000
 MAX_SWEPT_STAGES = 64
 MAX_DEVICES_SHOWN = 16
 
@@ -95,9 +94,9 @@ def _sizes(given: Given, what: str) -> tuple[int, int]:
 def _build(name: str, sizes: tuple[int, int], chunks: int | None) -> Schedule:
     stages, microbatches = sizes
     pieces = default_chunks(name) if chunks is None else chunks
-    if 3 * stages * microbatches * pieces > MAX_ROWS:
+    if 3 * stages * microbatches * pieces > MAX_OPS:
         raise InputError(
-            f"{stages} stages of {pieces} chunks x {microbatches} microbatches are more than {MAX_ROWS:,} rows."
+            f"{stages} stages of {pieces} chunks x {microbatches} microbatches are more than {MAX_OPS:,} rows."
         )
     return build(name, stages=stages, microbatches=microbatches, chunks=pieces)
 

@@ -9,12 +9,13 @@ from meshwright.algebra.schedules.simulation import Simulation, simulate
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import lockstep_seconds, tick_tables
 from meshwright.core.errors import InputError
+from meshwright.core.fields import LARGEST
 from meshwright.core.units import format_seconds
 
 UNITS = "units"
 """What times are in that carry no unit."""
 
-_TIME = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(s|ms|us|ns|)")
+_TIME = re.compile(r"((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(s|ms|us|ns|)")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "": 1.0}
 
 
@@ -115,6 +116,8 @@ def _read(option: str, text: str, units: set[str]) -> tuple[float, ...]:
         if match is None:
             raise InputError(f"{option} {text!r} is not a time. Write for example 1.2ms, 1.5 or 1,1,1.5.")
         number, unit = float(match[1]), match[2]
+        if number > LARGEST:
+            raise InputError(f"{option} {word!r} is longer than anything. Give at most {LARGEST:g}.")
         if unit or number:
             units.add("s" if unit else UNITS)
         found.append(number * _SECONDS[unit])

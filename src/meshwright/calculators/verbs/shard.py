@@ -37,6 +37,8 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
+from meshwright.cost.network.legs import group_legs
+from meshwright.cost.network.links import torus_width
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -58,6 +60,7 @@ WAYS: dict[str, Any] = {
     "bytes moved": ("bytes", format_bytes),
     "FLOPs": ("flops_per_device", lambda flops: format_flops(flops, unit="FLOP")),
     "time": ("time_s", format_seconds),
+    "over least": ("times_cheapest", "{:.2f}".format),
 }
 
 
@@ -91,7 +94,10 @@ def command(given: Given) -> Answer:
         lhs, rhs = asked.factors
         ways = {way.name: way.steps for way in all_ways(lhs, rhs, asked.result)}
         rows = [_way(name, steps, price_einsum(steps, dims, mesh, rates)) for name, steps in ways.items()]
-        result["ways"] = sorted(rows, key=lambda r: (r["time_s"] or 0, r["bytes"]))
+        rows.sort(key=lambda r: (r["time_s"] or 0, r["bytes"]))
+        figure = "time_s" if rows[0]["time_s"] else "bytes"
+        least = rows[0][figure]
+        result["ways"] = [{**row, "times_cheapest": row[figure] / least if least else None} for row in rows]
         result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
     if given.execute:
         result["run"] = run_ways(asked, list(ways.values()), dims, mesh)
@@ -101,7 +107,7 @@ def command(given: Given) -> Answer:
 
 
 def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict[str, int]) -> None:
-    """Raise InputError for an option that the question has no use for, and for what this machine could not hold."""
+    """Raises InputError for an option that the question has no use for, and for what this machine could not hold."""
     if given.every and not asked.factors:
         raise InputError(f"--all lists the ways of a product, and {asked.title} is none. Leave it out.")
     if given.execute and not asked.steps:
@@ -178,18 +184,26 @@ def _way(name: str, steps: Sequence[Step], prices: Sequence[StepPrice]) -> dict[
 
 
 def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
-    """When slicing the contracted dim over one ICI axis and an AllReduce beat a whole product on every device.
+    """When slicing the contracted dim over its ICI axis and an AllReduce beat a whole product on every device.
 
-    None where nothing is contracted, or on a cluster that is no torus. Source: exercise 3.4.
+    W is that of the axes that split the dim. None where nothing is contracted, and none on a cluster that is no torus.
+    Source: exercise 3.4.
     """
     (lhs, rhs), out = asked.factors, asked.result
     dim = next((d for d in lhs.dims if d in rhs.dims and d not in out.dims), None)
-    if dim is None or rates is None or rates.cluster.kind != "torus":
+    width = None if rates is None else torus_width(rates.cluster)
+    if dim is None or rates is None or width is None:
         return None
+    split = next((a.axes[a.dims.index(dim)] for a in (lhs, rhs) if a.axes[a.dims.index(dim)]), ())
+    legs = group_legs(rates.laid, split)
+    speed, words = width.bytes_per_s, width.words
+    if legs:
+        speed = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing for leg in legs)
+        words = "both ways" if any(leg.wraps for leg in legs) else "one way, no ring"
     chip = rates.cluster.chip
-    alpha = ici_intensity(peak(chip, compute_dtype(chip, lhs.dtype, rhs.dtype)), chip.ici_axis_bytes_per_s)
+    alpha = ici_intensity(peak(chip, compute_dtype(chip, lhs.dtype, rhs.dtype)), speed)
     most = reduce_after_max_shards(dims[dim], alpha)
-    return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": most}
+    return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": most, "width": words}
 
 
 # -- text and picture ------------------------------------------------------------------------------------
@@ -219,11 +233,12 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
         yield Table.of(result["ways"], WAYS)
         if result["slice_and_sum"]:
             at = result["slice_and_sum"]
+            most = f"compute-bound below {at['dim']} / (2 alpha) = {at['max_shards']:.3g} devices"
             yield Fact(
                 "slice and sum",
                 f"over one ICI axis beats the whole product on each device from {at['dim']} = 2 alpha = "
-                f"{at['min_size']:,.0f} (here {at['size']:,}); compute-bound below {at['dim']} / (2 alpha) = "
-                f"{at['max_shards']:.3g} devices",
+                f"{at['min_size']:,.0f} (here {at['size']:,}; W {at['width']}); "
+                f"{'never compute-bound' if at['max_shards'] < 1 else most}",
                 column=COLUMN,
             )
     if "run" in result:
@@ -276,5 +291,6 @@ def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int]) -> An
         col_labels=tuple(str(c[0]) if c else "" for c in cols),
         row_title=", ".join(array.dims[i] for i in split),
         col_title=array.dims[-1] if array.dims else "",
-        note=f"{' x '.join(map(str, shape))} on each device",
+        note=f"{' x '.join(map(str, shape))} on each device" + (", partial sums" if array.unreduced else ""),
+        is_sum=bool(array.unreduced),
     )

@@ -6,10 +6,10 @@ from typing import Any
 from meshwright.calculators.verbs.show_chip import chip_answer, chip_facts
 from meshwright.calculators.verbs.show_cluster import clusters_answer
 from meshwright.calculators.verbs.show_model import model_answer
-from meshwright.cli.verb import Options, argument, verb
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
-from meshwright.core.units import format_bytes, format_flops, format_params, format_rate
+from meshwright.core.units import format_bytes, format_params, format_rate
 from meshwright.report.answer import Answer, Table
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chip, chips
@@ -19,32 +19,32 @@ from meshwright.spec.weights import num_active_params, num_params
 
 class Given(Options):
     thing: str = argument()
+    seq_len: Count | None = option("For a model: FLOPs by part and bytes that a layer sends, at this length.", "--seq")
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """THING is: models, chips, a model (name or config.json), a chip, or a cluster such as v5p:16x20x28."""
+    """THING is: models, chips, a model (name or config.json), a chip (name or .toml), a cluster such as v5p:4x4x4."""
     thing = given.thing
     if thing == "models":
         return _models()
     if thing == "chips":
         return _chips()
+    if thing.endswith(".toml"):
+        keys = read_toml(Path(thing)).data.keys()
+        if {"version", "strategy"} <= keys:
+            raise InputError(f"{thing} is a plan. Use meshwright explain {thing}, or show the cluster it names.")
+        if not {"shape", "levels"} & keys:
+            return chip_answer(chip(thing))
     if ":" in thing or thing.endswith(".toml"):
-        _refuse_plan_file(thing)
         return clusters_answer(parse_clusters(thing))
     if thing.lower() in _chip_names():
         return chip_answer(chip(thing))
     if thing and (thing in models() or Path(thing).exists() or "/" in thing or thing.endswith(".json")):
-        return model_answer(load_model(thing))
+        return model_answer(load_model(thing), given.seq_len)
     options = ("models", "chips", *models(), *_chip_names())
     hint = nearest(thing, options) or " Try meshwright show models, or meshwright show chips."
     raise InputError(f"{thing!r} is no model, chip or cluster.{hint}")
-
-
-def _refuse_plan_file(thing: str) -> None:
-    """A plan file has another reader: say so instead of naming its keys one by one."""
-    if thing.endswith(".toml") and {"version", "strategy"} <= read_toml(Path(thing)).data.keys():
-        raise InputError(f"{thing} is a plan. Use meshwright explain {thing}, or show the cluster it names.")
 
 
 def _chip_names() -> tuple[str, ...]:
@@ -63,13 +63,20 @@ MODELS: dict[str, Any] = {
     "D": "d_model",
     "runs here": ("runs", lambda runs: "yes" if runs else "counted"),
 }
+
+
+def _teraflops(flops: float) -> str:
+    return f"{flops / 1e12:,.0f}" if flops >= 1e15 else f"{flops / 1e12:.4g}"
+
+
+PEAKS = {"bf16": "bf16 or fp16", "fp8": "fp8", "int8": "int8", "fp4": "fp4"}
+"""Dtype -> what its column says."""
 CHIPS: dict[str, Any] = {
     "chip": "name",
-    "bf16, dense": ("bf16", format_flops),
+    **{words: (dtype, _teraflops) for dtype, words in PEAKS.items()},
     "memory": ("hbm_bytes", format_bytes),
     "memory rate": ("hbm_bytes_per_s", format_rate),
     "link, one way": ("link", format_rate),
-    "figures": "variant",
 }
 
 
@@ -94,9 +101,10 @@ def _chips() -> Answer:
     shown = [
         {
             **one,
-            "bf16": one["peak_flops"].get("bf16"),
+            **{dtype: one["peak_flops"].get(dtype) for dtype in PEAKS},
+            "bf16": one["peak_flops"].get("bf16") or one["peak_flops"].get("fp16"),
             "link": one["ici_link_bytes_per_s"] or one["nvlink_bytes_per_s"],
         }
         for one in rows
     ]
-    return Answer({"chips": rows}, [Table.of(shown, CHIPS)])
+    return Answer({"chips": rows}, [Table.of(shown, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")])

@@ -12,7 +12,7 @@ from meshwright.core.units import format_bytes, format_flops, format_params, for
 from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
-from meshwright.spec.chip import Chip, vector_peak_from_anatomy
+from meshwright.spec.chip import PAID_FOR, Chip, vector_peak_from_anatomy
 from meshwright.spec.strategy import STATE_BYTES
 
 
@@ -53,6 +53,8 @@ def chip_facts(c: Chip) -> dict[str, Any]:
         "critical_split_dim": _over(roofline.critical_split_dim, rate, link),
         "ici_intensity": alpha,
         "reduce_after_min_dim": None if alpha is None else limits.reduce_after_min_dim(alpha),
+        "int8_over_bf16": _over(anatomy.ratio, c.peak_flops.get("int8"), c.peak_flops.get("bf16")),
+        "memory_over_link": _over(anatomy.ratio, c.hbm_bytes_per_s, link),
         "latency_bound_bytes": None if link is None else network.latency_bound_bytes(link, hop_s=hop_s),
         "gpu": _gpu_facts(c, dtype),
         "max_params": {} if memory is None else {s: accounting.max_params(memory, state=s) for s in STATE_BYTES},
@@ -64,8 +66,8 @@ def product_dtype(c: Chip) -> str | None:
     return next((d for d in ("bf16", "fp16", *c.peak_flops) if d in c.peak_flops), None)
 
 
-def _over(formula: Any, rate: float | None, bytes_per_s: float | None) -> float | None:
-    return None if rate is None or bytes_per_s is None else formula(rate, bytes_per_s)
+def _over(formula: Any, above: float | None, below: float | None) -> float | None:
+    return None if above is None or below is None else formula(above, below)
 
 
 def _link(c: Chip) -> tuple[float | None, float]:
@@ -96,8 +98,10 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("memory", "hbm_bytes", format_bytes),
     ("memory that programs may fill", "usable_hbm_bytes", format_bytes),
     ("memory rate", "hbm_bytes_per_s", format_rate),
+    ("on-chip memory (VMEM)", "vmem_bytes", format_bytes),
     ("on-chip memory rate", "vmem_bytes_per_s", format_rate),
     ("L2 cache", "l2_bytes", format_bytes),
+    ("L2 rate", "l2_bytes_per_s", format_rate),
     ("L1 and shared memory of an SM", "l1_bytes_per_sm", format_bytes),
     ("registers of an SM", "register_bytes_per_sm", format_bytes),
     ("ICI link, one way", "ici_link_bytes_per_s", format_rate),
@@ -107,9 +111,14 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("network, one way", "nic_bytes_per_s", format_rate),
     ("DCN of a host", "dcn_bytes_per_s_per_host", format_rate),
     ("chips of a host", "chips_per_host", str),
-    ("PCIe", "pcie_bytes_per_s", format_rate),
+    ("host link, one way", "pcie_bytes_per_s", format_rate),
     ("power", "power_w", lambda v: f"{v:g} W"),
     ("price of an hour", "price_usd_per_hour", lambda v: f"${v:g}"),
+    ("cores", "num_cores", str),
+    ("MXUs of a core", "mxus_per_core", str),
+    ("cells of an MXU", "mxu_dim", lambda v: f"{v} x {v}"),
+    ("VPU lanes of a core", "vpu_lanes_per_core", "{:,}".format),
+    ("clock", "clock_hz", lambda v: f"{v / 1e9:.4g} GHz"),
 )
 
 
@@ -131,6 +140,8 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         if value is not None:
             rows.append([words, show(value), note(c.sources.get(key, ""))])
     yield Table(["", c.name, "source"], rows, c.full_name)
+    if c.variant == "custom" and (missing := [name for name in PAID_FOR if getattr(c, name) is None]):
+        yield Paragraph(f"not known: {', '.join(missing)} (a base's are those of other hardware)", indent=4)
     for number, source in enumerate(notes, 1):
         yield Paragraph(f"{number:>2}  {source}", indent=4)
 
@@ -146,13 +157,20 @@ def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
         (f"least batch, {name}", name, "{:.4g} tokens".format, _batch_formula(name)) for name in facts["critical_batch"]
     ]
     table: tuple[tuple[str, str, Show, str], ...] = (
-        ("memory stops binding at", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
+        ("critical intensity", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
         *batches,
-        ("least batch, weights over PCIe", "critical_batch_pcie", "{:,.0f} tokens".format, "peak / PCIe"),
+        ("least batch, weights from host", "critical_batch_pcie", "{:,.0f} tokens".format, "peak / host link"),
         ("FSDP on one ICI axis, from", "ici_intensity", "{:,.0f} tokens a chip".format, "alpha = peak / W"),
         ("slice and sum, no gather, from", "reduce_after_min_dim", "D = {:,.0f}".format, "2 alpha"),
         ("split in two along D, from", "critical_split_dim", "D = {:,.0f}".format, "2 peak / link"),
-        ("latency of a hop binds below", "latency_bound_bytes", format_bytes, f"link x {format_seconds(_link(c)[1])}"),
+        (
+            "bound by latency",
+            "latency_bound_bytes",
+            lambda v: f"transfers < {format_bytes(v)}",
+            f"link x {format_seconds(_link(c)[1])}",
+        ),
+        ("int8 over bf16 peak", "int8_over_bf16", "{:.3g} times".format, ""),
+        ("memory over link rate", "memory_over_link", "{:.3g} times".format, "memory rate / link"),
         ("DCN of a chip", "dcn_bytes_per_s", format_rate, "of a host / its chips"),
     )
     return known_rows(facts | facts["critical_batch"], table)

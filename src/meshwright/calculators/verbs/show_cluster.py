@@ -15,7 +15,7 @@ from meshwright.core.units import format_bytes, format_count, format_flops, form
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.training_budget import DAY_S, energy_kwh
 from meshwright.cost.network.collectives import collective_time, group_rates
-from meshwright.cost.network.links import physical_links
+from meshwright.cost.network.links import physical_links, torus_width
 from meshwright.cost.network.placement import physical_placement
 from meshwright.report.answer import Answer, Piece, Show, Table
 from meshwright.spec.cluster import Cluster
@@ -110,16 +110,16 @@ def cluster_facts(c: Cluster) -> dict[str, Any]:
     return {**facts, "energy_kwh_per_day": energy, **_least_batches(c, peak)}
 
 
-def _least_batches(c: Cluster, peak: float | None) -> dict[str, float | None]:
+def _least_batches(c: Cluster, peak: float | None) -> dict[str, Any]:
     """Tokens a step (of a slice) from which plain data parallelism is not bound by the network."""
-    unit, chips = c.chip, c.num_chips // c.num_slices
+    unit, width = c.chip, torus_width(c)
     fsdp = over_dcn = None
-    if peak and unit.ici_axis_bytes_per_s and chips > 1:
-        alpha = limits.ici_intensity(peak, unit.ici_axis_bytes_per_s)
-        fsdp = limits.data_parallel_min_batch(alpha, sum(size > 1 for size in c.shape), chips)
+    if peak and width:
+        alpha = limits.ici_intensity(peak, width.bytes_per_s)
+        fsdp = limits.data_parallel_min_batch(alpha, sum(width.axes), c.num_chips // c.num_slices)
     if peak and unit.dcn_bytes_per_s_per_host and unit.chips_per_host:
         over_dcn = limits.dcn_min_batch_per_pod(peak, unit.dcn_bytes_per_s_per_host, unit.chips_per_host)
-    return {"fsdp_min_batch_tokens": fsdp, "dcn_min_batch_tokens_per_slice": over_dcn}
+    return {"fsdp_min_batch_tokens": fsdp, "width": width and width.words, "dcn_min_batch_tokens_per_slice": over_dcn}
 
 
 def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
@@ -137,7 +137,7 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
         ("energy of a day", "energy_kwh_per_day", format_energy, "at that power"),
         ("price of an hour", "price_usd_per_hour", lambda v: f"${v:,.2f}" if v < 100 else f"${v:,.0f}", ""),
         ("least batch, FSDP", "fsdp_min_batch_tokens", lambda v: f"{format_count(v)} tokens",
-         "alpha / axes x chips"),
+         f"alpha / axes x chips, W {str(facts['width']).split(',')[0]}"),
         ("least batch over DCN", "dcn_min_batch_tokens_per_slice", lambda v: f"{format_count(v)} tokens",
          "peak x host chips / DCN"),
     )  # fmt: skip

@@ -1,13 +1,15 @@
 """What `meshwright show MODEL` prints: its weights, and what it computes and holds before anything is split."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.training.kv_cache import cache_designs
 from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_params
 from meshwright.cost.formulas import accounting
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import entry, models
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
@@ -17,6 +19,7 @@ PREFILL_POSITIONS = 4096
 MIN_SHARE = 5e-4
 """Parts with a smaller share of the parameters are not told: they would read 0.0%."""
 
+VOCABULARY = ("embedding", "unembedding")
 CACHE_POSITIONS = 32768
 CACHE_DTYPES = ("bf16", "int8", "int4")
 ZERO_DEVICES = (8, 64, 1024)
@@ -25,9 +28,13 @@ REMATS = ("none", "selective", "matmuls", "block")
 """Policies that differ in what a layer keeps: "full" keeps what "block" does."""
 
 
-def model_answer(m: Model) -> Answer:
-    """One model: its weight table, then totals, state and activations."""
+def model_answer(m: Model, seq_len: int | None = None) -> Answer:
+    """One model: its weight table, then totals, state and activations; FLOPs and traffic at a length."""
+    if seq_len is not None and m.encoder:
+        raise InputError(f"{m.name} has two lengths, of its encoder and its decoder. Leave --seq out.")
     facts = model_facts(m)
+    if seq_len is not None:
+        facts |= {"flops": _flops(m, seq_len), "layer_traffic": _traffic(m, seq_len)}
     return Answer(facts, _text(m, facts))
 
 
@@ -38,6 +45,8 @@ def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
     yield from _cache_text(m, facts["kv_cache"])
     yield from _zero_text(facts["zero_bytes"])
     yield from _saved_text(m, facts["saved_bytes_per_token"])
+    if "flops" in facts:
+        yield from _at_length_text(facts)
 
 
 def model_facts(m: Model) -> dict[str, Any]:
@@ -52,6 +61,7 @@ def model_facts(m: Model) -> dict[str, Any]:
         "params": count,
         "active_params": num_active_params(m),
         "params_by_part": params_by_part(m),
+        "vocabulary_params": sum(params_by_part(m).get(part, 0) for part in VOCABULARY),
         "published_params": published.params if published else None,
         "train_flops_per_token": accounting.train_flops_per_param() * num_active_params(m),
         "kv_cache_bytes_per_token": accounting.kv_cache_bytes(m, 1),
@@ -67,6 +77,25 @@ def model_facts(m: Model) -> dict[str, Any]:
             for w in weight_table(m)
         ],
     }
+
+
+def _flops(m: Model, seq_len: int) -> dict[str, Any]:
+    """FLOPs of one sequence of training by part, with and without the causal discount of scores."""
+    full, causal = (accounting.forward_flops(m, seq_len, causal=discount) for discount in (False, True))
+    shares = [{part: flops / sum(one.values()) for part, flops in one.items()} for one in (full, causal)]
+    rows = [
+        {"part": part, "forward": flops, "backward": 2 * flops, "total": 3 * flops, "share": shares[0][part],
+         "total_causal": 3 * causal[part], "share_causal": shares[1][part]}
+        for part, flops in full.items()
+    ]  # fmt: skip
+    return {"seq_len": seq_len, "parts": rows, "total": 3 * sum(full.values()), "causal": 3 * sum(causal.values())}
+
+
+def _traffic(m: Model, num_tokens: int) -> list[dict[str, Any]]:
+    return [
+        {"strategy": name, "forward": sent, "forward_bytes": forward, "backward": back, "backward_bytes": backward}
+        for name, (sent, forward, back, backward) in accounting.layer_traffic(m, num_tokens).items()
+    ]
 
 
 def _attention_intensity(m: Model) -> dict[str, float] | None:
@@ -147,26 +176,66 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
     yield Fact("parameters", f"{facts['params']:,} ({format_params(facts['params'])}{said})")
     shares = {part: count / facts["params"] for part, count in facts["params_by_part"].items()}
     told = [f"{part.replace('_', ' ')} {share:.1%}" for part, share in shares.items() if share >= MIN_SHARE]
-    yield Fact("", ", ".join(told))
+    yield Fact("", f"{', '.join(told)}; vocabulary {facts['vocabulary_params'] / facts['params']:.1%}")
     if active != facts["params"]:
         yield Fact("active per token", f"{active:,} ({format_params(active)})")
-    yield Fact("training", f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 x active)")
+    yield Fact(
+        "training",
+        f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 N, N = active, look-up included)",
+    )
     yield Fact(
         "attention",
-        f"its own products equal the layers' matmul FLOPs at {facts['attention_equal_len']:,.0f} positions, those of "
-        f"its projections at {facts['projection_equal_len']:,.0f}",
+        f"its own products equal the layers' matmul FLOPs at {_positions(facts['attention_equal_len'])}, those of its "
+        f"projections at {_positions(facts['projection_equal_len'])}"
+        + (f" ({_windows(m)})" if m.sliding_layers and m.sliding_window else ""),
     )
     if facts["attention_intensity"]:
         at = facts["attention_intensity"]
         yield Fact(
             "",
             f"{at['prefill']:,.4g} FLOPs/byte in bf16 in prefill and {at['generation']:.4g} in generation, at "
-            f"{at['positions']:,} positions: T S G / (T G + S)",
+            f"{at['positions']:,} positions{' without a window' * bool(m.sliding_layers)}: T S G / (T G + S)",
         )
     yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
     states = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
     yield Fact("training state", f"{states} (bf16-adam without its short-lived gradients)")
-    yield Fact("here", "trains" if m.runs_here else "counted and planned; only the llama family runs in this version")
+    yield Fact("here", f"counted and planned, not run: {m.missing_to_run}" if m.missing_to_run else "trains")
+
+
+def _positions(length: float) -> str:
+    return f"{length:,.0f} positions" if math.isfinite(length) else "no length"
+
+
+def _windows(m: Model) -> str:
+    return f"{len(m.sliding_layers)} of {m.num_layers} layers see {m.sliding_window:,} positions"
+
+
+def _at_length_text(facts: dict[str, Any]) -> Iterator[Piece]:
+    flops = facts["flops"]
+    columns: TableColumns = {
+        "part": "part",
+        **{name: (name, lambda value: format_flops(value, unit="FLOP")) for name in ("forward", "backward", "total")},
+        "share": ("share", "{:.1%}".format),
+        "causal": ("total_causal", lambda value: format_flops(value, unit="FLOP")),
+        "share, causal": ("share_causal", "{:.1%}".format),
+    }
+    total, causal = (format_flops(flops[key], unit="FLOP") for key in ("total", "causal"))
+    yield Table.of(
+        flops["parts"],
+        columns,
+        f"A sequence of {flops['seq_len']:,} tokens: {total}, {causal} with causal scores; N without the look-up",
+    )
+    yield Table.of(
+        facts["layer_traffic"],
+        {
+            "strategy": "strategy",
+            "forward": "forward",
+            "bytes": ("forward_bytes", format_bytes),
+            "backward": "backward",
+            "of both": (lambda row: format_bytes(row["forward_bytes"] + row["backward_bytes"])),
+        },
+        f"What a layer sends for B = {flops['seq_len']:,} tokens in bf16, whole arrays; P: weights of a layer",
+    )
 
 
 def _cache_text(m: Model, rows: list[dict[str, Any]]) -> Iterator[Piece]:
@@ -175,9 +244,7 @@ def _cache_text(m: Model, rows: list[dict[str, Any]]) -> Iterator[Piece]:
          *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
         for row in rows
     ]  # fmt: skip
-    windows = ""
-    if m.sliding_layers and m.sliding_window:
-        windows = f"; {len(m.sliding_layers)} of {m.num_layers} layers keep {m.sliding_window:,} positions"
+    windows = f"; {_windows(m)}" if m.sliding_layers and m.sliding_window else ""
     yield Table(
         ["heads", "elements", *CACHE_DTYPES, f"{CACHE_POSITIONS:,} tokens"],
         table,

@@ -18,7 +18,7 @@ from meshwright.calculators.sweeps.crossover import (
     scheme_curves,
 )
 from meshwright.calculators.sweeps.fields import require_links
-from meshwright.cli.shared import CALIBRATION, PNG, SEQ
+from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
@@ -39,13 +39,18 @@ class Given(Options):
     model: str = argument()
     on: str = option("A cluster: v5p:16x16x16, or v5p:4096chips for any of its shapes.")
     axes: MeshSizes | None = option("One mesh: tensor=8; fsdp takes the rest. Without: FSDP with every tensor size.")
-    seq_len: Count = SEQ
+    seq_len: Count = option("Tokens of a sequence.", "--seq", default="4096", needs={"is_model": "a model"})
     batches: str | None = option("The range of tokens a step, such as 256Ki..64Mi.  [default: 32 to 32 Ki a chip]")
     whole: bool = option("The whole training step, not the forward pass of the layers.", "--step")
-    remat: str = option("Recomputation of the whole step.", default="none")
+    remat: str = option("Recomputation of the whole step.", default="none", needs={"whole": "--step"})
     whole_axes: bool = option("Keep each torus axis to one mesh axis, as the book counts them.")
     calibration: Path | None = CALIBRATION
     png: Path | None = PNG
+
+    @property
+    def is_model(self) -> bool:
+        """True for a model with sequences, not mlp:DxF."""
+        return not self.model.startswith("mlp:")
 
 
 @verb(Given)

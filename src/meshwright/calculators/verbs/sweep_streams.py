@@ -35,9 +35,14 @@ class Given(Options):
     zero: str | None = option("One stage of ZeRO.  [default: all ways]", type=click.Choice(["0", "1", "3"]))
     layers: int = option("Layers that are drawn.", default=3)
     remat: str = option("What the backward pass computes again.", default="none")
-    bucket: str = option("Gradients that are sent together.", default="25MB")
+    bucket: str = option("Gradients that are sent together.", default="25MB", needs={"in_buckets": "--zero 0 or 1"})
     calibration: Path | None = CALIBRATION
     png: Path | None = PNG
+
+    @property
+    def in_buckets(self) -> bool:
+        """True where gradients are summed in buckets."""
+        return self.zero != "3"
 
 
 @verb(Given)

@@ -26,7 +26,7 @@ class Given(Options):
         "Shape of the whole weight matrix, such as 512x256 [default: SHAPE].", "--weights"
     )
     on: str | None = option("A TPU: its MXU gives the shape where none is given, its clock the time.")
-    seed: int = option("Of the integers that are multiplied.", default=0)
+    seed: int = option("Of the integers that are multiplied.", default=0, needs={"png": "--png", "folder": "--frames"})
     png: Path | None = option("Draw telling cycles to this file (.png or .svg).")
     folder: Path | None = option("Draw every cycle into this folder.", "--frames")
 
@@ -81,11 +81,14 @@ def _matrices(given: Given, depth: int, width: int, *, low: int = -9) -> tuple[M
 
 
 def _speed(counted: SystolicCycles, array: tuple[int, int], on: str | None) -> dict[str, Any]:
-    """Seconds and FLOP/s of one array at a chip's clock."""
+    """Seconds and FLOP/s of one array at a chip's clock, where that is published."""
+    unknown = dict.fromkeys(("chip", "time_s", "peak_flops", "flops_per_s"))
     if on is None:
-        return dict.fromkeys(("chip", "time_s", "peak_flops", "flops_per_s"))
+        return unknown
     unit = chip(on)
-    clock = known(unit, "clock_hz")
+    clock = unit.clock_hz
+    if clock is None:
+        return unknown | {"chip": unit.name}
     peak = 2 * array[0] * array[1] * clock
     return {
         "chip": unit.name,
@@ -115,6 +118,8 @@ def _text(found: dict[str, Any], counted: SystolicCycles) -> Iterator[Piece]:
     if found["time_s"] is not None:
         rate = f"{format_flops(found['flops_per_s'])} of {format_flops(found['peak_flops'])}"
         yield Fact(f"one MXU of {found['chip']}", f"{format_seconds(found['time_s'])}, {rate}")
+    elif found["chip"]:
+        yield Fact("time", f"not known: no clock of {found['chip']} is published (clock_hz)")
     if found["product_is_right"] is None:
         yield Fact("proof", "too large to run cell by cell here")
     else:

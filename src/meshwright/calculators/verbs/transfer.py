@@ -40,7 +40,9 @@ class Given(Options):
         'Where it lies: a chip "0,0", "host:0,0", "1:0,0" in slice 1, "chips", "hosts".', "--from"
     )
     target: str | None = option("Where it goes: the same words.", "--to")
-    via: Via = option("From hosts: how.", type=click.Choice(("ici", "dcn")), default="ici")
+    via: Via = option(
+        "From hosts: how.", type=click.Choice(("ici", "dcn")), default="ici", needs={"from_hosts": "--from hosts"}
+    )
     extra: tuple[str, ...] = option("A further leg: hbm, pcie*16, 15GB@ici*2:6hops, 275GFLOP@compute.", "--leg")
     axis: str | None = option("Price collectives instead, over these links: x, or x,y, or domain,nodes.")
     collective: CollectiveKind | None = option("One collective instead of all.", type=click.Choice(COLLECTIVES))
@@ -48,8 +50,20 @@ class Given(Options):
     frames: Path | None = option(
         "Draw --collective hop by hop: one picture (.png), or a picture a step in a folder.", metavar="PATH"
     )
-    dtype: str = option("Of the products of a compute leg.", default="bf16")
+    dtype: str = option(
+        "Of the products of a compute leg.", default="bf16", needs={"computes": "a --leg of FLOPs@compute"}
+    )
     calibration: Path | None = CALIBRATION
+
+    @property
+    def from_hosts(self) -> bool:
+        """True where bytes come out of all hosts."""
+        return self.source == "hosts"
+
+    @property
+    def computes(self) -> bool:
+        """True where a leg is a calculation."""
+        return any("compute" in leg for leg in self.extra)
 
 
 @verb(Given)

@@ -159,8 +159,8 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
     )
     yield Fact(
         "utilisation",
-        f"MFU {estimate.mfu:.1%} of 6ND + 12 B T^2 N H L, no causal discount; HFU {estimate.hfu:.1%}, recomputation "
-        f"counted",
+        f"MFU {estimate.mfu:.1%} of 6ND + 12 B T^2 N H L, N without the look-up, no causal discount; "
+        f"HFU {estimate.hfu:.1%}, recomputation counted",
     )
     items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
     yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")
@@ -195,8 +195,10 @@ def _legend(at: Letters) -> str:
     said = [f"B = {format_count(at.batch_tokens)} tokens{of}", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]
     said.append(f"C = {format_flops(at.peak_flops)}")
     if at.alpha is not None:
-        said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte")
-        said.append(f"X = data x fsdp x context on Mx = {at.fsdp_axes} and tensor on My = {at.tensor_axes} torus axes")
+        said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W {at.width}")
+        said.append(
+            f"X = data x fsdp x context on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes"
+        )
         said.append("root = that of the discriminant")
     return ", ".join(said)
 
@@ -270,14 +272,14 @@ def limit_words(limit: Limit) -> str:
 def _change_words(told: Explanation) -> str:
     """The best single change and its gain, or that none helps."""
     tried = told.changes
-    of = f"{tried.num_tried} single changes ({tried.num_legal} of them run)"
+    of = f"{tried.num_tried} changes tried ({tried.num_legal} of them run)"
     if tried.best is None:
-        return f"none of {of}"
+        return f"none of the {of} makes it faster"
     gain = tried.gain_s / told.estimate.step_s
     now = tried.best.estimate
     return (
         f"{tried.best.words}: {format_seconds(now.step_s)} a step, {gain:.1%} less, "
-        f"{format_bytes(now.hbm_bytes_per_chip)} per chip; the best of {of}"
+        f"{format_bytes(now.hbm_bytes_per_chip)} per chip; the best of the {of}"
     )
 
 

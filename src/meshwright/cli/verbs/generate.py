@@ -11,6 +11,7 @@ from meshwright.api.running import GeneratedText, TextOptions, generate_text
 from meshwright.cli.output import say
 from meshwright.cli.verb import MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import read_text
 from meshwright.core.units import format_count, format_seconds
 from meshwright.report.answer import Answer, Paragraph
 from meshwright.spec.cluster import Cluster
@@ -99,11 +100,8 @@ def _prompts(given: Given) -> list[str]:
     """All prompts, those of the file last. Raises InputError when there is none."""
     texts, file = list(given.prompts), given.prompt_file
     if file is not None:
-        try:
-            texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
-            raise InputError(f"{file} cannot be read: {why}. Give a text file with a prompt on each line.") from None
+        lines = read_text(file, "Give a text file with a prompt on each line.").splitlines()
+        texts += [line for line in lines if line.strip()]
     if not texts:
         raise InputError("generate needs a prompt. Write: generate runs/NAME-001 --prompt 'The statement'.")
     for number, text in enumerate(texts, start=1):

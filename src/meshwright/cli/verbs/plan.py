@@ -24,7 +24,7 @@ from meshwright.plan.planner import rank_slices
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.run_budget import run_budget
 from meshwright.plan.space import FULL, USUAL
-from meshwright.plan.why.setup_changes import parse_what_if
+from meshwright.plan.why.setup_changes import CHANGES, parse_what_if
 from meshwright.plan.why.what_if import what_if
 from meshwright.plan.why.why_not import why_not
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns, tables_of
@@ -44,6 +44,7 @@ class Given(Options):
     batch: str = BATCH
     seq_len: Count = SEQ_NEEDED
     tokens: Count | None = option("Tokens of the whole run, such as 15T: gives days and cost.")
+    price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
     axes: MeshSizes | None = AXES
     top: int = option("How many strategies to list.", default=5)
     collective_matmul: str | None = option(
@@ -57,7 +58,12 @@ class Given(Options):
     png: Path | None = option("The same, drawn to this file.")
     breakdown: Path | None = option("Draw where the best plan's step goes to this file.")
     why_nots: tuple[str, ...] = option("Why not tensor=16,remat=block?", "--why-not", metavar="AXIS=N,...")
-    what_ifs: tuple[str, ...] = option("What if chip.flops=8x,chips=2x?", "--what-if", metavar="WHAT=Nx,...")
+    what_ifs: tuple[str, ...] = option(
+        f"What if chip.flops=8x,chips=2x? Of {', '.join(CHANGES)}; network is nic and dcn: what leaves the domain or "
+        f"slice.",
+        "--what-if",
+        metavar="WHAT=Nx,...",
+    )
     verify: bool = option("Compile each for its hardware, and list those that run and fit.")
     recipe: bool = option("The rules of thumb of a lecture, step by step, beside the search.")
 
@@ -68,6 +74,9 @@ def command(given: Given) -> Answer:
     fields = parse_fields(given.pairs, sections=PLANNED)
     chosen = with_fields(load_model(given.model), "model", fields["model"])
     clusters = parse_clusters(given.on)
+    if given.price is not None:
+        chip = clusters[0].chip.priced(given.price)
+        clusters = tuple(msgspec.structs.replace(cluster, chip=chip) for cluster in clusters)
     job = job_of(given.batch, given.seq_len, fields["job"], given.tokens)
     require_training(job, "plan")
     if given.collective_matmul is not None:

@@ -83,7 +83,7 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
     if left_out:
         yield f"{left_out} more that save less than {LEAST_SAVING:.0%} of memory are in --json and in --png"
     if not found.cost:
-        yield f"{cluster.chip.name} has no price, so step time is not weighed against cost"
+        yield f"{cluster.chip.name} has no price (--price), so step time is not weighed against cost"
         return
     yield ""
     price = f"${cluster.chip.price_usd_per_hour:,.2f} a chip and hour"

@@ -73,7 +73,7 @@ def full_words(strategy: Strategy) -> str:
 
 def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
     """What the whole run takes, in a few lines."""
-    money = "no price known" if budget.cost_usd is None else f"${budget.cost_usd:,.0f}"
+    money = "no price known (--price)" if budget.cost_usd is None else f"${budget.cost_usd:,.0f}"
     yield Fact(
         "the run",
         f"{format_count(budget.train_tokens)} tokens in {budget.steps:,.0f} steps: "
@@ -82,14 +82,15 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
     petaflop_days, years = (three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
     yield Fact(
         "",
-        f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, {budget.mfu_6nd:.1%} of the chip-hours' "
-        f"peak; {years} years on one chip at peak",
+        f"6 N D, N with the look-up, = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, "
+        f"{budget.mfu_6nd:.1%} of the chip-hours' peak; {years} years on one chip at peak",
     )
+    watts = "not known for this chip (power_w)"
     if budget.power_w is not None and budget.energy_kwh is not None:
-        yield Fact(
-            "power",
-            f"{format_power(budget.power_w)} for {num_chips:,} chips alone, {format_energy(budget.energy_kwh)} in all",
+        watts = (
+            f"{format_power(budget.power_w)} for {num_chips:,} chips alone, {format_energy(budget.energy_kwh)} in all"
         )
+    yield Fact("power", watts)
 
 
 def placement_words(placement: Mapping[str, str]) -> str:

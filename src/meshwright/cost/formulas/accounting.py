@@ -9,12 +9,13 @@ from fractions import Fraction
 from typing import Literal
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError, nearest
 from meshwright.cost.formulas.roofline import Work
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import STATE_BYTES, Strategy
+from meshwright.spec.strategy import STATE_BYTES, Strategy, standard_assignment
 from meshwright.spec.weights import Weight, weight_table
 
 StatePart = Literal["weights", "gradients", "optimizer"]
@@ -64,7 +65,8 @@ def attention_equal_len(model: Model) -> float:
     """Sequence length at which attention's own products take as many FLOPs as all matrices of the layers.
 
     6 P T = 6 T^2 N (H + Hv) L with P the matrix parameters that a token uses in the layers, so T = P / (N (H + Hv) L);
-    8 D with F = 4 D gated, full heads and N H = D. No causal discount. Source: section 4.3.
+    8 D with F = 4 D gated, full heads and N H = D. No causal discount. Layers with a window see that many positions at
+    most: infinite where all have one and it is too short. Source: section 4.3.
     """
     return _equal_len(model, _layer_matrices(model))
 
@@ -84,8 +86,62 @@ def _layer_matrices(model: Model) -> list[Weight]:
 
 def _equal_len(model: Model, rows: list[Weight]) -> float:
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    per_position = model.num_heads * (model.head_dim + value_dim) * model.num_layers
-    return sum(row.num_active_params for row in rows) / per_position
+    keys = sum(row.num_active_params for row in rows) / (model.num_heads * (model.head_dim + value_dim))
+    window, near = model.sliding_window or math.inf, len(model.sliding_layers)
+    if not near or keys / model.num_layers <= window:
+        return keys / model.num_layers
+    far = model.num_layers - near
+    return (keys - near * window) / far if far else math.inf
+
+
+FLOP_PARTS = {
+    "attention": "projections",
+    **dict.fromkeys(("mlp", "router", "experts", "shared_experts"), "feed-forward"),
+    "unembedding": "vocabulary",
+}
+"""Part of the weight table -> the part of the FLOPs that its products are; the look-up of the embedding is free."""
+
+
+def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[str, float]:
+    """FLOPs of the forward pass of one sequence by part: 2 P T of matrices, 2 T S N (H + Hv) a layer of scores.
+
+    The backward pass has twice as many. S are the keys that a query meets, see `keys_per_query`; chosen experts count.
+    Three times their sum is what MFU counts. Source: How to Scale Your Model, section 4.3.
+    """
+    found = dict.fromkeys(("projections", "scores", "feed-forward", "vocabulary"), 0.0)
+    for row in weight_table(model):
+        if row.kind == "matrix" and row.part in FLOP_PARTS:
+            used = math.prod(row.shape) if row.tied_to else row.num_active_params
+            found[FLOP_PARTS[row.part]] += 2.0 * used * seq_len
+    near = keys_per_query(seq_len, window=model.sliding_window, causal=causal)
+    sliding = len(model.sliding_layers) if model.sliding_window else 0
+    keys = (model.num_layers - sliding) * keys_per_query(seq_len, causal=causal) + sliding * near
+    value_dim = model.v_head_dim if model.latent_attention else model.head_dim
+    found["scores"] = 2.0 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
+    return found
+
+
+def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Number, str, Number]]:
+    """What one layer sends for ``num_tokens`` in bf16 by strategy: formula and bytes, forward, then backward.
+
+    Whole arrays as rings carry them: a gather or a scatter once, an all-reduce twice. P are the weights of a layer, in
+    the mean. Source: How to Scale Your Model, sections 5.1 to 5.3.
+    """
+    weights = 2 * sum(row.num_params for row in weight_table(model) if row.layers) / model.num_layers
+    acts = 2 * num_tokens * model.d_model
+    found: dict[str, tuple[str, Number, str, Number]] = {
+        "data": ("nothing", 0, "sum 4P", 2 * weights),
+        "fsdp": ("gather 2P", weights, "gather 2P, scatter 2P", 2 * weights),
+        "tensor": ("gather 4BD, scatter 4BD", 4 * acts, "gather 4BD, scatter 4BD", 4 * acts),
+        "pipeline": ("send 2BD", acts, "send 2BD", acts),
+    }
+    if not model.latent_attention:
+        ring = 4 * num_tokens * model.num_kv_heads * model.head_dim
+        found["context ring"] = ("keys, values 4BKH", ring, "and gradients 8BKH", 2 * ring)
+    if model.num_experts:
+        sent = 2 * model.experts_per_token * acts
+        found["expert"] = ("to and from 4kBD", sent, "to and from 4kBD", sent)
+    return found
 
 
 # -- bytes of the training state ------------------------------------------------------------------------
@@ -130,14 +186,17 @@ def max_params(memory_bytes: Number, *, state: str) -> Number:
 # -- bytes of activations and caches --------------------------------------------------------------------
 
 
-def saved_widths(model: Model, remat: str | tuple[str, ...]) -> dict[str, Number]:
+def saved_widths(
+    model: Model, remat: str | tuple[str, ...], *, tensor: int = 1, sequence_parallel: bool = True
+) -> dict[str, Number]:
     """Elements per token that each layer keeps for its backward pass under a remat policy, by result.
 
-    Read off the derived steps on one device: "block" keeps the layer's input alone (D), the list ("g", "u") the
-    outputs of the feed-forward matmuls as well (D + 2 F). Where layers differ it is their mean; a token has a slot
-    with each of its experts.
+    Read off the derived steps on one device, or on each of ``tensor``: "block" keeps the layer's input alone (D), the
+    list ("g", "u") the outputs of the feed-forward matmuls as well (D + 2 F). Where layers differ it is their mean; a
+    token has a slot with each of its experts.
     """
-    derived = derive(transformer(model), Strategy(mesh={}, remat=remat))
+    assignment = standard_assignment(sequence_parallel=sequence_parallel)
+    derived = derive(transformer(model), Strategy(mesh={"tensor": tensor}, remat=remat, assignment=assignment))
     sizes: dict[str, Number] = model.dims | {"B": 1, "T": 1}
     if model.num_experts:
         sizes["C"] = Fraction(model.experts_per_token, model.num_experts)
@@ -145,7 +204,8 @@ def saved_widths(model: Model, remat: str | tuple[str, ...]) -> dict[str, Number
     for block in derived.blocks:
         for array in block.kept if block.is_layer else ():
             width = math.prod(sizes[dim] for dim in array.dims)
-            found[array.name] = found.get(array.name, 0) + Fraction(block.repeat * width, model.num_layers)
+            parts = model.num_layers * (tensor if "tensor" in array.spread else 1)
+            found[array.name] = found.get(array.name, 0) + Fraction(block.repeat * width, parts)
     return {name: int(width) if width.denominator == 1 else float(width) for name, width in found.items()}
 
 

@@ -46,9 +46,9 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 
     B is ``batch_tokens`` of one microbatch: weights are gathered anew for each, so its tokens have to hide them. N is
     ``num_chips``, X ``data_ways`` = data x fsdp x expert x context, Y ``tensor``, F ``d_ff``, C ``peak_flops``, alpha
-    C / W in FLOPs per byte with W of one torus axis both ways. M_X and M_Y are the torus axes of X and Y: whole
-    numbers, each at least one. ``sparsity`` is E / k: so many more tokens hide the same weights. ``num_slices`` are
-    those that share out the batch, not the stages of a pipeline.
+    C / W in FLOPs per byte with W of one torus axis, ``width``. M_X and M_Y are the torus axes of X and Y, each at
+    least one; beside rings a line counts as a half. ``sparsity`` is E / k: so many more tokens hide the same weights.
+    ``num_slices`` are those that share out the batch, not the stages of a pipeline.
     """
 
     batch_tokens: float
@@ -60,9 +60,10 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     data_ways: float | None = None
     peak_flops: float
     alpha: float | None = None
-    num_axes: int
-    fsdp_axes: int = 1
-    tensor_axes: int = 1
+    width: str = ""
+    num_axes: float
+    fsdp_axes: float = 1
+    tensor_axes: float = 1
     tensor: int | None = None
     sparsity: float = 1.0
 
@@ -121,7 +122,7 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
         return self.link_alpha if self.alpha is None else self.alpha if self.num_chips > 1 else None
 
     @property
-    def fsdp_links(self) -> int:
+    def fsdp_links(self) -> float:
         """Torus axes that FSDP alone uses at once; one switched link."""
         return 1 if self.alpha is None else self.num_axes
 
@@ -247,12 +248,12 @@ def _fewest_words(at: Letters) -> str:
 
 
 def _fsdp_words(at: Letters) -> str:
-    bound = f"C / W_{at.link}" if at.alpha is None else f"alpha / {at.num_axes}"
+    bound = f"C / W_{at.link}" if at.alpha is None else f"alpha / {at.num_axes:g}"
     return f"> {bound}{' x E/k' if at.sparsity > 1 else ''}"
 
 
 def _fsdp_chips_words(at: Letters) -> str:
-    most = f"B W_{at.link} / C" if at.alpha is None else f"{at.num_axes} B / alpha"
+    most = f"B W_{at.link} / C" if at.alpha is None else f"{at.num_axes:g} B / alpha"
     return f"< {most}{' x k/E' if at.sparsity > 1 else ''}"
 
 

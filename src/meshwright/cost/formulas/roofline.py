@@ -16,7 +16,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.chip import Chip, known, peak
 
-Channel = Literal["hbm", "vmem", "pcie", "ici", "dcn"]
+Channel = Literal["hbm", "vmem", "pcie", "ici", "dcn", "nvlink"]
 
 _CHANNEL_FIGURES: dict[str, str] = {
     "hbm": "hbm_bytes_per_s",
@@ -24,6 +24,7 @@ _CHANNEL_FIGURES: dict[str, str] = {
     "pcie": "pcie_bytes_per_s",
     "ici": "ici_axis_bytes_per_s",
     "dcn": "dcn_bytes_per_s",
+    "nvlink": "nvlink_bytes_per_s",
 }
 
 
@@ -96,9 +97,14 @@ def critical_intensity(peak_flops: Number, bytes_per_s: Number) -> Number:
 
 
 def channel_rate(chip: Chip, channel: Channel) -> float:
-    """Bytes/s of one channel of a chip; "ici" is both directions of one torus axis, "dcn" a chip's share."""
+    """Bytes/s of one channel of a chip; "ici" is both directions of one torus axis, "nvlink" one way,
+    "dcn" a chip's share."""
     if channel not in _CHANNEL_FIGURES:
         raise InputError(f"unknown channel {channel!r}.{nearest(channel, _CHANNEL_FIGURES)}")
+    links = {"ici": ("torus", "ICI"), "nvlink": ("switched", "NVLink")}
+    if channel in links and chip.topology != links[channel][0]:
+        other = next((name for name, (wiring, _) in links.items() if wiring == chip.topology), "hbm")
+        raise InputError(f"{chip.name} has no {links[channel][1]}; use --channel {other}.")
     return known(chip, _CHANNEL_FIGURES[channel])
 
 

@@ -6,6 +6,7 @@ be NumPy arrays: nothing branches on them.
 Sources: How to Scale Your Model, sections 3.2 (rings, latency), 3.4 (summary), 5.1.6 (DCN).
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,11 +27,12 @@ _INNER: tuple[Level, ...] = ("ici", "nvlink", "host")
 
 
 class KindRate(msgspec.Struct, frozen=True):
-    """``time = setup_s + max(bytes x seconds_per_byte, floor_s)``."""
+    """``time = setup_s + max(bytes x seconds_per_byte, floor_s)``; ``level`` is that whose bandwidth binds."""
 
     seconds_per_byte: Number
     floor_s: Number = 0.0
     setup_s: Number = 0.0
+    level: Any = "none"
 
     def time(self, array_bytes: Number) -> Number:
         """Seconds for that many bytes."""
@@ -38,14 +40,13 @@ class KindRate(msgspec.Struct, frozen=True):
 
 
 class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group needs to be priced: its size, the level that binds, and the rate of each kind of collective.
+    """What a group needs to be priced: its size, and the rate of each kind of collective.
 
     ``ring_links`` is 2 where a device has a link to each side of its ring, so that halves sent both ways pass at the
     same time; 1 where they share a port, or where one of the ways round a line uses all its links.
     """
 
     size: Number
-    level: Any
     kinds: dict[str, KindRate]
     ring_links: Number = 1
 
@@ -72,7 +73,7 @@ def collective_time(kind: CollectiveKind, array_bytes: Number, group: GroupRates
 def collective_bound_by(kind: CollectiveKind, array_bytes: float, group: GroupRates) -> str:
     """ "latency" where the hops take longer than the bytes, else the level whose bandwidth binds."""
     rate = group[kind]
-    return "latency" if rate.floor_s > array_bytes * rate.seconds_per_byte else str(group.level)
+    return "latency" if rate.floor_s > array_bytes * rate.seconds_per_byte else str(rate.level)
 
 
 def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibration | None = None) -> GroupRates:
@@ -90,7 +91,7 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     per chip, what all members inside it share and send on.
     """
     if not legs:
-        return GroupRates(size=1, level="none", kinds=dict.fromkeys(COLLECTIVES, KindRate(0.0)))
+        return GroupRates(size=1, kinds=dict.fromkeys(COLLECTIVES, KindRate(0.0)))
     if legs[0].level == "host":
         return _host_rates(legs[0], calibration)
     if calibration is not None:
@@ -103,16 +104,18 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     gather = _larger(gather_in, gather_out)
     exchange = _larger(exchange_in / num_outer, exchange_out)
     floor = sum(leg.hops * (leg.size > 1) * leg.hop_s for leg in legs)
-    once = KindRate(gather, floor)
+    inside, outside = (some[0].level if some else "none" for some in (inner, outer))
+    gather_level = _binding((gather_in, inside), (gather_out, outside))
+    exchange_level = _binding((exchange_in / num_outer, inside), (exchange_out, outside))
+    once = KindRate(gather, floor, level=gather_level)
     return GroupRates(
         size=num_inner * num_outer,
-        level=_binding(inner, outer, gather_in, gather_out),
         kinds={
             "all_gather": once,
             "reduce_scatter": once,
-            "all_reduce": KindRate(2 * gather, 2 * floor),
-            "all_to_all": KindRate(exchange, floor),
-            "permute": KindRate(*_permute_terms(legs)),
+            "all_reduce": KindRate(2 * gather, 2 * floor, level=gather_level),
+            "all_to_all": KindRate(exchange, floor, level=exchange_level),
+            "permute": _permute_rate(legs),
         },
         ring_links=_ring_links(legs),
     )
@@ -151,9 +154,9 @@ def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
         return gather, gather / size
     exchange: Number = 0.0
     for leg, rate in zip(legs, rates, strict=True):
-        alone = _line_or_ring(leg.size, leg.wraps, (1 + leg.wraps) * rate * (leg.size > 1))
         # this axis exchanges the share of the array that lies on one line of chips along it
-        exchange = _larger(exchange, alone * (0.5 - 0.25 * leg.wraps) * leg.size / size / leg.twist_gain)
+        busiest = busiest_link_share(leg.size, leg.wraps) * leg.size / size
+        exchange = _larger(exchange, busiest * (leg.size > 1) / rate / leg.twist_gain)
     width: Number = sum((1 + leg.wraps) * rate * (leg.size > 1) for leg, rate in zip(legs, rates, strict=True))
     closed: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
     return _line_or_ring(size, closed, width), exchange
@@ -165,14 +168,26 @@ def _line_or_ring(size: Number, closed: Any, width: Number) -> Number:
     return (size - 1 + closed) * (size > 1) / size / (width + (size == 1))
 
 
-def _permute_terms(legs: Sequence[Leg]) -> tuple[Number, Number]:
+def busiest_link_share(size: Number, wraps: Any) -> Number:
+    """Share of the array that the busiest link carries in one direction when n devices exchange it (AllToAll).
+
+    On a ring both ways an eighth, a quarter of an AllGather's half. The middle link of a line parts k = n/2 devices
+    (rounded down) from n - k, and each sends 1/n^2 of the array to each behind it: k (n - k) / n^2, a quarter if n is
+    even. Source: How to Scale Your Model, exercise 3.10, which counts rings.
+    """
+    half = size // 2
+    return wraps / 8 + (1 - wraps) * half * (size - half) / size**2
+
+
+def _permute_rate(legs: Sequence[Leg]) -> KindRate:
     """Every device sends to its neighbour in a ring over the group: the slowest link of the legs, one hop on it."""
-    seconds: Number = 0.0
-    floor: Number = 0.0
-    for leg in legs:
-        seconds = _larger(seconds, (leg.size > 1) / (leg.bytes_per_s / leg.sharing))
-        floor = _larger(floor, (leg.size > 1) * leg.sharing * leg.hop_s)
-    return seconds, floor
+    terms = [((leg.size > 1) / (leg.bytes_per_s / leg.sharing), leg.level) for leg in legs]
+    floors = [(leg.size > 1) * leg.sharing * leg.hop_s for leg in legs]
+    return KindRate(
+        functools.reduce(_larger, (seconds for seconds, _ in terms)),
+        functools.reduce(_larger, floors),
+        level=_binding(*terms),
+    )
 
 
 def _ring_links(legs: Sequence[Leg]) -> Number:
@@ -200,10 +215,12 @@ def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
     for kind in COLLECTIVES:
         if any(rate.kind == kind for rate in calibration.collectives):
             measured = collective_rate(calibration, kind, leg.size)
-            kinds[str(kind)] = KindRate(received_share(kind, leg.size) / measured.bytes_per_s, 0.0, measured.latency_s)
+            kinds[str(kind)] = KindRate(
+                received_share(kind, leg.size) / measured.bytes_per_s, 0.0, measured.latency_s, "host"
+            )
     if not kinds:
         collective_rate(calibration, "all_gather", leg.size)
-    return GroupRates(size=leg.size, level="host", kinds=kinds)
+    return GroupRates(size=leg.size, kinds=kinds)
 
 
 def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_shards: Number = 1) -> Number:
@@ -237,7 +254,10 @@ def _larger(first: Number, second: Number) -> Number:
     return max(first, second)
 
 
-def _binding(inner: Sequence[Leg], outer: Sequence[Leg], inside: Number, outside: Number) -> Any:
-    names = inner[0].level if inner else "none", outer[0].level if outer else "none"
-    chosen = np.where(outside > inside, names[1], np.where(inside > 0, names[0], "none"))
+def _binding(*terms: tuple[Number, str]) -> Any:
+    """The level that takes longest, of (seconds, level) from inside out; an inner one where two take as long."""
+    longest, chosen = terms[0][0], np.where(np.asarray(terms[0][0]) > 0, terms[0][1], "none")
+    for seconds, level in terms[1:]:
+        chosen = np.where(seconds > longest, level, chosen)
+        longest = _larger(longest, seconds)
     return chosen if chosen.ndim else str(chosen)

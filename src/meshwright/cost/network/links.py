@@ -31,6 +31,32 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     parts: Parts = ()
 
 
+class TorusWidth(msgspec.Struct, frozen=True, kw_only=True):
+    """W of a torus axis in closed forms: of a ring both ways, or of a line one way where no axis wraps around.
+
+    ``axes`` are the axes of several chips as multiples of that W, widest first: a line beside rings is a half.
+    """
+
+    bytes_per_s: float
+    axes: tuple[float, ...]
+    words: str
+
+
+def torus_width(cluster: Cluster) -> TorusWidth | None:
+    """W of the axes of a slice; None where it has no torus axis, or where the rate of a link is not known."""
+    rings = sorted((wraps for size, wraps in zip(cluster.shape, cluster.wraps, strict=True) if size > 1), reverse=True)
+    link = cluster.chip.ici_link_bytes_per_s
+    if cluster.kind != "torus" or link is None or not rings:
+        return None
+    closed = rings[0]
+    words = "both ways" if closed else "one way, no axis wraps around"
+    return TorusWidth(
+        bytes_per_s=(1 + closed) * link,
+        axes=tuple((1 + wraps) / (1 + closed) for wraps in rings),
+        words=words + (", a line counts as half an axis" if closed and not rings[-1] else ""),
+    )
+
+
 def physical_links(cluster: Cluster) -> tuple[Link, ...]:
     """The links of a cluster without a mesh; axes of size 1 are included with an unused rate."""
     if cluster.kind == "torus":

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from meshwright.core.errors import InputError
-from meshwright.cost.network.links import Link, physical_links
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.network.links import Link, Parts, physical_links
 from meshwright.spec.cluster import Cluster
 
 Factors = tuple[int, ...]
@@ -58,18 +58,54 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ..
     return tuple(Placement(mesh=dict(mesh), links=_named(links, layout, names)) for layout in layouts)
 
 
-def whole_axis_placement(cluster: Cluster, mesh: Mapping[str, int]) -> Placement | None:
-    """Places each mesh axis on one physical axis of its own and of its size; None if impossible."""
-    if cluster.kind != "torus" or cluster.num_slices > 1:
-        return None
-    sizes = (*mesh.values(), *(1,) * (len(cluster.shape) - len(mesh)))
-    if len(sizes) != len(cluster.shape):
-        return None
-    for order in itertools.permutations(range(len(sizes))):
-        if tuple(sizes[number] for number in order) == cluster.shape:
-            layout = tuple(((number, sizes[number]),) if number < len(mesh) else () for number in order)
-            return Placement(mesh=dict(mesh), links=_named(physical_links(cluster), layout, tuple(mesh)))
-    return None
+def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
+    """The placement of a mesh of any axes: on a torus each on a physical axis of its own, if they are long enough.
+
+    As many as possible fill theirs, which closes into a ring if it wraps around. A mesh of fewer chips has the links
+    of the whole torus, what it leaves free is unnamed; on switches it has the first chips and domains. Otherwise the
+    first of `place_axes`. Raises CannotRunError when the mesh has more devices than the cluster.
+    """
+    needed = math.prod(mesh.values())
+    if needed > cluster.num_chips:
+        raise CannotRunError(
+            f"the mesh has {needed} devices and {cluster.short_name} {cluster.num_chips} chips; "
+            f"name a larger cluster or a smaller mesh."
+        )
+    if cluster.kind != "torus":
+        laid = place_axes(_first_chips(cluster, needed), mesh)[0]
+        return replace(laid, links=tuple(replace(a, size=n) for a, n in zip(laid.links, cluster.shape, strict=True)))
+    names, shape = (*mesh, *("",) * (len(cluster.shape) - len(mesh))), cluster.shape
+    orders = [
+        order
+        for order in (itertools.permutations(names) if len(names) == len(shape) else ())
+        if all(mesh.get(a, 1) <= size for a, size in zip(order, shape, strict=True))
+    ]
+    if not orders:
+        free = {} if cluster.num_chips % needed else {"": cluster.num_chips // needed}
+        return replace(place_axes(cluster, {**free, **mesh})[0], mesh=dict(mesh))
+    order = max(orders, key=lambda one: sum(mesh.get(a, 1) == size for a, size in zip(one, shape, strict=True)))
+    links = physical_links(cluster)
+    inside = [
+        replace(link, parts=_parts(("", -(-link.size // mesh.get(axis, 1))), (axis, mesh.get(axis, 1))))
+        for axis, link in zip(order, links, strict=False)
+    ]
+    slices = [replace(link, parts=_parts(("", link.size))) for link in links[len(shape) :]]
+    return Placement(mesh=dict(mesh), links=(*inside, *slices))
+
+
+def _parts(*found: tuple[str, int]) -> Parts:
+    return tuple(part for part in found if part[1] > 1)
+
+
+def _first_chips(cluster: Cluster, needed: int) -> Cluster:
+    """The first chips of a host or, domain by domain, of a switched cluster; the cluster where they fill no part."""
+    shape, left = [], needed
+    for size in cluster.shape:
+        shape.append(min(left, size))
+        if left % shape[-1]:
+            return cluster
+        left //= shape[-1]
+    return cluster.part(tuple(shape))
 
 
 def physical_placement(cluster: Cluster) -> Placement:

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from meshwright.core.errors import InputError
-from meshwright.core.files import write_text_whole, write_whole
+from meshwright.core.files import read_json, write_text_whole, write_whole
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -99,8 +99,8 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     try:
-        found = msgspec.json.decode(index.read_bytes(), type=_Index)
-    except (msgspec.DecodeError, OSError):
+        found = msgspec.convert(read_json(index, "Fetch it again."), _Index)
+    except msgspec.ValidationError:
         raise InputError(f"{index} is no index of safetensors files: it needs a weight_map.") from None
     held = {}
     for name in sorted(set(found.weight_map.values())):

@@ -1,6 +1,5 @@
 """Reads the tokenizer of a Hugging Face folder, and finds its end-of-text token."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
+from meshwright.core.files import read_json
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -19,7 +19,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """Reads a tokenizer. Raises InputError when the file is not one."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception for a file it cannot read
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # for a file it cannot read `tokenizers` raises Exception, or panics, which is none
         raise InputError(f"{path} is not a tokenizer file: {' '.join(str(error).split())}.") from None
     # A file may set both, which would truncate texts or add tokens to them.
     tokenizer.no_truncation()
@@ -31,13 +33,7 @@ def read_table(path: Path, *, remedy: str) -> dict[str, Any]:
     """Reads a JSON object; empty without a file. Raises InputError, with the ``remedy``, for anything else."""
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is not a JSON object. Mend it, or {remedy}.")
-    return found
+    return read_json(path, f"Mend it, or {remedy}.")
 
 
 def end_name(config: Mapping[str, Any]) -> str | None:

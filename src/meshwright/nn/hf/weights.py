@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -14,7 +13,7 @@ from jaxtyping import Array
 
 from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import write_json_whole
+from meshwright.core.files import read_json, write_json_whole
 from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensors, open_checkpoint, write_checkpoint
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
 from meshwright.nn.hf.mxfp4 import with_unpacked
@@ -226,6 +225,6 @@ def convert_hf(
 
 def special_tokens(folder: Path) -> dict[str, Any]:
     """Returns the special token ids in the config.json of a folder."""
-    keys = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
+    keys = read_json(folder / CONFIG, "Give the folder of a model.")
     keys = {**keys.get("text_config", {}), **keys}
     return {key: keys[key] for key in TOKEN_KEYS if keys.get(key) is not None}

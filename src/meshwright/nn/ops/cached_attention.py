@@ -29,7 +29,7 @@ def table_of(step: Step, others: tuple[Any, ...]) -> tuple[Array | None, tuple[A
 def cached_attention(
     context: Context, step: Step, q: Array, k: LayerCache, v: LayerCache, positions: Array, *others: Any
 ) -> Array:
-    """Attention of one position on the layer's keys and values; ``others`` are their scales, then sinks."""
+    """Returns attention of one position on the layer's keys and values; ``others`` are their scales, then sinks."""
     pages, others = table_of(step, others)
     found = [other.read(pages) for other in others if isinstance(other, LayerCache)]
     sinks = next((other for other in others if not isinstance(other, LayerCache)), None)

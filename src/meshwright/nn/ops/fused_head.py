@@ -22,7 +22,7 @@ from meshwright.nn.ops.linear_cross_entropy import (
     Labels,
     PerToken,
     Statistics,
-    facts,
+    head_arguments,
     logits_backward,
     logits_statistics,
     sum_loss,
@@ -133,12 +133,12 @@ def _as_dv(step: Step, table: Array) -> Array:
 
 
 def _statistics(context: Context, step: Step, x: Array, table: Array, labels: Array) -> Statistics:
-    return chunked_logits_statistics(x, _as_dv(step, table), labels, **facts(step, 1, table))
+    return chunked_logits_statistics(x, _as_dv(step, table), labels, **head_arguments(step, 1, table))
 
 
 def _backward(context: Context, step: Step, *given: Array) -> tuple[Array, Array]:
-    x, table, labels, _, *rows = given
-    dx, dtable = chunked_logits_backward(x, _as_dv(step, table), labels, *rows, **facts(step, 1, table))
+    x, table, *per_token = given
+    dx, dtable = chunked_logits_backward(x, _as_dv(step, table), *per_token, **head_arguments(step, 1, table))
     return dx, _as_dv(step, dtable)
 
 

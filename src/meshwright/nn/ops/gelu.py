@@ -1,4 +1,7 @@
-"""Activation of a feed-forward layer without a gate."""
+"""The model's activation, GELU or another, in a feed-forward layer without a gate.
+
+The op is named after one of them, since all stream their input once and cost the same.
+"""
 
 from meshwright.nn.activations import ACTIVATIONS
 from meshwright.nn.ops.silu_mul import activation_steps

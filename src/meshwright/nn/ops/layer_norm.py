@@ -6,7 +6,7 @@ from meshwright.nn.ops.rms_norm import ModelRows, ModelVector, norm_backward, no
 
 
 def layer_norm(x: ModelRows, scale: ModelVector, bias: ModelVector, *, eps: float) -> ModelRows:
-    """``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`` over the last dim."""
+    """Returns ``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`` over the last dim."""
     normed, _ = normed_rows(x, eps, centred=True)
     return (normed * over_rows(scale, x) + over_rows(bias, x)).astype(x.dtype)
 

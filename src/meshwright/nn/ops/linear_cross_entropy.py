@@ -1,10 +1,10 @@
 """The loss head on one device: cross entropy from statistics of the logits, and its backward pass, in float32.
 
-Where the vocabulary is split over devices, each computes the statistics of its own part of the logits, from
-``first_row`` on; these are reduced before the loss, and the backward pass recomputes the logits. Where it is whole,
-`fused_head` computes the loss and the cotangents from the same logits: three products instead of four.
+Where the vocabulary is split over devices, each computes statistics of its own part of the logits, from ``first_row``
+on, which are reduced before the loss. The backward pass reads the logits; heads that keep none are in `fused_head`.
 
-The loss of a token is ``lse - logit[label] + z_loss * lse**2`` with ``lse = log(sum(exp(logits)))``; 0 for label -1.
+The loss of a token is ``lse - logit[label] + z_loss * lse**2`` with ``lse = log(sum(exp(logits)))`` of capped logits;
+0 for labels below 0. ``first_row`` is the token of a device's first row of the table, its first logit.
 """
 
 from typing import Any
@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from meshwright.algebra.steps import Step
 from meshwright.nn.activations import capped
 from meshwright.nn.collectives import first_index, own_entries
-from meshwright.nn.context import Context
 from meshwright.nn.ops import of_arrays
 
 PerToken = Float[Array, "B T"]
@@ -44,7 +43,7 @@ def rescale(total: PerToken, local_peak: PerToken, peak: PerToken) -> PerToken:
 def sum_loss(
     peak: PerToken, scaled: PerToken, picked: PerToken, labels: Labels, *, z_loss: float = 0.0
 ) -> Float[Array, ""]:
-    """Sums the loss over local tokens with a label."""
+    """Sums the loss over local tokens with a label; ``scaled`` is the sum of exp(logit - peak)."""
     lse = jnp.log(scaled) + peak
     return jnp.sum(jnp.where(labels >= 0, lse - picked + z_loss * lse**2, 0.0))
 
@@ -68,30 +67,28 @@ def logits_backward(
     first_row: FirstRow,
     softcap: float = 0.0,
 ) -> TokenLogits:
-    """Returns ``dscaled * exp(logit - peak)`` plus ``dpicked`` at the label, through the cap."""
+    """Returns the logits' cotangents: ``dscaled * exp(capped - peak)``, plus ``dpicked`` at the label, times the cap's
+    slope."""
     soft = capped(logits, softcap)
     at = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
     found = dscaled[..., None] * jnp.exp(soft - peak[..., None]) + jnp.where(at, dpicked[..., None], 0.0)
     return found * (1 - (soft / softcap) ** 2) if softcap else found
 
 
-def facts(step: Step, position: int, value: Array) -> dict[str, Any]:
-    """Returns the device's first row of the vocabulary, from the step's input with V, and the cap of the logits."""
+def head_arguments(step: Step, position: int, value: Array) -> dict[str, Any]:
+    """Returns ``first_row`` and ``softcap`` for a step whose input at ``position``, the block ``value``, has V."""
     array = step.inputs[position]
     first_row = first_index(array.axes_of("V"), value.shape[array.dims.index("V")])
     return {"first_row": first_row, "softcap": step.details.softcap}
 
 
-def _logits_backward(context: Context, step: Step, logits: Array, labels: Array, *rows: Array) -> Array:
-    _, *statistics = rows  # the local peak only marks the logits to recompute
-    return logits_backward(logits, labels, *statistics, **facts(step, 0, logits))
-
-
 STEPS = {
     "logits_statistics": lambda context, step, logits, labels: logits_statistics(
-        logits, labels, **facts(step, 0, logits)
+        logits, labels, **head_arguments(step, 0, logits)
     ),
-    "logits_backward": _logits_backward,
+    "logits_backward": lambda context, step, logits, *given: logits_backward(
+        logits, *given, **head_arguments(step, 0, logits)
+    ),
     "rescale": of_arrays(rescale),
     "sum_loss": lambda context, step, *given: sum_loss(*given, z_loss=step.details.z_loss),
     "sum_loss_backward": lambda context, step, *given: sum_loss_backward(*given, z_loss=step.details.z_loss),

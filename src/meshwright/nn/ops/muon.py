@@ -8,7 +8,7 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from meshwright.algebra.ops.muon import TURNS
+from meshwright.algebra.ops.muon import ITERATIONS
 from meshwright.algebra.steps import Step
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -42,11 +42,11 @@ def newton_schulz(x: Array) -> Array:
     x = x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)) + 1e-8)
     a, b, c = COEFFICIENTS
 
-    def turn(_: int, x: Array) -> Array:
+    def iteration(_: int, x: Array) -> Array:
         square = x @ x.mT
         return a * x + (b * square + c * square @ square) @ x
 
-    x = lax.fori_loop(0, TURNS, turn, x)
+    x = lax.fori_loop(0, ITERATIONS, iteration, x)
     return x.mT if tall else x
 
 

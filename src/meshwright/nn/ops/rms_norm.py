@@ -42,7 +42,7 @@ def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
 
 
 def rms_norm(x: ModelRows, scale: ModelVector, form: RmsForm) -> ModelRows:
-    """``x / sqrt(mean(x**2) + eps) * scale`` over the last dim."""
+    """Returns ``x / sqrt(mean(x**2) + eps) * scale`` over the last dim."""
     normed, _ = normed_rows(x, form.eps)
     if form.wide_scale:
         return (normed * _whole_scale(scale, x, form)).astype(x.dtype)

@@ -63,13 +63,13 @@ def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation
 
 
 def _frequencies(width: int, theta: float) -> np.ndarray:
-    """``theta ** (-2 i / width)`` in float32, as the checkpoints were trained with."""
+    """Returns ``theta ** (-2 i / width)`` in float32, as the checkpoints were trained with."""
     powers = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     return np.float32(1.0) / np.float32(theta) ** powers
 
 
 def _llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Long wavelengths divided by ``factor``, short ones kept, a linear blend between (Llama 3.1)."""
+    """Divides long wavelengths by ``factor``, keeps short ones, and blends linearly between them (Llama 3.1)."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     original = scaling.original_max_positions
     if low is None or high is None or original is None:
@@ -80,7 +80,7 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, max_positions: int) -> np.ndarray:
-    """Slow rotations divided by ``factor``, fast ones kept, a ramp over the pairs between. Source: YaRN, 2309.00071."""
+    """Divides slow rotations by ``factor``, keeps fast ones, and ramps between them. Source: YaRN, 2309.00071."""
     width, original = 2 * len(frequencies), scaling.original_max_positions or max_positions
 
     def pair_of(turns: float) -> float:

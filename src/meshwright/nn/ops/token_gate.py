@@ -8,7 +8,7 @@ from meshwright.nn.ops import backward_of, of_arrays
 
 
 def token_gate(y: Float[Array, "B T D"], x: Float[Array, "B T D"], weight: Float[Array, " D"]) -> Float[Array, "B T D"]:
-    """``sigmoid(x . weight) * y``: one gate per token."""
+    """Returns ``sigmoid(x . weight) * y``: one gate per token."""
     score = jnp.einsum("btd,d->bt", x, weight, preferred_element_type=jnp.float32)
     return jax.nn.sigmoid(score).astype(y.dtype)[..., None] * y
 

@@ -17,6 +17,7 @@ from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import Letters, feed_forward_width, sparsity
 from meshwright.cost.formulas.roofline import critical_batch
 from meshwright.cost.formulas.training_budget import global_batch
+from meshwright.cost.network.links import TorusWidth, torus_width
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pass_times import link_seconds
 from meshwright.cost.train_step import PricedStrategy
@@ -26,6 +27,7 @@ from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
+from meshwright.spec.strategy import BATCH_AXES
 from meshwright.spec.weights import num_active_params, num_params
 
 
@@ -40,9 +42,9 @@ class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batch_of(priced: PricedStrategy) -> BatchSplit:
-    """The bookkeeping of the batch: a replica's microbatch x replicas x microbatches."""
+    """Returns the factors of the batch: a replica's microbatch x replicas x microbatches."""
     job, count = priced.setting.job, priced.strategy.num_microbatches
-    replicas = _devices(priced, "data", "fsdp", "expert")
+    replicas = _devices(priced, *BATCH_AXES)
     each = job.batch_seqs / (replicas * count)
     return BatchSplit(
         sequences_per_microbatch=each,
@@ -55,10 +57,12 @@ def batch_of(priced: PricedStrategy) -> BatchSplit:
 
 def shared_letters(model: Model, cluster: Cluster, job: Job, num_slices: int) -> dict[str, Any]:
     """Letters that a model, a cluster and a job have without a plan; ``num_slices`` share out the batch."""
+    width = torus_width(cluster)
     return {
         "d_ff": feed_forward_width(model),
         "sparsity": sparsity(model),
-        "num_axes": sum(size > 1 for size in cluster.shape),
+        "num_axes": sum(width.axes) if width else 1,
+        "width": width.words if width else "",
         "num_slices": num_slices,
         "slice_tokens": job.tokens_per_step / num_slices if num_slices > 1 else None,
         "dcn_bytes_per_s_per_host": cluster.chip.dcn_bytes_per_s_per_host or None,
@@ -70,7 +74,7 @@ def shared_letters(model: Model, cluster: Cluster, job: Job, num_slices: int) ->
 
 
 def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Letters:
-    """The letters with a plan's numbers; C is the rate of products that its times rest on.
+    """Returns the letters with a plan's numbers; C is the rate of products that its times rest on.
 
     Every limit that has a meaning for the plan is then among `limits_at` these letters: those of single axes, of the
     whole mesh, and of size.
@@ -79,10 +83,8 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
     cluster, job, chip, rates = setting.cluster, setting.job, setting.cluster.chip, setting.rates
     stages, count = _devices(priced, "pipeline"), strategy.num_microbatches
     peak = matmul_rate(chip, rates, strategy.matmul_dtype)
-    width = chip.ici_axis_bytes_per_s if cluster.kind == "torus" else None
-    width = None if width is None else width * rates.efficiency.ici
-    axes = sum(size > 1 for size in cluster.shape)
-    tensor = max(1, min(round(_axes_taken(priced.placement, "tensor")), axes - 1))
+    width = torus_width(cluster)
+    tensor_axes, fsdp_axes = _axes_of_tensor(priced.placement, width) if width else (1, 1)
     slices = cluster.num_slices // math.gcd(stages, cluster.num_slices)
     chips, room = cluster.num_chips // (slices * stages), setting.memory_limit
     activations = priced.estimate.memory["activations"] * cluster.num_chips
@@ -91,15 +93,15 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         num_microbatches=count,
         num_chips=chips,
         num_stages=stages,
-        data_ways=_devices(priced, "data", "fsdp", "expert", "context") / slices,
+        data_ways=_devices(priced, *BATCH_AXES, "context") / slices,
         peak_flops=peak,
-        alpha=None if width is None else limits.ici_intensity(peak, width),
-        fsdp_axes=max(1, axes - tensor),
-        tensor_axes=tensor,
+        alpha=None if width is None else limits.ici_intensity(peak, width.bytes_per_s * rates.efficiency.ici),
+        fsdp_axes=fsdp_axes,
+        tensor_axes=tensor_axes,
         tensor=_devices(priced, "tensor"),
         context=_devices(priced, "context"),
         batch_seqs=job.batch_seqs,
-        replicas=_devices(priced, "data", "fsdp", "expert"),
+        replicas=_devices(priced, *BATCH_AXES),
         memory_bytes=room if math.isfinite(room) else None,
         needed_bytes=float(priced.estimate.hbm_bytes_per_chip),
         shared_bytes=state_bytes(num_params(setting.model), state=strategy.state) + activations,
@@ -111,19 +113,23 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
     )
 
 
-def _axes_taken(placement: Placement, name: str) -> float:
-    """Torus axes' worth of one mesh axis: 1 where it fills one, a half for 4 of an axis of 16."""
-    shares = (
-        math.log(factor) / math.log(link.size)
-        for link in placement.links
-        for axis, factor in link.parts
-        if axis == name and factor > 1
-    )
-    return sum(shares)
+def _axes_of_tensor(placement: Placement, width: TorusWidth) -> tuple[float, float]:
+    """Torus axes of tensor parallelism and of the rest, each at least one, a line beside rings as a half.
+
+    Tensor has as many as its factors fill together, 4 of an axis of 16 a half: those on which it has the most.
+    """
+    torus = [link for link in placement.links if link.level == "ici" and link.size > 1]
+    shares = {
+        link.name: sum(math.log(factor, link.size) for axis, factor in link.parts if axis == "tensor") for link in torus
+    }
+    count = max(1, min(round(sum(shares.values())), len(torus) - 1))
+    most = sorted(torus, key=lambda link: (-shares[link.name], -link.wraps))
+    widths = [(1 + link.wraps) / (1 + any(link.wraps for link in torus)) for link in most]
+    return sum(widths[:count]), sum(widths[count:]) or widths[-1]
 
 
 def _devices(priced: PricedStrategy, *axes: str) -> int:
-    """Devices of some axes together."""
+    """Returns the product of the sizes of these axes."""
     return int(product(priced.strategy.mesh.get(axis, 1) for axis in axes))
 
 
@@ -183,7 +189,7 @@ def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
 def _hiding(
     what: str, priced: PricedStrategy, passes: Sequence[Sequence[StepCost]], *, scopes: tuple[str, ...]
 ) -> dict[str, float]:
-    """Seconds of the collectives on weights, and of the rest of the pass that hides the smallest part of them.
+    """Returns the seconds of the collectives on weights, and of the rest of the pass that hides the smallest share.
 
     Gathers, and sums of every microbatch, pass behind each pass; sums that are made once a step behind the last one.
     """

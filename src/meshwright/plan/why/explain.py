@@ -21,7 +21,7 @@ from meshwright.plan.why.bounds import BatchSplit, batch_of, letters_of
 from meshwright.plan.why.single_changes import Tried, try_changes
 from meshwright.spec.calibration import matmul_rate
 from meshwright.spec.plan_file import Plan
-from meshwright.spec.strategy import STATE_BYTES
+from meshwright.spec.strategy import BATCH_AXES, STATE_BYTES
 from meshwright.spec.weights import num_active_params, num_params
 
 MAX_FREE_SHARE = 0.002
@@ -177,7 +177,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(plan: Plan) -> Explanation:
-    """The algorithm of one layer and the limits.
+    """Returns the algorithm of one layer and the limits.
 
     Raises CannotRunError when the sizes do not divide or the mesh cannot be laid out; a plan that needs more memory
     than there is gets explained, with that limit broken.
@@ -208,13 +208,13 @@ def explain(plan: Plan) -> Explanation:
 
 
 def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
-    """The limit that a term of a step is near, None where none is known."""
+    """Returns the limit that a term of a step is near; None if none is known."""
     found = {limit.name: limit for limit in limits}
     return next((found[name] for name in _limits_of(term.name) if name in found), None)
 
 
 def _limits_of(name: str) -> Iterator[str]:
-    """Names of the limits that say whether a term would hide or be short, the most telling first."""
+    """Yields the names of limits that say whether a term would hide or be short, the most telling first."""
     axes = set(name.split(","))
     if name == "bubble":
         yield "microbatches, bubble < 10%"
@@ -226,7 +226,7 @@ def _limits_of(name: str) -> Iterator[str]:
         yield "tensor"
     if "fsdp" in axes:
         yield "tokens/chip, weights hide"
-    if axes & {"data", "fsdp", "expert", "context"}:
+    if axes & {*BATCH_AXES, "context"}:
         yield from ("tokens/chip, gradients hide", "tokens/slice, over DCN")
 
 
@@ -234,7 +234,7 @@ def _limits_of(name: str) -> Iterator[str]:
 
 
 def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
-    """The passes over every block of layers, the one with the most layers last."""
+    """Returns the passes over every block of layers, the one with the most layers last."""
     layers, found = priced.costs.layers, []
     for block in layers:
         repeat = block.steps.repeat
@@ -251,7 +251,7 @@ def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
 
 
 def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
-    """The boundary of two stages and the schedule; None without stages."""
+    """Returns the boundary of two stages and the schedule; None without stages."""
     strategy = priced.strategy
     if strategy.mesh.get("pipeline", 1) == 1:
         return None
@@ -270,7 +270,7 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
 
 
 def _algorithm(title: str, costs: Sequence[StepCost], *, of_layers: bool = False) -> Algorithm:
-    """The lines of one pass and their sums; ``of_layers``, each as often as it runs on the busiest device."""
+    """Returns the lines of one pass and their sums; ``of_layers``, each as often as it runs on the busiest device."""
     every = [(cost, float(cost.here) if of_layers else 1.0) for cost in costs]
     total = sum(float(c.time_s) for c in costs)
     shown = [(c, n) for c, n in every if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total]
@@ -316,7 +316,7 @@ def _overlap(cost: StepCost) -> str:
 
 
 def fsdp_case(plan: Plan) -> FsdpCase | None:
-    """The case of a plan's job on its cluster; None on one chip and on this machine's emulated devices.
+    """Returns the case of a plan's job on its cluster; None on one chip and on this machine's emulated devices.
 
     Compute is 6 N tokens at the rate of products; communication is two gathers and a scatter of all weights over every
     link of the cluster, at the rates that its plans are priced with.

@@ -16,16 +16,16 @@ import msgspec
 from meshwright.core.units import format_params
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import MEMORY_RULE, Refusal, divisors, fewest_microbatches, legal
+from meshwright.plan.legal import MEMORY_RULE, Refusal, divisors, legal, microbatches_that_fit
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
 DATA_CHIPS, DATA_PARAMS = 128, 1e9
-"""Up to which plain data parallelism is the recipe's choice."""
+"""Chips and parameters up to which plain data parallelism is the recipe's choice."""
 HYBRID_CHIPS = 256
-"""From which FSDP over every chip becomes too expensive: no weight is split over more."""
+"""Chips from which FSDP over all of them becomes too expensive: no weight is split over more."""
 FAR_CHIPS, FAR_PARAMS, FAR_TOKENS = 1000, 50e9, 10_000
-"""Beyond any of which the recipe turns to context, tensor and pipeline parallelism."""
+"""Chips, parameters and tokens of a sequence beyond any of which the recipe uses context, tensor and pipeline."""
 LOCAL_POSITIONS = 8192
 """Positions of a sequence that one device keeps, as Llama 3 was trained with and without context parallelism."""
 MACHINE_CHIPS = 8
@@ -56,7 +56,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recipe(setting: Setting, *, template: Strategy) -> Recipe:
-    """The recipe for a job on all chips of a cluster; ``template`` carries state and precision."""
+    """Returns the recipe for a job on all chips of a cluster; ``template`` has the state and precision."""
     at = _Builder(setting, template)
     far = {axis: (size, why) for axis, size, why in _far(at)}
     chosen = _chosen(at, {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, (size, _) in far.items()})
@@ -80,7 +80,7 @@ class _Builder:
         self.machine = min(cluster.chip.chips_per_host or MACHINE_CHIPS, self.chips)
 
     def strategy(self, mesh: Mapping[str, int], remat: str) -> Strategy:
-        """The template with a mesh and a remat policy, in one microbatch; keys and values are passed around a ring."""
+        """Returns the template with a mesh and a remat policy, in one microbatch; keys and values go round a ring."""
         mode = "gather" if self.cluster.kind == "host" else "ring"
         fields: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "offload": (), "placement": {}, "slice_axes": ()}
         fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": 1, "context_attention": mode}
@@ -88,14 +88,14 @@ class _Builder:
         return msgspec.structs.replace(self.template, **fields)
 
     def first_that_fits(self, meshes: Iterator[Mapping[str, int]]) -> Strategy | None:
-        """The first mesh that fits, with as little checkpointing as it needs."""
+        """Returns the first mesh that fits, with as little checkpointing as it needs; None if none fits."""
         for mesh in meshes:
             for remat in REMATS:
                 if remat == "sqrt" and self.cluster.kind == "host":
                     continue
                 one = self.strategy(mesh, remat)
-                if fit := fewest_microbatches(self.setting, one):
-                    return msgspec.structs.replace(one, num_microbatches=fit[0])
+                if fits := microbatches_that_fit(self.setting, one):
+                    return msgspec.structs.replace(one, num_microbatches=min(fits))
         return None
 
 
@@ -139,7 +139,7 @@ def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
 
 
 def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
-    """Data alone; then FSDP over all; from 256 chips on in groups of whole machines, the smallest that fits first."""
+    """Yields data alone; then FSDP over all; from 256 chips on in groups of whole machines, the smallest first."""
     if at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS:
         yield {"data": ways}
     if at.chips < HYBRID_CHIPS:

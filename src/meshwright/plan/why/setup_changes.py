@@ -17,7 +17,7 @@ MAX_FACTOR = 1000.0
 
 
 def parse_what_if(text: str) -> dict[str, float]:
-    """Quantity -> factor of ``"chip.flops=8x,network=0.1x"``; InputError for an unknown one or another value."""
+    """Maps quantities to factors, of ``"chip.flops=8x,network=0.1x"``. Raises InputError for an unknown one."""
     found: dict[str, float] = {}
     for part in text.split(","):
         name, sep, value = (piece.strip() for piece in part.partition("="))
@@ -36,7 +36,7 @@ def parse_what_if(text: str) -> dict[str, float]:
 
 
 def changed_setting(setting: Setting, factors: Mapping[str, float]) -> tuple[Setting, tuple[str, ...]]:
-    """The setting with every factor applied, and each change in words, from what to what."""
+    """Returns the setting with every factor applied, and each change in words, with the values before and after."""
     words = []
     for name, factor in factors.items():
         setting, said = CHANGES[name](setting, factor)
@@ -70,7 +70,7 @@ def _with_chip(setting: Setting, names: Iterable[str], factor: float, measured: 
 
 
 def _chip_flops(setting: Setting, factor: float) -> tuple[Setting, str]:
-    """Matrix products, attention and vector work."""
+    """Multiplies the rates of matrix products, attention and vector work."""
     known = setting.cluster.chip.peak_flops or (setting.calibration.matmul_flops_per_s if setting.calibration else {})
     dtype = next((name for name in ("bf16", "fp16", "fp32") if name in known), next(iter(known), ""))
     words = f"{_from_to(known.get(dtype), factor, format_flops, 'FLOP/s')}{f' in {dtype}' if dtype else ''}"
@@ -81,6 +81,18 @@ def _chip_flops(setting: Setting, factor: float) -> tuple[Setting, str]:
 def _chip_hbm(setting: Setting, factor: float) -> tuple[Setting, str]:
     words = _from_to(setting.cluster.chip.hbm_bytes_per_s, factor, _rate, "memory rate")
     return _with_chip(setting, ("hbm_bytes_per_s",), factor, ("memory_bytes_per_s",)), words
+
+
+def _slowest(setting: Setting, factor: float) -> tuple[Setting, str]:
+    """One straggler: collectives make every chip wait for it, so that all compute at its rates."""
+    if factor > 1:
+        raise InputError(f"--what-if slowest={factor:g}x: the slowest chip is none of the faster. Give at most 1x.")
+    rates = setting.rates
+    measured = ("matmul_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
+    slower = _multiplied(rates, measured, factor)
+    shares = _multiplied(rates.efficiency, ("compute", "attention", "hbm"), factor)
+    setting = msgspec.structs.replace(setting, calibration=msgspec.structs.replace(slower, efficiency=shares))
+    return setting, f"every chip waits for one whose compute and memory run at {factor:.0%}"
 
 
 def _chip_memory(setting: Setting, factor: float) -> tuple[Setting, str]:
@@ -105,6 +117,8 @@ LINKS: dict[str, tuple[str, str]] = {
     "dcn": ("dcn_bytes_per_s_per_host", "torus"),
 }
 """Level -> (the chip's figure, the kind of cluster that has it); nic is every level beyond the domain."""
+BEYOND = ("nic", "dcn")
+"""What leaves an NVLink domain or a slice."""
 
 
 def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
@@ -119,8 +133,10 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
         here = [level for level in levels if _has(cluster, level)]
         if not here:
             have = [level for level in LINKS if _has(cluster, level)]
+            inside = "domain" if cluster.kind == "switched" else "slice"
             raise InputError(
-                f"{cluster.short_name} has no {' or '.join(levels)}. "
+                f"{cluster.short_name} has no {' or '.join(levels)}"
+                + (f": nothing leaves its {inside}. " if levels == BEYOND else ". ")
                 + (f"Change {' or '.join(have)}." if have else "It has one chip.")
             )
         words = ", ".join(
@@ -139,7 +155,7 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
 
 
 def _has(cluster: Cluster, level: str) -> bool:
-    """Whether a cluster's chips use links of a level."""
+    """True if a cluster's chips use links of a level."""
     figure, kind = LINKS[level]
     if cluster.kind != kind or getattr(cluster.chip, figure) is None:
         return False
@@ -226,13 +242,13 @@ def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None
 
 
 def _evenness(cluster: Cluster) -> tuple[int, int, tuple[int, ...]]:
-    """Fewer open axes first, then the shorter longest axis."""
+    """Returns a key that sorts fewer open axes first, then the shorter longest axis."""
     wraps = sum(cluster.wraps) if cluster.kind == "torus" else 0
     return -wraps, max(cluster.shape), cluster.shape
 
 
 def _job_size(field: str, name: str, noun: str, words: str) -> Callable[[Setting, float], tuple[Setting, str]]:
-    """A change of the sequences of a step, or of their length, with ``words`` for what it comes to."""
+    """Returns a change of the sequences of a step, or of their length, with ``words`` for the result."""
 
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
         before = getattr(setting.job, field)
@@ -254,7 +270,9 @@ CHANGES: dict[str, Callable[[Setting, float], tuple[Setting, str]]] = {
     "chip.flops": _chip_flops,
     "chip.hbm": _chip_hbm,
     "chip.memory": _chip_memory,
-    "network": _links(*LINKS),
+    "slowest": _slowest,
+    "network": _links(*BEYOND),
+    "links": _links(*LINKS),
     **{level: _links(level) for level in LINKS},
     "chips": _chips,
     "batch": _job_size("batch_seqs", "batch", "sequences", "sequences a step, {tokens} tokens"),

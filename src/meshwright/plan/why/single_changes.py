@@ -9,7 +9,7 @@ from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import SCHEDULE_RULE, check_rules, size_rules, strategy_sizes
+from meshwright.plan.legal import DEVICES_RULE, SCHEDULE_RULE, check_rules, size_rules, strategy_sizes
 from meshwright.plan.space import FULL, axes_to_try
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, standard_assignment
 
@@ -41,11 +41,11 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimate_in(setting: Setting, strategy: Strategy) -> Estimate | None:
-    """The prediction of a strategy; None where its sizes do not divide or its memory is not there."""
+    """Returns the prediction of a strategy; None if its sizes do not divide or it does not fit in memory."""
     try:
         setting.require_runnable(strategy)
         derived = setting.derived(strategy)
-        if check_rules((*size_rules(derived), SCHEDULE_RULE), strategy_sizes(setting, strategy)):
+        if check_rules((DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE), strategy_sizes(setting, strategy)):
             return None
         found = estimate_step(setting, strategy)
     except (InputError, CannotRunError):
@@ -68,7 +68,7 @@ def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
 
 
 def single_changes(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Each change in words, and the strategy with it; whether it runs is not looked at."""
+    """Yields each change in words, and the strategy with it; whether it runs is not looked at."""
     for words, fields in _changes(setting, strategy):
         yield words, msgspec.structs.replace(strategy, **fields)
 
@@ -105,7 +105,7 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
 
 
 def _swaps(setting: Setting, strategy: Strategy) -> Iterator[Change]:
-    """A factor 2 from one axis to another. A pipeline that gets more stages also gets twice the microbatches."""
+    """Yields moves of a factor 2 from one axis to another. With more stages the microbatches double too."""
     used = (axis for axis, size in strategy.mesh.items() if size > 1)
     axes = axes_to_try(setting.cluster, used)
     for giver in axes:

@@ -41,7 +41,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
-    """A result's job planned again under the factors of ``asked``, all at once; the rest as it was planned before.
+    """Plans a result's job again under the factors of ``asked``, all at once; the rest as it was planned before.
 
     Raises InputError where a change has no meaning for the cluster, such as half of 15 sequences.
     """
@@ -67,7 +67,7 @@ def _terms(one: PlannedStrategy) -> tuple[Term, ...]:
 
 
 def _kept(setting: Setting, now: PlannedStrategy) -> float | None:
-    """Seconds of an unchanged strategy in the changed setting; None if it does not run there."""
+    """Returns the seconds of an unchanged strategy in the changed setting; None if it does not run there."""
     if setting.cluster.num_chips != now.num_chips:
         return None
     found = estimate_in(setting, msgspec.structs.replace(now.strategy, placement={}))

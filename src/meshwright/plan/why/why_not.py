@@ -71,7 +71,7 @@ class WhyNot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
-    """What keeps a strategy from being the best of a result, on the chips of its winner.
+    """Returns what keeps a strategy from being the best of a result, on the chips of its winner.
 
     ``asked`` are sizes of mesh axes, fields of the strategy, ``zero`` and ``microbatches`` among them, and assumptions;
     what it leaves open is searched. What the result itself was planned with stays unless ``asked`` names it.
@@ -95,7 +95,7 @@ def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Sizes of mesh axes, and the fields and assumptions under their own names; InputError for anything else."""
+    """Returns sizes of mesh axes, and fields and assumptions under their own names. Raises InputError for others."""
     fixed: dict[str, int] = {}
     fields: dict[str, Any] = {}
     for name, value in asked.items():
@@ -132,7 +132,7 @@ def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[st
 
 
 def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strategy) -> WhyNot:
-    """The completion's estimate, its terms beside the winner's, and the limits that only it is beyond."""
+    """Adds the completion's estimate, its terms beside the winner's, and the limits that only it is beyond."""
     winner = result.strategies[0]
     best, other = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
     holds = {limit.name: limit.holds for limit in limits_at(letters_of(best))}
@@ -149,7 +149,7 @@ def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strat
 
 
 def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDifference, ...]:
-    """What every kind of work adds to the two steps, what makes the second longer first; they add up to the steps."""
+    """Returns the seconds of each kind of work in the two steps, which they add up to, the largest difference first."""
     first, second = _by_purpose(Breakdown(winner).terms), _by_purpose(Breakdown(other).terms)
     longer = other.estimate.step_s - winner.estimate.step_s
     found = [
@@ -165,7 +165,7 @@ def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDi
 
 
 def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
-    """Seconds added by each kind; groups of axes that carry weights under different meshes count as one kind."""
+    """Returns the seconds added by each kind; groups of axes that carry weights under different meshes are one kind."""
     found: dict[str, float] = {}
     for term in terms:
         axes = term.name.split(",")
@@ -178,7 +178,7 @@ def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
 
 
 def _leanest(space: Space) -> Strategy | None:
-    """The completion that needs least memory, were there enough; None where no mesh can be laid out."""
+    """Returns the completion that needs the least memory, were there enough; None if no mesh can be laid out."""
     setting = space.setting
     rates = msgspec.structs.replace(setting.rates, memory_bytes=NO_LIMIT_BYTES)
     roomy = msgspec.structs.replace(space, setting=msgspec.structs.replace(setting, calibration=rates))
@@ -187,7 +187,7 @@ def _leanest(space: Space) -> Strategy | None:
 
 
 def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:
-    """Why no mesh of all chips has the asked sizes."""
+    """Says why no mesh of all chips has the asked sizes."""
     cluster, batch = space.setting.cluster, space.setting.job.batch_seqs
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
     if refusal := broken_rule(space):
@@ -208,7 +208,7 @@ def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:
 
 
 def _advice(space: Space, asked: Sequence[str]) -> str:
-    """For one asked axis, the sizes that a mesh of all chips may have when the others stay; "" where there are none."""
+    """Names the sizes that a mesh of all chips may have for one asked axis when the others stay, or ""."""
     batch, num_chips = space.setting.job.batch_seqs, space.setting.cluster.num_chips
     for axis in asked:
         freed = {name: size for name, size in space.fixed.items() if name != axis}
@@ -222,7 +222,7 @@ def _advice(space: Space, asked: Sequence[str]) -> str:
 
 
 def _no_layout(space: Space) -> Refusal:
-    """Why no mesh of the asked sizes runs although they divide: its schedule, or the links."""
+    """Says why no mesh of the asked sizes runs although they divide: its schedule, or the links."""
     cluster = space.setting.cluster
     found = candidates_on_chips(space, space.setting.job.batch_seqs, num_chips=cluster.num_chips)
     mesh = {axis: int(sizes[0]) for axis, sizes in found.mesh.items()}

@@ -22,6 +22,7 @@ class ShardingPanel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The blocks of one array: ``cells[row][col]`` are the ids of the devices that have the block.
 
     A 1-D array is one row with the label ``""``; the caller flattens leading dims of larger arrays into rows.
+    ``is_sum``: what the devices of a block have are partial sums of it, marked with a sigma.
     """
 
     title: str
@@ -31,6 +32,7 @@ class ShardingPanel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     row_title: str = ""
     col_title: str = ""
     note: str = ""
+    is_sum: bool = False
 
 
 def sharding_figure(
@@ -122,7 +124,9 @@ def _blocks(
         width = 1 / len(devices)
         stripes += [cell(x + i * width, y, width, device=device) for i, device in enumerate(devices)]
         outlines.append(cell(x, y))
-        lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX))
+        sigma = "\u03a3 " if array.is_sum else ""
+        lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX) - len(sigma))
+        lines = [sigma + line if number == 0 else line for number, line in enumerate(lines)]
         if lines and len(lines) * LINE_PX <= cell_px[1] - 4:
             # Vega puts the first of several lines on the point: moving it up centres all of them.
             raised = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]

@@ -20,18 +20,21 @@ MAX_SAMPLES = 1500
 
 
 def where_figure(profile: Profile) -> Figure:
-    """Draws the predicted bar and one per device: compute, memory-bound, exposed communication, overhead, idle."""
+    """Draws a bar of the predicted step, of the mean device and, of several, of each up to `MAX_DEVICES`.
+
+    The bars have the parts of `Partition`.
+    """
     devices = list(profile.times.devices.items())
     bars = {"predicted": profile.comparison.predicted.parts, "mean": profile.times.mean.parts}
     if len(devices) > 1:
         bars |= {f"device {number}": found.parts for number, found in devices[:MAX_DEVICES]}
     shown = f"; {MAX_DEVICES} of {len(devices)} devices shown" if len(devices) > MAX_DEVICES else ""
-    subtitle = f"The wall time of a step on each device, under the profiler{shown}"
+    subtitle = f"The wall time of a step, predicted and under the profiler{shown}"
     return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
 
 
 def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
-    """Draws two bars per part of the model, predicted above measured, longest rows first."""
+    """Draws two bars for each of the longest rows, predicted above measured. Raises InputError for no row."""
     chosen = sorted(rows, key=lambda row: -max(row.predicted_s or 0.0, row.measured_s or 0.0))[:MAX_ROWS]
     if not chosen:
         raise InputError("there is nothing to compare. Give a trace with events of the program.")
@@ -54,17 +57,19 @@ def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
             color=color_by("what", colors, orient="bottom"),
         )
     )
+    shown = f"the {MAX_ROWS} longest of {len(rows)} rows shown" if len(rows) > MAX_ROWS else ""
+    subtitle = "; ".join(text for text in (subtitle, shown) if text)
     return themed(chart, "Parts of the model", subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))
 
 
 def memory_timeline_figure(memory: MemoryProfile) -> Figure:
-    """Draws bytes over the time of the first steps, with the start of each phase and the peak."""
+    """Draws the memory of the first steps over time, with its marks and its peak; needs samples."""
     peak = memory.peak
     assert peak is not None
     scale, unit = si_scale(peak.num_bytes, "B")
     end_s = memory.samples[-1].at_s
     time_scale, time_unit = si_scale(end_s, "s")
-    # No more samples than pixels can show, but always the peak.
+    # Fewer than 2 * MAX_SAMPLES, always with the peak.
     stride = max(1, len(memory.samples) // MAX_SAMPLES)
     kept = sorted({*memory.samples[::stride], peak, memory.samples[-1]})
     rows = [{"x": sample.at_s / time_scale, "y": sample.num_bytes / scale} for sample in kept]
@@ -76,19 +81,19 @@ def memory_timeline_figure(memory: MemoryProfile) -> Figure:
     area = plot(rows).mark_area(color=PALETTE[4], opacity=0.5, line={"color": PALETTE[0]})
     chart = alt.layer(
         area.encode(x=x, y=y),
-        *_mark_layers(memory, x, time_scale),
+        *_marks(memory, x, time_scale),
         plot(top).mark_point(filled=True, color=INK).encode(x=x, y=y),
         labels(top, x, y, dy=-10, fill=INK, **side),
     )
-    what = "of the first device" if memory.counted == "device" else "resident in the process, with the runtime in it"
+    what = "of the first device" if memory.counted == "device" else "resident in the process, the runtime included"
     return themed(chart, "Memory of the first steps", f"Bytes {what}; the peak is marked", **MEMORY_PX)
 
 
-def _mark_layers(memory: MemoryProfile, x: Encoding, time_scale: float) -> list[Layer]:
-    """Returns a dashed line per mark; labels that would overlap are left out."""
+def _marks(memory: MemoryProfile, x: Encoding, time_scale: float) -> list[Layer]:
+    """Returns two layers: a dashed line per mark, and its label where it overlaps none before it."""
     rows = [{"x": mark.at_s / time_scale, "text": mark.text} for mark in memory.marks]
-    apart = memory.samples[-1].at_s / time_scale * 0.02
-    named = without_overlaps(rows, lambda row: (row["x"] / apart, 0.0))
+    label_width = memory.samples[-1].at_s / time_scale * 0.02
+    named = without_overlaps(rows, lambda row: (row["x"] / label_width, 0.0))
     words = {"angle": 270, "align": "left", "baseline": "top", "dx": 4, "dy": 3, "fontSize": 10, "fill": MUTED}
     return [
         plot(rows).mark_rule(strokeDash=(3, 3), color=MUTED).encode(x=x),

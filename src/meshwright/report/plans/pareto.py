@@ -65,12 +65,18 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
         return across * PANEL_PX[0] / LABEL_PX[0], up * PANEL_PX[1] / LABEL_PX[1]
 
     legible = without_overlaps(named, at)
+    # the number of a plan close below the limit would lie on its line
+    close = [
+        row for row in legible for line in limit if 0 <= line.value - row["y"] < top * 2 * LABEL_PX[1] / PANEL_PX[1]
+    ]
+    above = [row for row in legible if row not in close]
     every, chosen = (plot(some).encode(x=x, y=y) for some in (rows, named))
     return panel(
         every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
         every.mark_circle(size=26, opacity=1, color=PALETTE[4]),
         chosen.mark_circle(size=60, opacity=1, color=PALETTE[0]),
         *map(reference, limit),
-        labels(legible, x, y, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
+        labels(above, x, y, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
+        labels(close, x, y, align="left", baseline="top", dx=5, dy=4, fill=INK),
         size=PANEL_PX,
     )

@@ -6,14 +6,15 @@ no default, except where published files leave them out (gpt2, gemma3).
 """
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.fields import convert_fields, figure_faults
+from meshwright.core.files import read_json
 from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, formats, known_keys
-from meshwright.spec.model import FAMILIES, Model, RopeScaling
+from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
 ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3"}
 _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
@@ -55,17 +56,25 @@ class _Config:
             return dict(found["full_attention"])
         return found or self.form.rope
 
-    def read(self, key: str, kind: type) -> Any:
-        """Returns the value of a key. Raises InputError if it is missing, mistyped, or a negative whole number."""
-        value = self.keys.get(key)
+    def read(self, key: str, kind: type, of: type = object) -> Any:
+        """Returns the value of a key, a list ``of`` values of one type. Raises InputError if it is missing or mistyped,
+        or no number that a model can have."""
+        value: Any = self.keys.get(key)
         if value is None:
             raise InputError(f"{self.what}: the key {key!r} is missing. {self._missing_hint(key)}")
         kinds, need = _NEEDS[kind]
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.what}: {key} is {value!r}. Write {need} instead.")
+        for _, fault in figure_faults(value):
+            raise InputError(f"{self.what}: {key} is {fault}")
         found = kind(value)
+        if kind is tuple and not all(isinstance(one, of) and not isinstance(one, bool) for one in found):
+            raise InputError(f"{self.what}: {key} is {value!r}. Write a list of {'numbers' if of is int else 'names'}.")
         if kind is int and found < 0:
             raise InputError(f"{self.what}: {key} is {value}. Write a number that is not negative.")
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+        if kind is int and found > most:
+            raise InputError(f"{self.what}: {key} is {value:,}. Write at most {most:,}.")
         return found
 
     def fields(self, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -97,27 +106,8 @@ def model_from_config(config: str | Path | Mapping[str, Any], name: str | None =
     path = Path(config)
     file = path / "config.json" if path.is_dir() else path
     folder = file.resolve().parent.name
-    return _from_keys(_load(file), name or (folder if file.name == "config.json" else file.stem), str(file))
-
-
-def _load(file: Path) -> Mapping[str, Any]:
-    try:
-        keys = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"{file} cannot be read ({error.strerror}). Give the path of a config.json or of its folder."
-        ) from None
-    except UnicodeDecodeError:
-        raise InputError(f"{file} is not text. Give the path of a config.json or of its folder.") from None
-    except RecursionError:
-        raise InputError(f"{file} is nested too deeply to be a config.json. Name another file.") from None
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{file}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). Repair this place in the file."
-        ) from None
-    if not isinstance(keys, Mapping):
-        raise InputError(f"{file} holds no JSON object. A config.json begins with {{ and names a model_type.")
-    return keys
+    keys = read_json(file, "Give the path of a config.json or of its folder.")
+    return _from_keys(keys, name or (folder if file.name == "config.json" else file.stem), str(file))
 
 
 def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
@@ -133,7 +123,7 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
     if family not in FAMILIES:
         raise InputError(f"{what}: model_type {family!r} is not known.{nearest(family, FAMILIES)}")
     fields = _fields(_Config(keys, family=family, what=what))
-    return Model(name=name, family=family, weights_prefix=prefix, **fields)  # type: ignore[arg-type]
+    return convert_fields({"name": name, "family": family, "weights_prefix": prefix, **fields}, Model, section=what)
 
 
 def _fields(config: _Config) -> dict[str, Any]:
@@ -183,17 +173,19 @@ def _first_dense(config: _Config) -> tuple[int, ...]:
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:
     """Returns Qwen's dense layers: all but every ``decoder_sparse_step``-th, and ``mlp_only_layers``."""
     step = max(config.read("decoder_sparse_step", int), 1)
-    only = config.read("mlp_only_layers", tuple) if config.has("mlp_only_layers") else ()
+    only = config.read("mlp_only_layers", tuple, int) if config.has("mlp_only_layers") else ()
     return tuple(layer for layer in config.layers() if layer in only or (layer + 1) % step)
 
 
 def _rope_scaling(config: _Config) -> RopeScaling | None:
     kind = config.rope.get("rope_type", config.rope.get("type", "default"))
+    if not isinstance(kind, str):
+        raise InputError(f"{config.what}: rope_type is {kind!r}. Write {_NEEDS[str][1]} instead.")
     kind = "longrope" if kind == "su" or (kind == "yarn" and config.family == "phi3") else kind
     if kind == "default":
         return None
     if kind not in ROPE_KINDS:
-        raise InputError(f"{config.what}: rope_type {kind!r} is not known.{nearest(str(kind), ROPE_KINDS)}")
+        raise InputError(f"{config.what}: rope_type {kind!r} is not known.{nearest(kind, ROPE_KINDS)}")
     original = ROPE_KEYS["original_max_positions"]
     for key in ("factor", "low_freq_factor", "high_freq_factor", original) if kind == "llama3" else ():
         config.read(key, float)
@@ -220,7 +212,7 @@ def _window(config: _Config) -> dict[str, Any]:
 def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
     """Returns the layers with a window: as listed in ``layer_types``, else by the family's pattern."""
     if config.has("layer_types"):
-        kinds = config.read("layer_types", tuple)
+        kinds = config.read("layer_types", tuple, str)
         if len(kinds) != len(layers):
             raise InputError(
                 f"{config.what}: layer_types has {len(kinds)} entries for num_hidden_layers={len(layers)}. "

@@ -145,7 +145,10 @@ class Source(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The data of a run: ``held_out`` shares no document with ``train``, and is None where nothing is held out."""
+    """The data of a run.
+
+    ``held_out`` shares no document with ``train`` unless they are few, and is None where nothing is held out.
+    """
 
     tokenizer: Tokenizer
     train: Source

@@ -9,6 +9,7 @@ import hashlib
 import io
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -28,6 +29,8 @@ PARQUET_ROWS, PARQUET_BYTES = 64, 2**20
 """Rows and bytes read at once: a column of a row group may be larger than memory."""
 FIELD = "text"
 """Field of a JSON record or column of a Parquet file, where ``data`` names no other."""
+RECORD_BYTES = 2**26
+"""Size of a JSON record at most, unpacked: it is held whole, several times over."""
 HASHED_BYTES = 2**26
 _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
@@ -219,12 +222,16 @@ def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
 def _json_lines(file: Path, field: str) -> Iterator[TextPiece]:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     with file.open("rb") as raw, _unpacked(file, raw) as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(partial(lines.readline, RECORD_BYTES + 1), b""), start=1):
+            if len(line) > RECORD_BYTES:
+                raise InputError(
+                    f"{file} line {number} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it, or leave it out."
+                )
             if not line.strip():
                 continue
             try:
                 record = decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InputError(f"{file} line {number} is not a JSON object: {error}.") from None
             text = _field(record, field, f"{file} line {number}")
             for piece, last in in_pieces([text]):

@@ -15,19 +15,19 @@ TOKENS, STARTS, CHECKSUMS = "tokens", "starts", "checksums"
 START_BYTES = 8
 CHUNK_BYTES = 2**16
 TokenSpan = tuple[int, int]
-"""Tokens from the first index up to the second."""
+"""(start, stop): tokens from start up to, not including, stop."""
 
 
 class CheckedTokens:
-    """Tokens in a file; the chunks that are read are compared with their checksums, each once.
+    """Tokens in a file; chunks are compared with their checksums when they are first read.
 
-    A store may be far larger than what a run reads of it, so it is not checked as a whole.
+    The whole file is not checked: it may be far larger than what a run reads of it.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.path, self.file = path, _mapped(path, dtype)
         sums = path.with_name(CHECKSUMS)
-        self.sums = _mapped(sums, "uint32") if sums.is_file() else None  # stores of before have none
+        self.sums = _mapped(sums, "uint32") if sums.is_file() else None  # older stores have none
         self.checked = np.zeros(-(-self.file.nbytes // CHUNK_BYTES), bool)
         self.chunk = CHUNK_BYTES // self.file.itemsize
 
@@ -38,13 +38,13 @@ class CheckedTokens:
     def __len__(self) -> int:
         return len(self.file)
 
-    def __getitem__(self, places: np.ndarray | int) -> np.ndarray:
-        """Returns the tokens at these indices. Raises CannotRunError for a damaged chunk."""
+    def __getitem__(self, indices: np.ndarray | int) -> np.ndarray:
+        """Returns the tokens at these indices of the file. Raises CannotRunError for a damaged chunk."""
         if self.sums is not None:
-            for number in np.unique(np.asarray(places) % len(self) // self.chunk):
+            for number in np.unique(np.asarray(indices) % len(self) // self.chunk):
                 if not self.checked[number]:
                     self._check(int(number), self.sums)
-        return np.asarray(self.file[places])
+        return np.asarray(self.file[indices])
 
     def _check(self, number: int, sums: np.ndarray) -> None:
         first = number * self.chunk
@@ -67,8 +67,8 @@ class TokenStore:
     """Tokens of consecutive documents, read on demand.
 
     ``starts`` are the indices of the first token of each document, and the number of tokens as the last entry; without
-    it all tokens are one document. ``spans`` restrict the store to parts of the tokens, which are then concatenated; a
-    document that crosses the end of a span ends there. A store of memory-mapped arrays takes no memory.
+    them all tokens are one document. ``spans`` restrict the store to parts of the file, which are then concatenated; a
+    document that crosses the end of a span ends there. Memory-mapped arrays stay on disk until they are read.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class TokenStore:
     ) -> None:
         self.tokens = tokens
         self.starts = np.array([0, len(tokens)], np.uint64) if starts is None else np.asarray(starts)
-        assert self.starts.dtype == np.uint64, "a search with another dtype would copy the whole index"
+        assert self.starts.dtype == np.uint64, "starts must be uint64: to search another dtype would copy them"
         asked = ((0, len(tokens)),) if spans is None else spans
         self.spans = tuple((start, stop) for start, stop in asked if start < stop)
-        # Index at which each span begins, and the length; the offset of each span in the file.
+        # Index at which each span begins, and the length; what leads from it to the index in the file.
         self._edges = np.cumsum([0, *(stop - start for start, stop in self.spans)])
         self._shifts = np.array([start for start, _ in self.spans] or [0]) - self._edges[: max(len(self.spans), 1)]
 
     @classmethod
     def open(cls, folder: Path, *, dtype: str) -> Self:
-        """Opens the files of a folder, memory-mapped."""
+        """Opens a store from its folder, memory-mapped; ``dtype`` is of its tokens."""
         return cls(CheckedTokens(folder / TOKENS, dtype), _mapped(folder / STARTS, "uint64"))
 
     def part(self, spans: Iterable[TokenSpan]) -> "TokenStore":
-        """Returns a store of the same files with other spans."""
+        """Returns a store of all the same tokens with other spans of the file."""
         return TokenStore(self.tokens, self.starts, spans)
 
     def __len__(self) -> int:
@@ -100,17 +100,20 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, or parts of them within spans."""
+        """Number of documents; a part of one within a span counts as one."""
         inside = (self._number_up_to(stop - 1) - self._number_up_to(start) for start, stop in self.spans)
         return len(self.spans) + int(sum(inside))
 
-    def read(self, places: np.ndarray) -> np.ndarray:
-        """Reads the tokens at these indices as int32; only this reads tokens from disk."""
-        span = np.searchsorted(self._edges[1:-1], places, side="right")
-        return np.asarray(self.tokens[places + self._shifts[span]], dtype=np.int32)
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """Reads the tokens at indices of the store, int32 of the same shape; only `read` reads tokens."""
+        span = np.searchsorted(self._edges[1:-1], indices, side="right")
+        return np.asarray(self.tokens[indices + self._shifts[span]], dtype=np.int32)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
-        """Returns the indices in ``(start, stop]`` at which a document starts or the tokens end; reads no token."""
+        """Returns the indices in ``(start, stop]`` at which a document or a span starts or ends, int64.
+
+        Reads no token.
+        """
         return np.concatenate([np.empty(0, np.int64), *self._boundaries(start, stop)])
 
     def _boundaries(self, start: int, stop: int) -> Iterator[np.ndarray]:
@@ -122,15 +125,18 @@ class TokenStore:
             if start < end <= stop:
                 yield np.array([end])
 
-    def _number_up_to(self, place: int) -> np.intp:
-        # NumPy compares uint64 with a signed number as floats, and would convert the whole index for it.
-        return np.searchsorted(self.starts, np.uint64(place), side="right")
+    def _number_up_to(self, index: int) -> np.intp:
+        # NumPy compares uint64 with a signed number as floats, and would convert all of ``starts`` for it.
+        return np.searchsorted(self.starts, np.uint64(index), side="right")
 
-    def nearest_start(self, place: int) -> int:
-        """Returns the start of a document in the file, or the end of all, that is nearest to an index of the file."""
-        after = int(np.searchsorted(self.starts, np.uint64(place)))
+    def nearest_start(self, index: int) -> int:
+        """Returns the start of a document, or the end of the file, nearest to an index; the earlier of two.
+
+        All are indices of the file.
+        """
+        after = int(np.searchsorted(self.starts, np.uint64(index)))
         around = self.starts[max(after - 1, 0) : after + 1]
-        return min(map(int, around), key=lambda found: abs(found - place))
+        return min(map(int, around), key=lambda found: abs(found - index))
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
@@ -140,8 +146,8 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 # -- what is held out ------------------------------------------------------------------------------------
 
-MOST_PLACES = 64
-"""Most runs of documents that are held out; more would not make a better sample."""
+MAX_RUNS = 64
+"""Maximum number of held-out runs of documents; more would not make a better sample."""
 
 
 class Split(NamedTuple):
@@ -152,13 +158,15 @@ class Split(NamedTuple):
 
 
 def split(store: TokenStore, share: float) -> Split:
-    """Holds out about ``share`` of the tokens: runs of whole documents, spread evenly over a whole store.
+    """Splits a store without spans: holds out about ``share`` of the tokens, in evenly spread runs of whole documents.
 
     If documents are so few or uneven that this would be less than half or more than twice the share, the last tokens
-    are held out, as a document of their own. The same store and share give the same parts.
+    are held out, whatever documents they are in. The same store and share give the same parts.
     """
+    whole = (0, len(store.tokens))
+    assert store.spans in ((), (whole,)), "a store with spans is not split: spans are indices of the file"
     wanted = int(len(store) * share)
-    held = _whole_documents(store, wanted, places=min(max(int(store.num_documents * share), 1), MOST_PLACES))
+    held = _whole_documents(store, wanted, num_runs=min(max(int(store.num_documents * share), 1), MAX_RUNS))
     total = sum(stop - start for start, stop in held)
     if not wanted / 2 <= total <= min(2 * wanted, len(store) - 1):
         held = [(len(store) - wanted, len(store))]
@@ -166,12 +174,12 @@ def split(store: TokenStore, share: float) -> Split:
     return Split(store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held))
 
 
-def _whole_documents(store: TokenStore, wanted: int, *, places: int) -> list[TokenSpan]:
-    """Returns the last documents of each of ``places`` equal parts of the tokens, about ``wanted`` tokens in all."""
+def _whole_documents(store: TokenStore, wanted: int, *, num_runs: int) -> list[TokenSpan]:
+    """Returns the last documents of each of ``num_runs`` equal parts of the tokens, about ``wanted`` tokens in all."""
     held: list[TokenSpan] = []
-    for place in range(1, places + 1):
-        stop = len(store) * place // places
-        start, stop = (store.nearest_start(edge) for edge in (stop - wanted // places, stop))
+    for number in range(1, num_runs + 1):
+        stop = len(store) * number // num_runs
+        start, stop = (store.nearest_start(edge) for edge in (stop - wanted // num_runs, stop))
         if start < stop and start >= (held[-1][1] if held else 0):
             held.append((start, stop))
     return held

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.core.errors import InputError
-from meshwright.core.files import write_whole
+from meshwright.core.files import write_text_whole
 from meshwright.nn.hf.tokenizer import (
     END_NAMES,
     END_OF_TEXT,
@@ -60,7 +60,7 @@ def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Writes ``tokenizer.json`` as `tokenizers` and transformers read it."""
-    write_whole(path, lambda part: tokenizer.save(str(part)))
+    write_text_whole(path, tokenizer.to_str(pretty=True))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -2,16 +2,17 @@
 
 How to use it::
 
-    optimizer = make_optimizer(model, settings, strategy.state, layout=lambda: WeightLayout(mesh, shard_specs))
+    optimizer = make_optimizer(model, settings, strategy.state, layout=lambda: WeightLayout(mesh, derived.weights))
     optimizer = from_optax(optax.adamw(3e-4), state=strategy.state)  # or any of optax's
     state = optimizer.init(params)                                   # OptState
     params, state = optimizer.update(grads, state, params)           # new weights, not their changes
     specs = optimizer.specs(param_shapes, param_specs)               # OptState of PartitionSpecs
     weights = averaged(state, params)                                # what evaluation reads
 
-``params`` is the flat dict of `nn.weights.Params`. Both functions work on global arrays under `jit`: every number is
-the same on every mesh. The update of AdamW and Lion is elementwise and so needs no communication where gradients,
-weights and state are split alike; Adafactor needs small sums, Muon whole matrices: both run their derived steps.
+``params`` is the flat dict of `nn.weights.Params`. ``init`` and ``update`` work on global arrays under `jit`: results
+do not depend on the mesh but for rounding of sums. The update of AdamW and Lion is elementwise and so needs no
+communication where gradients, weights and state are split alike; Adafactor needs small sums, Muon whole matrices: both
+run their derived steps.
 """
 
 from collections.abc import Callable, Collection
@@ -28,6 +29,7 @@ from meshwright.algebra.ops.muon import orthogonalises
 from meshwright.core.errors import InputError, nearest
 from meshwright.nn.weights import Params
 from meshwright.parallel.optimizer import Optimizer, weight_of
+from meshwright.spec.job import OptimizerKind
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES
 from meshwright.train.optimizers.rounding import round_to, round_tree
@@ -55,22 +57,23 @@ def make_optimizer(
 ) -> Optimizer:
     """Returns the optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`.
 
-    ``layout`` gives the mesh and the shards for the derived steps of Muon and Adafactor, by default one device.
-    It is called when the update is traced, since the step that knows them is made with its optimizer.
+    ``layout`` returns the mesh and the shards for the derived steps of Muon and Adafactor, by default one device. It is
+    called when the update is traced: the training step, which knows them, is made after its optimizer.
     """
-    optimizer = from_optax(
+    return from_optax(
         transformation(model, settings, layout),
+        kind=settings.optimizer,
         state=strategy_state,
         rounding=settings.rounding,
         seed=settings.seed,
         average=settings.average,
     )
-    return optimizer._replace(kind=settings.optimizer)
 
 
 def from_optax(
     inner: GradientTransformation,
     *,
+    kind: OptimizerKind = "adamw",
     state: str = "fp32",
     rounding: Rounding = "nearest",
     seed: int = 0,
@@ -78,9 +81,11 @@ def from_optax(
 ) -> Optimizer:
     """Wraps any optax optimizer as an `Optimizer` that computes in float32 whatever the dtype of the weights.
 
-    Moments stay float32, but have two bytes in the state "pure-16bit". The states of name "bf16-master..." keep
+    ``kind`` is the op as whose steps the update is derived and priced: "adamw" for elementwise updates with two
+    moments. Moments stay float32, but have two bytes in the state "pure-16bit". States named "bf16-master..." keep
     float32 weights, of which the model's are the nearest two-byte values; otherwise two-byte weights and moments are
-    rounded as ``rounding`` says, the random bits made from ``seed``, the update and the array.
+    rounded as ``rounding`` says, with random bits from ``seed``, the number of the update, the array and the index in
+    it. ``average`` is the decay of the running mean of the weights, 0 for none. Raises InputError for an unknown state.
     """
     if state not in STATE_BYTES:
         raise InputError(f"state {state!r} is not known.{nearest(state, STATE_BYTES)}")
@@ -101,12 +106,12 @@ def from_optax(
         if rounding == "stochastic":
             of_weights, of_moments = jax.random.split(jax.random.fold_in(jax.random.key(seed), old.count))
         new = round_tree(moved, params, key=None if keeps_master else of_weights)
-        count, exact = old.count + 1, moved if keeps_master else new
-        mean = update_average(old.average, exact, decay=average, count=count) if average else {}
+        count, stored = old.count + 1, moved if keeps_master else new
+        mean = update_average(old.average, stored, decay=average, count=count) if average else {}
         moments = round_tree(moments, old.inner, key=of_moments)
         return new, OptState(count, moments, moved if keeps_master else {}, mean)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, kind)
 
 
 def averaged(state: OptState, params: Params) -> Params:
@@ -122,7 +127,7 @@ def _float32(tree: Any) -> Any:
 
 
 def _narrow_moments(moments: Any, params: Params) -> Any:
-    """Casts the arrays of weights to bfloat16; counters and constants stay."""
+    """Casts moments of weights to bfloat16; counters and constants stay."""
 
     def narrow(path: KeyPath, leaf: Array) -> Array:
         kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
@@ -132,7 +137,7 @@ def _narrow_moments(moments: Any, params: Params) -> Any:
 
 
 def start_average(params: Params) -> Params:
-    """Returns the mean before the first update: a copy of the weights."""
+    """Returns float32 copies of the weights."""
     # Without a copy `jit` would return the same buffer, which could then not be donated.
     return {name: jnp.copy(array).astype(jnp.float32) for name, array in params.items()}
 
@@ -159,23 +164,24 @@ def update_average(average: Params, params: Params, *, decay: float, count: Any)
 def transformation(
     model: Model, settings: TrainSettings, layout: Callable[[], WeightLayout] | None = None
 ) -> GradientTransformation:
-    """Returns AdamW, Lion, Adafactor or Muon as an optax chain: scaled, decayed (matrices only), times the rate.
+    """Returns the optax transformation of the settings' optimizer: scale, decay (matrices only), multiply by the rate.
 
     Muon updates the matrices of layers; AdamW updates embeddings, the unembedding and vectors, at the same rate.
+    Raises InputError for an optimizer that has no transformation here.
     Sources: Loshchilov and Hutter, 2019; Chen et al., 2023; Shazeer and Stern, 2018; Jordan, 2024.
     """
     plain = on_one_device(model)
     matrices = frozenset(name for name, weight in plain.weights.items() if weight.inputs)
-    at = layout or (lambda: plain)
+    layout_of = layout or (lambda: plain)
     if settings.optimizer == "adafactor":
-        return _chain(scale_by_adafactor(at, dict(plain.weights)), settings, matrices)
+        return _chain(scale_by_adafactor(layout_of, dict(plain.weights)), settings, matrices)
     if settings.optimizer == "lion":
         return _chain(optax.scale_by_lion(settings.beta1, settings.beta2), settings, matrices)
     adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, matrices)
     if settings.optimizer == "adamw":
         return adamw
     if settings.optimizer == "muon":
-        muon = _chain(scale_by_muon(settings.momentum, at), settings, matrices)
+        muon = _chain(scale_by_muon(settings.momentum, layout_of), settings, matrices)
         return _of_layers(frozenset(n for n, weight in plain.weights.items() if orthogonalises(weight)), muon, adamw)
     raise InputError(f"optimizer {settings.optimizer!r} cannot train. Add it to train/optimizers/table.py.")
 

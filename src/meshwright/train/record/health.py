@@ -1,4 +1,4 @@
-"""Finds the first array with a value that is not finite, on the devices."""
+"""Finds, on the devices, the first array with a value that is not finite."""
 
 from functools import lru_cache
 from typing import Any
@@ -18,28 +18,27 @@ from meshwright.spec.weights import Weight
 
 
 def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
-    """Explains a step without a finite loss or gradient: names a weight, a gradient, or the loss alone.
+    """Says what is not finite after such a step: a weight, else a gradient, else neither.
 
-    Checks the weights first; if they are finite, computes the gradients of the batch again. If those are finite too,
-    the weights have changed since, and only the loss is known to have been bad. Layers are numbered as in the model,
-    whatever their order in the stages of a pipeline.
+    Checks the weights after the step; if they are finite, the gradients of the batch with them. Layers are numbered as
+    in the model, whatever their order in the stages of a pipeline.
     """
     weights = non_finite(step.to_canonical(state.params), step.model)
     if weights:
-        return f"in the weights after it, {weights}"
+        return f"after the step the weight {weights}"
     gradients = non_finite(step.to_canonical(step.gradients(state.params, batch)[1]), step.model)
     if gradients:
-        return f"all weights are finite; in its gradients, {gradients}"
+        return f"all weights are finite; of the gradients made anew, {gradients}"
     return "weights and gradients are finite"
 
 
 def non_finite(tree: Any, model: Model) -> str | None:
-    """Returns the first array with a NaN or an infinity, "layers.wq of layer 3 holds NaN"; None when all are finite.
+    """Names the first array with a NaN or an infinity: "layers.wq of layer 3 holds NaN"; None if all are finite.
 
-    Arrays with the name of a weight come first, in the order of the program, and layers are named one by one.
+    Arrays of weights come first, in the order of the weight table; of layers the first is named.
     """
     weights = rows(model)
-    order = {name: place for place, name in enumerate(weights)}
+    order = {name: index for index, name in enumerate(weights)}
     arrays = [
         (weight_of(path, order), path, leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -71,7 +70,7 @@ def _words(path: KeyPath, name: str | None, weight: Weight | None, index: int) -
 
 @lru_cache
 def _flags_on(mesh: Mesh | None) -> Any:
-    """Jitted (arrays, which are stacked) -> [2, layers or 1] booleans for each, NaN and infinity, replicated."""
+    """Returns jitted (arrays, flags of stacked ones) -> booleans [2, layers or 1] each: NaN, infinity; replicated."""
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return jax.jit(_flags, static_argnums=1, out_shardings=everywhere)
 

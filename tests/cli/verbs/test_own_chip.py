@@ -1,0 +1,33 @@
+"""A chip of one's own, a file that says what differs from a known one, wherever a chip or a cluster is named."""
+
+from pathlib import Path
+
+import pytest
+
+PLAN = ("--batch", "64seq", "--seq", "4096", "--top", "1", "--tokens", "1T")
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("big.toml").write_text('base = "h100"\nhbm_bytes = 96e9\nhbm_bytes_per_s = 2e12\n')
+
+
+def test_show_and_roofline(call):
+    said = call("show", "big.toml")
+    assert "memory 96 GB" in said.words
+    assert "not known: price_usd_per_hour, power_w (a base's are those of other hardware)" in said.words
+    sizes = ("--dims", "B=128,D=8192,F=8192", "--json")
+    found = call("roofline", "bf16[B,D] * bf16[D,F] -> bf16[B,F]", "--on", "big.toml", *sizes).json
+    assert found["bytes_per_s"] == 2e12
+    assert found["critical_batch_wide"] == pytest.approx(989.4e12 / 2e12)
+    assert call("show", "big.toml:8x4", "--json").json["hbm_bytes"] == 32 * 96e9
+
+
+def test_a_plan_has_a_price_only_where_one_is_given(call):
+    free = call("plan", "llama3-8b", "--on", "big.toml:8x4", *PLAN)
+    assert "no price known (--price)" in free.words
+    assert "power not known for this chip (power_w)" in free.words
+    found = call("plan", "llama3-8b", "--on", "big.toml:8x4", *PLAN, "--price", "2.5", "--json").json["training"]
+    assert found["cost_usd"] == pytest.approx(2.5 * found["chip_hours"])
+    assert (found["power_w"], found["energy_kwh"]) == (None, None)
