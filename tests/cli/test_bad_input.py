@@ -112,7 +112,7 @@ CASES = [
     (2, ("show", "v4:99999999x99999999x99999999x99999999"), "has more than 10,000,000 chips"),
     (2, swapped(PLAN, "v5e:4x4", f"h100:8x{'9' * 5000}"), "is not chip:shape"),
     (2, ("budget", "--loss", "nan"), "--loss nan: give a finite number that is not negative."),
-    (2, ("budget", "1e24", "--on", "h100:8x8", "--price", "-1"), "--price -1.0: give a finite number"),
+    (2, ("budget", "1e24", "--on", "h100:8x8", "--restart-s", "-1"), "--restart-s -1.0: give a finite number"),
     (2, ("transfer", "1" * 400, "--on", "v5e:4x4", "--from", "0,0", "--to", "1,1"), "is larger than 1e+60"),
     (2, (*PLAN, "--set", "model.kv_lora_rank=3"), "qk_nope_head_dim=0 must be at least 1."),
     (2, (*PLAN, "--set", "model.rope_theta=nan"), "model.rope_theta is nan: give a finite number, at most 1e+60."),
