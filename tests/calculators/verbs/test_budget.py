@@ -120,7 +120,7 @@ def test_failures_make_a_run_longer(call):
         (("1e24", "--loss", "2"), "asks for the least budget"),
         (("1e24", "--mfu", "1.5"), "'--mfu': 1.5 is not in the range 0<x<=1. See"),
         (("1e24", "--mfu", "0"), "'--mfu': 0.0 is not in the range 0<x<=1. See"),
-        (("1e24", "--mfu", "nan"), "mfu is nan, give a share in (0, 1]"),
+        (("1e24", "--mfu", "nan"), "--mfu nan: give a finite number"),
         (("1e24", "--pue", "0.5"), "'--pue': 0.5 is not in the range x>=1. See"),
         (("1e24", "--host-share", "-1"), "'--host-share': -1.0 is not in the range x>=0. See"),
         (("1e24", "--price", "0"), "'--price': 0.0 is not in the range x>0. See"),
