@@ -65,7 +65,7 @@ def test_the_whole_run(call):
     assert run["energy_kwh"] is None
     text = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T").words
     assert f"15 T tokens in 3,576,279 steps: {run['days']:.3g} days" in text
-    assert "6 N D = 6.35e+24 FLOPs = 73,493 petaflop-days" in text
+    assert "6 N D, N with the look-up, = 6.35e+24 FLOPs = 73,493 petaflop-days" in text
 
 
 def test_energy_where_the_power_is_known(call):
