@@ -140,7 +140,7 @@ def test_what_runs_is_asked_of_the_model(call):
 
 
 def test_peaks_are_dense(call):
-    """MI355X: 10.1 PFLOP/s in fp4, about twice its 5.0 in fp8; 20.1 counts sparsity."""
+    """MI355X: 10.1 PFLOP/s in fp4, about twice its 5.0 in fp8."""
     assert call("show", "mi355x", "--json").json["peak_flops"] == {"fp8": 5e15, "fp4": 10.1e15}
     for unit in chips().values():
         peaks = unit.peak_flops
