@@ -110,7 +110,7 @@ def row(name, predicted, measured):
 @pytest.mark.parametrize(("number", "subtitle"), [(3, "given"), (20, "given; the 14 longest of 20 rows shown")])
 def test_a_picture_says_when_it_leaves_rows_out(number, subtitle):
     rows = [row(f"row {index}", 1.0 + index, 2.0) for index in range(number)]
-    assert said(parts_figure(rows, title="parts", subtitle="given"))["title"]["subtitle"] == subtitle
+    assert said(parts_figure(rows, subtitle="given"))["title"]["subtitle"] == subtitle
 
 
 def text(*given, **more):

@@ -151,7 +151,7 @@ def test_peaks_are_dense(call):
         peaks = unit.peak_flops
         for wide, narrow in (("bf16", "fp8"), ("fp8", "fp4")):
             if wide in peaks and narrow in peaks:
-                assert peaks[narrow] / peaks[wide] < 4, (unit.name, narrow)
+                assert peaks[narrow] / peaks[wide] <= 4, (unit.name, narrow)  # 4: fp8 with float32 sums on RTX
 
 
 def test_words_of_a_chip(call):

@@ -122,7 +122,7 @@ def test_no_time(call, rates):
     [
         (("--step", "generate", "--axes", "tensor=2"), "the mesh has 2 devices and cpu:4 4 chips"),
         (("--axes", "fsdp=4", "--timeout", "0"), "--timeout 0 leaves the compiler no time"),
-        (("--axes", "fsdp=4", "--timeout", "nan"), "--timeout nan leaves the compiler no time"),
+        (("--axes", "fsdp=4", "--timeout", "nan"), "--timeout nan: give a finite number"),
         (("--axes", "fsdp=4", "--weights", "int8"), "Take --step generate"),
         (("--axes", "fsdp=4", "--cache-dtype", "int8"), "Take --step generate"),
         (("--axes", "fsdp=4", "--cache-dtype", "int4"), "'int4' is not one of"),

@@ -27,8 +27,8 @@ from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import mesh_words
 
-MAX_DRIFT = 1e-6
-"""Of the step time that a plan file holds from the one that its rates give."""
+MAX_DRIFT = 1e-3
+"""Of the step time that a plan file holds from the one that its rates give; less does not show in three digits."""
 MAX_TERMS = 3
 MIN_SHARE = 0.03
 """Of the step: a second or third term below this is not among those that matter."""
