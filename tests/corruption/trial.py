@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 DAMAGES = ("flip", "cut", "delete", "swap")
 SMALL = (
@@ -197,7 +198,7 @@ def verdict(before: Outcome, after: Outcome) -> str:
 def run_trial(count: int, seed: int, *, show: Callable[[str], object] = print) -> Counter[str]:
     """Runs cases; shows those that are wrong, and returns how many ended how."""
     found: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ):
         folder = Path(name)
         write_all(folder)
         whole: dict[str, Outcome] = {}
