@@ -161,7 +161,7 @@ def cases(folder: Path, count: int, seed: int) -> Iterator[tuple[Reader, str, st
 
 
 def _is_ours(path: Path) -> bool:
-    """Programs that XLA compiled are its own files, which it checks."""
+    """Programs that JAX keeps are its own files; their compression has a checksum."""
     return "xla" not in path.parts and not path.name.startswith(".")
 
 

@@ -2,6 +2,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -190,7 +192,7 @@ def send(number):
     return on_step
 
 
-@pytest.mark.parametrize("on_step", [interrupt, send(signal.SIGINT), send(signal.SIGTERM)])
+@pytest.mark.parametrize("on_step", [interrupt, *map(send, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))])
 def test_a_request_to_stop_ends_with_everything_written(tmp_path, text, on_step):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     result = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=on_step)
@@ -232,6 +234,17 @@ def test_the_wait_for_slow_data_is_no_time_in_steps(tmp_path, text, monkeypatch)
     assert goodput.data_s > 4 * wait_s
     assert result.step_s < wait_s / 2
     assert goodput.steps_s + goodput.data_s + goodput.compile_s < goodput.wall_s
+
+
+def test_a_second_signal_ends_the_process_with_its_number():
+    code = (
+        "import os, signal\nfrom meshwright.train.interrupt import stop_on_signals\n"
+        "with stop_on_signals(print) as request:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print(request.asked, flush=True)\n    os.kill(os.getpid(), signal.SIGTERM)\nprint('not reached')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stdout.splitlines()[-1] == "True"
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch, capsys):

@@ -7,7 +7,7 @@ device.
 import datetime
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import msgspec
@@ -28,7 +28,8 @@ from meshwright.bench.workloads import (
     mlp_workload,
     product_workload,
 )
-from meshwright.spec.calibration import Calibration
+from meshwright.core.dims import CollectiveKind
+from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.chip import chip
 
 SMALL_BYTES, LARGE_BYTES = 2**12, 2**20
@@ -68,11 +69,7 @@ def measure_machine(
     )
     matmul, attended, memory = (workloads[name].work / seconds[name] for name in ("matmul", "attention", "memory"))
     in_products = [matmul, *(workload.work / seconds[name] for name, workload in squares.items())]
-    rates = []
-    for kind, group in moves:
-        small, large = (seconds[f"{kind} {group.size} {size}"] for size in (SMALL_BYTES, LARGE_BYTES))
-        slope = max(0.0, (large - small) / (LARGE_BYTES - SMALL_BYTES))
-        rates.append(rate_of(kind, group.size, FittedLine(start=small - slope * SMALL_BYTES, slope=slope, error=0.0)))
+    rates = [_collective_rate(kind, group.size, seconds) for kind, group in moves]
     say(f"matmul {matmul / 1e9:.3g} GFLOP/s a device in {DTYPE}, {num_devices} at once")
     say(f"peak {max(in_products) / 1e9:.3g} GFLOP/s a device, the fastest of {len(in_products)} products")
     say(f"attention {attended / 1e9:.3g} GFLOP/s a device")
@@ -103,6 +100,13 @@ def measure_machine(
         },
     )
     return with_host_rates(found, measure_references(found, num_devices), say) if in_step else found
+
+
+def _collective_rate(kind: CollectiveKind, size: int, seconds: Mapping[str, float]) -> CollectiveRate:
+    """Returns the rate of a collective, by the line through the seconds of a small and a large one."""
+    small, large = (seconds[f"{kind} {size} {num_bytes}"] for num_bytes in (SMALL_BYTES, LARGE_BYTES))
+    slope = max(0.0, (large - small) / (LARGE_BYTES - SMALL_BYTES))
+    return rate_of(kind, size, FittedLine(start=small - slope * SMALL_BYTES, slope=slope, error=0.0))
 
 
 def with_host_rates(

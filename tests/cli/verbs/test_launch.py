@@ -15,6 +15,7 @@ import pytest
 from meshwright.cli.main import run
 from meshwright.cli.verbs.launch import child_environment, noise_filter
 from meshwright.cli.verbs.launch import launch as launch_program
+from meshwright.core.errors import EX_TEMPFAIL
 from meshwright.spec.plan_file import load_plan
 from tests.cli.made_rates import write_rates
 from tests.train.small import write_text
@@ -113,7 +114,7 @@ def test_ctrl_c_reaches_all_and_leaves_a_run_for_other_processes(plan, text, tmp
     wait_for_checkpoint(tmp_path / "tiny-001")
     child.send_signal(signal.SIGINT)
     out, error = child.communicate(timeout=LONGEST_S)
-    assert child.returncode == 0, error
+    assert child.returncode == EX_TEMPFAIL, error
     assert "steps (stopped)" in out
     before = losses_of(tmp_path / "tiny-001")
     newest = whole_checkpoints(tmp_path / "tiny-001")[-1]

@@ -27,8 +27,6 @@ from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import mesh_words
 
-MAX_DRIFT = 1e-3
-"""Of the step time that a plan file holds from the one that its rates give; less does not show in three digits."""
 MAX_TERMS = 3
 MIN_SHARE = 0.03
 """Of the step: a second or third term below this is not among those that matter."""
@@ -46,10 +44,11 @@ def command(given: Given) -> Answer:
     plan = load_plan(given.plan_file)
     require_training(check_tokens(plan.job), "explain")
     told = explain(plan)
-    if not math.isclose(told.estimate.step_s, plan.predicted.step_s, rel_tol=MAX_DRIFT):
+    stored, now = format_seconds(plan.predicted.step_s), format_seconds(told.estimate.step_s)
+    if stored != now:
         say(
-            f"{given.plan_file} predicts {format_seconds(plan.predicted.step_s)} a step and its own rates now give "
-            f"{format_seconds(told.estimate.step_s)}: it was changed by hand, or by another version."
+            f"{given.plan_file} predicts {stored} a step and its own rates now give {now}: it was changed by hand, or "
+            f"by another version."
         )
     return Answer(_facts(told), _text(told))
 
