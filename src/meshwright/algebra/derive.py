@@ -97,9 +97,12 @@ def _backward(block: Block, shardings: Shardings, forward: Tape, saved: list[Sha
     tape.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
     for op in reversed(block.ops):
         tape.finish(op.out)
-        op_kind(op.kind).backward(tape.at(op))
+        if op.out in shardings.differentiated:
+            op_kind(op.kind).backward(tape.at(op))
     for name in (name for name in list(tape.contributions) if name not in further):
         tape.finish(name)
+    if len(shardings.program.trained) < len(shardings.program.of_role(*WEIGHTS)):
+        tape.prune()
     return tape
 
 
@@ -121,7 +124,7 @@ def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
             layers=layers.get(weight.name, ""),
             layer_axes=stages if weight.name in layers else (),
         )
-        for weight in program.of_role(*WEIGHTS)
+        for weight in program.trained
     }
 
 

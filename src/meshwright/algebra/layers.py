@@ -13,12 +13,14 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.program import Block, Op, Variable
 from meshwright.core.errors import InputError
 from meshwright.spec.model import Model
+from meshwright.spec.weights import adapted
 
 ENCODER, CROSS = "encoder_", "cross_"
 """Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
 
 _LINE = re.compile(r"\s*(?P<out>[^=]+?)\s*=\s*(?P<rest>.+?)\s*")
 _CALL = re.compile(r"(?P<kind>[a-z_]+)\((?P<args>[^;]*)(?:;(?P<attributes>.*))?\)")
+_PRODUCT = re.compile(r"(\w+)\[(.*)\] = (\w+)\[(.*)\] \* (\w+)\[(.*)\]")
 _ARG = re.compile(r"[\w']+\s*\[[^\]]*\]")
 
 
@@ -208,11 +210,46 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, options: ProgramOpt
         given = given_attributes(sees_all=True, softcap=model.attention_softcap)
         lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=given)
     if not routed:
-        return lines + _dense(model)
+        return with_adapters(model, lines + _dense(model))
     capacity = options.capacity_factor
     routing = given_attributes(balance=options.balance_loss, z=options.router_z_loss, capacity=capacity)
     given = given_attributes(capacity=capacity)
-    return lines + written(model, EXPERTS, activation=_activation(model), routing=routing, capacity=given)
+    lines += written(model, EXPERTS, activation=_activation(model), routing=routing, capacity=given)
+    return with_adapters(model, lines)
+
+
+ADAPTER = """
+    {a}_low[B,T,Ra] = {x}[{x_dims}] * {a}[{inputs},Ra]
+    {a}_scaled[B,T,Ra] = scaled({a}_low[B,T,Ra]; by={scale})
+"""
+
+ADAPTED = """
+    {out}_base[{out_dims}] = {x}[{x_dims}] * {w}[{w_dims}]
+    {out}_up[{out_dims}] = {a}_scaled[B,T,Ra] * {w}_lora_b[Ra,{outputs}]
+    {out}[{out_dims}] = add({out}_base[{out_dims}], {out}_up[{out_dims}])
+"""
+"""A product beside whose weight stands an adapter: y = x W + (alpha / r) (x A) B. Source: Hu et al., 2021, section 4.1."""
+
+
+def with_adapters(model: Model, text: str) -> str:
+    """Returns the lines of a layer with the adapters of the model; products that share an A compute x A once."""
+    first_of, lines = adapted(model), list[str]()
+    for line in text.splitlines(keepends=True):
+        found = _PRODUCT.match(line)
+        if found is None or found[5] not in first_of:
+            lines.append(line)
+            continue
+        out, out_dims, x, x_dims, w, w_dims = found.groups()
+        inputs = [dim for dim in w_dims.split(",") if dim in x_dims.split(",")]
+        names: dict[str, str] = {
+            "outputs": ",".join(dim for dim in w_dims.split(",") if dim not in inputs),
+            **{"out": out, "out_dims": out_dims, "x": x, "x_dims": x_dims, "w": w, "w_dims": w_dims},
+            **{"a": first_of[w], "inputs": ",".join(inputs), "scale": repr(model.lora.scale if model.lora else 1.0)},
+        }
+        if f"{first_of[w]}_low[" not in "".join(lines):
+            lines.append(written(model, ADAPTER, **names))
+        lines.append(written(model, ADAPTED, **names))
+    return "".join(lines)
 
 
 def encoder_layer_text(model: Model) -> str:

@@ -27,6 +27,7 @@ class Shardings:
     def __init__(self, program: Program, strategy: Strategy, axes: Sequence[str]) -> None:
         self.program, self.strategy, self.axes = program, strategy, tuple(axes)
         self.shared: dict[str, SharedInput] = {}
+        self.differentiated = program.differentiated()
         self.first_use = {n: b.name for b in reversed(program.blocks) for op in b.ops for n in op.inputs}
         self._arrays: dict[tuple[str, str], ShardedArray] = {}
 
@@ -91,6 +92,7 @@ class Tape:
         self.steps: list[Step] = []
         self.producers: dict[ShardedArray, Step] = {}
         self.contributions: dict[str, list[ShardedArray]] = {}
+        self.left: set[ShardedArray] = set()
 
     def at(self, op: Op) -> "Tape":
         """Returns the tape at the next op: its inputs and result as declared, and their cotangents."""
@@ -173,6 +175,9 @@ class Tape:
             self._emit(step, "recompute")
 
     def contribute(self, name: str, array: ShardedArray) -> None:
+        """Adds to the cotangent of a variable; nothing where no weight that trains is behind it."""
+        if name not in self.shardings.differentiated:
+            return
         addends = self.contributions.setdefault(name, [])
         if array not in addends:
             addends.append(array)
@@ -188,6 +193,8 @@ class Tape:
         """
         addends = self.contributions.pop(name, [])
         target = self._summed(name, addends)
+        if all(op.out != name for op in self.block.ops):
+            self.left.add(target)
         waiting = {a: reshard(a, target) for a in addends}
         while left := {a: steps for a, steps in waiting.items() if steps}:
             source = max(left, key=lambda a: len(left[a]))
@@ -203,6 +210,16 @@ class Tape:
         if addends and is_first and self.shardings.is_weight(name):
             for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
                 self._emit(step, self.phase, scope="step")
+
+    def prune(self) -> None:
+        """Drops the steps that no cotangent which leaves the block needs."""
+        needed, kept = set(self.left), list[Step]()
+        for step in reversed(self.steps):
+            if step.scope == "step" or not needed.isdisjoint(step.results):
+                needed.update(step.inputs)
+                kept.insert(0, step)
+        self.steps = kept
+        self.used = [array for array in self.used if array in needed]
 
     def _summed(self, name: str, addends: list[ShardedArray]) -> ShardedArray:
         """Returns a cotangent as its block leaves it. The gradient of a weight stays unreduced over axes that do not

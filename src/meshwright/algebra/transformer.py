@@ -101,7 +101,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
     variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
-        variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
+        variables[name] = Variable(name, weight.dims, _role(weight), inputs=weight.inputs, frozen=weight.frozen)
     encoder, stacks = _encoder(model, variables)
     blocks = (
         parse_block("embed", embed_text(model), variables),
@@ -135,18 +135,6 @@ def _of_encoder(text: str) -> str:
     """Returns the lines of a decoder with the names and dims of the encoder's; the table of tokens is one for both."""
     names = re.sub(r"(\w+)\[", lambda found: f"{'' if found[1] == 'embed' else ENCODER}{found[1]}[", text)
     return names.replace("[B,T", "[B,S").replace("[P,", "[Ps,")
-
-
-def matrix_inputs(weight: Weight) -> tuple[str, ...]:
-    """Returns the dims of a weight that go into its matrices, one for each layer and expert; () for a vector.
-
-    A matrix that writes into the stream has D as its last dim, and all dims before it are inputs; otherwise its first
-    dim is.
-    """
-    if weight.kind == "vector":
-        return ()
-    dims = tuple(dim for dim in weight.dims if not (dim == "E" and weight.part == "experts"))
-    return dims[:-1] if dims[-1] == "D" else dims[:1]
 
 
 def layer_dims(model: Model) -> dict[str, int]:

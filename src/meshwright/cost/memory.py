@@ -220,9 +220,9 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     # a gradient is held as it enters the collectives that run once per step, whole where they scatter it
     trains = _trains(derived)
     gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
-    for name in derived.weights if trains else owners:
-        declared, block = derived.declared[name], owners[name]
-        if trains:
+    for name, block in owners.items():
+        declared = derived.declared[name]
+        if name in derived.weights:
             assert moments is not None
             weight = derived.weights[name]
             arrays = ((declared,), (gradients[name],), (weight.shard,), moments(weight))

@@ -48,7 +48,7 @@ def param_shapes(model: Model, *, dtype: jnp.dtype = jnp.float32) -> dict[str, j
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
     """Draws weights from ``seed``, each array from its own key, so the numbers do not depend on the mesh.
 
-    Under `jax.jit` with ``out_shardings`` each device draws its own shards only.
+    Weights of the model are the same with adapters. Under `jax.jit` with ``out_shardings`` each device draws its own shards only.
     """
     key = jax.random.key(seed)
     return {
@@ -59,8 +59,13 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
 
 def _initial(model: Model, weight: Weight, key: Array) -> Array:
     """Draws from a normal distribution with standard deviation 0.02, divided by sqrt(2 L) for matrices that write into
-    the residual stream (GPT-2). Norms start as identities; biases and sinks are zeros."""
+    the residual stream (GPT-2). Norms start as identities; biases and sinks are zeros. The A of an adapter is uniform
+    in +-1/sqrt(inputs), B is zero, as in PEFT."""
     shape = stacked_shape(weight)
+    if weight.part == "adapter":
+        bound = np.prod(weight.shape[:-1]) ** -0.5
+        into_rank = weight.dims[-1] == "Ra"
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound) if into_rank else jnp.zeros(shape)
     if weight.part == "norm" and not weight.name.endswith("_bias"):
         return jnp.zeros(shape) if model.norm_unit_offset else jnp.ones(shape)
     if weight.kind == "vector" and weight.name != "layers.shared.gate":

@@ -91,7 +91,9 @@ class TrainStep:
         if optimizer is None and strategy.state != "fp32":
             raise AssertionError("optax.adamw keeps its moments in the weights' dtype: give an optimizer")
         given = optimizer if optimizer is not None else optax.adamw(3e-4)
-        self.optimizer = plain_optimizer(given) if isinstance(given, optax.GradientTransformation) else given
+        given = plain_optimizer(given) if isinstance(given, optax.GradientTransformation) else given
+        start = given.init
+        self.optimizer = given._replace(init=lambda params: start(self.trained(params)))
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or device_mesh(strategy.mesh)
         self.program = transformer(model, options)
@@ -114,8 +116,12 @@ class TrainStep:
 
     def _specs(self, arrays: Mapping[str, ShardedArray]) -> dict[str, PartitionSpec]:
         layers = "pipeline" if self.pipeline else None
-        names = weight_variables(self.model)
+        names = (name for name in weight_variables(self.model) if name in arrays)
         return {name: partition_spec(arrays[name], stacked=name in self.stacked, layers=layers) for name in names}
+
+    def trained(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the weights that training updates, or what is there for each of them."""
+        return {name: value for name, value in params.items() if name in self.shards}
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
@@ -329,10 +335,11 @@ class TrainStep:
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        shards = self._moved(state.params, before=True)
+        shards = self._moved(self.trained(state.params), before=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
-        return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm, extras)
+        params = state.params | self._moved(shards, before=False)
+        return State(params, opt_state), Metrics(loss, norm, extras)
 
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: Array) -> tuple[Params, Any]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
@@ -349,7 +356,8 @@ class TrainStep:
 
     def _moved(self, params: Params, *, before: bool) -> Params:
         """Reshards weights as the optimizer's state before its update, or back after it (ZeRO-1 and 2)."""
-        if self.param_specs == self.shard_specs or self.form == "gspmd":
+        specs = self.trained(self.param_specs)
+        if specs == self.shard_specs or self.form == "gspmd":
             return params
         moves: dict[str, list[Step]] = {name: [] for name in params}
         done: set[str] = set()
@@ -363,7 +371,7 @@ class TrainStep:
         def body(params: Params) -> Params:
             return {n: apply_collectives(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
 
-        source, target = (self.param_specs, self.shard_specs)[:: 1 if before else -1]
+        source, target = (specs, self.shard_specs)[:: 1 if before else -1]
         return self._mapped(body, (source,), target)(params)
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------

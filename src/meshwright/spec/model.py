@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import check_figures, shown
 
 Family = Literal[
@@ -71,6 +71,60 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     length: int
 
 
+LORA_TARGETS = {
+    "q": "wq",
+    "k": "wk",
+    "v": "wv",
+    "o": "wo",
+    "gate": "w_gate",
+    "up": "w_up",
+    "down": "w_down",
+}
+"""Target of an adapter -> the weight of a layer that it stands beside."""
+
+_TARGET_GROUPS = {"attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down"), "all-linear": tuple(LORA_TARGETS)}
+
+
+class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters beside frozen weights: y = x W + (alpha / rank) (x A) B, of which A and B train.
+
+    ``targets`` are of `LORA_TARGETS`, or "attention", "mlp" or "all-linear". All other weights of the model are frozen;
+    ``base`` is how they are stored: "" as the training state says. Defaults are PEFT's. Source: Hu et al., 2021.
+    """
+
+    rank: int = 8
+    alpha: float = 8.0
+    targets: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= MAX_SIZE:
+            raise InputError(f"lora.rank={shown(self.rank)} must be at least 1 and at most 2^40.")
+        known = (*LORA_TARGETS, *_TARGET_GROUPS)
+        for name in self._named:
+            if name not in known:
+                raise InputError(f"lora.targets has {name!r}.{nearest(name, known)} Use some of {', '.join(known)}.")
+        if not self._named:
+            raise InputError(f"lora.targets is empty. Use some of {', '.join(known)}.")
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        given = self.targets.split(",") if isinstance(self.targets, str) else self.targets
+        return tuple(word.strip() for word in given if word.strip())
+
+    @property
+    def weights(self) -> dict[str, bool]:
+        """Maps the weights of a layer that get adapters to whether they were named one by one."""
+        groups = {w: False for name in self._named for w in _TARGET_GROUPS.get(name, ())}
+        named = dict.fromkeys((name for name in self._named if name in LORA_TARGETS), True)
+        found = groups | named
+        return {weight: found[name] for name, weight in LORA_TARGETS.items() if name in found}
+
+    @property
+    def scale(self) -> float:
+        """The factor alpha / rank."""
+        return self.alpha / self.rank
+
+
 MAX_LAYERS = 10_000
 """Far above any model: the weight table names every layer."""
 
@@ -85,7 +139,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ``d_ff`` is the width of dense feed-forward layers, ``d_ff_expert`` of one routed expert and
     ``d_ff_shared`` of all shared experts together. With latent attention (``kv_lora_rank`` > 0) ``head_dim``
     is the width of a query, ``qk_nope_head_dim + qk_rope_head_dim``. With ``relative_buckets`` positions are known from
-    a bias of each head for each bucket of distances (T5), up to ``relative_distance``.
+    a bias of each head for each bucket of distances (T5), up to ``relative_distance``. With ``lora`` adapters train and
+    the weights of the model itself are frozen.
     """
 
     name: str
@@ -151,6 +206,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     relative_buckets: int = 0
     relative_distance: int = 128
 
+    lora: Lora | None = None
+
     def __post_init__(self) -> None:
         """Raises InputError for impossible sizes and figures."""
         for field in self._positive_fields():
@@ -177,6 +234,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
                 f"Use 1 to {self.num_experts}."
             )
+        if self.lora and (self.encoder or self.latent_attention):
+            raise InputError(f"{self.name}: lora needs a decoder with plain attention. Leave it out.")
+        if self.lora and self.num_experts and not self.lora.weights.keys() <= {"wq", "wk", "wv", "wo"}:
+            raise InputError(f"{self.name}: adapters of experts do not exist here. Use lora.targets=attention.")
         counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
         may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
@@ -192,7 +253,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def dims(self) -> dict[str, int]:
         """Letter to size. Experts add E, Ea (of one token), Fe, Fs (shared); latent attention Rq, Rkv, Hn, Hr, Hv; an
-        encoder S, its positions, and Ps, those of its table; relative positions R."""
+        encoder S, its positions, and Ps, those of its table; relative positions R; adapters Ra, their rank."""
         sizes = {
             "D": self.d_model,
             "F": self.d_ff,
@@ -217,6 +278,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "S": self.encoder.length if self.encoder else 0,
             "Ps": self.encoder.length if self.encoder and self.learned_positions else 0,
             "R": self.relative_buckets,
+            "Ra": self.lora.rank if self.lora else 0,
         }
         return sizes | {letter: size for letter, size in optional.items() if size}
 

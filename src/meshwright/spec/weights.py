@@ -11,10 +11,11 @@ from typing import Literal, get_args
 import msgspec
 from msgspec.structs import replace
 
+from meshwright.core.errors import InputError
 from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
 
-WeightPart = Literal["embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding"]
+WeightPart = Literal["embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding", "adapter"]
 
 _FILE = Path(__file__).parent / "data" / "weights.toml"
 _Row = tuple[str, str, str, WeightPart, str]
@@ -27,6 +28,7 @@ _VECTOR = re.compile(r"(^|\.)b|_bias$")
 class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One array of a model, the same in every layer of ``layers``.
 
+    A ``frozen`` one is not trained.
     ``dims`` and ``shape`` are those of one layer, in einsum order; ``hf_name`` is its name in published
     checkpoints with ``{layer}`` and ``{expert}`` to fill in, where several rows of one name are parts of one
     stored array. ``tied_to`` names the row that holds the values; such a row counts nothing.
@@ -41,6 +43,19 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     layers: tuple[int, ...] = ()
     active_fraction: float = 1.0
     tied_to: str | None = None
+    frozen: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Dims that go into its matrices, one for each layer and expert; () for a vector.
+
+        A matrix that writes into the stream, or into the rank of an adapter, has that as its last dim, and all dims
+        before it are inputs; otherwise its first dim is.
+        """
+        if self.kind == "vector":
+            return ()
+        dims = tuple(dim for dim in self.dims if not (dim == "E" and self.part == "experts"))
+        return dims[:-1] if dims[-1] in ("D", "Ra") else dims[:1]
 
     @property
     def repeat(self) -> int:
@@ -71,8 +86,58 @@ def weight_table(model: Model) -> tuple[Weight, ...]:
     Buffers that are no parameters (DeepSeek-V3's routing correction) and extra heads (its multi-token
     prediction layer, a vision tower) are left out.
     """
+    if model.lora:
+        base = weight_table(replace(model, lora=None))
+        return (*(replace(row, frozen=True) for row in base), *_adapters(model, base))
     encoder = _encoder(model) if model.encoder else ()
     return (*_rows(model, "first"), *encoder, *_layers(model), *_rows(model, "last"))
+
+
+def frozen_base(model: Model) -> Model:
+    """Returns the model without its adapters."""
+    return replace(model, lora=None)
+
+
+def adapted(model: Model) -> dict[str, str]:
+    """Maps each weight of a layer that has an adapter to its A; weights that are stored as one share it, as in PEFT."""
+    if model.lora is None:
+        return {}
+    table = {row.name.removeprefix("layers."): row for row in weight_table(frozen_base(model)) if row.layers}
+    first: dict[str, str] = {}
+    for name, one_by_one in model.lora.weights.items():
+        if name in table:
+            first.setdefault(table[name].hf_name, name)
+        elif one_by_one:
+            raise InputError(f"lora.targets: {model.name} has no {name}. Leave it out.")
+    for name in (name for name, row in table.items() if row.hf_name in first and row.kind == "matrix"):
+        if name not in model.lora.weights:
+            joined = ", ".join(n for n, row in table.items() if row.hf_name == table[name].hf_name)
+            raise InputError(f"lora.targets: {model.name} stores {joined} as one. Target all of them.")
+    return {name: f"{first[table[name].hf_name]}_lora_a" for name in model.lora.weights if name in table}
+
+
+def _adapters(model: Model, base: tuple[Weight, ...]) -> list[Weight]:
+    """Returns the rows of the adapters, named as PEFT names them: A has the input dims of its weight and the rank, B
+    the rank and the output dims."""
+    table = {row.name.removeprefix("layers."): row for row in base if row.layers}
+    found: dict[str, Weight] = {}
+    for name, of_inputs in adapted(model).items():
+        row = table[name]
+        outputs = tuple(dim for dim in row.dims if dim not in row.inputs)
+        for adapter, dims, letter in (
+            (of_inputs, (*row.inputs, "Ra"), "A"),
+            (f"{name}_lora_b", ("Ra", *outputs), "B"),
+        ):
+            found[adapter] = Weight(
+                name=f"layers.{adapter}",
+                hf_name="base_model.model." + row.hf_name.replace(".weight", f".lora_{letter}.weight"),
+                dims=dims,
+                shape=tuple(model.dims[dim] for dim in dims),
+                part="adapter",
+                kind="matrix",
+                layers=row.layers,
+            )
+    return list(found.values())
 
 
 def num_params(model: Model) -> int:

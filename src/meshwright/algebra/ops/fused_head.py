@@ -10,10 +10,10 @@ from meshwright.core.dims import DTYPE_BYTES
 CHUNK_TOKENS = 1024
 """Tokens per device whose logits exist at once where the loss head works in chunks (remat "full")."""
 
-PASSES = {"chunked_logits_statistics": 3, "chunked_logits_backward": 6, "fused_head": 7}
-"""Passes over the logits. Statistics write them and read them twice; the backward pass writes and reads them and their
-cotangent. The fused head writes them, reads them twice for the statistics and once for their cotangent, which it writes
-and two products read."""
+PASSES = {"chunked_logits_statistics": 3, "chunked_logits_backward": 4, "fused_head": 5}
+"""Passes over the logits. Statistics write them and read them twice; the backward pass writes and reads them and writes
+their cotangent. The fused head writes them, reads them twice for the statistics and once for their cotangent, which it
+writes. Each product that makes a cotangent, of the stream and of a table that trains, reads that once more."""
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
@@ -21,9 +21,14 @@ def flops(step: Step, sizes: OpSizes) -> Number:
     return 2.0 * product(sizes.local(*step.inputs[:2]).values())
 
 
+def num_cotangents(step: Step) -> int:
+    """Returns the cotangents that a step makes: of the stream, and of the table if it trains."""
+    return {"chunked_logits_statistics": 0, "fused_head": len(step.more)}.get(step.op, len(step.results))
+
+
 def backward_flops(step: Step, sizes: OpSizes) -> Number:
-    """The logits, and the products for the stream and for the table."""
-    return 3 * flops(step, sizes)
+    """The logits, and the product for each cotangent."""
+    return (1 + num_cotangents(step)) * flops(step, sizes)
 
 
 def local_logits(step: Step, sizes: OpSizes) -> Number:
@@ -41,9 +46,10 @@ def num_chunks(step: Step, sizes: OpSizes) -> Number:
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """The arrays; the table, and its gradient or slope, once for every chunk; passes over the float32 logits."""
-    tables = step.inputs[1:2] if step.op == "chunked_logits_statistics" else (step.inputs[1], step.more[-1])
+    made = num_cotangents(step)
+    tables = (step.inputs[1], *(step.more[-1:] if made == 2 else ()))
     again = (num_chunks(step, sizes) - 1) * sizes.total(*tables)
-    return stream(step, sizes) + again + PASSES[step.op] * DTYPE_BYTES["fp32"] * local_logits(step, sizes)
+    return stream(step, sizes) + again + (PASSES[step.op] + made) * DTYPE_BYTES["fp32"] * local_logits(step, sizes)
 
 
 def chunk_bytes(step: Step, sizes: OpSizes) -> Number:

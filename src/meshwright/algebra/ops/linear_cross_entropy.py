@@ -88,7 +88,8 @@ def backward(tape: Tape) -> None:
     each = (head.labels_of_logits, head.whole_peak, *rows)
     if head.in_chunks:
         tape.need(head.labels_of_logits)
-        tape.run("chunked_logits_backward", (head.left, head.right, *each), dx, dtable, details=head.details)
+        made = (dx, dtable) if tape.op.inputs[1] in tape.shardings.differentiated else (dx,)
+        tape.run("chunked_logits_backward", (head.left, head.right, *each), *made, details=head.details)
         tape.contribute(tape.op.inputs[1], dtable)
         tape.contribute(tape.op.inputs[0], dx)
         return

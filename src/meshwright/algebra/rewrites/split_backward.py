@@ -38,6 +38,11 @@ def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
     return tuple(name for name in block.block.reads if derived.program.variables[name].role in WEIGHTS)
 
 
+def trained_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
+    """Returns the names of the weights that a block uses and training updates."""
+    return tuple(name for name in weights_of(derived, block) if name in derived.weights)
+
+
 def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
     """Returns the router's counts of a block, summed over all devices, under a key that cannot clash with a weight's
     name. Empty where no loss and no bound on slots needs them."""
@@ -51,7 +56,8 @@ def meetings(derived: Derived) -> tuple[Step, ...]:
     gradients = gradient_arrays(derived)
     arrays: list[tuple[ShardedArray, Phase]] = []
     for name in dict.fromkeys(n for block in derived.blocks if block.is_layer for n in weights_of(derived, block)):
-        arrays += [(derived.declared[name], "update"), (gradients[name], "backward")]
+        arrays.append((derived.declared[name], "update"))
+        arrays += [(gradients[name], "backward")] if name in gradients else []
     for block in derived.blocks:
         arrays += [(array.replace(name=name), "backward") for name, array in counts_of(block).items()]
     return tuple(
@@ -90,6 +96,6 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     known = {array for step in steps for array in step.results}
     known |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
     gradients = gradient_arrays(derived)
-    used = (*(a for step in steps for a in step.inputs), *(gradients[name] for name in weights_of(derived, block)))
+    used = (*(a for step in steps for a in step.inputs), *(gradients[name] for name in trained_of(derived, block)))
     handed = tuple(array for array in dict.fromkeys(used) if array not in known)
     return SplitBackward(tuple(first), tuple(own), handed)

@@ -67,10 +67,11 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     passes = 3 if job.trains else 1
     attention = 2 * passes * job.tokens_per_step * keys * model.num_heads * width
     matrices = num_matmul_params(model)
+    frozen = num_matmul_params(model, frozen=True)
     if not job.trains:
         head = model.d_model * model.vocab_size
         return 2.0 * ((matrices - head) * job.tokens_per_step + head * job.batch_seqs) + attention
-    needed = 6.0 * matrices * job.tokens_per_step + attention
+    needed = (6.0 * matrices - 2.0 * frozen) * job.tokens_per_step + attention
     return needed + _encoder_flops(model, job, width) if model.encoder else needed
 
 
@@ -86,7 +87,11 @@ def _encoder_flops(model: Model, job: Job, width: int) -> float:
     return 6.0 * job.batch_seqs * (extra + scores * model.num_heads * width)
 
 
-def num_matmul_params(model: Model) -> int:
-    """Parameters that every token is multiplied with: matrices without the look-up table, a tied one once."""
+def num_matmul_params(model: Model, *, frozen: bool = False) -> int:
+    """Parameters that every token is multiplied with: matrices without the look-up table, a tied one once.
+
+    With ``frozen`` those that are not trained.
+    """
     matrices = [row for row in weight_table(model) if row.kind == "matrix" and row.part != "embedding"]
+    matrices = [row for row in matrices if row.frozen or not frozen]
     return sum(int(product(row.shape)) if row.tied_to else row.num_active_params for row in matrices)

@@ -133,7 +133,7 @@ def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: boo
     first = 1 if of_experts and one_by_one else 0
     along = [StoredDim(number, size) for number, size in enumerate(weight.shape[first:])]
     if len(joined) > 1:
-        shared = -2 if local_name(weight) in _HEADS else -1
+        shared = -2 if local_name(weight).removesuffix("_lora_b") in _HEADS else -1
         sizes = [other.shape[shared] for other in joined]
         number = [other.name for other in joined].index(weight.name)
         start, step = (number, len(sizes)) if model.family == "gpt_oss" else (sum(sizes[:number]), 1)
@@ -155,7 +155,7 @@ def _stored_order(
     # The last dims are outputs. A product that reads heads has two input dims.
     num_in = 2 if dims[0] == "N" else 1
     inputs, outputs = tuple(along[:num_in]), tuple(along[num_in:])
-    as_written = (model.family == "gpt2" and bool(weight.layers)) or (
+    as_written = (model.family == "gpt2" and bool(weight.layers) and weight.part != "adapter") or (
         model.family == "gpt_oss" and weight.part == "experts"
     )
     return (inputs, outputs) if as_written else (outputs, inputs)

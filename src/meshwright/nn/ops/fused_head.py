@@ -109,7 +109,7 @@ def fused_head(
 ) -> tuple[Float[Array, ""], ResidualStream, VocabularyTable]:
     """Returns the summed loss and its slopes in the stream and in the whole table.
 
-    All three use the same logits. Under `jax.jit` a caller of the loss alone pays for the loss alone.
+    All three use the same logits. Under `jax.jit` a caller pays for those that it uses.
     """
 
     def one(carry: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
@@ -136,16 +136,16 @@ def _statistics(context: Context, step: Step, x: Array, table: Array, labels: Ar
     return chunked_logits_statistics(x, _as_dv(step, table), labels, **head_arguments(step, 1, table))
 
 
-def _backward(context: Context, step: Step, *given: Array) -> tuple[Array, Array]:
+def _backward(context: Context, step: Step, *given: Array) -> tuple[Array, ...]:
     x, table, *per_token = given
     dx, dtable = chunked_logits_backward(x, _as_dv(step, table), *per_token, **head_arguments(step, 1, table))
-    return dx, _as_dv(step, dtable)
+    return (dx, _as_dv(step, dtable))[: len(step.results)]
 
 
 def _fused(context: Context, step: Step, x: Array, table: Array, labels: Array) -> tuple[Array, ...]:
     softcap, z_loss = step.details.softcap, step.details.z_loss
     loss, dx, dtable = fused_head(x, _as_dv(step, table), labels, softcap=softcap, z_loss=z_loss)
-    return loss, dx, _as_dv(step, dtable)
+    return (loss, dx, _as_dv(step, dtable))[: len(step.results)]
 
 
 STEPS = {

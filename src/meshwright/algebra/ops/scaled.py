@@ -1,0 +1,28 @@
+"""An array times a constant; its cotangent is scaled alike."""
+
+import msgspec
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.tape import Tape
+
+
+class Scaled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Details: the constant."""
+
+    by: float
+
+
+def forward(tape: Tape) -> None:
+    """Multiplies in the sharding of the result."""
+    (array,) = tape.inputs
+    tape.run("scaled", (tape.move(array, array.like(tape.out)),), tape.out, details=tape.details(Scaled))
+
+
+def backward(tape: Tape) -> None:
+    """Multiplies the cotangent."""
+    cotangent = tape.dinputs[0].like(tape.dout)
+    tape.run("scaled", (tape.dout,), cotangent, details=tape.details(Scaled))
+    tape.contribute(tape.op.inputs[0], cotangent)
+
+
+OP = OpKind(forward=forward, backward=backward, steps={"scaled": StepKind()})
