@@ -85,11 +85,12 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     """The same frozen data with some fields changed; an InputError names an unknown field or a wrong value."""
     fields = thing.__struct_fields__
     for name in changes:
-        if name not in fields:
+        if name.partition(".")[0] not in fields:
             raise InputError(f"{section}.{name} is not a field.{nearest(name, fields)}")
         if isinstance(changes[name], int) and changes[name] > MAX_SIZE:
             raise InputError(f"{section}.{name}={shown(changes[name])} is too large. Give at most {MAX_SIZE:.0e}.")
     now = msgspec.to_builtins(thing)
+    changes = _nested(now, changes)
     if isinstance(thing, Model) and "num_layers" in changes:
         kept = {"sliding_layers": thing.sliding_layers, "dense_layers": thing.dense_layers}
         below = changes["num_layers"]
@@ -98,6 +99,17 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     if isinstance(changes.get("mesh"), dict):
         changes = {**changes, "mesh": {**now["mesh"], **changes["mesh"]}}
     return convert_fields({**now, **changes}, type(thing), section=section)
+
+
+def _nested(now: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes with those of a field's own fields, ``lora.rank``, put into that field."""
+    found = {name: value for name, value in changes.items() if "." not in name}
+    for name, value in changes.items():
+        field, dot, rest = name.partition(".")
+        if dot:
+            held = found.get(field, now.get(field))
+            found[field] = {**(held if isinstance(held, dict) else {}), rest: value}
+    return found
 
 
 def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:

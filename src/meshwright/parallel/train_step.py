@@ -199,15 +199,18 @@ class TrainStep:
 
     # -- what a user calls -------------------------------------------------------------------------
 
-    def init(self, seed: int) -> State:
-        """Sharded initial state: the same weights for one seed on every mesh, made shard by shard."""
-        params = self._first_params(seed)
+    def init(self, seed: int, given: Params | None = None) -> State:
+        """Sharded initial state: the same weights for one seed on every mesh, made shard by shard.
+
+        Weights that are ``given``, with layers in the order of the model, are taken as they are.
+        """
+        params = self._first_params(seed, given or {})
         return State(params, self.init_optimizer(params))
 
     @cached_property
-    def _first_params(self) -> Callable[[int], Params]:
-        def make(seed: int) -> Params:
-            return self.from_canonical(init_params(self.model, seed, dtype=self.dtype))
+    def _first_params(self) -> Callable[[int, Params], Params]:
+        def make(seed: int, given: Params) -> Params:
+            return self.from_canonical(init_params(self.model, seed, dtype=self.dtype) | given)
 
         return jax.jit(make, out_shardings=self.state_shardings.params)
 

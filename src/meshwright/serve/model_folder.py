@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import InputError
+from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter
 from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, end_name, end_token, read_table, read_tokenizer
@@ -62,18 +63,22 @@ class ModelFolder(NamedTuple):
 def open_model(folder: Path) -> ModelFolder:
     """Opens a folder. Raises InputError for a missing or unreadable file, CannotRunError for a damaged one."""
     folder = folder.expanduser()
-    if not (folder / CONFIG).is_file():
+    base = base_folder(folder) if is_adapter(folder) else folder
+    if not (base / CONFIG).is_file():
         raise InputError(
-            f"{folder} has no {CONFIG}. Give the folder of a finished run, of a model with {CONFIG} and its "
+            f"{base} has no {CONFIG}. Give the folder of a finished run, of a model with {CONFIG} and its "
             f"safetensors files, or what convert made of a run that is not finished."
         )
-    file = folder / TOKENIZER
-    require_intact(folder, [CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION])
-    model = model_from_config(folder / CONFIG, folder.resolve().name)
-    text = TokenizedText(read_tokenizer(file)) if file.is_file() else NumberedText()
-    with open_checkpoint(folder) as tensors:
+    require_intact(base, [CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION])
+    model = model_from_config(base / CONFIG, folder.resolve().name)
+    if is_adapter(folder):
+        require_intact(folder, [ADAPTER_CONFIG, TOKENIZER])
+        model = adapted_model(model, folder)
+    file = next((found for found in (folder / TOKENIZER, base / TOKENIZER) if found.is_file()), None)
+    text = TokenizedText(read_tokenizer(file)) if file else NumberedText()
+    with open_checkpoint(base) as tensors:
         dtype = _dtype(model, tensors)
-    return ModelFolder(folder, model, text, _end_tokens(folder, text), dtype)
+    return ModelFolder(folder, model, text, _end_tokens(base, text), dtype)
 
 
 def _dtype(model: Model, tensors: Tensors) -> str:

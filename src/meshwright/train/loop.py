@@ -50,7 +50,7 @@ from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_f
 from meshwright.train.record.tracking import Tracking, require_trackers
 from meshwright.train.settings import TrainSettings, with_absolute_paths
 from meshwright.train.setup import Setup, prepare, require_same_tokenizer, start_state
-from meshwright.train.weights import save_weights
+from meshwright.train.weights import save_base, save_weights
 
 OnStep = Callable[[StepRecord], None]
 POLL_S = 0.001
@@ -207,10 +207,12 @@ class Run:
 
     def _save(self) -> None:
         with self.watch.timed("checkpoint"):
-            self.checkpoints.save(self.state, self.position, to_canonical=self.setup.step.to_canonical)
+            state = self.state._replace(params=self.setup.step.trained(self.state.params))
+            self.checkpoints.save(state, self.position, to_canonical=self.setup.step.to_canonical)
 
     def _evaluated_weights(self) -> Params:
-        return _averaged(self.state.opt_state, self.state.params) if self.settings.average else self.state.params
+        params, trained = self.state.params, self.setup.step.trained(self.state.params)
+        return params | _averaged(self.state.opt_state, trained) if self.settings.average else params
 
     def _evaluate(self) -> None:
         if self.setup.held_out is None:
@@ -237,7 +239,7 @@ class Run:
             with self.watch.timed("checkpoint"):
                 self.checkpoints.wait()
         weights = self.setup.step.to_canonical(self._evaluated_weights())
-        save_weights(self.setup.step.model, weights, self.folder.path)
+        save_weights(self.setup.step.model, weights, self.folder.path, base=self.settings.weights)
         result = self._result()
         self.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
         return result
@@ -331,6 +333,8 @@ def train(
             live.say(line)
         if is_first():
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
+        if model.lora and not settings.weights and position.step == 0:
+            save_base(model, setup.step.to_canonical(state.params), path)
         run = Run(
             setup=setup,
             folder=folder,

@@ -37,6 +37,8 @@ _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Choices of a run besides its model, strategy and job.
 
+    ``weights`` is a folder of weights to start from, "" for random ones of ``seed``.
+
     Data: ``data`` is "pydoc", a file or a folder of them; ``tokenizer`` a tokenizer's file, "" for one that is
     trained on the text; with ``packing`` no attention crosses from one document into the next, and every token is in
     one row; without it rows are cut blindly, for which GPUs have a faster attention; ``held_out`` is the
@@ -62,6 +64,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     steps: int = 100
     seed: int = 0
+    weights: str = ""
     data: str = PYDOC
     tokenizer: str = ""
     packing: bool = True
@@ -108,7 +111,8 @@ def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
         return str(Path(path).expanduser().absolute()) if path else path
 
     data = settings.data if settings.data == PYDOC else absolute(settings.data)
-    return msgspec.structs.replace(settings, data=data, tokenizer=absolute(settings.tokenizer))
+    weights, tokenizer = absolute(settings.weights), absolute(settings.tokenizer)
+    return msgspec.structs.replace(settings, data=data, weights=weights, tokenizer=tokenizer)
 
 
 def _require_words(name: str, given: Any, known: tuple[str, ...]) -> None:

@@ -1,22 +1,27 @@
 """Prepares a run: data, batches, the step, the evaluation, and the first state."""
 
 import math
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import msgspec
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
 from meshwright.nn.hf.tokenizer import TOKENIZER
-from meshwright.nn.weights import Params
+from meshwright.nn.hf.weights import load_params
+from meshwright.nn.weights import Params, rows
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
+from meshwright.spec.weights import frozen_base
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.batches import Batches, Data, Source, open_data
 from meshwright.train.data.tokenizer import load_tokenizer
@@ -140,14 +145,51 @@ def require_divides(step: TrainStep, job: Job) -> None:
 
 
 def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State]:
-    """Returns the newest checkpoint, sharded over this run's mesh; new weights without one."""
+    """Returns the newest checkpoint, sharded over this run's mesh; without one the weights of the settings.
+
+    Frozen weights are in no checkpoint: they are read or drawn again, and must be those that the run began with.
+    """
     step, found = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
+    frozen = step.param_shapes.keys() - step.shards.keys()
+    first = _first_state(step, setup.settings) if found is None or frozen else None
+    base = fingerprint(step.to_canonical({name: first.params[name] for name in sorted(frozen)})) if first else ""
     if found is None:
-        return Position(step=0, samples=0, tokens=0, **tables), step.init(setup.settings.seed)
-    shapes = State(step.param_shapes, jax.eval_shape(step.optimizer.init, step.param_shapes))
-    state = checkpoints.restore(shapes, step.state_shardings, from_canonical=step.from_canonical)
+        assert first is not None
+        return Position(step=0, samples=0, tokens=0, base=base, **tables), first
+    if frozen and base != found.base:
+        raise InputError(
+            f"{checkpoints.folder.parent} trains an adapter of other weights than {setup.settings.weights or 'these'} "
+            f"({base} is not {found.base}). Give its own: --set train.weights=FOLDER."
+        )
+    shapes = State(step.trained(step.param_shapes), jax.eval_shape(step.optimizer.init, step.param_shapes))
+    places = step.state_shardings._replace(params=step.trained(step.state_shardings.params))
+    state = checkpoints.restore(shapes, places, from_canonical=step.from_canonical)
+    if first is not None:
+        state = state._replace(params=first.params | state.params)
     return msgspec.structs.replace(found, **tables), state
+
+
+def _first_state(step: TrainStep, settings: TrainSettings) -> State:
+    if not settings.weights:
+        return step.init(settings.seed)
+    if not Path(settings.weights).is_dir():
+        raise InputError(f"train.weights={settings.weights} is no folder. Give that of a model or of a run.")
+    model = frozen_base(step.model)
+    shapes = {name: step.state_shardings.params[name] for name in rows(model)}
+    return step.init(settings.seed, load_params(model, settings.weights, shapes, step.dtype))
+
+
+def fingerprint(params: Params) -> str:
+    """Returns 8 hexadecimal digits that weights of other values or shapes hardly share, on every mesh the same; "" for
+    none."""
+
+    def of_array(array: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32).ravel()
+        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+
+    sums = jax.jit(lambda given: [of_array(given[name]) for name in sorted(given)])(params)
+    return f"{zlib.crc32(np.asarray(sums, np.uint32).tobytes()):08x}" if params else ""
 
 
 def require_same_tokenizer(run: Path, data: Data) -> None:

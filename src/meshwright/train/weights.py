@@ -17,23 +17,31 @@ from meshwright.core.digests import require_intact
 from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.nn.hf.files import INDEX
 from meshwright.nn.hf.tokenizer import TOKENIZER
-from meshwright.nn.hf.weights import CONFIG, Fetch, save_hf
+from meshwright.nn.hf.weights import CONFIG, Fetch, save_adapter, save_hf, source_of
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.spec.model import Model
+from meshwright.spec.weights import frozen_base
 from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE, Stored
 from meshwright.train.data.tokenizer import open_tokenizer
+
+BASE = "base"
+"""Folder of the frozen weights in that of a run that began with random ones."""
 
 _ARRAYS_AT_ONCE = 4
 """A tensor of the output may need up to three arrays (q, k and v)."""
 
 
 class CheckpointWeights(NamedTuple):
-    """A checkpoint's model, its step, a function that reads one weight, and the dtypes of the weights."""
+    """A checkpoint's model, its step, a function that reads one weight, and the dtypes of the weights.
+
+    Frozen weights are not in it but in the folder ``base``.
+    """
 
     model: Model
     step: int
     fetch: Fetch
     dtypes: dict[str, np.dtype]
+    base: Path
 
 
 def checkpoint_steps(run: Path) -> list[int]:
@@ -78,7 +86,8 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
             model = msgspec.convert(stored.position.model, Model)
         except msgspec.ValidationError as error:
             raise CannotRunError(f"{damaged}: {error}. {remedy}") from None
-        shapes, arrays = param_shapes(model), stored.arrays
+        arrays = stored.arrays
+        shapes = {name: shape for name, shape in param_shapes(model).items() if f".params['{name}']" in arrays}
         # ``bfloat16`` of ``bfloat16[2,32]``
         dtypes = {name: np.dtype(arrays[f".params['{name}']"].partition("[")[0]) for name in shapes}
 
@@ -91,12 +100,23 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
             )
             return np.asarray(restore(**{STATE: arguments})[STATE]["params"][name])
 
-        yield CheckpointWeights(model, chosen, lambda name, index: read(name)[index], dtypes)
+        base = Path(stored.position.settings.get("weights") or run / BASE)
+        yield CheckpointWeights(model, chosen, lambda name, index: read(name)[index], dtypes, base)
 
 
-def save_weights(model: Model, params: Params, folder: Path) -> None:
-    """Writes ``model.safetensors`` (several files with an index if large) and ``config.json`` in a run's folder."""
-    save_hf(model, params, folder, config=end_of_text(model, folder))
+def save_weights(model: Model, params: Params, folder: Path, *, base: str = "") -> None:
+    """Writes ``model.safetensors`` (several files with an index if large) and ``config.json`` in a run's folder; of a
+    model with adapters these alone, beside the folder of their ``base``, by default the run's own."""
+    if model.lora:
+        save_adapter(model, *source_of(params), folder, base=base or BASE)
+    else:
+        save_hf(model, params, folder, config=end_of_text(model, folder))
+
+
+def save_base(model: Model, params: Params, folder: Path) -> None:
+    """Writes the frozen weights of a run whose adapter stands beside random weights, once, where `generate` and PEFT
+    find them."""
+    save_hf(frozen_base(model), params, folder / BASE, config=end_of_text(model, folder))
 
 
 def end_of_text(model: Model, folder: Path) -> dict[str, int]:

@@ -13,7 +13,7 @@ from meshwright.core.units import format_bytes, format_params
 from meshwright.report.answer import Answer, Fact
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
-from meshwright.spec.weights import num_params
+from meshwright.spec.weights import frozen_base, num_params
 
 BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -27,6 +27,8 @@ class Given(Options):
     folder: Path = argument(metavar="TO")
     dtype: Literal["fp32", "bf16", "fp16"] | None = option("Of the weights; as they are by default.")
     step: int | None = option("Take the run's checkpoint after this step instead of its last weights.")
+    merge: bool = option("Add an adapter to its base; else it is written alone, as PEFT writes it.")
+    merge: bool = option("Add an adapter to its base; else it is written by itself, as PEFT writes it.")
     file_size: Bytes = option("The largest file of weights.", default="5GB")
 
 
@@ -35,7 +37,8 @@ def command(given: Given) -> Answer:
     """Write the weights of FROM as a Hugging Face folder TO, which transformers, train and generate read.
 
     FROM is the folder of a run, finished or not, or any Hugging Face folder with safetensors files: fused, stacked or
-    prefixed names come out as they are published. One tensor is in memory at a time.
+    prefixed names come out as they are published. One tensor is in memory at a time. An adapter, of a run or as PEFT
+    writes it, is written by itself or, with --merge, as the weights of its base with it added.
     """
     source, folder = given.source, given.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -56,7 +59,7 @@ def command(given: Given) -> Answer:
         "source": source,
         "folder": folder,
         "num_params": num_params(model),
-        "dtype": msgspec.json.decode((folder / "config.json").read_bytes())["dtype"],
+        "dtype": _dtype(folder),
         "num_bytes": sum(file.stat().st_size for file in files),
         "files": [file.name for file in files],
         "step": step,
@@ -73,14 +76,31 @@ def command(given: Given) -> Answer:
     )
 
 
+def _dtype(folder: Path) -> str:
+    """The dtype of the first tensor of what was written."""
+    from meshwright.nn.hf.files import open_checkpoint
+
+    with open_checkpoint(folder) as tensors:
+        return str(next(iter(tensors.values())).dtype)
+
+
 def _convert(given: Given) -> tuple[Model, int | None, list[Path]]:
     """Write the weights: their model, the step of the checkpoint that was read, if it was one, and the files."""
-    from meshwright.nn.hf.weights import convert_hf, write_hf
+    from meshwright.nn.hf.adapter import adapted_model, base_folder, is_adapter
+    from meshwright.nn.hf.weights import convert_hf, merged, open_source, write_hf
     from meshwright.train.weights import checkpoint_steps, end_of_text, has_weights, open_run_checkpoint
 
     source = given.source
     options: dict[str, Any] = {"dtype": given.dtype, "max_shard_bytes": int(given.file_size)}
+    if given.step is None and is_adapter(source):
+        base = base_folder(source)
+        model = adapted_model(model_from_config(base / "config.json", source.resolve().name), source)
+        if given.merge:
+            return frozen_base(model), None, convert_hf(model, source, given.folder, **options)
+        with open_source(model, source) as (fetch, dtypes):
+            return model, None, _adapter_alone(given, model, fetch, dtypes, base)
     if given.step is None and has_weights(source):
+        _require_adapter(given, None)
         model = model_from_config(source / "config.json", source.resolve().name)
         return model, None, convert_hf(model, source, given.folder, **options)
     if given.step is None and not checkpoint_steps(source):
@@ -88,6 +108,28 @@ def _convert(given: Given) -> tuple[Model, int | None, list[Path]]:
             f"{source} has neither config.json with *.safetensors nor checkpoints. Give a run or a Hugging Face model."
         )
     with open_run_checkpoint(source, given.step) as found:
-        config = end_of_text(found.model, source)
-        files = write_hf(found.model, found.fetch, found.dtypes, given.folder, **options, config=config)
-        return found.model, found.step, files
+        _require_adapter(given, found.model)
+        options["config"] = end_of_text(found.model, source)
+        if found.model.lora is None:
+            return found.model, found.step, write_hf(found.model, found.fetch, found.dtypes, given.folder, **options)
+        if not given.merge:
+            return found.model, found.step, _adapter_alone(given, found.model, found.fetch, found.dtypes, found.base)
+        model = frozen_base(found.model)
+        with open_source(model, found.base) as (of_base, dtypes):
+
+            def fetch(name: str, index: tuple[int, ...]) -> Any:
+                return (found.fetch if name in found.dtypes else of_base)(name, index)
+
+            files = write_hf(model, merged(found.model, fetch), dtypes, given.folder, **options)
+        return model, found.step, files
+
+
+def _require_adapter(given: Given, model: Model | None) -> None:
+    if given.merge and (model is None or model.lora is None):
+        raise InputError(f"{given.source} has no adapter to merge. Leave --merge out.")
+
+
+def _adapter_alone(given: Given, model: Model, fetch: Any, dtypes: Any, base: Path) -> list[Path]:
+    from meshwright.nn.hf.weights import save_adapter
+
+    return save_adapter(model, fetch, dtypes, given.folder, base=str(base.resolve()), dtype=given.dtype)

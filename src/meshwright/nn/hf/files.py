@@ -156,7 +156,7 @@ def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) 
     number = len(parts)
     names = [SINGLE] if number == 1 else [f"model-{i + 1:05}-of-{number:05}.safetensors" for i in range(number)]
     for name, part in zip(names, parts, strict=True):
-        write_whole(folder / name, partial(_write_file, entries=part))
+        write_file(folder / name, part)
     if number > 1:
         weight_map = {entry.name: name for name, part in zip(names, parts, strict=True) for entry in part}
         total = sum(entry.num_bytes for entry in entries)
@@ -167,6 +167,11 @@ def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) 
     for stale in set(folder.glob("model*.safetensors")) - {folder / name for name in names}:
         stale.unlink()
     return [folder / name for name in names]
+
+
+def write_file(path: Path, entries: Sequence[Entry]) -> None:
+    """Writes one safetensors file atomically; holds one tensor at a time."""
+    write_whole(path, partial(_write_file, entries=entries))
 
 
 def _write_file(path: Path, entries: Sequence[Entry]) -> None:

@@ -1,6 +1,7 @@
 """Loads and saves Hugging Face checkpoints: devices read their own shards, tensors are written one at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,17 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
-from meshwright.core.digests import require_intact, write_sums
+from meshwright.algebra.transformer import local_name
+from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_json, write_json_whole
-from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensors, open_checkpoint, write_checkpoint
+from meshwright.nn.hf.adapter import ADAPTER_CONFIG, ADAPTER_MODEL, adapter_config, base_folder, open_tensors
+from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensors, write_checkpoint, write_file
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
-from meshwright.nn.hf.mxfp4 import with_unpacked
 from meshwright.nn.weights import Params, rows, stacked_shape
 from meshwright.spec.hf.write import TOKEN_KEYS, config_from_model, text_model
 from meshwright.spec.model import Model
-from meshwright.spec.weights import Weight
+from meshwright.spec.weights import Weight, adapted, frozen_base
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -41,13 +43,12 @@ def load_params(
 ) -> Params:
     """Loads the weights of a checkpoint in their shardings, by default on the first device, in ``dtype`` if given.
 
-    Shards are read from the mapped files one by one and put on their devices, so a host holds at most one shard besides
+    The folder of an adapter gives a model with adapters, one of its base the base alone. Shards are read from the mapped files one by one and put on their devices, so a host holds at most one shard besides
     its devices' own. Raises InputError for a missing or misshapen tensor, CannotRunError for files that are not as
     meshwright wrote them.
     """
-    require_intact(Path(folder))
-    with open_checkpoint(Path(folder)) as tensors:
-        return read_params(model, with_unpacked(tensors), shardings, dtype)
+    with open_tensors(model, Path(folder)) as tensors:
+        return read_params(model, tensors, shardings, dtype)
 
 
 def read_params(
@@ -132,7 +133,12 @@ def save_hf(
     ``config`` are more keys of config.json. Every process of a run calls this, and the first one writes. Returns the
     files of weights.
     """
-    dtypes = {name: np.dtype(array.dtype) for name, array in params.items()}
+    fetch, dtypes = source_of(params)
+    return write_hf(model, fetch, dtypes, Path(folder), max_shard_bytes=max_shard_bytes, config=config)
+
+
+def source_of(params: Params) -> tuple[Fetch, dict[str, np.dtype]]:
+    """Returns a function that reads one layer of weights on devices, and the dtypes of the weights."""
 
     def fetch(name: str, index: tuple[int, ...]) -> np.ndarray:
         array = params[name]
@@ -140,7 +146,7 @@ def save_hf(
             return np.asarray(gathered_part(array, index).addressable_data(0))
         return np.asarray(array[index] if index else array)
 
-    return write_hf(model, fetch, dtypes, Path(folder), max_shard_bytes=max_shard_bytes, config=config)
+    return fetch, {name: np.dtype(array.dtype) for name, array in params.items()}
 
 
 def gathered_part(array: Array, index: tuple[int, ...]) -> Array:
@@ -188,11 +194,48 @@ def write_hf(
     return files
 
 
+def save_adapter(
+    model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype], folder: Path, *, base: str, dtype: str | None = None
+) -> list[Path]:
+    """Writes the adapter of a model as PEFT does and returns its file; ``base`` is the folder of the frozen weights,
+    which ``fetch`` need not have."""
+    own = {name: row for name, row in rows(model).items() if row.part == "adapter"}
+    entries = list(hf_entries(model, fetch, {name: DTYPES[dtype] if dtype else dtypes[name] for name in own}))
+    if jax.process_index() != 0:
+        for entry in entries:
+            entry.make()
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / ADAPTER_MODEL, entries)
+    write_json_whole(folder / ADAPTER_CONFIG, adapter_config(model, base))
+    write_sums(folder, [folder / ADAPTER_MODEL, folder / ADAPTER_CONFIG])
+    return [folder / ADAPTER_MODEL]
+
+
+def merged(model: Model, fetch: Fetch) -> Fetch:
+    """Returns a source of layers W + (alpha / rank) A B, from one that has the base and the adapter; sums in float32."""
+    if model.lora is None:
+        return fetch
+    scale, table, first = model.lora.scale, rows(model), adapted(model)
+
+    def read(name: str, index: tuple[int, ...]) -> np.ndarray:
+        value, local = fetch(name, index), local_name(table[name])
+        if local not in first:
+            return value
+        suffix = name.removeprefix(local)
+        a, b = (fetch(f"{each}{suffix}", index).astype(np.float32) for each in (first[local], f"{local}_lora_b"))
+        return (value + scale * np.tensordot(a, b, 1)).astype(value.dtype)
+
+    return read
+
+
 def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> Iterator[Entry]:
-    """Yields every tensor of the published layout; its values are made when it is written."""
+    """Yields every tensor of the published layout that ``dtypes`` names a variable of; its values are made when it is
+    written."""
     parts: dict[str, list[StoredPart]] = {}
     for place in stored_parts(model):
-        parts.setdefault(place.tensor, []).append(place)
+        if place.variable in dtypes:
+            parts.setdefault(place.tensor, []).append(place)
     for name, found in parts.items():
         dtype = dtypes[found[0].variable]
         yield Entry(name, found[0].shape, dtype, partial(_made, found, fetch, dtype))
@@ -208,19 +251,25 @@ def _made(found: Sequence[StoredPart], fetch: Fetch, dtype: np.dtype) -> np.ndar
 def convert_hf(
     model: Model, source: Path, folder: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[Path]:
-    """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time."""
-    require_intact(source)
-    with open_checkpoint(source) as opened:
-        tensors = with_unpacked(opened)
+    """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time; that of an adapter
+    merged with its base."""
+    keys = special_tokens(base_folder(source) if model.lora else source)
+    with open_source(model, source) as (fetch, dtypes):
+        fetch, model = merged(model, fetch), frozen_base(model)
+        return write_hf(model, fetch, dtypes, folder, dtype=dtype, max_shard_bytes=max_shard_bytes, config=keys)
+
+
+@contextmanager
+def open_source(model: Model, folder: Path) -> Iterator[tuple[Fetch, dict[str, np.dtype]]]:
+    """Opens the weights of a folder: a function that reads one layer, and the dtypes of the weights."""
+    with open_tensors(model, folder) as tensors:
         table = checked_parts(model, tensors)
         whole = {name: tuple(slice(0, size) for size in stacked_shape(weight)) for name, weight in rows(model).items()}
 
         def fetch(variable: str, index: tuple[int, ...]) -> np.ndarray:
             return table[variable][index].read(tensors, whole[variable][len(index) :])
 
-        dtypes = {name: tensors[next(iter(found.values())).tensor].dtype for name, found in table.items()}
-        keys = special_tokens(source)
-        return write_hf(model, fetch, dtypes, folder, dtype=dtype, max_shard_bytes=max_shard_bytes, config=keys)
+        yield fetch, {name: tensors[next(iter(found.values())).tensor].dtype for name, found in table.items()}
 
 
 def special_tokens(folder: Path) -> dict[str, Any]:

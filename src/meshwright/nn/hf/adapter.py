@@ -1,0 +1,121 @@
+"""Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``, beside the folder of their
+base."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.core.digests import require_intact
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import read_json
+from meshwright.nn.hf.files import Tensors, open_checkpoint
+from meshwright.nn.hf.mxfp4 import with_unpacked
+from meshwright.spec.model import LORA_TARGETS, Lora, Model
+from meshwright.spec.weights import adapted, frozen_base, weight_table
+
+ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensors"
+
+_PLAIN = {"bias": "none", "use_rslora": False, "use_dora": False, "lora_dropout": 0.0}
+_ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
+"""Keys of PEFT that are read with one value, and those that must be empty."""
+
+
+def is_adapter(folder: Path) -> bool:
+    """True if a folder holds an adapter."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def base_folder(folder: Path) -> Path:
+    """Returns the folder of the weights that an adapter stands beside; a relative path is one from the adapter's."""
+    named = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.").get("base_model_name_or_path") or ""
+    found = folder / Path(str(named)).expanduser()
+    if not named or not found.is_dir():
+        raise InputError(
+            f"{folder / ADAPTER_CONFIG} names the base model {named!r}, which is no folder. "
+            f"Write its folder as base_model_name_or_path."
+        )
+    return found
+
+
+# -- reading ------------------------------------------------------------------------------------------
+
+
+def adapted_model(model: Model, folder: Path) -> Model:
+    """Returns a base model with the adapter that a folder describes. Raises InputError for one that is not read."""
+    keys = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.")
+    found = {name: keys.get(name, value) for name, value in _PLAIN.items()}
+    wrong = [f"{name}={found[name]!r}" for name, value in _PLAIN.items() if found[name] != value]
+    wrong += [f"{name}={keys[name]!r}" for name in _ABSENT if keys.get(name)]
+    if keys.get("peft_type", "LORA") != "LORA" or wrong:
+        raise CannotRunError(f"{folder / ADAPTER_CONFIG} has {', '.join(wrong) or 'another peft_type than LORA'}, "
+                             f"which this version does not read. Merge the adapter with PEFT.")  # fmt: skip
+    lora = {"rank": keys.get("r"), "alpha": keys.get("lora_alpha"), "targets": _targets(model, keys, folder)}
+    try:
+        return msgspec.structs.replace(model, lora=msgspec.convert(lora, Lora))
+    except msgspec.ValidationError as error:
+        raise InputError(f"{folder / ADAPTER_CONFIG}: {error}.") from None
+
+
+def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+    """Returns the targets by this package's names: modules are named by their last words, or by a regular expression."""
+    given = keys.get("target_modules") or ()
+    modules = {name: _module(model, weight) for name, weight in LORA_TARGETS.items()}
+    modules = {name: module.format(layer=0) for name, module in modules.items() if module}
+
+    def is_meant(module: str, target: str) -> bool:
+        return module == target or module.endswith(f".{target}")
+
+    if given == "all-linear":
+        return tuple(modules)
+    if isinstance(given, str):
+        return tuple(name for name, module in modules.items() if re.fullmatch(given, module))
+    unknown = [t for t in given if not any(is_meant(module, t) for module in modules.values())]
+    if unknown:
+        raise CannotRunError(
+            f"{folder / ADAPTER_CONFIG} targets {', '.join(unknown)}, which has no adapter in this version. "
+            f"Merge the adapter with PEFT."
+        )
+    return tuple(name for name, module in modules.items() if any(is_meant(module, t) for t in given))
+
+
+def _module(model: Model, weight: str) -> str:
+    """Returns the published name of the module that holds a weight of a layer, "" where the model has none."""
+    table = weight_table(frozen_base(model))
+    return next((row.hf_name.removesuffix(".weight") for row in table if row.name == f"layers.{weight}"), "")
+
+
+@contextmanager
+def open_tensors(model: Model, folder: Path) -> Iterator[Tensors]:
+    """Opens the tensors of a checkpoint, or those of an adapter with those of its base."""
+    with ExitStack() as stack:
+        places = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
+        found: dict[str, Any] = {}
+        for place in places:
+            require_intact(place)
+            found |= with_unpacked(stack.enter_context(open_checkpoint(place)))
+        yield found
+
+
+# -- writing ------------------------------------------------------------------------------------------
+
+
+def adapter_config(model: Model, base: str) -> dict[str, Any]:
+    """Returns the adapter_config.json object of a model's adapter, whose base is in the folder ``base``."""
+    assert model.lora is not None
+    modules = [_module(model, weight) for weight in adapted(model)]
+    alpha = model.lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": model.lora.rank,
+        "lora_alpha": int(alpha) if alpha % 1 == 0 else alpha,
+        "target_modules": sorted({".".join(module.split(".")[-2:]) for module in modules}),
+        "fan_in_fan_out": model.family == "gpt2",
+        "inference_mode": True,
+        **_PLAIN,
+    }
