@@ -12,6 +12,7 @@ from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.setting import Setting
+from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import Refusal, legal
 from meshwright.plan.result import PlannedStrategy, PlanResult
@@ -146,7 +147,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
     cluster = setting.cluster
     notes = [
         f"times rest on {setting.rates.describe()}",
-        "MFU counts 6ND + 12 B T^2 N H L, N without the look-up, no causal discount",
+        f"MFU counts {mfu_words(setting.model)}",
     ]
     if cluster.kind != "host" and setting.rates.is_datasheet:
         notes.append("nothing is measured or fitted behind these rates: real steps take longer, see docs/accuracy.md")

@@ -21,6 +21,7 @@ from meshwright.cli.verbs.plan_words import (
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Letters, Limit
+from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
 from meshwright.spec.job import optimizer_words, require_training
@@ -158,7 +159,7 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
     )
     yield Fact(
         "utilisation",
-        f"MFU {estimate.mfu:.1%} of 6ND + 12 B T^2 N H L, N without the look-up, no causal discount; "
+        f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}; "
         f"HFU {estimate.hfu:.1%}, recomputation counted",
     )
     items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)

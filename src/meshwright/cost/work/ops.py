@@ -52,7 +52,7 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     """FLOPs of one step of a job that the model needs, recomputation left out: what MFU counts.
 
     To train 6 x matrix parameters x tokens + 12 B T S N H L: the unembedding counts, the embedding look-up is free.
-    Only chosen experts count. Prefill and decode take a third, with the unembedding of one position of each sequence;
+    Frozen weights take 4, without the products for their gradients. Only chosen experts count. Prefill and decode take a third, with the unembedding of one position of each sequence;
     the query of a decode step meets the whole cache. S are the keys that a query meets: T, or the window in layers that
     have one, and half of it with ``causal``; without, there is no causal discount. With latent attention 2 H is H + Hv.
     Source: How to Scale Your Model, section 4.
@@ -73,6 +73,12 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
         return 2.0 * ((matrices - head) * job.tokens_per_step + head * job.batch_seqs) + attention
     needed = (6.0 * matrices - 2.0 * frozen) * job.tokens_per_step + attention
     return needed + _encoder_flops(model, job, width) if model.encoder else needed
+
+
+def mfu_words(model: Model) -> str:
+    """Returns the FLOPs that `model_flops` counts of a training step, in letters."""
+    products = "4ND of frozen weights, 6ND of adapters" if model.lora else "6ND"
+    return f"{products} + 12 B T^2 N H L, N without the look-up, no causal discount"
 
 
 def _encoder_flops(model: Model, job: Job, width: int) -> float:
