@@ -107,13 +107,20 @@ def _pattern(case: Case) -> tuple[Any, ...]:
     # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
     fitted = family(cluster.chip) is not None
     software = setting.assumptions.software
-    return (shape, *map(str, choices), software, narrow, fitted, cluster.kind, cluster.num_slices > 1)
+    return (shape, *map(str, choices), software, narrow, fitted, cluster.kind, cluster.num_slices > 1, _left_out(case))
+
+
+def _left_out(case: Case) -> tuple[str, ...]:
+    """Returns the axes that are not derived: with adapters those of one device, since over an axis that splits the
+    stream the cotangents that adapter and base leave are added after another collective."""
+    mesh = case.strategy.mesh
+    return tuple(axis for axis, size in mesh.items() if size == 1) if case.setting.model.lora else ()
 
 
 def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
     chosen = tuple(cases[number] for number in numbers)
     first = chosen[0]
-    derived = first.setting.symbolic(first.strategy)
+    derived = first.setting.symbolic(first.strategy, _left_out(first))
     placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in chosen]
     groups = collective_groups(derived)
     return CaseBatch(

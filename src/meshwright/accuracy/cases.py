@@ -18,7 +18,7 @@ from meshwright.spec.chip import Chip, chip, peak
 from meshwright.spec.cluster import Cluster, make_cluster
 from meshwright.spec.cluster_shapes import balanced_shape
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model
+from meshwright.spec.model import Lora, Model
 from meshwright.spec.strategy import Assumptions, AttentionKernel, Software, Strategy, make_mesh, standard_assignment
 
 _GIGABITS_PER_NODE = re.compile(r"\b([1-9]\d{0,6}) Gb/s inter-node")
@@ -95,6 +95,8 @@ def _case(record: Record) -> Case:
         missing = [name for name in ("model", "seq_len", "global_batch_seqs") if not getattr(record, name)]
         raise InputError(f"no {' and no '.join(missing or ['n_chips'])}")
     model, cluster = model_of(record.model, record.seq_len), cluster_of(record)
+    if record.lora:
+        model = msgspec.structs.replace(model, lora=Lora(**msgspec.structs.asdict(record.lora)))
     job = Job(batch_seqs=max(1, round(record.global_batch_seqs)), seq_len=record.seq_len)
     measured = measured_seconds(record, model, job, cluster.chip)
     strategy = strategy_of(record, model, cluster)

@@ -69,6 +69,14 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     mfu: Positive | None = None
 
 
+class RecordedLora(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters that trained beside a frozen model."""
+
+    rank: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+    alpha: Positive
+    targets: str
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One measured configuration. Fields that are not listed here are ignored."""
 
@@ -78,6 +86,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     core: bool = False
     model: ModelShape | None = None
+    lora: RecordedLora | None = None
     hardware: str = ""
     n_chips: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHIPS)] = 0
     slices: Degree | None = None

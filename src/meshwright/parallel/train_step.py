@@ -204,7 +204,9 @@ class TrainStep:
 
         Weights that are ``given``, with layers in the order of the model, are taken as they are.
         """
-        params = self._first_params(seed, given or {})
+        places = self.state_shardings.params
+        placed = jax.device_put(given or {}, {name: places[name] for name in given or {}})
+        params = self._first_params(seed, placed)
         return State(params, self.init_optimizer(params))
 
     @cached_property

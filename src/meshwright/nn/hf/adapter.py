@@ -62,24 +62,26 @@ def adapted_model(model: Model, folder: Path) -> Model:
 
 def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     """Returns the targets by this package's names: modules are named by their last words, or by a regular expression."""
-    given = keys.get("target_modules") or ()
-    modules = {name: _module(model, weight) for name, weight in LORA_TARGETS.items()}
-    modules = {name: module.format(layer=0) for name, module in modules.items() if module}
+    given, where = keys.get("target_modules") or (), folder / ADAPTER_CONFIG
+    templates = {name: _module(model, weight) for name, weight in LORA_TARGETS.items()}
+    modules = {n: [t.format(layer=layer) for layer in range(model.num_layers)] for n, t in templates.items() if t}
 
-    def is_meant(module: str, target: str) -> bool:
-        return module == target or module.endswith(f".{target}")
+    def is_meant(module: str) -> bool:
+        if isinstance(given, str):
+            return given == "all-linear" or re.fullmatch(given, module) is not None
+        return any(module == target or module.endswith(f".{target}") for target in given)
 
-    if given == "all-linear":
-        return tuple(modules)
-    if isinstance(given, str):
-        return tuple(name for name, module in modules.items() if re.fullmatch(given, module))
-    unknown = [t for t in given if not any(is_meant(module, t) for module in modules.values())]
-    if unknown:
+    meant = {name: list(map(is_meant, names)) for name, names in modules.items()}
+    every = [module for names in modules.values() for module in names]
+    listed = () if isinstance(given, str) else given
+    unknown = [t for t in listed if not any(module == t or module.endswith(f".{t}") for module in every)]
+    unknown += [name for name, layers in meant.items() if any(layers) and not all(layers)]
+    if unknown or not any(any(layers) for layers in meant.values()):
         raise CannotRunError(
-            f"{folder / ADAPTER_CONFIG} targets {', '.join(unknown)}, which has no adapter in this version. "
-            f"Merge the adapter with PEFT."
+            f"{where} targets {', '.join(unknown) or given}: this version has adapters of {', '.join(modules)}, in "
+            f"every layer. Merge the adapter with PEFT."
         )
-    return tuple(name for name, module in modules.items() if any(is_meant(module, t) for t in given))
+    return tuple(name for name, layers in meant.items() if all(layers))
 
 
 def _module(model: Model, weight: str) -> str:
