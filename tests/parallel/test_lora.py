@@ -19,7 +19,8 @@ from tests.nn.families import CONFIGS, FAMILIES, VOCAB
 
 ROWS = np.random.default_rng(3).integers(0, VOCAB, (4, 33)).astype(np.int32)
 BATCH = {"tokens": ROWS[:, :-1], "labels": ROWS[:, 1:]}
-RATE, DECAY, EPSILON, STEPS = 1e-2, 0.1, 1e-6, 3
+RATE, DECAY, EPSILON, STEPS = 1e-2, 0.1, 1e-4, 3
+"""An epsilon above the rounding of gradients: the first update of a weight is its gradient over its size."""
 LORA = Lora(rank=4, alpha=8)
 
 MESHES = {
@@ -60,7 +61,9 @@ def model_of(family: str):
     return replace(FAMILIES[family], num_layers=2, sliding_layers=(), sliding_window=None, lora=LORA)
 
 
-@pytest.mark.parametrize("name", ["fsdp and tensor", *(pytest.param(m, marks=pytest.mark.slow) for m in list(MESHES)[2:])])
+@pytest.mark.parametrize(
+    "name", ["fsdp and tensor", *(pytest.param(m, marks=pytest.mark.slow) for m in list(MESHES)[2:])]
+)
 def test_every_mesh_trains_as_one_device(name):
     model = model_of("phi3")
     expected, of_one = trained(TrainStep(model, MESHES["one device"], optimizer=adamw()))
@@ -73,7 +76,9 @@ def test_every_mesh_trains_as_one_device(name):
 
 def test_the_state_holds_moments_of_the_adapter_alone():
     step = TrainStep(model_of("llama"), MESHES["one device"])
-    held = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(step.optimizer.init, step.param_shapes)) if leaf.ndim)
+    held = sum(
+        leaf.size for leaf in jax.tree.leaves(jax.eval_shape(step.optimizer.init, step.param_shapes)) if leaf.ndim
+    )
     assert held == 2 * sum(row.num_params for row in rows(step.model).values() if row.part == "adapter")
 
 
@@ -87,14 +92,21 @@ def peft_model(family: str, folder):
     peft = pytest.importorskip("peft", reason="peft is not installed: make test installs it")
     config = dict(CONFIGS[family]) | {"num_hidden_layers": 2}
     config = {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window")}
+    config |= {"use_sliding_window": False} if family == "qwen2" else {}
     torch.manual_seed(0)
     found = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     base = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="eager")
     for parameter in base.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     base.save_pretrained(folder / "base")
-    settings = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2")
-    return peft.get_peft_model(base, settings)
+    settings = peft.LoraConfig(
+        r=LORA.rank,
+        lora_alpha=LORA.alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2",
+    )
+    return peft.get_peft_model(base, settings).eval()  # without dropout
 
 
 def their_losses(theirs) -> list[float]:
@@ -159,7 +171,9 @@ def test_three_steps_are_those_of_peft(family, mesh, tmp_path):
 
 @pytest.mark.peer
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("family", ["phi3", *(pytest.param(f, marks=SLOW) for f in ("llama", "qwen2", "gpt2", "gemma2"))])
+@pytest.mark.parametrize(
+    "family", ["phi3", *(pytest.param(f, marks=SLOW) for f in ("llama", "qwen2", "gpt2", "gemma2"))]
+)
 def test_peft_loads_the_adapter_and_gives_the_same_logits(family, tmp_path):
     theirs = peft_model(family, tmp_path)
     import peft

@@ -120,7 +120,7 @@ def _left_out(case: Case) -> tuple[str, ...]:
 def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
     chosen = tuple(cases[number] for number in numbers)
     first = chosen[0]
-    derived = first.setting.symbolic(first.strategy, _left_out(first))
+    derived = first.setting.symbolic(first.strategy, without=_left_out(first))
     placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in chosen]
     groups = collective_groups(derived)
     return CaseBatch(

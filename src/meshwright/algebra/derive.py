@@ -7,8 +7,9 @@ from meshwright.algebra.einsum import reshard
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import op_kind
-from meshwright.algebra.program import WEIGHTS, Block, Program, layers_dim
+from meshwright.algebra.program import Block, Program, layers_dim
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
+from meshwright.algebra.rewrites.frozen import needed_steps, trained
 from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.rewrites.pipeline import boundary, ends, require_one_stack
 from meshwright.algebra.rewrites.remat import SavedSet, in_segments
@@ -101,8 +102,9 @@ def _backward(block: Block, shardings: Shardings, forward: Tape, saved: list[Sha
             op_kind(op.kind).backward(tape.at(op))
     for name in (name for name in list(tape.contributions) if name not in further):
         tape.finish(name)
-    if len(shardings.program.trained) < len(shardings.program.of_role(*WEIGHTS)):
-        tape.prune()
+    if any(weight.frozen for weight in shardings.program.variables.values()):
+        tape.steps, needed = needed_steps(tape.steps, tape.left)
+        tape.used = [array for array in tape.used if array in needed]
     return tape
 
 
@@ -124,7 +126,7 @@ def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
             layers=layers.get(weight.name, ""),
             layer_axes=stages if weight.name in layers else (),
         )
-        for weight in program.trained
+        for weight in trained(program)
     }
 
 

@@ -228,7 +228,7 @@ ADAPTED = """
     {out}_up[{out_dims}] = {a}_scaled[B,T,Ra] * {w}_lora_b[Ra,{outputs}]
     {out}[{out_dims}] = add({out}_base[{out_dims}], {out}_up[{out_dims}])
 """
-"""A product beside whose weight stands an adapter: y = x W + (alpha / r) (x A) B. Source: Hu et al., 2021, section 4.1."""
+"""A product beside whose weight stands an adapter: y = x W + (alpha / r) (x A) B. Source: Hu et al., 2021."""
 
 
 def with_adapters(model: Model, text: str) -> str:

@@ -20,11 +20,6 @@ class Variable(msgspec.Struct, frozen=True):
     inputs: tuple[str, ...] = ()
     frozen: bool = False
 
-    @property
-    def trains(self) -> bool:
-        """True for a weight that training updates."""
-        return self.role in WEIGHTS and not self.frozen
-
 
 class Op(msgspec.Struct, frozen=True):
     """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables.
@@ -99,23 +94,6 @@ class Program(msgspec.Struct, frozen=True):
     def further(self, block: str) -> tuple[str, ...]:
         """Returns the names that a block reads of earlier stacks, in every repeat."""
         return next((stack.inputs for stack in self.stacks if block in stack.layers), ())
-
-    @property
-    def trained(self) -> tuple[Variable, ...]:
-        """Weights that training updates."""
-        return tuple(variable for variable in self.variables.values() if variable.trains)
-
-    def differentiated(self) -> frozenset[str]:
-        """Returns the variables whose cotangents training needs: weights that train, and what is computed from them."""
-        found = {variable.name for variable in self.trained}
-        before = -1
-        while len(found) > before:
-            before = len(found)
-            for block in self.blocks:
-                found.update(op.out for op in block.ops if not found.isdisjoint(op.inputs))
-                if block.carry and block.result in found:
-                    found.add(block.carry)
-        return frozenset(found)
 
     def of_role(self, *roles: str) -> tuple[Variable, ...]:
         """Variables of the roles, in order of first use."""

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import WEIGHTS, Block, Op, Program
+from meshwright.algebra.rewrites.frozen import differentiated
 from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Phase, Scope, Step
 from meshwright.core.errors import InputError
@@ -27,7 +28,7 @@ class Shardings:
     def __init__(self, program: Program, strategy: Strategy, axes: Sequence[str]) -> None:
         self.program, self.strategy, self.axes = program, strategy, tuple(axes)
         self.shared: dict[str, SharedInput] = {}
-        self.differentiated = program.differentiated()
+        self.differentiated = differentiated(program)
         self.first_use = {n: b.name for b in reversed(program.blocks) for op in b.ops for n in op.inputs}
         self._arrays: dict[tuple[str, str], ShardedArray] = {}
 
@@ -210,16 +211,6 @@ class Tape:
         if addends and is_first and self.shardings.is_weight(name):
             for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
                 self._emit(step, self.phase, scope="step")
-
-    def prune(self) -> None:
-        """Drops the steps that no cotangent which leaves the block needs."""
-        needed, kept = set(self.left), list[Step]()
-        for step in reversed(self.steps):
-            if step.scope == "step" or not needed.isdisjoint(step.results):
-                needed.update(step.inputs)
-                kept.insert(0, step)
-        self.steps = kept
-        self.used = [array for array in self.used if array in needed]
 
     def _summed(self, name: str, addends: list[ShardedArray]) -> ShardedArray:
         """Returns a cotangent as its block leaves it. The gradient of a weight stays unreduced over axes that do not

@@ -149,7 +149,9 @@ class BlockPasses:
     def _gradients(self, env: Environment) -> Params:
         """Returns the gradients of `gradient_arrays`, and `counts`, which microbatches sum as they sum gradients."""
         arrays = gradient_arrays(self.derived)
-        return {name: env[arrays[name]] for name in trained_of(self.derived, self.steps)} | {n: env[a] for n, a in self.counts.items()}
+        return {name: env[arrays[name]] for name in trained_of(self.derived, self.steps)} | {
+            n: env[a] for n, a in self.counts.items()
+        }
 
     # -- the backward pass in two parts -------------------------------------------------------------
 

@@ -15,7 +15,9 @@ from meshwright.core.errors import InputError
 from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
 
-WeightPart = Literal["embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding", "adapter"]
+WeightPart = Literal[
+    "embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding", "adapter"
+]
 
 _FILE = Path(__file__).parent / "data" / "weights.toml"
 _Row = tuple[str, str, str, WeightPart, str]

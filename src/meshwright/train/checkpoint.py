@@ -41,8 +41,8 @@ def unchanged(named: dict[str, Array]) -> dict[str, Array]:
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``.
 
-    ``model`` and ``settings`` are those of the run as plain tables. ``base`` is the fingerprint of frozen weights, which
-    the checkpoint does not hold; "" without any.
+    ``model`` and ``settings`` are those of the run as plain tables. ``base`` is the fingerprint of frozen weights,
+    which no checkpoint holds; "" without any.
     """
 
     step: int

@@ -67,7 +67,7 @@ def ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
         return ()
     outside = dict.fromkeys(n for block in program.blocks if not block.carry for op in block.ops for n in op.inputs)
     steps = []
-    for name in (n for n in outside if program.variables[n].trains):
+    for name in (n for n in outside if shardings.is_weight(n) and not program.variables[n].frozen):
         total = shardings.optimizer(name).replace(name=f"d{name}")
         part = total.replace(unreduced=("pipeline",))
         steps.append(Step(op="all_reduce", inputs=(part,), result=total, axes=("pipeline",), scope="step"))

@@ -4,8 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from meshwright.cli.verb import Bytes, Options, argument, option, verb
 from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
@@ -27,7 +25,6 @@ class Given(Options):
     folder: Path = argument(metavar="TO")
     dtype: Literal["fp32", "bf16", "fp16"] | None = option("Of the weights; as they are by default.")
     step: int | None = option("Take the run's checkpoint after this step instead of its last weights.")
-    merge: bool = option("Add an adapter to its base; else it is written alone, as PEFT writes it.")
     merge: bool = option("Add an adapter to its base; else it is written by itself, as PEFT writes it.")
     file_size: Bytes = option("The largest file of weights.", default="5GB")
 

@@ -159,8 +159,7 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
     )
     yield Fact(
         "utilisation",
-        f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}; "
-        f"HFU {estimate.hfu:.1%}, recomputation counted",
+        f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}; HFU {estimate.hfu:.1%}, recomputation counted",
     )
     items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
     yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")

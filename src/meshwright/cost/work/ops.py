@@ -52,10 +52,10 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     """FLOPs of one step of a job that the model needs, recomputation left out: what MFU counts.
 
     To train 6 x matrix parameters x tokens + 12 B T S N H L: the unembedding counts, the embedding look-up is free.
-    Frozen weights take 4, without the products for their gradients. Only chosen experts count. Prefill and decode take a third, with the unembedding of one position of each sequence;
-    the query of a decode step meets the whole cache. S are the keys that a query meets: T, or the window in layers that
-    have one, and half of it with ``causal``; without, there is no causal discount. With latent attention 2 H is H + Hv.
-    Source: How to Scale Your Model, section 4.
+    Frozen weights take 4, without the products for their gradients. Only chosen experts count. Prefill and decode take
+    a third, with the unembedding of one position of each sequence; the query of a decode step meets the whole cache. S
+    are the keys that a query meets: T, or the window in layers that have one, and half of it with ``causal``; without,
+    there is no causal discount. With latent attention 2 H is H + Hv. Source: How to Scale Your Model, section 4.
     """
     width = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
     num_sliding = len(model.sliding_layers)

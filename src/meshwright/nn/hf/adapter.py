@@ -61,7 +61,8 @@ def adapted_model(model: Model, folder: Path) -> Model:
 
 
 def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
-    """Returns the targets by this package's names: modules are named by their last words, or by a regular expression."""
+    """Returns the targets by this package's names; PEFT names modules, whole or by their last words, or gives a regular
+    expression."""
     given, where = keys.get("target_modules") or (), folder / ADAPTER_CONFIG
     templates = {name: _module(model, weight) for name, weight in LORA_TARGETS.items()}
     modules = {n: [t.format(layer=layer) for layer in range(model.num_layers)] for n, t in templates.items() if t}

@@ -43,9 +43,9 @@ def load_params(
 ) -> Params:
     """Loads the weights of a checkpoint in their shardings, by default on the first device, in ``dtype`` if given.
 
-    The folder of an adapter gives a model with adapters, one of its base the base alone. Shards are read from the mapped files one by one and put on their devices, so a host holds at most one shard besides
-    its devices' own. Raises InputError for a missing or misshapen tensor, CannotRunError for files that are not as
-    meshwright wrote them.
+    A model with adapters is read from the folder of its adapter, and from that of its base. Shards are read from the
+    mapped files one by one and put on their devices, so a host holds at most one shard besides its devices' own. Raises
+    InputError for a missing or misshapen tensor, CannotRunError for files that are not as meshwright wrote them.
     """
     with open_tensors(model, Path(folder)) as tensors:
         return read_params(model, tensors, shardings, dtype)
@@ -213,7 +213,7 @@ def save_adapter(
 
 
 def merged(model: Model, fetch: Fetch) -> Fetch:
-    """Returns a source of layers W + (alpha / rank) A B, from one that has the base and the adapter; sums in float32."""
+    """Returns a source of layers W + (alpha / rank) A B from one of the base and the adapter; sums in float32."""
     if model.lora is None:
         return fetch
     scale, table, first = model.lora.scale, rows(model), adapted(model)
@@ -251,7 +251,7 @@ def _made(found: Sequence[StoredPart], fetch: Fetch, dtype: np.dtype) -> np.ndar
 def convert_hf(
     model: Model, source: Path, folder: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[Path]:
-    """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time; that of an adapter
+    """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time; an adapter is
     merged with its base."""
     keys = special_tokens(base_folder(source) if model.lora else source)
     with open_source(model, source) as (fetch, dtypes):

@@ -1,0 +1,36 @@
+"""Backward passes beside frozen weights: only cotangents behind which a weight trains are made."""
+
+from collections.abc import Collection, Iterable
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import WEIGHTS, Program, Variable
+from meshwright.algebra.steps import Step
+
+
+def trained(program: Program) -> tuple[Variable, ...]:
+    """Returns the weights that training updates."""
+    return tuple(variable for variable in program.of_role(*WEIGHTS) if not variable.frozen)
+
+
+def differentiated(program: Program) -> frozenset[str]:
+    """Returns the variables whose cotangents training needs: weights that train, and what is computed from them."""
+    found, before = {variable.name for variable in trained(program)}, -1
+    while len(found) > before:
+        before = len(found)
+        for block in program.blocks:
+            for op in block.ops:
+                if not found.isdisjoint(op.inputs):
+                    found.add(op.out)
+            if block.carry and block.result in found:
+                found.add(block.carry)
+    return frozenset(found)
+
+
+def needed_steps(steps: Iterable[Step], left: Collection[ShardedArray]) -> tuple[list[Step], set[ShardedArray]]:
+    """Returns the steps of a pass that the cotangents ``left`` by its block need, and every array that these read."""
+    needed, kept = set(left), list[Step]()
+    for step in reversed(list(steps)):
+        if step.scope == "step" or not needed.isdisjoint(step.results):
+            needed.update(step.inputs)
+            kept.insert(0, step)
+    return kept, needed
