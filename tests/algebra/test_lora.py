@@ -125,3 +125,23 @@ def test_models_without_a_place_for_them():
         replace(load_model("mixtral-8x7b"), lora=Lora())
     with pytest.raises(InputError, match="has no w_gate"):
         weight_table(replace(load_model("gpt2"), lora=Lora(targets="gate")))
+
+
+def test_a_quantised_base_is_gathered_and_held_in_its_own_dtype():
+    from meshwright.cost.setting import Setting
+    from meshwright.spec.cluster import parse_cluster
+
+    model = replace(PLAIN, lora=Lora(rank=16, base="int4"))
+    derived = steps(model, fsdp=8)
+    (gathered,) = (s.result for s in derived.blocks[1].forward if s.op == "all_gather" and s.result.name == "wq")
+    assert gathered.dtype == "int4"
+    assert str(derived.declared["w_down_scale"]) == "w_down_scale[Fg, D_fsdp]"
+    strategy = Strategy(mesh=make_mesh({}), remat="none")
+    found, plain = (
+        estimate_step(Setting(each, parse_cluster("h100:1x1"), JOB), strategy)
+        for each in (model, replace(model, lora=Lora(rank=16)))
+    )
+    layers = sum(row.num_params for row in weight_table(PLAIN) if row.part in ("attention", "mlp"))
+    saved = layers * (2 - 0.5 - 4 / 64)
+    assert plain.memory["weights"] - found.memory["weights"] == pytest.approx(saved, rel=1e-9)
+    assert found.mfu * found.step_s == pytest.approx(plain.mfu * plain.step_s, rel=1e-9)

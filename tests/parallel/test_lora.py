@@ -9,8 +9,10 @@ from msgspec.structs import replace
 from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.adapter import adapted_model
 from meshwright.nn.hf.weights import load_params, save_adapter, source_of
+from meshwright.nn.quantisation import dequantise_base
 from meshwright.nn.weights import Params, rows
 from meshwright.parallel.train_step import TrainStep
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Lora
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
@@ -193,3 +195,27 @@ def test_peft_loads_the_adapter_and_gives_the_same_logits(family, tmp_path):
     expected = theirs(torch.tensor(BATCH["tokens"], dtype=torch.long)).logits.detach().numpy()
     found = np.asarray(jax.jit(logits_fn(model))(params, BATCH["tokens"]))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+# -- a quantised base --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_a_quantised_base_trains_as_its_dequantised_weights(base):
+    """On a mesh, with values and scales gathered, as on one device with the values that they stand for."""
+    plain = replace(load_model("tiny"), num_layers=1, d_ff=512, lora=LORA)
+    model = replace(plain, lora=replace(LORA, base=base))
+    rows_of = np.random.default_rng(4).integers(0, model.vocab_size, (4, 17)).astype(np.int32)
+    batch = {"tokens": rows_of[:, :-1], "labels": rows_of[:, 1:]}
+    mesh = Strategy(mesh=make_mesh({"fsdp": 2, "tensor": 2}), state="fp32", remat="full")
+    step, one = TrainStep(model, mesh), TrainStep(plain, MESHES["one device"])
+    state = step.init(0)
+    assert state.params["wq"].dtype == base
+    whole = {name: np.asarray(array) for name, array in dequantise_base(model, state.params).items()}
+    drawn = one.init(0).params
+    half_a_step = np.abs(drawn["wq"]).max() / {"int8": 127, "int4": 7}[base] / 2
+    assert 0 < np.abs(whole["wq"] - drawn["wq"]).max() <= half_a_step * 1.01
+    (loss, grads), (expected, expected_grads) = step.gradients(state.params, batch), one.gradients(whole, batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    for name, grad in expected_grads.items():
+        np.testing.assert_allclose(grads[name], grad, rtol=0, atol=1e-5 * np.abs(grad).max() + 1e-9, err_msg=name)

@@ -13,7 +13,7 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.program import Block, Op, Variable
 from meshwright.core.errors import InputError
 from meshwright.spec.model import Model
-from meshwright.spec.weights import adapted
+from meshwright.spec.weights import adapted, weight_table
 
 ENCODER, CROSS = "encoder_", "cross_"
 """Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
@@ -232,7 +232,8 @@ ADAPTED = """
 
 
 def with_adapters(model: Model, text: str) -> str:
-    """Returns the lines of a layer with the adapters of the model; products that share an A compute x A once."""
+    """Returns the lines of a layer with the adapters of the model, products with a quantised base by their own op;
+    products that share an A compute x A once."""
     first_of, lines = adapted(model), list[str]()
     for line in text.splitlines(keepends=True):
         found = _PRODUCT.match(line)
@@ -249,7 +250,16 @@ def with_adapters(model: Model, text: str) -> str:
         if f"{first_of[w]}_low[" not in "".join(lines):
             lines.append(written(model, ADAPTER, **names))
         lines.append(written(model, ADAPTED, **names))
-    return "".join(lines)
+    scales = {row.name.removeprefix("layers."): row for row in weight_table(model) if row.part == "scale"}
+
+    def quantised(found: re.Match[str]) -> str:
+        scale = scales.get(f"{found[5]}_scale")
+        if scale is None:
+            return found[0]
+        given = f"{found[3]}[{found[4]}], {found[5]}[{found[6]}], {found[5]}_scale[{','.join(scale.dims)}]"
+        return f"{found[1]}[{found[2]}] = quantised_einsum({given})"
+
+    return _PRODUCT.sub(quantised, "".join(lines))
 
 
 def encoder_layer_text(model: Model) -> str:

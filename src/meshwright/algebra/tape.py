@@ -61,6 +61,8 @@ class Shardings:
         rules = self.strategy.rules(role)
         if "S" in dims and "S" not in rules and "T" in rules:  # positions of an encoder are split as a decoder's are
             rules = {**rules, "S": rules["T"]}
+        groups = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
+        rules = {**groups, **rules}  # groups of entries are split as the entries are
         own = f"d{name}" if weight_role == "grad" else name
         dtype = "fp32" if own in ("loss", "logits") else "int32" if role in ("input", "position") else ""
         if weight_role == "weight":

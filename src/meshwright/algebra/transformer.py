@@ -101,7 +101,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
     variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
-        variables[name] = Variable(name, weight.dims, _role(weight), inputs=weight.inputs, frozen=weight.frozen)
+        variables[name] = Variable(name, weight.dims, _role(weight), weight.dtype, weight.inputs, weight.frozen)
     encoder, stacks = _encoder(model, variables)
     blocks = (
         parse_block("embed", embed_text(model), variables),

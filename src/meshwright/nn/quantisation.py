@@ -12,13 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
 from meshwright.algebra.generation import scales
+from meshwright.algebra.ops.quantised_einsum import has_groups
 from meshwright.algebra.steps import Step
 from meshwright.nn.contract import spread
 from meshwright.nn.experts.slots import Ragged
-from meshwright.nn.weights import Params, rows
+from meshwright.nn.weights import STORED, Params, rows
 from meshwright.spec.model import Model
 
 LARGEST = 127
+LARGEST_OF = {"int8": LARGEST, "int4": 7}
+"""Largest value of a weight in whole numbers; the ranges are symmetric."""
 
 
 def absmax_scale(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
@@ -33,13 +36,47 @@ def quantise(x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int
     return jnp.clip(jnp.round(wide), -LARGEST, LARGEST).astype(jnp.int8)
 
 
+def dequantised(values: Array, scale: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns values times the scales of their groups, in float32; a scale has as many dims, of groups one."""
+    for axis, (size, groups) in enumerate(zip(values.shape, scale.shape, strict=True)):
+        scale = jnp.repeat(scale, size // groups, axis)
+    return values.astype(jnp.float32) * scale
+
+
+def quantise_base(model: Model, params: Params) -> Params:
+    """Quantises the frozen matrices that the model stores in whole numbers, with a scale for each group of inputs."""
+    table = rows(model)
+    found = dict(params)
+    for name in (name for name, row in table.items() if row.part == "scale"):
+        own = name.replace("_scale", "", 1)
+        largest, weight = LARGEST_OF[table[own].dtype], params[own].astype(jnp.float32)
+        shape = (table[name].repeat, *table[name].shape)
+        axis = bool(table[name].layers) + next(i for i, dim in enumerate(table[name].dims) if dim.endswith("g"))
+        grouped = weight.reshape(*shape[: axis + 1], -1, *shape[axis + 1 :])
+        scale = jnp.max(jnp.abs(grouped), axis + 1) / largest
+        scale = jnp.where(scale > 0, scale, 1.0)
+        values = jnp.clip(jnp.round(grouped / jnp.expand_dims(scale, axis + 1)), -largest, largest)
+        found |= {name: scale, own: values.reshape(weight.shape).astype(STORED[table[own].dtype])}
+    return found
+
+
+def dequantise_base(model: Model, params: Params) -> Params:
+    """Returns the weights without scales, matrices in the dtype of the embedding; the inverse of `quantise_base` but
+    for rounding."""
+    pairs = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
+    whole = {own: dequantised(params[own], params[name]).astype(params["embed"].dtype) for own, name in pairs.items()}
+    return {name: array for name, array in params.items() if name not in pairs.values()} | whole
+
+
 def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: Callable[[Any, Array], Array]) -> Any:
-    """Returns ``product(lhs, weight)`` for an int8 weight.
+    """Returns ``product(lhs, weight)`` for a quantised weight; one with groups of inputs is dequantised first.
 
     The values are multiplied in the stream's dtype, which holds them exactly, and the scale multiplies the result.
     Rows of packed tokens have the scales of different experts, so there the weight itself is dequantised first.
     """
     _, of_values, of_scale = (array.dims for array in step.inputs)
+    if has_groups(step.inputs[2]):
+        return product(lhs, dequantised(values, scale).astype(lhs.dtype)).astype(lhs.dtype)
     if isinstance(lhs, Ragged):
         weight = values.astype(jnp.float32) * spread(scale, of_scale, of_values)
         return product(lhs, weight.astype(lhs.rows.dtype))

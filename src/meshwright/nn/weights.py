@@ -14,6 +14,9 @@ from meshwright.spec.weights import Weight
 Params = dict[str, Array]
 """Variable of the program -> array; the weights of layers are stacked over those of their kind, [L, ...]."""
 
+STORED = {"fp32": jnp.float32, "int8": jnp.int8, "int4": jnp.int4}
+"""Dtypes of weights that are not stored in that of the training state."""
+
 INIT_STD = 0.02
 _INTO_STREAM = ("wo", "w_down", "experts_w_down", "shared_w_down", "cross_wo", "encoder_wo", "encoder_w_down")
 
@@ -42,11 +45,14 @@ def stacked_shape(weight: Weight) -> tuple[int, ...]:
 
 def param_shapes(model: Model, *, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of all arrays without making them."""
-    return {name: jax.ShapeDtypeStruct(stacked_shape(weight), dtype) for name, weight in rows(model).items()}
+    return {
+        name: jax.ShapeDtypeStruct(stacked_shape(weight), STORED.get(weight.dtype, dtype))
+        for name, weight in rows(model).items()
+    }
 
 
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Draws weights from ``seed``, each array from its own key, so the numbers do not depend on the mesh.
+    """Draws weights from ``seed``, none of them quantised, each array from its own key, so the numbers do not depend on the mesh.
 
     The model's own are the same with adapters. Under `jax.jit` with ``out_shardings`` each device draws its own shards
     only.
@@ -54,7 +60,7 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
     key = jax.random.key(seed)
     return {
         name: _initial(model, weight, jax.random.fold_in(key, index)).astype(dtype)
-        for index, (name, weight) in enumerate(rows(model).items())
+        for index, (name, weight) in enumerate((n, w) for n, w in rows(model).items() if w.part != "scale")
     }
 
 

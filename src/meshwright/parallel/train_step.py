@@ -24,6 +24,7 @@ from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.ops.quantised_embed import DTYPES
+from meshwright.nn.quantisation import quantise_base
 from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives
 from meshwright.parallel.gradients import microbatch_loss, once_per_step, squared_norm, step_gradients
@@ -212,7 +213,8 @@ class TrainStep:
     @cached_property
     def _first_params(self) -> Callable[[int, Params], Params]:
         def make(seed: int, given: Params) -> Params:
-            return self.from_canonical(init_params(self.model, seed, dtype=self.dtype) | given)
+            drawn = init_params(self.model, seed, dtype=self.dtype)
+            return self.from_canonical(quantise_base(self.model, drawn | given))
 
         return jax.jit(make, out_shardings=self.state_shardings.params)
 

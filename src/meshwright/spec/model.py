@@ -85,16 +85,22 @@ LORA_TARGETS = {
 _TARGET_GROUPS = {"attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down"), "all-linear": tuple(LORA_TARGETS)}
 
 
+GROUP = 64
+"""Inputs that share a scale in a quantised base; of a dim that it does not divide, their greatest common divisor."""
+
+
 class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Low-rank adapters beside frozen weights: y = x W + (alpha / rank) (x A) B, of which A and B train.
 
     ``targets`` are of `LORA_TARGETS`, or "attention", "mlp" or "all-linear". All other weights of the model are frozen;
-    ``base`` is how they are stored: "" as the training state says. Defaults are PEFT's. Source: Hu et al., 2021.
+    ``base`` is how matrices of the layers are stored: "" as the training state says, else in whole numbers with a scale
+    for each `GROUP` inputs. Defaults are PEFT's. Source: Hu et al., 2021.
     """
 
     rank: int = 8
     alpha: float = 8.0
     targets: str | tuple[str, ...] = "all-linear"
+    base: Literal["", "int8", "int4"] = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= MAX_SIZE:
@@ -253,7 +259,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def dims(self) -> dict[str, int]:
         """Letter to size. Experts add E, Ea (of one token), Fe, Fs (shared); latent attention Rq, Rkv, Hn, Hr, Hv; an
-        encoder S, its positions, and Ps, those of its table; relative positions R; adapters Ra, their rank."""
+        encoder S, its positions, and Ps, those of its table; relative positions R; adapters Ra, their rank; a quantised base Dg, Fg, Hg,
+        the groups of inputs."""
         sizes = {
             "D": self.d_model,
             "F": self.d_ff,
@@ -280,7 +287,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "R": self.relative_buckets,
             "Ra": self.lora.rank if self.lora else 0,
         }
-        return sizes | {letter: size for letter, size in optional.items() if size}
+        found = sizes | {letter: size for letter, size in optional.items() if size}
+        if self.lora and self.lora.base:
+            found |= {f"{letter}g": size // math.gcd(GROUP, size) for letter, size in found.items() if letter in "DFH"}
+        return found
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

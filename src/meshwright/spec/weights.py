@@ -16,7 +16,7 @@ from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
 
 WeightPart = Literal[
-    "embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding", "adapter"
+    "embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding", "adapter", "scale"
 ]
 
 _FILE = Path(__file__).parent / "data" / "weights.toml"
@@ -30,7 +30,8 @@ _VECTOR = re.compile(r"(^|\.)b|_bias$")
 class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One array of a model, the same in every layer of ``layers``.
 
-    A ``frozen`` one is not trained.
+    A ``frozen`` one is not trained. ``dtype`` is that of storage where it is not the training state's; a "scale" is part
+    of a matrix that is stored in whole numbers, and counts nothing.
     ``dims`` and ``shape`` are those of one layer, in einsum order; ``hf_name`` is its name in published
     checkpoints with ``{layer}`` and ``{expert}`` to fill in, where several rows of one name are parts of one
     stored array. ``tied_to`` names the row that holds the values; such a row counts nothing.
@@ -46,6 +47,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     active_fraction: float = 1.0
     tied_to: str | None = None
     frozen: bool = False
+    dtype: str = ""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -66,8 +68,8 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def num_params(self) -> int:
-        """Elements over all layers; 0 for a tied row."""
-        return 0 if self.tied_to else math.prod(self.shape) * self.repeat
+        """Elements over all layers; 0 for a tied row and for a scale."""
+        return 0 if self.tied_to or self.part == "scale" else math.prod(self.shape) * self.repeat
 
     @property
     def num_active_params(self) -> int:
@@ -90,7 +92,8 @@ def weight_table(model: Model) -> tuple[Weight, ...]:
     """
     if model.lora:
         base = weight_table(replace(model, lora=None))
-        return (*(replace(row, frozen=True) for row in base), *_adapters(model, base))
+        frozen = (part for row in base for part in _frozen(model, row))
+        return (*frozen, *_adapters(model, base))
     encoder = _encoder(model) if model.encoder else ()
     return (*_rows(model, "first"), *encoder, *_layers(model), *_rows(model, "last"))
 
@@ -116,6 +119,27 @@ def adapted(model: Model) -> dict[str, str]:
             joined = ", ".join(n for n, row in table.items() if row.hf_name == table[name].hf_name)
             raise InputError(f"lora.targets: {model.name} stores {joined} as one. Target all of them.")
     return {name: f"{first[table[name].hf_name]}_lora_a" for name in model.lora.weights if name in table}
+
+
+def _frozen(model: Model, row: Weight) -> tuple[Weight, ...]:
+    """Returns a frozen weight, and the scales of its groups of inputs where it is stored in whole numbers."""
+    assert model.lora is not None
+    if not model.lora.base or row.kind == "vector" or row.part not in ("attention", "mlp"):
+        return (replace(row, frozen=True),)
+    grouped = row.inputs[-1]
+    dims = tuple(f"{dim}g" if dim == grouped else dim for dim in row.dims)
+    scale = Weight(
+        name=f"{row.name}_scale",
+        hf_name=f"{row.hf_name}_scale",
+        dims=dims,
+        shape=tuple(model.dims[dim] for dim in dims),
+        part="scale",
+        kind="vector",
+        layers=row.layers,
+        frozen=True,
+        dtype="fp32",
+    )
+    return replace(row, frozen=True, dtype=model.lora.base), scale
 
 
 def _adapters(model: Model, base: tuple[Weight, ...]) -> list[Weight]:

@@ -18,6 +18,7 @@ from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.nn.hf.files import INDEX
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.hf.weights import CONFIG, Fetch, save_adapter, save_hf, source_of
+from meshwright.nn.quantisation import dequantise_base
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.spec.model import Model
 from meshwright.spec.weights import frozen_base
@@ -116,6 +117,7 @@ def save_weights(model: Model, params: Params, folder: Path, *, base: str = "") 
 def save_base(model: Model, params: Params, folder: Path) -> None:
     """Writes the frozen weights of a run whose adapter stands beside random weights, once, where `generate` and PEFT
     find them."""
+    params = dequantise_base(model, params)
     save_hf(frozen_base(model), params, folder / BASE, config=end_of_text(model, folder))
 
 

@@ -1,19 +1,49 @@
-"""A product with an int8 weight, times the scale of each output channel."""
+"""A product with a weight in whole numbers, times its scales: of each output channel, or of groups of inputs.
+
+A scale of groups has, for the dim D that is summed over, the dim Dg of its groups. Such a weight is frozen: the
+backward pass makes the cotangent of the other factor alone.
+"""
 
 from meshwright.algebra.einsum import product_steps
 from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.einsum import flops
 from meshwright.algebra.tape import Tape
 
 
+def has_groups(scale: ShardedArray) -> bool:
+    """True if a scale is of groups of inputs."""
+    return any(dim.endswith("g") for dim in scale.dims)
+
+
 def forward(tape: Tape) -> None:
-    """Multiplies ``lhs * values`` by the rules of any product, and by the scale of each output channel."""
+    """Multiplies ``lhs * values`` by the rules of any product, and by the scale of each output channel or group."""
     lhs, values, scale = tape.inputs
-    *before, product = product_steps(lhs, values, tape.out, slice_axes=tape.slice_axes)
+    tape.move(_multiply(tape, lhs, values, scale, tape.out), tape.out)
+
+
+def backward(tape: Tape) -> None:
+    """dA = dC * B, of the values and scales of B."""
+    _, values, scale = tape.inputs
+    name = tape.op.inputs[0]
+    tape.contribute(name, _multiply(tape, tape.dout, values, scale, tape.cotangent(name)))
+
+
+def _multiply(
+    tape: Tape, lhs: ShardedArray, values: ShardedArray, scale: ShardedArray, out: ShardedArray
+) -> ShardedArray:
+    """Adds the steps of a product up to the local one, and returns its result."""
+    *before, product = product_steps(lhs, values, out, slice_axes=tape.slice_axes)
     tape.add(*before)
-    here = tape.move(scale, scale.like(product.result))
-    tape.run("quantised_einsum", (*product.inputs, here), product.result)
-    tape.move(product.result, tape.out)
+    here = scale.like(product.result)
+    if has_groups(scale):
+        here = scale.resharded({dim: product.inputs[1].axes_of(dim.removesuffix("g")) for dim in scale.dims})
+    tape.run("quantised_einsum", (*product.inputs, tape.move(scale, here)), product.result)
+    return product.result
 
 
-OP = OpKind(forward=forward, steps={"quantised_einsum": StepKind(flops=flops, group="contraction", is_einsum=True)})
+OP = OpKind(
+    forward=forward,
+    backward=backward,
+    steps={"quantised_einsum": StepKind(flops=flops, group="contraction", is_einsum=True)},
+)
