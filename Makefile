@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 UV     := $(VENV)/bin/uv
-TORCH  := torch==2.13.0
+TORCH  := torch==2.13.0 peft==0.21.2
 
 HAS_UV      := $(VENV)/.has-uv
 HAS_DEPS    := $(VENV)/.has-dependencies

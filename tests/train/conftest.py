@@ -2,7 +2,10 @@
 
 import pytest
 
+from tests.calls import call
 from tests.train.small import write_text
+
+__all__ = ["call"]
 
 
 @pytest.fixture(scope="module")

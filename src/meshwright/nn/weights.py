@@ -52,10 +52,10 @@ def param_shapes(model: Model, *, dtype: jnp.dtype = jnp.float32) -> dict[str, j
 
 
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Draws weights from ``seed``, none of them quantised, each array from its own key, so the numbers do not depend on the mesh.
+    """Draws weights from ``seed``, each array from its own key, so the numbers do not depend on the mesh.
 
-    The model's own are the same with adapters. Under `jax.jit` with ``out_shardings`` each device draws its own shards
-    only.
+    The model's own are the same with adapters, and not quantised. Under `jax.jit` with ``out_shardings`` each device
+    draws its own shards only.
     """
     key = jax.random.key(seed)
     return {

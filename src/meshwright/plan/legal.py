@@ -51,6 +51,7 @@ NOUNS: dict[str, str] = {
     "Pg": "pages",
     "Pl": "slots per page",
     "Bp": "pages per sequence",
+    **dict.fromkeys(("Dg", "Fg", "Hg"), "groups of inputs"),
 }
 """Dim -> what a message calls it after its size: "K=8 kv heads of llama3-70b"."""
 

@@ -259,8 +259,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def dims(self) -> dict[str, int]:
         """Letter to size. Experts add E, Ea (of one token), Fe, Fs (shared); latent attention Rq, Rkv, Hn, Hr, Hv; an
-        encoder S, its positions, and Ps, those of its table; relative positions R; adapters Ra, their rank; a quantised base Dg, Fg, Hg,
-        the groups of inputs."""
+        encoder S, its positions, and Ps, those of its table; relative positions R; adapters Ra, their rank; a
+        quantised base Dg, Fg, Hg, its groups of inputs."""
         sizes = {
             "D": self.d_model,
             "F": self.d_ff,

@@ -30,11 +30,11 @@ _VECTOR = re.compile(r"(^|\.)b|_bias$")
 class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One array of a model, the same in every layer of ``layers``.
 
-    A ``frozen`` one is not trained. ``dtype`` is that of storage where it is not the training state's; a "scale" is part
-    of a matrix that is stored in whole numbers, and counts nothing.
-    ``dims`` and ``shape`` are those of one layer, in einsum order; ``hf_name`` is its name in published
-    checkpoints with ``{layer}`` and ``{expert}`` to fill in, where several rows of one name are parts of one
-    stored array. ``tied_to`` names the row that holds the values; such a row counts nothing.
+    A ``frozen`` one is not trained. ``dtype`` is that of storage where it is not the training state's; the part "scale"
+    belongs to matrices in whole numbers, and counts nothing. ``dims`` and ``shape`` are those of one layer, in einsum
+    order; ``hf_name`` is its name in published checkpoints with ``{layer}`` and ``{expert}`` to fill in, where several
+    rows of one name are parts of one stored array. ``tied_to`` names the row that holds the values; such a row counts
+    nothing.
     """
 
     name: str
