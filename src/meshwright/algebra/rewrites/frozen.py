@@ -13,7 +13,10 @@ def trained(program: Program) -> tuple[Variable, ...]:
 
 
 def differentiated(program: Program) -> frozenset[str]:
-    """Returns the variables whose cotangents training needs: weights that train, and what is computed from them."""
+    """Returns the variables whose cotangents training needs: weights that train, and what is computed from them; all
+    where nothing is frozen."""
+    if not any(variable.frozen for variable in program.variables.values()):
+        return frozenset(program.variables)
     found, before = {variable.name for variable in trained(program)}, -1
     while len(found) > before:
         before = len(found)
