@@ -236,8 +236,9 @@ class Run:
             self._save()
             with self.watch.timed("checkpoint"):
                 self.checkpoints.wait()
-        weights = self.setup.step.to_canonical(self._evaluated_weights())
-        save_weights(self.setup.step.model, weights, self.folder.path)
+        with self.watch.timed("checkpoint"):
+            weights = self.setup.step.to_canonical(self._evaluated_weights())
+            save_weights(self.setup.step.model, weights, self.folder.path)
         result = self._result()
         self.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
         return result
