@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import CannotRunError, InputError, first_line
-from meshwright.nn.hf.files import INDEX
+from meshwright.nn.hf.files import has_tensors
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.hf.weights import CONFIG, Fetch, save_hf
 from meshwright.nn.weights import Params, param_shapes
@@ -109,4 +109,4 @@ def end_of_text(model: Model, folder: Path) -> dict[str, int]:
 
 def has_weights(folder: Path) -> bool:
     """True if a folder has weights that can be read."""
-    return (folder / CONFIG).is_file() and ((folder / INDEX).is_file() or any(folder.glob("*.safetensors")))
+    return (folder / CONFIG).is_file() and has_tensors(folder)
