@@ -186,7 +186,7 @@ def _loaded(
     )
     require_prompts(step, prompts, max_tokens=options.max_tokens)
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
-    params = step.place(load_params(source.model, source.folder, step.param_shardings, dtype))
+    params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
     held = sum(array.addressable_shards[0].data.nbytes for array in params.values())
     cache = sum(row.num_bytes for row in step.table) / math.prod(mesh.values())
     say(

@@ -3,7 +3,6 @@
 Such a file is a zip archive of one pickle and the bytes of every storage, which are mapped into memory.
 """
 
-import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -117,7 +116,7 @@ def _tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: t
     """Returns a part of a storage as an array; the strides count elements."""
     steps = list(zip(shape, strides, strict=True))
     last = offset + sum((size - 1) * step for size, step in steps)
-    if min((offset, *shape, *strides)) < 0 or (math.prod(shape) and last >= len(storage)):
+    if min((offset, *shape, *strides)) < 0 or (all(shape) and last >= len(storage)):
         raise ValueError("a tensor reaches beyond its storage")
     width = storage.itemsize
     return np.lib.stride_tricks.as_strided(storage[offset:], shape, [step * width for step in strides], writeable=False)
