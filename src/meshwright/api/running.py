@@ -32,8 +32,9 @@ def run_training(
 ) -> "TrainResult":
     """Train by a plan on the devices of this process, or of all that were launched together.
 
-    ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``. The run leaves a folder under
-    ``runs``, or goes on in the folder ``resume``. Raises CannotRunError when the devices are not those of the plan.
+    ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``; ``weights`` are by default the
+    plan's. The run leaves a folder under ``runs``, or goes on in the folder ``resume``. Raises CannotRunError when the
+    devices are not those of the plan.
     """
     require_runnable(plan.model)
     require_devices(plan)
@@ -44,7 +45,7 @@ def run_training(
         plan.model,
         plan.strategy,
         plan.job,
-        settings_from_table(dict(settings or {})),
+        settings_from_table({"weights": plan.job.weights, **(settings or {})}),
         run_root=Path(runs),
         resume=resume,
         predicted=plan.predicted,

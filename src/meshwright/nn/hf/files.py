@@ -77,13 +77,6 @@ def open_checkpoint(folder: Path) -> Iterator[dict[str, Tensor]]:
         }
 
 
-def has_tensors(folder: Path) -> bool:
-    """True if a folder has files of weights."""
-    return any(folder.glob("*.safetensors")) or any(
-        (folder / name).is_file() for name in (INDEX, PICKLED, PICKLED_INDEX)
-    )
-
-
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy").__enter__()
