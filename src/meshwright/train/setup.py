@@ -153,11 +153,6 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
 def _first_state(step: TrainStep, settings: TrainSettings) -> State:
     if not settings.weights:
         return step.init(settings.seed)
-    if not Path(settings.weights).is_dir():
-        raise InputError(
-            f"the run starts from the weights in {settings.weights}, which is not there. Name their folder, --set "
-            f"train.weights=FOLDER, or leave them: --from-scratch."
-        )
     stored = load_params(step.model, settings.weights, step.canonical[1].params, step.dtype)
     params = jax.device_put(step.from_canonical(stored), step.state_shardings.params)
     return State(params, step.init_optimizer(params))

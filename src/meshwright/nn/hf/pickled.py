@@ -4,6 +4,7 @@ Such a file is a zip archive of one pickle and the bytes of every storage, which
 """
 
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -74,9 +75,7 @@ def _read(path: Path) -> Any:
         with path.open("rb") as file:
             file.seek(entry.header_offset)
             header = file.read(_LOCAL_HEADER)
-        start = (
-            entry.header_offset + _LOCAL_HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-        )
+        start = entry.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<HH", header, 26))
         if entry.compress_type != zipfile.ZIP_STORED or size * dtype.itemsize > entry.file_size:
             raise ValueError(f"storage {key} is compressed or too short")
         mapped = np.memmap(path, np.uint8, "r", start, (size * dtype.itemsize,)) if size else np.empty(0, np.uint8)
@@ -98,9 +97,8 @@ class _Reader(pickle.Unpickler):
         if module == "torch" and name in _STORAGES:
             return _Storage(np.dtype(_STORAGES[name]))
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
-            make = _tensor if name == "_rebuild_tensor_v2" else _parameter
-            # a pickle may set attributes of what it gets
-            return lambda *given: make(*given)
+            # of its own, since a pickle may set attributes of what it gets
+            return (lambda *given: _tensor(*given)) if name == "_rebuild_tensor_v2" else (lambda tensor, *_: tensor)
         raise InputError(
             f"{self._path} names {module}.{name}, which is neither tensor nor dict, and is not run. Give safetensors."
         )
@@ -120,7 +118,3 @@ def _tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: t
         raise ValueError("a tensor reaches beyond its storage")
     width = storage.itemsize
     return np.lib.stride_tricks.as_strided(storage[offset:], shape, [step * width for step in strides], writeable=False)
-
-
-def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
-    return tensor

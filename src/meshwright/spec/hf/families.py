@@ -73,10 +73,3 @@ def formats() -> dict[str, Format]:
 def aliases() -> dict[str, str]:
     """Maps every family's own spellings of keys to the keys."""
     return {alias: key for form in formats().values() for alias, key in form.aliases.items()}
-
-
-@functools.cache
-def known_keys() -> set[str]:
-    """Returns every key that is not a misspelt name of another."""
-    found = {"model_type", "rope_scaling", "rope_parameters", *aliases(), *ROPE_KEYS.values()}
-    return found.union(*((*form.defaults, *form.keys.values(), *form.computed) for form in formats().values()))

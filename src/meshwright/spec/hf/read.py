@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields, figure_faults
 from meshwright.core.files import read_json
-from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, formats, known_keys
+from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, formats
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
 ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3"}
@@ -115,7 +115,7 @@ class _Config:
         return range(self.read("num_hidden_layers", int))
 
     def _missing_hint(self, key: str) -> str:
-        misspelt = difflib.get_close_matches(key, {*self.given, *self.keys} - known_keys(), n=1, cutoff=0.8)
+        misspelt = difflib.get_close_matches(key, {*self.given, *self.rope} - self.form.known, n=1, cutoff=0.8)
         if misspelt:
             return f"The file has {misspelt[0]!r}: rename it to {key!r}."
         return f"A {self.family} config needs it: add it to the file."
