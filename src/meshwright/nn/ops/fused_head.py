@@ -109,6 +109,8 @@ def fused_head(
     All three use the same logits. Under `jax.jit` a caller of the loss alone pays for the loss alone.
     """
 
+    head = {"first_row": 0, **head}
+
     def one(carry: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
         (loss, dtable), (here, of_here) = carry, given
         logits = _logits(here, table)
