@@ -40,6 +40,7 @@ def test_json_of_a_plan():
         "seq_len": 4096,
         "train_tokens": 15 * 10**12,
         "optimizer": "adamw",
+        "weights": "",
     }
     assert found["nearest_batch"] is None
     assert any("datasheet peaks" in note for note in found["notes"])

@@ -15,7 +15,7 @@ from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import require_legal
 from meshwright.plan.result import plan_in
 from meshwright.spec.calibration import Calibration
-from meshwright.spec.catalogue import load_model
+from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
@@ -42,7 +42,8 @@ def make_setting(
     found = load_model(model) if isinstance(model, str) else model
     chips = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     sequences = batch if isinstance(batch, int) else parse_batch(batch, seq_len=seq_len)
-    work = convert_fields({"batch_seqs": sequences, "seq_len": seq_len, **job}, Job, section="job")
+    weights = weights_of(model) if isinstance(model, str) else ""
+    work = convert_fields({"batch_seqs": sequences, "seq_len": seq_len, "weights": weights, **job}, Job, section="job")
     if not isinstance(calibration, Calibration):
         calibration = rates_for(chips, None if calibration is None else Path(calibration), fitted=True)
     return Setting(found, chips, work, calibration)

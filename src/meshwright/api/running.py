@@ -32,8 +32,9 @@ def run_training(
 ) -> "TrainResult":
     """Train by a plan on the devices of this process, or of all that were launched together.
 
-    ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``. The run leaves a folder under
-    ``runs``, or goes on in the folder ``resume``. Raises CannotRunError when the devices are not those of the plan.
+    ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``; ``weights`` are by default the
+    plan's. The run leaves a folder under ``runs``, or goes on in the folder ``resume``. Raises CannotRunError when the
+    devices are not those of the plan.
     """
     require_runnable(plan.model)
     require_devices(plan)
@@ -44,7 +45,7 @@ def run_training(
         plan.model,
         plan.strategy,
         plan.job,
-        settings_from_table(dict(settings or {})),
+        settings_from_table({"weights": plan.job.weights, **(settings or {})}),
         run_root=Path(runs),
         resume=resume,
         predicted=plan.predicted,
@@ -186,7 +187,7 @@ def _loaded(
     )
     require_prompts(step, prompts, max_tokens=options.max_tokens)
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
-    params = step.place(load_params(source.model, source.folder, step.param_shardings, dtype))
+    params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
     held = sum(array.addressable_shards[0].data.nbytes for array in params.values())
     cache = sum(row.num_bytes for row in step.table) / math.prod(mesh.values())
     say(

@@ -22,7 +22,7 @@ from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
 from meshwright.cost.work.slots import expert_slots, slots_move, with_room
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import AS_RUN, Assumptions
+from meshwright.spec.strategy import AS_RUN, Assumptions, held_dims
 
 
 class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +96,8 @@ def op_sizes(
 
     A kernel that keeps its scores on chip also skips the keys that are masked.
     """
-    known = model.dims | layer_dims(model)
-    dims = {name: float(size) for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
+    known = held_dims(model.dims | layer_dims(model), mesh)
+    dims = {name: size * 1.0 for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
     dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=assumptions.imbalance)
     # in arrays of fixed size an expert without a bound, which an imbalance stands for, has a slot for every token
     unbounded = model.num_experts > 0 and assumptions.holds_empty_slots and assumptions.imbalance == 1.0

@@ -31,8 +31,9 @@ from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partiti
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
+from meshwright.parallel.vocabulary import resized, without_split
 from meshwright.spec.model import Model, require_runnable
-from meshwright.spec.strategy import Strategy, require_runnable_strategy
+from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
 
 Form = Literal["shard_map", "gspmd"]
 Batch = dict[str, Array]
@@ -88,6 +89,8 @@ class TrainStep:
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if form == "gspmd" and self.pipeline:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
+        if form == "gspmd" and held_dims(model.dims, strategy.mesh) != model.dims:
+            raise CannotRunError(f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size}.")
         if optimizer is None and strategy.state != "fp32":
             raise AssertionError("optax.adamw keeps its moments in the weights' dtype: give an optimizer")
         given = optimizer if optimizer is not None else optax.adamw(3e-4)
@@ -136,16 +139,29 @@ class TrainStep:
 
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the weights."""
-        return param_shapes(self.model, dtype=self.dtype)
+        """Global shapes and dtypes of the weights, with what fills the vocabulary up."""
+        return param_shapes(self.model, dtype=self.dtype, mesh=self.strategy.mesh)
+
+    @cached_property
+    def canonical(self) -> tuple[State, State]:
+        """Shapes and shardings of the state in the form of every mesh, which `to_canonical` gives."""
+        shapes = param_shapes(self.model, dtype=self.dtype)
+        specs, of_state = (
+            without_split(shapes, self.param_shapes, each) for each in (self.param_specs, self.shard_specs)
+        )
+        found = State(shapes, jax.eval_shape(self.optimizer.init, shapes))
+        return found, self._shardings(State(specs, self.optimizer.specs(shapes, of_state)))
 
     @cached_property
     def state_shardings(self) -> State:
         """The sharding of each array of the state on the mesh."""
-        found = shardings(self.mesh, self.optimizer.specs(self.param_shapes, self.shard_specs))
+        return self._shardings(State(self.param_specs, self.optimizer.specs(self.param_shapes, self.shard_specs)))
+
+    def _shardings(self, specs: State) -> State:
+        found = shardings(self.mesh, specs.opt_state)
         if "optimizer" in self.strategy.offload:
             found = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), found)
-        return State(shardings(self.mesh, self.param_specs), found)
+        return State(shardings(self.mesh, specs.params), found)
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -206,13 +222,16 @@ class TrainStep:
         return jax.jit(make, out_shardings=self.state_shardings.params)
 
     def from_canonical(self, params: Params) -> Params:
-        """Reorders the layers of weights, or of arrays like them, from the order of the model to that of a pipeline's
-        stages."""
-        return self.pipeline.stored(params) if self.pipeline else params
+        """Returns weights, or arrays like them, as this mesh holds them: with layers in the order of a pipeline's
+        stages, and the vocabulary filled up."""
+        filled = resized(params, self.canonical[0].params, self.param_shapes, self.param_specs)
+        return self.pipeline.stored(filled) if self.pipeline else filled
 
     def to_canonical(self, params: Params) -> Params:
-        """Reorders layers from the order of a pipeline's stages to that of the model."""
-        return self.pipeline.in_order(params) if self.pipeline else params
+        """Returns weights, or arrays like them, in the order and the shapes of the model."""
+        ordered = self.pipeline.in_order(params) if self.pipeline else params
+        shapes = self.canonical[0].params
+        return resized(ordered, self.param_shapes, shapes, without_split(shapes, self.param_shapes, self.param_specs))
 
     def init_optimizer(self, params: Params) -> Any:
         """Returns the first state of the optimizer for given weights."""

@@ -51,6 +51,19 @@ def _catalogue_model(name: str) -> Model:
     return model_from_config(entry(name).config, name)
 
 
+def has_weights(folder: Path) -> bool:
+    """True if a folder has a model's config and files of its weights."""
+    patterns = ("*.safetensors", "model.safetensors.index.json", "pytorch_model.bin*")
+    return (folder / "config.json").is_file() and any(file for one in patterns for file in folder.glob(one))
+
+
+def weights_of(name: str) -> str:
+    """Returns the folder of the weights of a model that is given as for `load_model`; "" where it has none."""
+    path = Path(name).expanduser()
+    folder = path.parent if path.name == "config.json" else path
+    return str(folder.absolute()) if name not in models() and has_weights(folder) else ""
+
+
 def load_model(name: str) -> Model:
     """The model of a catalogue name, or of a path to a config.json or to the folder that holds one.
 

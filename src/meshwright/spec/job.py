@@ -19,9 +19,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The work of one step on ``batch_seqs`` sequences.
 
     A step of kind "train" trains on ``seq_len`` tokens of each, ``train_tokens`` in all steps, and updates the weights
-    by the ``optimizer``. "prefill" runs prompts
-    of ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one more token of each sequence
-    against a cache of ``seq_len`` positions.
+    by the ``optimizer``; ``weights`` is the folder of those that it starts from, "" for random ones. "prefill" runs
+    prompts of ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one more token of each
+    sequence against a cache of ``seq_len`` positions.
     """
 
     kind: str = "train"
@@ -29,6 +29,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     seq_len: int
     train_tokens: int | None = None
     optimizer: str = "adamw"
+    weights: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in JOB_KINDS:

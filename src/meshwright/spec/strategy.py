@@ -343,6 +343,12 @@ def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
     return {axis: int(axes.get(axis, 1)) for axis in MESH_AXES}
 
 
+def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sizes of a model's dims as devices hold them: V filled up to what ``tensor`` divides."""
+    parts = mesh.get("tensor", 1)
+    return {**dims, "V": -(-dims["V"] // parts) * parts}
+
+
 def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = None) -> tuple[Any, ...]:
     """Returns the mesh axes of each dim of an array under ``rules``; only axes in ``keep`` when that is given."""
     kept = None if keep is None else set(keep)

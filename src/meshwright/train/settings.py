@@ -10,6 +10,7 @@ import msgspec
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import figure_faults
+from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.spec.job import OptimizerKind
 
 PYDOC = "pydoc"
@@ -37,10 +38,13 @@ _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Choices of a run besides its model, strategy and job.
 
-    Data: ``data`` is "pydoc", a file or a folder of them; ``tokenizer`` a tokenizer's file, "" for one that is
-    trained on the text; with ``packing`` no attention crosses from one document into the next, and every token is in
-    one row; without it rows are cut blindly, for which GPUs have a faster attention; ``held_out`` is the
-    share of the tokens that is only evaluated on.
+    ``weights`` is a folder of weights to start from, "" for random ones of ``seed``.
+
+    Data: ``data`` is "pydoc", a file or a folder of them; ``tokenizer`` a tokenizer's file, "" for that of the
+    ``weights``, or one that is trained on the text; with ``packing`` no attention crosses from one document into the
+    next, and every token is in one row; without it rows are cut blindly, for which GPUs have a faster attention;
+    ``skip_bad_records`` leaves out what cannot be read, and counts it; ``held_out`` is the share of the tokens that is
+    only evaluated on.
 
     Rate: it rises over ``warmup_steps`` to ``learning_rate``, then follows ``schedule`` to
     ``min_learning_rate_ratio`` of it, which the update after the last would have; "wsd" stays at the top and falls
@@ -62,9 +66,11 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     steps: int = 100
     seed: int = 0
+    weights: str = ""
     data: str = PYDOC
     tokenizer: str = ""
     packing: bool = True
+    skip_bad_records: bool = False
     held_out: float = 0.05
     learning_rate: float = 3e-3
     schedule: ScheduleKind = "cosine"
@@ -101,14 +107,25 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     raise InputError(f"train.{name}={getattr(self, name)} must {what}.")
 
 
-def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
-    """Returns the settings with paths that name the same files from every folder."""
+def with_whole_paths(settings: TrainSettings) -> TrainSettings:
+    """Returns the settings with paths that name the same files from every folder, and the tokenizer of the weights.
+
+    Raises InputError for weights without a tokenizer: that of other text numbers other tokens.
+    """
 
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute()) if path else path
 
     data = settings.data if settings.data == PYDOC else absolute(settings.data)
-    return msgspec.structs.replace(settings, data=data, tokenizer=absolute(settings.tokenizer))
+    weights, tokenizer = absolute(settings.weights), absolute(settings.tokenizer)
+    if weights and not tokenizer:
+        tokenizer = str(Path(weights) / TOKENIZER)
+        if Path(weights).is_dir() and not Path(tokenizer).is_file():
+            raise InputError(
+                f"{weights} has weights and no {TOKENIZER}. Name the one they were trained with, --set "
+                f"train.tokenizer=FILE, or leave the weights: --from-scratch."
+            )
+    return msgspec.structs.replace(settings, data=data, weights=weights, tokenizer=tokenizer)
 
 
 def _require_words(name: str, given: Any, known: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.hf.files import Entry, StoredTensor, write_checkpoint
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.weights import (
+    checked_parts,
     convert_hf,
     gathered_part,
     hf_entries,
@@ -136,7 +137,43 @@ def test_experts_may_be_stacked(family, tensors):
 def test_a_stored_copy_of_tied_weights_is_not_needed_nor_written(tensors):
     model = FAMILIES["qwen2"]
     assert "lm_head.weight" not in tensors["qwen2"]
-    require_equal(read_params(model, {**tensors["qwen2"], "lm_head.weight": np.zeros((64, 32))}), random_params(model))
+    embed = tensors["qwen2"]["model.embed_tokens.weight"]
+    require_equal(read_params(model, {**tensors["qwen2"], "lm_head.weight": embed}), random_params(model))
+    for other in (embed + 1, embed.T):
+        with pytest.raises(InputError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+            checked_parts(model, {**tensors["qwen2"], "lm_head.weight": other})
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "passes"),
+    [
+        ("llama", "model.layers.0.self_attn.q_norm.weight", False),
+        ("llama", "model.layers.3.mlp.up_proj.weight", False),
+        ("llama", "model.layers.0.self_attn.q_proj.bias", False),
+        ("llama", "embed_tokens.weight", False),
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", True),
+        ("llama", "model.layers.0.attn.masked_bias", False),
+        ("gpt2", "transformer.h.0.attn.masked_bias", True),
+        ("gemma3", "vision_tower.vision_model.post_layernorm.weight", True),
+        ("gemma2", "vision_tower.vision_model.post_layernorm.weight", False),
+        ("deepseek_v3", "model.layers.3.eh_proj.weight", True),
+        ("deepseek_v3", "model.layers.4.eh_proj.weight", False),
+    ],
+)
+def test_tensors_without_a_place_are_refused_by_name(family, name, passes, tensors):
+    given = {**tensors[family], name: np.zeros(3, np.float32)}
+    if passes:
+        assert checked_parts(FAMILIES[family], given)
+        return
+    with pytest.raises(InputError, match=f"the checkpoint has {name}, which {family} has no place for"):
+        checked_parts(FAMILIES[family], given)
+
+
+def test_a_tensor_in_two_files_is_refused(tensors, tmp_path):
+    for name in ("a", "b"):
+        save_file({"w": np.zeros(2, np.float32)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(InputError, match=r"a\.safetensors and .*b\.safetensors both have the tensor w"):
+        load_params(LLAMA, tmp_path)
 
 
 # -- reading, shard by shard ----------------------------------------------------------------------------
@@ -309,7 +346,7 @@ def test_quantised_and_corrected_checkpoints_are_refused(tensors):
 
 
 def test_folders_without_whole_files_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"has no \*.safetensors file. Give the folder"):
+    with pytest.raises(InputError, match=r"has neither \*.safetensors nor pytorch_model.bin. Give the folder"):
         load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}")
     with pytest.raises(InputError, match=r"model.safetensors is no whole safetensors file"):

@@ -28,9 +28,8 @@ def config_from_model(model: Model) -> dict[str, Any]:
     }
     spelled = {key: alias for alias, key in form.aliases.items()}
     for field, key in form.keys.items():
-        if field not in form.fixed and field not in form.unwritten:
-            value = getattr(model, field)
-            config.setdefault(spelled.get(key, key), (value or None) if key in form.nullable else value)
+        value = getattr(model, field)
+        config.setdefault(spelled.get(key, key), (value or None) if key in form.nullable else value)
     if model.family != "gpt2":
         config |= _rope(model)
     return config | {key: _COMPUTED[key](model) for key in form.computed}
