@@ -5,7 +5,10 @@ JAX. docs/api.md shows them at work.
 """
 
 from importlib import import_module
+from inspect import isfunction
 from typing import Any
+
+from meshwright.core.fields import checked
 
 __version__ = "0.1.0"
 
@@ -36,7 +39,8 @@ __all__ = [*_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(_HOME[name]), name)
+    found = getattr(import_module(_HOME[name]), name)
+    globals()[name] = found = checked(found) if isfunction(found) else found
     return found
 
 

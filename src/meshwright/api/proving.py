@@ -8,6 +8,7 @@ import msgspec
 
 from meshwright.algebra.generation import AS_WRITTEN
 from meshwright.core.errors import InputError
+from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
 from meshwright.spec.strategy import Strategy, require_runnable_assumptions
 from meshwright.verify.request import Depth, Request
@@ -22,7 +23,7 @@ PROGRAM = "meshwright.api.compiling"
 TIMEOUT_S = 600.0
 
 
-class ProofOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ProofOptions(Checked, frozen=True, kw_only=True):
     """How a step is compiled.
 
     ``depth``: "lower" (does everything divide and agree), "partition" (memory and collectives, in seconds) or "full".

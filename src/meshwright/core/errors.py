@@ -3,7 +3,8 @@
 import difflib
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 OF_PATHS = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
@@ -63,6 +64,17 @@ def nearest(name: str, options: Iterable[str]) -> str:
     if len(known) <= 24:
         return f" Known: {', '.join(known)}."
     return ""
+
+
+@contextmanager
+def path_errors() -> Iterator[None]:
+    """Turns the error of a file or folder that cannot be had, whichever it is, into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in OF_PATHS or not error.filename:
+            raise
+        raise InputError(f"{error.filename}: {error.strerror}. Name another file or folder.") from error
 
 
 def first_line(error: Exception) -> str:

@@ -123,9 +123,6 @@ def space_of(
     Fields that are neither given nor searched are those of ``template``, by name, or the usual ones.
     """
     make_mesh(axes)
-    for axis, size in axes.items():
-        if size < 1:
-            raise InputError(f"mesh axis {axis}={size} must be at least 1. Leave it out if it is not wanted.")
     given = {name.removeprefix("strategy."): value for name, value in overrides.items()}
     for name in given:
         if name not in FIELDS:

@@ -51,13 +51,14 @@ def _catalogue_model(name: str) -> Model:
     return model_from_config(entry(name).config, name)
 
 
-def load_model(name: str) -> Model:
+def load_model(name: str | Path) -> Model:
     """The model of a catalogue name, or of a path to a config.json or to the folder that holds one.
 
     A catalogue name wins over a folder of the same name; write ``./name`` for the folder.
     """
+    name = str(name)
     if name in models():
         return _catalogue_model(name)
-    if "/" in name or "\\" in name or name.endswith(".json") or Path(name).exists():
+    if "/" in name or "\\" in name or name.endswith(".json") or (name and Path(name).exists()):
         return model_from_config(Path(name))
     return _catalogue_model(name)
