@@ -45,7 +45,7 @@ CASES = [
     (3, swapped(PLAN, "llama3-8b", "deepseek-v3"), "deepseek-v3 with 128 sequences of 4096 does not fit v5e:4x4"),
     # sizes of the job
     (2, swapped(PLAN, "128seq", "4M"), "Use 4Mi (1024 sequences)."),
-    (2, swapped(PLAN, "128seq", "-4Mi"), "batch '-4Mi' is not a number"),
+    (2, swapped(PLAN, "128seq", "-4Mi"), "batch '-4Mi' is below 0"),
     (2, swapped(PLAN, "128seq", "0seq"), "job.batch_seqs=0 must be"),
     (2, swapped(PLAN, "128seq", "1000"), "less than one sequence of 4096. Use at least 4096 tokens."),
     (2, swapped(PLAN, "128seq", "1e300"), "batch '1e300' is larger than 1e+60"),

@@ -90,7 +90,7 @@ class Setting(Checked, frozen=True, dict=True):
             seq_len=job.step_len,
             microbatch_seqs=job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs,
             mesh=mesh or strategy.mesh,
-            state=strategy.state,
+            strategy=strategy,
             scores=attention_scores(self.cluster, self.assumptions),
             assumptions=self.assumptions,
         )

@@ -151,14 +151,19 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(setting.memory_limit):
         notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
-    assumed = setting.assumptions
-    if assumed.holds_empty_slots and setting.model.num_experts and assumed.imbalance == 1.0:
-        notes.append(
-            "an expert has a slot for every token where slots move between devices; a bound, as of "
-            "strategy.imbalance=1.25 and train.capacity_factor=1.25, sends and holds fewer"
-        )
+    notes += slots_note(setting, space.template)
     notes.append(f"training state {space.template.state}{optimizer_words(setting.job)}")
     return tuple(notes)
+
+
+def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
+    """Returns what it means that nothing bounds the slots of experts; [] where something does or there are none."""
+    if not setting.model.num_experts or strategy.capacity_factor or not setting.assumptions.holds_empty_slots:
+        return []
+    return [
+        "an expert has a slot for every token where slots move between devices; a bound, such as "
+        "strategy.capacity_factor=1.25, sends and holds fewer"
+    ]
 
 
 # -- when the chips do not divide the work -------------------------------------------------------------

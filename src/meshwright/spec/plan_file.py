@@ -97,10 +97,19 @@ def _decode(file: TomlFile) -> Plan:
             f"Make the plan again with plan -o.",
         )
     _move_assumptions(file)
+    _move_bound(file)
     plan = decode_toml(file, Plan)
     with file.at(("predicted",)):
         check_figures(plan.predicted, "predicted", may_be_zero=Prediction.__struct_fields__)
     return plan
+
+
+def _move_bound(file: TomlFile) -> None:
+    """Gives the strategy the bound on the slots of experts that an imbalance stood for in older files."""
+    strategy, assumed = file.data.get("strategy"), file.data.get("assumptions")
+    load = assumed.get("imbalance") if isinstance(assumed, dict) else None
+    if isinstance(strategy, dict) and isinstance(load, int | float) and load > 1:
+        strategy.setdefault("capacity_factor", load)
 
 
 def _move_assumptions(file: TomlFile) -> None:

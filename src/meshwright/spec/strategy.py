@@ -137,7 +137,8 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``prefetch`` the weights of the next layer are gathered while one computes, and those of the last layer stay
     gathered until its backward pass. ``collective_matmul`` says how products of a layer hide the collectives of
     activations over ``tensor``. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix
-    products, or "" for the state's own.
+    products, or "" for the state's own. ``capacity_factor`` bounds the slots of an expert at so many times the mean
+    load, and drops what finds none; 0 is no bound.
     """
 
     mesh: dict[str, int]
@@ -156,6 +157,7 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     collective_matmul: CollectiveMatmul = "none"
     precision: Precision | Literal[""] = ""
     offload: tuple[Offload, ...] = ()
+    capacity_factor: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,6 +172,8 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for name in ("chunks", "bucket_bytes"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
+        if not 0 <= self.capacity_factor <= MAX_SEQUENCES:
+            raise InputError(f"strategy.capacity_factor={self.capacity_factor} must be at least 0, which is no bound.")
         if self.state not in STATE_BYTES:
             raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
@@ -247,8 +251,8 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Assumptions of a prediction beside the strategy; no run reads them.
 
     ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
-    over the mean. ``empty_slots`` says that compiled software gives an expert without a bound a slot for every token,
-    as arrays of fixed size need where slots move between devices.
+    over the mean where nothing bounds it. ``empty_slots`` says that compiled software gives an expert without a bound a
+    slot for every token, as arrays of fixed size need where slots move between devices.
     """
 
     software: Software = "compiled"

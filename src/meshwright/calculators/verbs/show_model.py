@@ -266,6 +266,7 @@ def _zero_text(zero: dict[str, Any]) -> Iterator[Piece]:
         rows,
         f"Training state of a device, {zero['state']} (bytes a parameter: {each})",
     )
+    yield "in one microbatch a plan scatters gradients as they are made: its ZeRO-1 holds as few of them as ZeRO-2"
 
 
 def _saved_text(m: Model, saved: dict[str, Any]) -> Iterator[Piece]:
