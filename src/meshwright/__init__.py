@@ -8,8 +8,6 @@ from importlib import import_module
 from inspect import isfunction
 from typing import Any
 
-from meshwright.core.fields import checked
-
 __version__ = "0.1.0"
 
 _HOMES: dict[str, tuple[str, ...]] = {
@@ -32,6 +30,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
 }
 """Module -> the names that it gives; ``__init__.pyi`` says the same to type checkers."""
 
+_BORDER = "meshwright.core.fields"
+"""Has `checked`, which functions are wrapped in."""
+
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [*_HOME]
 
@@ -40,7 +41,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     found = getattr(import_module(_HOME[name]), name)
-    globals()[name] = found = checked(found) if isfunction(found) else found
+    if isfunction(found):
+        found = import_module(_BORDER).checked(found)
+    globals()[name] = found
     return found
 
 

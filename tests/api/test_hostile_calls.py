@@ -104,7 +104,7 @@ CALLS = {
     ],
     "load_plan": [(lambda: mw.load_plan("/"), "Is a directory"), (lambda: mw.load_plan(None), "path is None")],
     "save_plan": [
-        (lambda: mw.save_plan(PLAN, "/"), "/ is a folder"),
+        (lambda: mw.save_plan(PLAN, "/tmp"), "/tmp: Is a directory"),
         (lambda: mw.save_plan(None, "a.toml"), "plan is None"),
     ],
     "ProofOptions": [

@@ -72,9 +72,10 @@ def path_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in OF_PATHS or not error.filename:
+        name = error.filename2 or error.filename
+        if error.errno not in OF_PATHS or not name:
             raise
-        raise InputError(f"{error.filename}: {error.strerror}. Name another file or folder.") from error
+        raise InputError(f"{name}: {error.strerror}. Name another file or folder.") from error
 
 
 def first_line(error: Exception) -> str:

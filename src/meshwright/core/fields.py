@@ -53,15 +53,9 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
     except msgspec.ValidationError as error:
         where = str(error).replace("`$.", f"`{section}.")
         name = where.rpartition(f"`{section}.")[2].partition("`")[0].partition("[")[0]
-        raise InputError(f"{as_sentence(where)}{_words_of(kind, name)}") from None
-
-
-def _words_of(kind: type, name: str) -> str:
-    """Returns " Use compiled, eager or ...." for a field of a few words, else the empty text."""
-    declared = get_type_hints(kind).get(name)
-    words = [word for part in (declared, *get_args(declared)) for word in get_args(part) if isinstance(word, str)]
-    known = list(dict.fromkeys(word for word in words if word))
-    return f" Use {', '.join(known[:-1])} or {known[-1]}." if len(known) > 1 else ""
+        if name in fields and name in _hints(kind):
+            fitted(fields[name], _hints(kind)[name], f"{section}.{name}")
+        raise InputError(as_sentence(where)) from None
 
 
 def check_figures(
@@ -105,7 +99,7 @@ _WORDS = {
     str: "text",
     int: "a whole number",
     float: "a finite number",
-    bool: "True or False",
+    bool: "true or false",
     Path: "a path",
     Any: "anything",
 }
@@ -120,7 +114,9 @@ def fitted(value: Any, hint: Any, what: str) -> Any:
     found = _fit(value, hint)
     if found is _UNFIT:
         text = repr(value)
-        raise InputError(f"{what} is {text if len(text) < 80 else _one(type(value))}. Give {_hint_words(hint)}.")
+        raise InputError(
+            f"{what} is {text if len(text) < 80 else f'a {type(value).__name__}'}. Give {_hint_words(hint)}."
+        )
     return found
 
 
@@ -160,11 +156,7 @@ def _hint_words(hint: Any) -> str:
         return f"a table {{{': '.join(map(_hint_words, parts))}}}"
     if kind in (tuple, Sequence):
         return f"a list of {_hint_words(parts[0])}"
-    return _WORDS.get(kind) or ("a function" if kind is Callable else _one(kind))
-
-
-def _one(kind: type) -> str:
-    return f"{'an' if kind.__name__[0] in 'AEIOaeio' else 'a'} {kind.__name__}"
+    return _WORDS.get(kind) or ("a function" if kind is Callable else f"a {kind.__name__}")
 
 
 class _Names(dict[str, Any]):

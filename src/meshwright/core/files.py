@@ -94,10 +94,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     Of a link the file that it names is replaced. What is no file, such as /dev/null or a pipe, is written into.
     Raises InputError for a folder that cannot be written in.
     """
-    if os.path.isdir(path):
-        raise InputError(f"{path} is a folder. Name a file in it.")
     try:
-        streams = path.exists() and not path.is_file()
+        streams = path.exists() and not path.is_file() and not path.is_dir()
         target = Path(os.path.realpath(path))
         if not streams:
             target.parent.mkdir(parents=True, exist_ok=True)

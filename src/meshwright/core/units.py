@@ -19,7 +19,7 @@ def _split(text: str, what: str) -> tuple[float, str]:
         raise InputError(f"{what} {text!r} is not a number. Write for example 4Mi, 15T, 4096 or 1e6.")
     value = float(match.group(1).replace("_", ""))
     if value < 0:
-        raise InputError(f"{what} {text!r} is below 0. Give a number that is not.")
+        raise InputError(f"{what} {text!r} is below 0. Give a number of at least 0.")
     if value > LARGEST:
         raise InputError(f"{what} {text!r} is larger than {LARGEST:g}, which is more than there is of anything.")
     return value, match.group(2)

@@ -63,7 +63,7 @@ def rank_plans(
     whole = outcome.found[0] if outcome.found else None
     if not outcome.found:
         if not outcome.num_meshes:
-            _refuse_given(space)
+            refuse_given(space)
         outcome = _largest_part(space, top)
     outcome = _without_stages(space, top, outcome)
     near = None
@@ -216,7 +216,7 @@ def _part_notes(
     return tuple(notes)
 
 
-def _refuse_given(space: Space) -> None:
+def refuse_given(space: Space) -> None:
     """Raises CannotRunError when what is given cannot run whatever else is chosen."""
     cluster, total = space.setting.cluster, math.prod(space.fixed.values())
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())

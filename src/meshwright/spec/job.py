@@ -84,6 +84,8 @@ def parse_batch(text: str, *, seq_len: int) -> int:
     if text.strip().endswith("seq"):
         return parse_count(text.strip().removesuffix("seq"), what="batch")
     tokens = parse_count(text, what="batch")
+    if tokens > MAX_SEQUENCES * seq_len:
+        raise InputError(f"batch {text} is {tokens:.3g} tokens. Give at most {MAX_SEQUENCES} sequences of {seq_len}.")
     if tokens < seq_len:
         raise InputError(
             f"batch {text} is {tokens} tokens, less than one sequence of {seq_len}. Use at least {seq_len} tokens."

@@ -264,9 +264,9 @@ def _zero_text(zero: dict[str, Any]) -> Iterator[Piece]:
     yield Table(
         ["", "split over the devices", *(f"{n:,} devices" for n in zero["num_devices"])],
         rows,
-        f"Training state of a device, {zero['state']} (bytes a parameter: {each})",
+        f"Training state of a device, {zero['state']} (bytes a parameter: {each}); a plan of one microbatch scatters "
+        f"gradients as they are made: there ZeRO-1 holds as few as ZeRO-2",
     )
-    yield "in one microbatch a plan scatters gradients as they are made: its ZeRO-1 holds as few of them as ZeRO-2"
 
 
 def _saved_text(m: Model, saved: dict[str, Any]) -> Iterator[Piece]:
