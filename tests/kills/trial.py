@@ -112,7 +112,7 @@ class Trial(NamedTuple):
         lines = {"step": before + self.chance.randint(1, 6), "end": STEPS}.get(part, before + 1)
         if part == "checkpoint":
             return lambda: any(run.glob("checkpoints/*.orbax-checkpoint-tmp*"))
-        return lambda: _written(run) >= lines or bool(wait_s) and time.monotonic() - began > wait_s
+        return lambda: _written(run) >= lines or (bool(wait_s) and time.monotonic() - began > wait_s)
 
 
 def _ended(answer: dict[str, Any], run: Path) -> Ended:

@@ -92,8 +92,9 @@ def derive_job(
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
     """Returns the strategy as the step of a job runs it.
 
-    Generation has one microbatch and nothing to offload. Its caches have every position of their rows, so that keys are
-    gathered over ``context`` also where training uses a ring or ulysses. Raises CannotRunError for pipeline stages.
+    Generation has one microbatch, nothing to offload and no bound on the slots of experts. Its caches have every
+    position of their rows, so that keys are gathered over ``context`` also where training uses a ring or ulysses.
+    Raises CannotRunError for pipeline stages.
     """
     if job.trains:
         return strategy
@@ -102,7 +103,7 @@ def job_strategy(job: Job, strategy: Strategy) -> Strategy:
             f"pipeline={strategy.mesh['pipeline']} trains but does not generate in this version. "
             f"Use its devices as tensor, data or fsdp."
         )
-    return replace(strategy, context_attention="gather", num_microbatches=1, offload=())
+    return replace(strategy, context_attention="gather", num_microbatches=1, offload=(), capacity_factor=0.0)
 
 
 def one_position(strategy: Strategy) -> Strategy:

@@ -60,8 +60,8 @@ def read_fields(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
     optimizer, bound = fields["train"].get("optimizer"), fields["train"].get("capacity_factor")
     if optimizer is not None:
         fields["job"] = {"optimizer": optimizer, **fields["job"]}
-    if isinstance(bound, int | float) and bound >= 1:
-        fields["assumptions"] = {"imbalance": bound, **fields["assumptions"]}
+    if isinstance(bound, int | float) and bound > 0:
+        fields["strategy"] = {"capacity_factor": bound, **fields["strategy"]}
     return fields
 
 

@@ -26,6 +26,7 @@ from meshwright.algebra.notation import check
 from meshwright.algebra.ops.cache_write import CacheWrite
 from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.fields import checked
 from meshwright.nn import quantisation
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
@@ -52,6 +53,7 @@ class GenerateStep:
     sequence its own.
     """
 
+    @checked
     def __init__(
         self,
         model: Model,

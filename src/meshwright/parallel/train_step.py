@@ -19,6 +19,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.fields import checked
 from meshwright.core.labels import OPTIMIZER
 from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
@@ -73,6 +74,7 @@ class TrainStep:
     for comparison.
     """
 
+    @checked
     def __init__(
         self,
         model: Model,
@@ -92,7 +94,9 @@ class TrainStep:
         if form == "gspmd" and held_dims(model.dims, strategy.mesh) != model.dims:
             raise CannotRunError(f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size}.")
         if optimizer is None and strategy.state != "fp32":
-            raise AssertionError("optax.adamw keeps its moments in the weights' dtype: give an optimizer")
+            raise InputError(
+                f"state {strategy.state!r} needs an optimizer, as optax.adamw keeps moments in the weights' dtype."
+            )
         given = optimizer if optimizer is not None else optax.adamw(3e-4)
         self.optimizer = plain_optimizer(given) if isinstance(given, optax.GradientTransformation) else given
         self.max_grad_norm = max_grad_norm

@@ -174,9 +174,9 @@ def datasheet_calibration(chip: Chip) -> Calibration:
     return Calibration(name="datasheet", chip=chip.name, sources={"efficiency": "1.0: data-sheet rates"})
 
 
-def load_calibration(path: Path) -> Calibration:
+def load_calibration(path: Path | str) -> Calibration:
     """Reads a calibration from a TOML file. Raises InputError with file:line."""
-    return load_toml(path, Calibration)
+    return load_toml(Path(path), Calibration)
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:

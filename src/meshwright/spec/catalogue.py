@@ -64,13 +64,14 @@ def weights_of(name: str) -> str:
     return str(folder.absolute()) if name not in models() and has_weights(folder) else ""
 
 
-def load_model(name: str) -> Model:
+def load_model(name: str | Path) -> Model:
     """The model of a catalogue name, or of a path to a config.json or to the folder that holds one.
 
     A catalogue name wins over a folder of the same name; write ``./name`` for the folder.
     """
+    name = str(name)
     if name in models():
         return _catalogue_model(name)
-    if "/" in name or "\\" in name or name.endswith(".json") or Path(name).exists():
+    if "/" in name or "\\" in name or name.endswith(".json") or (name and Path(name).exists()):
         return model_from_config(Path(name))
     return _catalogue_model(name)

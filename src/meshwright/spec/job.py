@@ -2,9 +2,8 @@
 
 from typing import Literal, get_args
 
-import msgspec
-
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.fields import Checked
 from meshwright.core.units import format_count, parse_count
 from meshwright.spec.strategy import MAX_SEQUENCES
 
@@ -15,7 +14,7 @@ JobKind = Literal["train", "prefill", "decode"]
 JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Job(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The work of one step on ``batch_seqs`` sequences.
 
     A step of kind "train" trains on ``seq_len`` tokens of each, ``train_tokens`` in all steps, and updates the weights
@@ -32,6 +31,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     weights: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in JOB_KINDS:
             options = ", ".join(JOB_KINDS)
             raise InputError(
@@ -85,6 +85,8 @@ def parse_batch(text: str, *, seq_len: int) -> int:
     if text.strip().endswith("seq"):
         return parse_count(text.strip().removesuffix("seq"), what="batch")
     tokens = parse_count(text, what="batch")
+    if tokens > MAX_SEQUENCES * seq_len:
+        raise InputError(f"batch {text} is {tokens:.3g} tokens. Give at most {MAX_SEQUENCES} sequences of {seq_len}.")
     if tokens < seq_len:
         raise InputError(
             f"batch {text} is {tokens} tokens, less than one sequence of {seq_len}. Use at least {seq_len} tokens."

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.fields import check_figures, shown
+from meshwright.core.fields import Checked, check_figures, shown
 
 Family = Literal[
     "llama",
@@ -78,7 +78,7 @@ MAX_SIZE = 2**40
 """Far above any size of a model, so that products of sizes stay floats."""
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and switches of one decoder, and of the encoder that it may have. Defaults are those of a plain llama; 0,
     () or None means the part is absent.
 
@@ -153,6 +153,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         """Raises InputError for impossible sizes and figures."""
+        counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
+        may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim"}
+        check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
+        super().__post_init__()
         for field in self._positive_fields():
             if getattr(self, field) < 1:
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
@@ -177,9 +181,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
                 f"Use 1 to {self.num_experts}."
             )
-        counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
-        may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim"}
-        check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
 
     def _positive_fields(self) -> tuple[str, ...]:
         """Lists the sizes that must be at least 1 in this model."""

@@ -12,6 +12,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import figure_faults
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.spec.job import OptimizerKind
+from meshwright.spec.strategy import Strategy
 
 PYDOC = "pydoc"
 """The name of the default text: the topics of Python's own documentation."""
@@ -170,8 +171,12 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
         raise InputError(f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}.") from None
 
 
-def program_options(settings: TrainSettings, *, several_documents: bool) -> ProgramOptions:
-    """Returns the options of the model's program. With one document per row attention needs no document numbers."""
+def program_options(settings: TrainSettings, strategy: Strategy, *, several_documents: bool) -> ProgramOptions:
+    """Returns the options of the model's program. With one document per row attention needs no document numbers.
+
+    Slots of experts have the bound of the strategy where the settings have none.
+    """
     documents = settings.packing and several_documents
-    same = ("z_loss", "balance_loss", "router_z_loss", "capacity_factor")
-    return ProgramOptions(documents=documents, **{name: getattr(settings, name) for name in same})
+    losses = {name: getattr(settings, name) for name in ("z_loss", "balance_loss", "router_z_loss")}
+    capacity = settings.capacity_factor or strategy.capacity_factor
+    return ProgramOptions(documents=documents, capacity_factor=capacity, **losses)

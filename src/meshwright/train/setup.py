@@ -123,7 +123,7 @@ def make_step(
         strategy,
         optimizer=make_optimizer(model, settings, strategy.state, layout=layout),
         max_grad_norm=settings.max_grad_norm,
-        options=program_options(settings, several_documents=several_documents),
+        options=program_options(settings, strategy, several_documents=several_documents),
         mesh=mesh,
     )
     return step

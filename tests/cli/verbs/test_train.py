@@ -163,13 +163,14 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, capsys):
     assert "64 chips of v5p and this machine has" in capsys.readouterr().err
 
 
-def test_a_bound_on_slots_is_priced_unless_another_imbalance_is_given():
-    def imbalance(*pairs):
-        return read_fields(pairs)["assumptions"].get("imbalance")
+def test_a_bound_on_slots_is_priced_unless_the_strategy_has_another():
+    def bound(*pairs):
+        return read_fields(pairs)["strategy"].get("capacity_factor")
 
-    assert imbalance() is None
-    assert imbalance("train.capacity_factor=1.25") == 1.25
-    assert imbalance("train.capacity_factor=1.25", "assumptions.imbalance=2.0") == 2.0
+    assert bound() is None
+    assert bound("train.capacity_factor=1.25") == 1.25
+    assert bound("train.capacity_factor=1.25", "strategy.capacity_factor=2.0") == 2.0
+    assert bound("assumptions.imbalance=2.0") is None
 
 
 def test_a_plan_of_other_software_does_not_run(tmp_path, capsys):

@@ -264,7 +264,8 @@ def _zero_text(zero: dict[str, Any]) -> Iterator[Piece]:
     yield Table(
         ["", "split over the devices", *(f"{n:,} devices" for n in zero["num_devices"])],
         rows,
-        f"Training state of a device, {zero['state']} (bytes a parameter: {each})",
+        f"Training state of a device, {zero['state']} (bytes a parameter: {each}); a plan of one microbatch scatters "
+        f"gradients as they are made: there ZeRO-1 holds as few as ZeRO-2",
     )
 
 
