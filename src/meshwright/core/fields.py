@@ -149,7 +149,8 @@ def _hint_words(hint: Any) -> str:
     if kind in (Union, UnionType):
         return " or ".join(map(_hint_words, parts))
     if kind is Literal:
-        return " or ".join(map(repr, parts))
+        *others, last = [str(part) for part in parts if part] or ["nothing"]
+        return f"{', '.join(others)} or {last}" if others else last
     if kind is NoneType:
         return "None"
     if isinstance(kind, type) and issubclass(kind, Mapping):
