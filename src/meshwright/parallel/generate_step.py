@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from meshwright.algebra.generation import (
 from meshwright.algebra.notation import check
 from meshwright.algebra.ops.cache_write import CacheWrite
 from meshwright.algebra.transformer import weight_variables
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError
 from meshwright.core.fields import checked
 from meshwright.nn import quantisation
 from meshwright.nn.cache import LayerCache
@@ -66,7 +66,7 @@ class GenerateStep:
         page_len: int = 0,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
-        _require_can_generate(model, strategy, max_len=max_len, weights=weights)
+        _require_can_generate(model, strategy, max_len=max_len)
         prefill, decode = (Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode"))
         self.strategy = job_strategy(decode, strategy)
         self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
@@ -325,12 +325,10 @@ class GenerateStep:
         return run_stack(context, stack, params, given, layer, cache)
 
 
-def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, weights: str) -> None:
+def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int) -> None:
     """Raises InputError or CannotRunError for what cannot generate, whatever its mesh."""
     require_runnable(model)
     require_runnable_strategy(strategy)
-    if weights not in get_args(WeightStorage):
-        raise InputError(f"weights {weights!r} are not known.{nearest(weights, get_args(WeightStorage))}")
     if max_len < 1:
         raise InputError(f"max_len={max_len} must be at least 1.")
     if model.learned_positions and max_len > model.max_positions:
