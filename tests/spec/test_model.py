@@ -109,14 +109,8 @@ def test_a_fraction_is_a_share():
 
 
 @pytest.mark.parametrize("name", catalogue.models())
-def test_every_model_runs_but_the_one_with_a_corrected_router(name):
-    assert catalogue.load_model(name).runs_here == (name != "deepseek-v3")
-
-
-def test_a_router_that_does_not_run_is_named():
-    words = r"^deepseek-v3 \(a router with sigmoid scores .*\) is counted and planned but not run in this version"
-    with pytest.raises(CannotRunError, match=words):
-        require_runnable(catalogue.load_model("deepseek-v3"))
+def test_every_model_runs(name):
+    assert catalogue.load_model(name).runs_here
 
 
 def test_an_activation_that_does_not_run_is_named():

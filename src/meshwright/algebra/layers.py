@@ -27,7 +27,8 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     ``documents``: rows hold several documents, and attention stays inside each. ``z_loss``, ``balance_loss`` and
     ``router_z_loss`` are the weights of these losses beside the cross entropy. ``capacity_factor`` bounds the slots
-    of an expert to that many times the mean load; 0 drops nothing.
+    of an expert to that many times the mean load; 0 drops nothing. ``correction_rate`` is what a step adds to the
+    correction of each expert below the mean load, where the router has one, and takes from those above.
     """
 
     documents: bool = False
@@ -35,6 +36,7 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     balance_loss: float = 0.0
     router_z_loss: float = 0.0
     capacity_factor: float = 0.0
+    correction_rate: float = 0.0
 
 
 PLAIN = ProgramOptions()
@@ -121,7 +123,7 @@ EXPERTS = """
     h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D])
     r[B,T,E] = h1[B,T,D] * router[D,E]
     r~b[B,T,E] = bias_add(r~[B,T,E], router_bias[E]) if router_bias
-    gates[B,T,Ea] = route(r~[B,T,E]{routing})
+    gates[B,T,Ea] = route(r~[B,T,E]{correction}{routing})
     xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea]{capacity})
     ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]
     ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]
@@ -210,9 +212,14 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, options: ProgramOpt
     if not routed:
         return lines + _dense(model)
     capacity = options.capacity_factor
-    routing = given_attributes(balance=options.balance_loss, z=options.router_z_loss, capacity=capacity)
+    corrected = model.router_scores == "sigmoid"
+    rate = options.correction_rate if corrected else 0.0
+    weights = {"balance": options.balance_loss, "z": options.router_z_loss}
+    routing = given_attributes(**weights, capacity=capacity, correction_rate=rate)
     given = given_attributes(capacity=capacity)
-    return lines + written(model, EXPERTS, activation=_activation(model), routing=routing, capacity=given)
+    correction = ", router_correction[E]" * corrected
+    names = {"correction": correction, "routing": routing, "capacity": given}
+    return lines + written(model, EXPERTS, activation=_activation(model), **names)
 
 
 def encoder_layer_text(model: Model) -> str:

@@ -101,7 +101,8 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
     variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
-        variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
+        dtype = "fp32" if weight.part == "buffer" else ""
+        variables[name] = Variable(name, weight.dims, _role(weight), dtype, matrix_inputs(weight))
     encoder, stacks = _encoder(model, variables)
     blocks = (
         parse_block("embed", embed_text(model), variables),
@@ -156,6 +157,8 @@ def layer_dims(model: Model) -> dict[str, int]:
 
 
 def _role(weight: Weight) -> str:
+    if weight.part == "buffer":
+        return "buffer"
     if weight.kind == "matrix" or weight.dims[0] in _SPLIT_DIMS or len(weight.dims) > 1:
         return "weight"
     return "vector"

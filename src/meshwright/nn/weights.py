@@ -41,8 +41,11 @@ def stacked_shape(weight: Weight) -> tuple[int, ...]:
 
 
 def param_shapes(model: Model, *, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of all arrays without making them."""
-    return {name: jax.ShapeDtypeStruct(stacked_shape(weight), dtype) for name, weight in rows(model).items()}
+    """Returns the shapes of all arrays without making them; buffers are float32 beside weights of any dtype."""
+    return {
+        name: jax.ShapeDtypeStruct(stacked_shape(weight), jnp.float32 if weight.part == "buffer" else dtype)
+        for name, weight in rows(model).items()
+    }
 
 
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
@@ -50,9 +53,9 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
 
     Under `jax.jit` with ``out_shardings`` each device draws its own shards only.
     """
-    key = jax.random.key(seed)
+    key, shapes = jax.random.key(seed), param_shapes(model, dtype=dtype)
     return {
-        name: _initial(model, weight, jax.random.fold_in(key, index)).astype(dtype)
+        name: _initial(model, weight, jax.random.fold_in(key, index)).astype(shapes[name].dtype)
         for index, (name, weight) in enumerate(rows(model).items())
     }
 

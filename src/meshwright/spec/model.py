@@ -250,8 +250,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def missing_to_run(self) -> str:
         """Names the feature that `nn` cannot run; empty if it runs."""
-        if self.router_scores != "softmax":
-            return f"a router with {self.router_scores} scores and a correction that is no weight"
         if self.activation not in RUNNABLE_ACTIVATIONS:
             return f"activation {self.activation}"
         return ""

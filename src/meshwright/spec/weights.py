@@ -14,7 +14,10 @@ from msgspec.structs import replace
 from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
 
-WeightPart = Literal["embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding"]
+WeightPart = Literal[
+    "embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding", "buffer"
+]
+"""Buffers are read and written with the weights; no gradient trains them, and they are no parameters."""
 
 _FILE = Path(__file__).parent / "data" / "weights.toml"
 _Row = tuple[str, str, str, WeightPart, str]
@@ -49,8 +52,8 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def num_params(self) -> int:
-        """Elements over all layers; 0 for a tied row."""
-        return 0 if self.tied_to else math.prod(self.shape) * self.repeat
+        """Elements over all layers; 0 for a tied row and a buffer."""
+        return 0 if self.tied_to or self.part == "buffer" else math.prod(self.shape) * self.repeat
 
     @property
     def num_active_params(self) -> int:
@@ -68,8 +71,7 @@ def _tables() -> dict[str, tuple[_Row, ...]]:
 def weight_table(model: Model) -> tuple[Weight, ...]:
     """Every weight of the model, in the order of the forward pass.
 
-    Buffers that are no parameters (DeepSeek-V3's routing correction) and extra heads (its multi-token
-    prediction layer, a vision tower) are left out.
+    Extra heads (a multi-token prediction layer, a vision tower) are left out.
     """
     encoder = _encoder(model) if model.encoder else ()
     return (*_rows(model, "first"), *encoder, *_layers(model), *_rows(model, "last"))
@@ -88,7 +90,7 @@ def num_active_params(model: Model) -> int:
 def params_by_part(model: Model) -> dict[str, int]:
     """Counts parameters by part of the model, in the order of the table; they add up to `num_params`."""
     parts: dict[str, int] = {}
-    for row in weight_table(model):
+    for row in (row for row in weight_table(model) if row.part != "buffer"):
         parts[row.part] = parts.get(row.part, 0) + row.num_params
     return parts
 
@@ -97,7 +99,7 @@ def _layers(model: Model) -> list[Weight]:
     """Returns the rows of the layers. In a decoder beside an encoder cross-attention follows self-attention."""
     every = tuple(range(model.num_layers))
     layers = dict.fromkeys(get_args(WeightPart), every)
-    layers |= dict.fromkeys(("router", "experts", "shared_experts"), model.moe_layers)
+    layers |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
     layers["mlp"] = model.dense_layers if model.num_experts else every
     rows = _rows(model, "layers", layers=layers)
     if model.encoder is None:
@@ -114,6 +116,7 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
     sizes = model.dims
     facts = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
+        "sigmoid_router": model.router_scores == "sigmoid",
         "latent": model.latent_attention,
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }

@@ -145,7 +145,7 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
     if found is None:
         return Position(step=0, samples=0, tokens=0, **tables), step.init(setup.settings.seed)
-    shapes = State(step.param_shapes, jax.eval_shape(step.optimizer.init, step.param_shapes))
+    shapes = step.state_shapes
     state = checkpoints.restore(shapes, step.state_shardings, from_canonical=step.from_canonical)
     return msgspec.structs.replace(found, **tables), state
 

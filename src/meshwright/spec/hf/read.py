@@ -16,6 +16,9 @@ from meshwright.core.files import read_json
 from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, formats, known_keys
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
+SAME = {"gemma3_text": "gemma3", "kimi_k2": "deepseek_v3"}
+"""A ``model_type`` -> the family that it is another name of."""
+
 ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3"}
 _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
@@ -115,11 +118,10 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
     if not isinstance(family, str):
         raise InputError(f"{what}: the key 'model_type' is missing. Add one of: {', '.join(FAMILIES)}.")
     prefix = "transformer." if family == "gpt2" else "model."
-    if family in ("gemma3", "gemma3_text"):
+    family = SAME.get(family, family)
+    if family == "gemma3" and isinstance(keys.get("text_config"), Mapping):
         # The multimodal file nests the decoder; its published checkpoints name it after the nesting.
-        family = "gemma3"
-        if isinstance(keys.get("text_config"), Mapping):
-            keys, prefix = keys["text_config"], "language_model.model."
+        keys, prefix = keys["text_config"], "language_model.model."
     if family not in FAMILIES:
         raise InputError(f"{what}: model_type {family!r} is not known.{nearest(family, FAMILIES)}")
     fields = _fields(_Config(keys, family=family, what=what))
