@@ -44,6 +44,11 @@ SMALL = {
     "deepseek_v2-full-query": _DENSE | _MLA | {"model_type": "deepseek_v2", "q_lora_rank": None},
     "deepseek_v3": _DENSE | _MLA | {"attention_bias": True},
     "gpt_oss": _DENSE | {"num_local_experts": 4},
+    "olmo2": _DENSE,
+    "olmo2-biased": _DENSE | {"model_type": "olmo2", "attention_bias": True},
+    "smollm3": _DENSE | {"pad_token_id": 0},
+    "glm4": _DENSE | {"pad_token_id": 0},
+    "granite": _DENSE | {"mlp_bias": True},
 }
 
 

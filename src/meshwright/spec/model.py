@@ -24,6 +24,10 @@ Family = Literal[
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
+    "olmo2",
+    "smollm3",
+    "glm4",
+    "granite",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says which also run."""
@@ -104,18 +108,25 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     norm_eps: float = 1e-6
     norm_unit_offset: bool = False  # gemma stores w and multiplies by 1 + w
-    post_norms: bool = False  # a second norm after attention and after the feed-forward block
+    pre_norms: bool = True  # before attention and before the feed-forward block
+    post_norms: bool = False  # after attention and after the feed-forward block
     qk_norm: bool = False
+    wide_qk_norm: bool = False  # the norms of queries and keys are over all heads together
 
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rope_fraction: float = 1.0
+    rope_interleaved: bool = False  # pairs are (2 i, 2 i + 1), as they always are with latent attention
+    unrotated_layers: tuple[int, ...] = ()
     rope_local_theta: float | None = None  # theta of the sliding layers where it differs
     learned_positions: bool = False
 
     activation: str = "silu"
     gated: bool = True
     embed_scale: bool = False  # gemma multiplies embeddings by sqrt(D)
+    embed_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # on what attention and the feed-forward block add to the stream
+    logit_divisor: float = 1.0
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -124,6 +135,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sliding_layers: tuple[int, ...] = ()
     attention_sinks: bool = False
     query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None  # on the attention scores, in place of 1 / sqrt(H)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 
@@ -161,7 +173,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise InputError(f"{self.name}: {field}={shown(size)} must be at least 0 and at most 2^40.")
         if self.num_layers > MAX_LAYERS:
             raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
-        for field in ("sliding_layers", "dense_layers"):
+        for field in ("sliding_layers", "dense_layers", "unrotated_layers"):
             beyond = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
             if beyond:
                 raise InputError(f"{self.name}: {field} has layer {beyond[0]} of {self.num_layers}, counted from 0.")
@@ -235,8 +247,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def attention_scale(self) -> float:
-        """Factor on the attention scores, ``1 / sqrt(query_pre_attn_scalar or H)``; DeepSeek's yarn adds its own."""
-        scale = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        """Factor on the attention scores, the model's own or ``1 / sqrt(query_pre_attn_scalar or H)``; DeepSeek's yarn
+        adds its own."""
+        scale = self.attention_multiplier or (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         scaling = self.rope_scaling
         if self.latent_attention and scaling is not None and scaling.mscale_all_dim:
             scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2

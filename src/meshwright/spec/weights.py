@@ -130,7 +130,7 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
             dims=tuple(dims.split()),
             shape=tuple(sizes[letter] for letter in dims.split()),
             part=part,
-            kind="vector" if len(dims.split()) == 1 or _VECTOR.search(name) else "matrix",
+            kind="vector" if len(dims.split()) == 1 or part == "norm" or _VECTOR.search(name) else "matrix",
             layers=layers.get(part, ()),
             active_fraction=model.experts_per_token / model.num_experts if part == "experts" else 1.0,
             tied_to="embed" if part == "unembedding" and model.tied_embeddings else None,

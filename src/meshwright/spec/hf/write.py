@@ -19,7 +19,7 @@ def config_from_model(model: Model) -> dict[str, Any]:
     A decoder that was nested in a model of several kinds of input is written as the text model it is (`text_model`).
     """
     form = formats()[model.family]
-    camel = model.family.title().replace("_", "")
+    camel = {"smollm3": "SmolLM3"}.get(model.family, model.family.title().replace("_", ""))
     config: dict[str, Any] = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel}ForCausalLM"],
         "model_type": "gemma3_text" if model.family == "gemma3" else model.family,
@@ -78,6 +78,7 @@ def _query_scalar(model: Model) -> float:
 _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "sliding_window": _sliding_window,
     "layer_types": _layer_types,
+    "no_rope_layers": lambda model: [int(n not in model.unrotated_layers) for n in range(model.num_layers)],
     "use_sliding_window": lambda model: bool(model.sliding_layers),
     "max_window_layers": lambda model: min(model.sliding_layers, default=model.num_layers),
     "hidden_act": lambda model: model.activation,
