@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from meshwright.algebra.notation import check
 from meshwright.core.errors import UserError
 from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import read_params, save_hf
@@ -170,6 +171,8 @@ def run(case: str, mesh: str, shape: str = "", *, theirs: Theirs | None = None) 
 
 def _trained(model: Model, strategy: Strategy, theirs: Theirs) -> Outcome:
     step = TrainStep(model, strategy, optimizer=optax.adamw(RATE, **ADAMW))
+    for name in step.shards:
+        check(step.declared.declared[name], model.dims, strategy.mesh)
     params = step.from_canonical(read_params(model, theirs.weights))
     params = jax.device_put(params, step.state_shardings.params)
     state, losses = State(params, step.init_optimizer(params)), []

@@ -111,11 +111,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _WITHOUT_HEAD_DIM
     | _LATENT
     | {"model_type": "deepseek_v3", "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "attention_bias": True}
-    | {"n_shared_experts": 1, "routed_scaling_factor": 2.5}
+    | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
     | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
     "deepseek_v3-full-query": _WITHOUT_HEAD_DIM
     | _LATENT
-    | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False},
+    | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False}
+    | {"num_nextn_predict_layers": 0},
 }
 """Name of a case -> its config.json."""
 

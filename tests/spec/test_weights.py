@@ -8,7 +8,7 @@ import pytest
 from meshwright.spec import catalogue
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES
-from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
+from meshwright.spec.weights import mtp_params, num_active_params, num_params, params_by_part, weight_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
 
@@ -162,6 +162,17 @@ def test_parts_add_up_and_experts_dominate_a_mixture():
     assert sum(parts.values()) == num_params(model)
     assert parts["experts"] == 58 * 256 * 3 * 7168 * 2048
     assert parts["router"] == 58 * 7168 * 256
+
+
+def test_layers_that_predict_further_tokens_are_counted_beside_the_model():
+    """The hub counts 685B in the published files: these layers with copies of the embedding and the head."""
+    model = catalogue.load_model("deepseek-v3")
+    layer = 256 * 3 * 7168 * 2048 + 3 * 7168 * 2048 + 7168 * 256 + 2 * 7168
+    attention = 7168 * (1536 + 576) + 1536 + 512 + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert mtp_params(model) == layer + attention + 2 * 7168**2 + 3 * 7168
+    copies = 2 * 129280 * 7168
+    assert abs(num_params(model) + mtp_params(model) + copies - 685e9) < 1e9
+    assert mtp_params(catalogue.load_model("kimi-k2")) == 0
 
 
 def test_active_parameters_leave_out_the_experts_not_chosen():

@@ -153,6 +153,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     groups_per_token: int = 0
     dense_layers: tuple[int, ...] = ()  # layers without experts, in a model that has experts
 
+    num_mtp_layers: int = 0  # layers that predict tokens after the next: counted beside the model, not read or trained
+
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0

@@ -71,7 +71,7 @@ def _tables() -> dict[str, tuple[_Row, ...]]:
 def weight_table(model: Model) -> tuple[Weight, ...]:
     """Every weight of the model, in the order of the forward pass.
 
-    Extra heads (a multi-token prediction layer, a vision tower) are left out.
+    Extra parts (layers that predict tokens after the next, see `mtp_params`; a vision tower) are left out.
     """
     encoder = _encoder(model) if model.encoder else ()
     return (*_rows(model, "first"), *encoder, *_layers(model), *_rows(model, "last"))
@@ -93,6 +93,17 @@ def params_by_part(model: Model) -> dict[str, int]:
     for row in (row for row in weight_table(model) if row.part != "buffer"):
         parts[row.part] = parts.get(row.part, 0) + row.num_params
     return parts
+
+
+def mtp_params(model: Model) -> int:
+    """Counts the parameters of the layers that predict tokens after the next, beside `num_params`: each is a layer like
+    the model's last with three norms and a projection from 2 D to D; embedding and head are the model's.
+
+    Source: DeepSeek-V3, section 2.2.
+    """
+    rows = [row for row in weight_table(model) if model.num_layers - 1 in row.layers]
+    of_layer = sum(row.num_params // row.repeat for row in rows)
+    return model.num_mtp_layers * (of_layer + 2 * model.d_model**2 + 3 * model.d_model)
 
 
 def _layers(model: Model) -> list[Weight]:
