@@ -137,3 +137,20 @@ def test_reading_a_model_imports_no_heavy_package():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"expert_groups": 3},
+        {"groups_per_token": 5},
+        {"groups_per_token": 0},
+        {"experts_per_token": 5},
+        {"expert_groups": 8, "router_scores": "sigmoid"},
+    ],
+)
+def test_groups_of_experts_suit_the_experts(changes):
+    experts = {"num_experts": 8, "experts_per_token": 2, "d_ff_expert": 4, "expert_groups": 4, "groups_per_token": 2}
+    Model(**SIZES | experts)
+    with pytest.raises(InputError, match=r"^toy: expert_groups=\d and groups_per_token=\d do not suit num_experts=8"):
+        Model(**SIZES | experts | changes)

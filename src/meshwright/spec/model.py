@@ -191,6 +191,20 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
                 f"Use 1 to {self.num_experts}."
             )
+        groups, chosen = self.expert_groups, self.groups_per_token
+        in_group = self.num_experts // max(groups, 1)
+        needed = 2 if self.router_scores == "sigmoid" else 1  # a group is as good as its two best
+        if groups and (
+            self.num_experts % groups
+            or in_group < needed
+            or not 1 <= chosen <= groups
+            or chosen * in_group < self.experts_per_token
+        ):
+            raise InputError(
+                f"{self.name}: expert_groups={groups} and groups_per_token={chosen} do not suit "
+                f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups of at "
+                f"least {needed}, and enough of them for the experts of a token."
+            )
         counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
         may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
