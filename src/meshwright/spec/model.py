@@ -202,8 +202,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ):
             raise InputError(
                 f"{self.name}: expert_groups={groups} and groups_per_token={chosen} do not suit "
-                f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups of at "
-                f"least {needed}, and enough of them for the experts of a token."
+                f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups of "
+                f"at least {needed}, and enough of them for the experts of a token."
             )
         counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
         may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim"}
