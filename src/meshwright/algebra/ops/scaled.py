@@ -2,7 +2,7 @@
 
 import msgspec
 
-from meshwright.algebra.kinds import OpKind, StepKind, nothing
+from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import local_cotangents
 from meshwright.algebra.tape import Tape
 
@@ -24,7 +24,4 @@ def backward(tape: Tape) -> None:
     tape.run_backward((), local_cotangents(tape, tape.dout), details=tape.details(ScaledBy))
 
 
-# compilers fuse it into the step before
-_FUSED = StepKind(hbm_bytes=nothing, num_kernels=0)
-
-OP = OpKind(forward=forward, backward=backward, steps={"scaled": _FUSED, "scaled_backward": _FUSED})
+OP = OpKind(forward=forward, backward=backward, steps={"scaled": StepKind(), "scaled_backward": StepKind()})
