@@ -108,7 +108,7 @@ CALLS = {
         (lambda: mw.save_plan(None, "a.toml"), "plan is None"),
     ],
     "ProofOptions": [
-        (lambda: mw.ProofOptions(depth="deep"), "ProofOptions.depth is 'deep'. Give 'lower' or 'partition' or 'full'."),
+        (lambda: mw.ProofOptions(depth="deep"), "ProofOptions.depth is 'deep'. Give lower, partition or full."),
         (lambda: mw.ProofOptions(timeout_s="x"), "ProofOptions.timeout_s is 'x'. Give a finite number."),
     ],
     "prove_strategy": [

@@ -220,13 +220,15 @@ class _Writer:
 
     def _head(self, block: Block) -> None:
         """Writes the logits of one position."""
-        norm, loss = block.ops
+        norm, *division, loss = block.ops
         table, softcap = self.variables[loss.inputs[1]], self.model.logit_softcap
         vectors = ", ".join(f"{name}[D]" for name in norm.inputs[1:])
+        stream, result = "hd" if division else "hl", "uncapped" if softcap else "logits"
         lines = [
             "xl[B,D] = pick(x[B,T,D], last[B])",
             f"hl[B,D] = {norm.kind}(xl[B,D], {vectors})",
-            f"{'uncapped' if softcap else 'logits'}[B,V] = hl[B,D] * {table.name}[{','.join(table.dims)}]",
+            *(f"hd[B,D] = {op.kind}(hl[B,D]; by={dict(op.attributes)['by']})" for op in division),
+            f"{result}[B,V] = {stream}[B,D] * {table.name}[{','.join(table.dims)}]",
             *(["logits[B,V] = softcap(uncapped[B,V])"] if softcap else []),
         ]
         for name, dims, role, dtype in (

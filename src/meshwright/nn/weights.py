@@ -46,14 +46,20 @@ def stacked_shape(weight: Weight) -> tuple[int, ...]:
 def param_shapes(
     model: Model, *, dtype: jnp.dtype = jnp.float32, mesh: Mapping[str, int] = {}
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of all arrays without making them, as the devices of a ``mesh`` hold them if it is given."""
+    """Returns the shapes of all arrays without making them, as the devices of a ``mesh`` hold them if it is given.
+
+    Buffers are float32 beside weights of any dtype.
+    """
     size = held_dims(model.dims, mesh)["V"]
 
     def shape(weight: Weight) -> tuple[int, ...]:
         dims = tuple(size if dim == "V" else own for dim, own in zip(weight.dims, weight.shape, strict=True))
         return (weight.repeat, *dims) if weight.layers else dims
 
-    return {name: jax.ShapeDtypeStruct(shape(weight), dtype) for name, weight in rows(model).items()}
+    return {
+        name: jax.ShapeDtypeStruct(shape(weight), jnp.float32 if weight.part == "buffer" else dtype)
+        for name, weight in rows(model).items()
+    }
 
 
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
@@ -61,9 +67,9 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
 
     Under `jax.jit` with ``out_shardings`` each device draws its own shards only.
     """
-    key = jax.random.key(seed)
+    key, shapes = jax.random.key(seed), param_shapes(model, dtype=dtype)
     return {
-        name: _initial(model, weight, jax.random.fold_in(key, index)).astype(dtype)
+        name: _initial(model, weight, jax.random.fold_in(key, index)).astype(shapes[name].dtype)
         for index, (name, weight) in enumerate(rows(model).items())
     }
 

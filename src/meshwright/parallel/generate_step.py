@@ -162,8 +162,11 @@ class GenerateStep:
             placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
             return jax.device_put(placed, {name: self.param_shardings[name] for name in placed})
         placed = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
+        plain = param_shapes(self.model, dtype=self.dtype)
         quantise = jax.jit(
-            lambda given: quantisation.quantise_params(self.model, {n: p.astype(self.dtype) for n, p in given.items()}),
+            lambda given: quantisation.quantise_params(
+                self.model, {n: p.astype(plain[n].dtype) for n, p in given.items()}
+            ),
             out_shardings=self.param_shardings,
         )
         return quantise(placed)

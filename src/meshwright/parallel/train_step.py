@@ -23,7 +23,6 @@ from meshwright.core.fields import checked
 from meshwright.core.labels import OPTIMIZER
 from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
-from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives
@@ -32,6 +31,7 @@ from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partiti
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
+from meshwright.parallel.routers import FromCounts, without_counts
 from meshwright.parallel.vocabulary import resized, without_split
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
@@ -42,8 +42,8 @@ Batch = dict[str, Array]
 several documents; num_labels, a float32 scalar: the labels of the whole batch that count (none: the loss is 0)."""
 
 
-StepGradients = tuple[Array, Params, Array, Params]
-"""Mean loss of the global batch, gradients reduced, the squared norm of these, and the routers' metrics."""
+StepGradients = tuple[Array, Params, Array, FromCounts]
+"""Mean loss of the global batch, gradients reduced, the squared norm of these, and what the routers' counts give."""
 
 
 class State(NamedTuple):
@@ -121,8 +121,12 @@ class TrainStep:
 
     def _specs(self, arrays: Mapping[str, ShardedArray]) -> dict[str, PartitionSpec]:
         layers = "pipeline" if self.pipeline else None
-        names = weight_variables(self.model)
+        names = (name for name in weight_variables(self.model) if name in arrays)
         return {name: partition_spec(arrays[name], stacked=name in self.stacked, layers=layers) for name in names}
+
+    def _trained(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Leaves buffers out: the optimizer does not update them."""
+        return {name: array for name, array in params.items() if name in self.shards}
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
@@ -153,13 +157,20 @@ class TrainStep:
         specs, of_state = (
             without_split(shapes, self.param_shapes, each) for each in (self.param_specs, self.shard_specs)
         )
-        found = State(shapes, jax.eval_shape(self.optimizer.init, shapes))
-        return found, self._shardings(State(specs, self.optimizer.specs(shapes, of_state)))
+        trained = self._trained(shapes)
+        found = State(shapes, jax.eval_shape(self.optimizer.init, trained))
+        return found, self._shardings(State(specs, self.optimizer.specs(trained, of_state)))
+
+    @cached_property
+    def state_shapes(self) -> State:
+        """Global shapes and dtypes of the state."""
+        return State(self.param_shapes, jax.eval_shape(self.optimizer.init, self._trained(self.param_shapes)))
 
     @cached_property
     def state_shardings(self) -> State:
         """The sharding of each array of the state on the mesh."""
-        return self._shardings(State(self.param_specs, self.optimizer.specs(self.param_shapes, self.shard_specs)))
+        specs = self.optimizer.specs(self._trained(self.param_shapes), self.shard_specs)
+        return self._shardings(State(self.param_specs, specs))
 
     def _shardings(self, specs: State) -> State:
         found = shardings(self.mesh, specs.opt_state)
@@ -239,7 +250,7 @@ class TrainStep:
 
     def init_optimizer(self, params: Params) -> Any:
         """Returns the first state of the optimizer for given weights."""
-        return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(params)
+        return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(self._trained(params))
 
     def step(self, state: State, batch: Mapping[str, Any]) -> tuple[State, Metrics]:
         """One optimizer step on a global batch; the state given is consumed."""
@@ -258,8 +269,9 @@ class TrainStep:
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
         """Traces the step for a batch size without data; on an abstract mesh for ``platform``."""
-        state = State(self.param_shapes, jax.eval_shape(self.optimizer.init, self.param_shapes))
-        return lower(self.compile, self.mesh, state, self.batch_shapes(batch_seqs, seq_len), platform=platform)
+        return lower(
+            self.compile, self.mesh, self.state_shapes, self.batch_shapes(batch_seqs, seq_len), platform=platform
+        )
 
     def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[Array, Params]:
         """Returns the mean loss of a global batch and its gradients, sharded for the optimizer (no update)."""
@@ -311,25 +323,17 @@ class TrainStep:
         )
 
     def _local_gradients(self, params: Params, batch: Batch) -> StepGradients:
-        """Returns global loss, reduced gradients, squared norm and the routers' metrics, from one device's shards."""
+        """Returns global loss, reduced gradients, squared norm and what the counts give, from one device's shards."""
         dloss = _per_label(batch)
         if self.pipeline:
             loss, grads = self.pipeline.gradients(params, _inputs(batch), dloss)
             grads = once_per_step(self.declared, grads, stacked=self.stacked)
         else:
             loss, grads = self._summed(self._passes, params, batch, dloss)
-        grads, extras = self._apart(grads)
+        grads, of_routers = without_counts(self.declared, grads, self.model, self.options)
         squared = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
         norm = self._over_devices("grad_norm", squared)
-        return self._over_devices("loss", loss) * dloss, grads, norm, extras
-
-    def _apart(self, grads: Params) -> tuple[Params, Params]:
-        """Separates gradients from the counts of routers, [layers, Er, E], and returns these as metrics."""
-        counts = [grads[name] for name in sorted(grads.keys() - self.shards.keys())]
-        of_weights = {name: grads[name] for name in self.shards}
-        if not counts:
-            return of_weights, {}
-        return of_weights, routing_metrics(jnp.concatenate(counts), experts_per_token=self.model.experts_per_token)
+        return self._over_devices("loss", loss) * dloss, grads, norm, of_routers
 
     def _summed(self, passes: Passes, params: Params, batch: Batch, dloss: Array) -> tuple[Array, Params]:
         return step_gradients(passes, params, _inputs(batch), dloss, strategy=self.strategy, stacked=self.stacked)
@@ -347,15 +351,17 @@ class TrainStep:
         return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out)(params, batch)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        loss, grads, squared, extras = self._gradients(state.params, batch)
+        loss, grads, squared, (extras, moves) = self._gradients(state.params, batch)
         norm = jnp.sqrt(squared)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        shards = self._moved(state.params, before=True)
+        shards = self._moved(self._trained(state.params), before=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
-        return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm, extras)
+        params = {**state.params, **self._moved(shards, before=False)}
+        params |= {name: params[name] + jnp.where(finite, move, 0.0) for name, move in moves.items()}
+        return State(params, opt_state), Metrics(loss, norm, extras)
 
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: Array) -> tuple[Params, Any]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
@@ -372,7 +378,8 @@ class TrainStep:
 
     def _moved(self, params: Params, *, before: bool) -> Params:
         """Reshards weights as the optimizer's state before its update, or back after it (ZeRO-1 and 2)."""
-        if self.param_specs == self.shard_specs or self.form == "gspmd":
+        specs = self._trained(self.param_specs)
+        if specs == self.shard_specs or self.form == "gspmd":
             return params
         moves: dict[str, list[Step]] = {name: [] for name in params}
         done: set[str] = set()
@@ -386,7 +393,7 @@ class TrainStep:
         def body(params: Params) -> Params:
             return {n: apply_collectives(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
 
-        source, target = (self.param_specs, self.shard_specs)[:: 1 if before else -1]
+        source, target = (specs, self.shard_specs)[:: 1 if before else -1]
         return self._mapped(body, (source,), target)(params)
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
@@ -403,9 +410,9 @@ class TrainStep:
         context = Context(model=self.model, derived=whole, mesh=mesh, options=self.options, constrain=constrain)
         dloss = _per_label(batch)
         loss, grads = self._summed(Passes(context), params, batch, dloss)
-        grads, extras = self._apart(grads)
+        grads, of_routers = without_counts(self.declared, grads, self.model, self.options)
         grads = lax.with_sharding_constraint(grads, shardings(self.mesh, self.shard_specs))
-        return loss * dloss, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), extras
+        return loss * dloss, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), of_routers
 
 
 def _inputs(batch: Batch) -> Inputs:

@@ -23,7 +23,7 @@ TrackerKind = Literal["tensorboard", "wandb"]
 
 _NOT_NEGATIVE = (
     *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss", "router_z_loss"),
-    *("capacity_factor", "checkpoint_every", "keep_every", "evaluate_every"),
+    *("correction_rate", "capacity_factor", "checkpoint_every", "keep_every", "evaluate_every"),
 )
 _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("steps", "log_every", "keep_checkpoints", "evaluate_batches"), lambda n: n >= 1, "be at least 1"),
@@ -56,8 +56,9 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     usual; Lion wants some tenth of AdamW's rate. ``weight_decay`` is of matrices only. Gradients are scaled down
     to ``max_grad_norm``. ``rounding`` is that of two-byte weights that have no float32 copy. ``average`` is the decay
     of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the logits, ``balance_loss``
-    the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores. ``capacity_factor`` bounds
-    the slots of an expert over the mean load, and drops what finds none; 0 drops nothing.
+    the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores. ``correction_rate`` moves
+    the correction of DeepSeek-V3's routers towards equal load after each step (the paper: 0.001); 0 keeps it as it is.
+    ``capacity_factor`` bounds the slots of an expert over the mean load, and drops what finds none; 0 drops nothing.
 
     Run: a checkpoint every ``checkpoint_every`` steps (0: only at the end), of which the newest
     ``keep_checkpoints`` stay, and for good those at multiples of ``keep_every`` (0: none). Evaluation on at most
@@ -90,6 +91,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     z_loss: float = 0.0
     balance_loss: float = 0.01
     router_z_loss: float = 0.0
+    correction_rate: float = 0.0
     capacity_factor: float = 0.0
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
@@ -177,6 +179,8 @@ def program_options(settings: TrainSettings, strategy: Strategy, *, several_docu
     Slots of experts have the bound of the strategy where the settings have none.
     """
     documents = settings.packing and several_documents
-    losses = {name: getattr(settings, name) for name in ("z_loss", "balance_loss", "router_z_loss")}
+    same = ("z_loss", "balance_loss", "router_z_loss", "correction_rate")
     capacity = settings.capacity_factor or strategy.capacity_factor
-    return ProgramOptions(documents=documents, capacity_factor=capacity, **losses)
+    return ProgramOptions(
+        documents=documents, capacity_factor=capacity, **{name: getattr(settings, name) for name in same}
+    )

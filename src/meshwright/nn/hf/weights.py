@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxtyping import Array
 
 from meshwright.core.digests import require_intact, write_sums
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.core.files import read_json, write_json_whole
 from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensor, Tensors, open_checkpoint, write_checkpoint
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
@@ -61,17 +61,14 @@ def read_params(
     params = {}
     for variable, weight in rows(model).items():
         sharding = shardings[variable] if shardings else one_device
-        params[variable] = _array(weight, table[variable], tensors, sharding, dtype)
+        own = np.float32 if dtype is not None and weight.part == "buffer" else dtype
+        params[variable] = _array(weight, table[variable], tensors, sharding, own)
     return params
 
 
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
     """Returns the stored parts by variable and leading indices; raises InputError if one is missing or misshapen."""
     found: dict[str, dict[tuple[int, ...], StoredPart]] = {}
-    # DeepSeek-V3 adds numbers to the router's scores that no gradient trains; here they can only be zero.
-    for name in tensors:
-        if name.endswith(".e_score_correction_bias") and tensors[name][slice(0, None),].any():
-            raise CannotRunError(f"{name} is not zero: a corrected router is not run in this version.")
     for place in stored_parts(model, tensors):
         if place.tensor not in tensors:
             forms = ("_blocks", "_scale_inv", ".qweight", ".SCB")
@@ -212,7 +209,8 @@ def write_hf(
     """
     model = text_model(model)
     if dtype:
-        dtypes = dict.fromkeys(dtypes, DTYPES[dtype])
+        buffers = {name for name, weight in rows(model).items() if weight.part == "buffer"}
+        dtypes = {name: own if name in buffers else DTYPES[dtype] for name, own in dtypes.items()}
     entries = list(hf_entries(model, fetch, dtypes))
     if jax.process_index() != 0:
         for entry in entries:

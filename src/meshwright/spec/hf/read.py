@@ -18,6 +18,9 @@ from meshwright.core.files import read_json
 from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, formats
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
+SAME = {"gemma3_text": "gemma3", "kimi_k2": "deepseek_v3"}
+"""A ``model_type`` -> the family that it is another name of."""
+
 ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3"}
 _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
@@ -153,12 +156,11 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
     if not isinstance(family, str):
         raise InputError(f"{what}: the key 'model_type' is missing. Add one of: {', '.join(FAMILIES)}.")
     prefix = "transformer." if family == "gpt2" else "model."
-    if family in ("gemma3", "gemma3_text"):
+    family = SAME.get(family, family)
+    if family == "gemma3" and isinstance(keys.get("text_config"), Mapping):
         # The multimodal file nests the decoder; its published checkpoints name it after the nesting.
-        family = "gemma3"
-        if isinstance(keys.get("text_config"), Mapping):
-            quantised = {name: keys[name] for name in ("quantization_config",) if name in keys}
-            keys, prefix = {**keys["text_config"], **quantised}, "language_model.model."
+        quantised = {name: keys[name] for name in ("quantization_config",) if name in keys}
+        keys, prefix = {**keys["text_config"], **quantised}, "language_model.model."
     if family not in FAMILIES:
         hint = similar(family, FAMILIES) or f" Known: {', '.join(FAMILIES)}."
         raise InputError(f"{what}: model_type {family!r} is not known.{hint}")
@@ -187,6 +189,8 @@ def _fields(config: _Config) -> dict[str, Any]:
         fields["head_dim"] = _equal_heads(config)
     if family in ("qwen2_moe", "qwen3_moe"):
         fields["dense_layers"] = _layers_without_experts(config)
+    if family == "smollm3":
+        fields["unrotated_layers"] = _unrotated(config)
     if family == "qwen2_moe" and fields["d_ff_shared"]:
         fields |= {"num_shared_experts": 1, "shared_expert_gate": True}
     config.require_understood()
@@ -214,6 +218,26 @@ def _layers_without_experts(config: _Config) -> tuple[int, ...]:
     return tuple(layer for layer in config.layers() if layer in only or (layer + 1) % step)
 
 
+def _unrotated(config: _Config) -> tuple[int, ...]:
+    """Returns SmolLM3's layers without rope: those with a 0 in ``no_rope_layers``, else every fourth or so."""
+    if not config.has("no_rope_layers"):
+        every = max(config.read("no_rope_layer_interval", int), 1)
+        return tuple(layer for layer in config.layers() if (layer + 1) % every == 0)
+    flags = _of_every_layer(config, "no_rope_layers", int)
+    return tuple(layer for layer in config.layers() if not flags[layer])
+
+
+def _of_every_layer(config: _Config, key: str, of: type) -> tuple[Any, ...]:
+    """Returns a list of one value for each layer."""
+    found: tuple[Any, ...] = config.read(key, tuple, of)
+    if len(found) != len(config.layers()):
+        raise InputError(
+            f"{config.what}: {key} has {len(found)} entries for num_hidden_layers={len(config.layers())}. "
+            f"Give one entry per layer."
+        )
+    return found
+
+
 def _rope_scaling(config: _Config) -> RopeScaling | None:
     kind = config.rope.get("rope_type", config.rope.get("type", "default"))
     if not isinstance(kind, str):
@@ -239,7 +263,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
 
 def _window(config: _Config) -> dict[str, Any]:
     """Returns the sliding window and its layers; {} if no layer has one."""
-    switched_off = config.family.startswith("qwen") and not config.read("use_sliding_window", bool)
+    switched_off = "use_sliding_window" in config.form.defaults and not config.read("use_sliding_window", bool)
     if switched_off or not config.has("sliding_window"):
         return {}
     layers = tuple(_sliding_layers(config, config.layers()))
@@ -249,15 +273,12 @@ def _window(config: _Config) -> dict[str, Any]:
 def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
     """Returns the layers with a window: as listed in ``layer_types``, else by the family's pattern."""
     if config.has("layer_types"):
-        kinds = config.read("layer_types", tuple, str)
-        if len(kinds) != len(layers):
-            raise InputError(
-                f"{config.what}: layer_types has {len(kinds)} entries for num_hidden_layers={len(layers)}. "
-                f"Give one entry per layer."
-            )
+        kinds = _of_every_layer(config, "layer_types", str)
         return [layer for layer in layers if kinds[layer] == "sliding_attention"]
     if config.family in ("qwen2", "qwen3"):
         return layers[config.read("max_window_layers", int) :]
+    if config.family == "smollm3":
+        return _unrotated(config)
     if config.family == "qwen2_moe":
         return layers[: config.read("max_window_layers", int) : 2]
     if config.family in ("gemma2", "gpt_oss"):
