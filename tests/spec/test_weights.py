@@ -42,7 +42,7 @@ SMALL = {
     "qwen3_moe": _DENSE | _MOE | {"decoder_sparse_step": 2},
     "deepseek_v2": _DENSE | _MLA,
     "deepseek_v2-full-query": _DENSE | _MLA | {"model_type": "deepseek_v2", "q_lora_rank": None},
-    "deepseek_v3": _DENSE | _MLA | {"attention_bias": True},
+    "deepseek_v3": _DENSE | _MLA | {"attention_bias": True, "n_group": 4},
     "gpt_oss": _DENSE | {"num_local_experts": 4},
     "olmo2": _DENSE,
     "olmo2-biased": _DENSE | {"model_type": "olmo2", "attention_bias": True},

@@ -86,6 +86,8 @@ def other(value):
     """Another value of the same type."""
     if isinstance(value, bool):
         return not value
+    if isinstance(value, list):
+        return value[1:]
     return {"gelu": "silu"}.get(value, "gelu") if isinstance(value, str) else (value or 1) * 2 + 1
 
 
@@ -121,13 +123,17 @@ WITHOUT_EFFECT = {
 """Keys that no code of transformers' model reads."""
 
 
+BY_GETATTR = {"qwen2", "qwen2_moe", "qwen3_moe", "phi3", "olmo2", "smollm3", "granite"}
+"""Families whose layers take ``head_dim`` though their configuration class does not have it."""
+
+
 @pytest.mark.peer
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_key_is_honoured_that_transformers_ignores(family):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.AutoConfig.for_model(CASES[family]["model_type"])
     older = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "num_experts"}
-    by_getattr = {"head_dim"} if family in ("qwen2", "qwen2_moe", "qwen3_moe", "phi3") else set()
+    by_getattr = {"head_dim"} if family in BY_GETATTR else set()
     names = {*config.to_dict(), *config.attribute_map, "partial_rotary_factor"} | older | by_getattr
     honoured = formats()[family].known - names
     assert honoured <= {key for key, values in formats()[family].only.items()} | {"moe_layer_freq"}

@@ -48,11 +48,15 @@ REQUIRED = {
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "deepseek_v3": {
         "num_attention_heads": 128,
-        "n_routed_experts": 8,
+        "n_routed_experts": 16,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
     "gpt_oss": {"num_attention_heads": 8, "num_local_experts": 4},
+    "olmo2": {},
+    "smollm3": {"pad_token_id": 0},
+    "glm4": {"pad_token_id": 0},
+    "granite": {},
 }
 
 

@@ -80,6 +80,7 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "sliding_window": _sliding_window,
     "layer_types": _layer_types,
     "no_rope_layers": lambda model: [int(n not in model.unrotated_layers) for n in range(model.num_layers)],
+    "no_rope_layer_interval": lambda model: 0,  # the list counts
     "use_sliding_window": lambda model: bool(model.sliding_layers),
     "max_window_layers": lambda model: min(model.sliding_layers, default=model.num_layers),
     "hidden_act": lambda model: model.activation,
