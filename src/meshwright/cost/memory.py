@@ -221,9 +221,8 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
     for name, block in owners.items():
         declared = derived.declared[name]
-        if name in derived.weights:
+        if weight := derived.weights.get(name):
             assert moments is not None
-            weight = derived.weights[name]
             arrays = ((declared,), (gradients[name],), (weight.shard,), moments(weight))
             counts = [sum(sizes.elements(array) for array in some) for some in arrays]
         else:

@@ -127,7 +127,7 @@ def make_step(
         strategy,
         optimizer=make_optimizer(model, settings, strategy.state, layout=layout),
         max_grad_norm=settings.max_grad_norm,
-        options=program_options(settings, several_documents=several_documents),
+        options=program_options(settings, strategy, several_documents=several_documents),
         mesh=mesh,
     )
     return step
@@ -151,19 +151,18 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     """
     step, found = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
-    frozen = step.param_shapes.keys() - step.shards.keys()
-    first = _first_state(step, setup.settings) if found is None or frozen else None
-    base = fingerprint(step.to_canonical({name: first.params[name] for name in sorted(frozen)})) if first else ""
+    of_base = step.param_shapes.keys() - step.saved(step.param_shapes).keys()
+    first = _first_state(step, setup.settings) if found is None or of_base else None
+    base = fingerprint(step.to_canonical({name: first.params[name] for name in sorted(of_base)})) if first else ""
     if found is None:
         assert first is not None
         return Position(step=0, samples=0, tokens=0, base=base, **tables), first
-    if frozen and base != found.base:
+    if of_base and base != found.base:
         raise InputError(
             f"{checkpoints.folder.parent} trains an adapter of other weights than {setup.settings.weights or 'these'} "
             f"({base} is not {found.base}). Give its own: --set train.weights=FOLDER."
         )
-    shapes = State(step.trained(step.param_shapes), jax.eval_shape(step.optimizer.init, step.param_shapes))
-    places = step.state_shardings._replace(params=step.trained(step.state_shardings.params))
+    shapes, places = (state._replace(params=step.saved(state.params)) for state in step.canonical)
     state = checkpoints.restore(shapes, places, from_canonical=step.from_canonical)
     if first is not None:
         state = state._replace(params=first.params | state.params)
@@ -173,11 +172,15 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
 def _first_state(step: TrainStep, settings: TrainSettings) -> State:
     if not settings.weights:
         return step.init(settings.seed)
-    if not Path(settings.weights).is_dir():
-        raise InputError(f"train.weights={settings.weights} is no folder. Give that of a model or of a run.")
-    model = frozen_base(step.model)
-    shapes = {name: step.state_shardings.params[name] for name in rows(model)}
-    return step.init(settings.seed, load_params(model, settings.weights, shapes, step.dtype))
+    model, places = frozen_base(step.model), step.canonical[1].params
+    given = load_params(model, settings.weights, {name: places[name] for name in rows(model)}, step.dtype)
+    return step.init(settings.seed, given)
+
+
+def start_words(settings: TrainSettings) -> str:
+    """Returns which weights a new run starts from."""
+    rate = f"at learning_rate {settings.learning_rate:g}"
+    return f"starts from {f'the weights in {settings.weights}, {rate}' if settings.weights else 'random weights'}"
 
 
 def fingerprint(params: Params) -> str:

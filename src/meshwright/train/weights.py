@@ -1,6 +1,7 @@
 """Writes the weights of a run as a Hugging Face folder, and reads the weights alone from a checkpoint."""
 
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import lru_cache
@@ -13,11 +14,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from meshwright.core.digests import require_intact
+from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError, first_line
-from meshwright.nn.hf.files import INDEX
 from meshwright.nn.hf.tokenizer import TOKENIZER
-from meshwright.nn.hf.weights import CONFIG, Fetch, save_adapter, save_hf, source_of
+from meshwright.nn.hf.weights import Fetch, save_adapter, save_hf, source_of
 from meshwright.nn.quantisation import dequantise_base
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.spec.model import Model
@@ -117,8 +117,11 @@ def save_weights(model: Model, params: Params, folder: Path, *, base: str = "") 
 def save_base(model: Model, params: Params, folder: Path) -> None:
     """Writes the frozen weights of a run whose adapter stands beside random weights, once, where `generate` and PEFT
     find them."""
-    params = dequantise_base(model, params)
-    save_hf(frozen_base(model), params, folder / BASE, config=end_of_text(model, folder))
+    params, base = dequantise_base(model, params), folder / BASE
+    save_hf(frozen_base(model), params, base, config=end_of_text(model, folder))
+    if jax.process_index() == 0:
+        shutil.copyfile(folder / TOKENIZER, base / TOKENIZER)
+        write_sums(base, [base / TOKENIZER])
 
 
 def end_of_text(model: Model, folder: Path) -> dict[str, int]:
@@ -127,8 +130,3 @@ def end_of_text(model: Model, folder: Path) -> dict[str, int]:
         require_intact(folder, [TOKENIZER])
         return {}
     return {"eos_token_id": open_tokenizer(folder, vocab_size=model.vocab_size).end_id}
-
-
-def has_weights(folder: Path) -> bool:
-    """True if a folder has weights that can be read."""
-    return (folder / CONFIG).is_file() and ((folder / INDEX).is_file() or any(folder.glob("*.safetensors")))

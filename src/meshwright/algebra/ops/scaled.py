@@ -1,4 +1,4 @@
-"""An array times a constant; its cotangent is scaled alike."""
+"""An array times a number; its cotangent is scaled alike."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from meshwright.algebra.tape import Tape
 
 
 class Scaled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: the constant."""
+    """Details: the number."""
 
     by: float
 
@@ -19,7 +19,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Multiplies the cotangent."""
+    """Multiplies the cotangent by the same number."""
     cotangent = tape.dinputs[0].like(tape.dout)
     tape.run("scaled", (tape.dout,), cotangent, details=tape.details(Scaled))
     tape.contribute(tape.op.inputs[0], cotangent)

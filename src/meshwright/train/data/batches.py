@@ -148,11 +148,13 @@ class Data(NamedTuple):
     """The data of a run.
 
     ``held_out`` shares no document with ``train`` unless they are few, and is None where nothing is held out.
+    ``skipped_records`` of the text could not be read.
     """
 
     tokenizer: Tokenizer
     train: Source
     held_out: Source | None
+    skipped_records: int = 0
 
     @property
     def several_documents(self) -> bool:
@@ -167,12 +169,12 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data
     Safe to call from many processes at once: one makes the store while the others wait.
     Raises InputError for data or a tokenizer that cannot be read, or that ``vocab_size`` does not fit.
     """
-    corpus = open_corpus(settings.data)
+    corpus = open_corpus(settings.data, skip_bad=settings.skip_bad_records)
     given = open_tokenizer(Path(settings.tokenizer), vocab_size=vocab_size) if settings.tokenizer else None
     found = open_store(corpus, given, vocab_size=vocab_size, folder=folder)
     train, held_out = split(found.store, settings.held_out)
     rest = Source(held_out, settings.packing) if len(held_out) else None
-    return Data(found.tokenizer, Source(train, settings.packing), rest)
+    return Data(found.tokenizer, Source(train, settings.packing), rest, found.skipped_records)
 
 
 class Batches:

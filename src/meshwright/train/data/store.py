@@ -50,11 +50,12 @@ BATCH_CHARS = 2**22
 
 
 class Tokenised(NamedTuple):
-    """A text as tokens, its tokenizer, and the token that ends each document."""
+    """A text as tokens, its tokenizer, the token that ends each document, and the bad records that were left out."""
 
     store: TokenStore
     tokenizer: Tokenizer
     end_id: int
+    skipped_records: int = 0
 
 
 class Written(msgspec.Struct, kw_only=True):
@@ -77,6 +78,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dtype: str
     end_id: int
     written: Written
+    skipped_records: int = 0
 
 
 def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, folder: Path) -> Tokenised:
@@ -131,7 +133,7 @@ def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: P
     # Up to 65536 tokens fit two bytes, which halves the file.
     dtype = "uint16" if num_ids(encoder.tokenizer) <= 2**16 else "uint32"
     written = tokenise(corpus, encoder, dtype=dtype, folder=part)
-    meta = Meta(dtype=dtype, end_id=encoder.end_id, written=written)
+    meta = Meta(dtype=dtype, end_id=encoder.end_id, written=written, skipped_records=len(corpus.bad or ()))
     write_json_whole(part / META, meta)
     checksums(part / TOKENS).tofile(part / CHECKSUMS)
     write_sums(part, [part / name for name in (TOKENS, STARTS, CHECKSUMS, META, TOKENIZER)])
@@ -190,7 +192,9 @@ def _open(path: Path) -> Tokenised:
     sizes = {tokens: size, starts: index_size + START_BYTES}
     if not all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()):
         raise InputError(f"{path} is damaged: its files have other than {meta.written.tokens} tokens. Remove it.")
-    return Tokenised(TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER), meta.end_id)
+    return Tokenised(
+        TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER), meta.end_id, meta.skipped_records
+    )
 
 
 # -- the files of a store --------------------------------------------------------------------------------

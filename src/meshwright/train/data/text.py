@@ -8,7 +8,7 @@ import gzip
 import hashlib
 import io
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -32,6 +32,7 @@ FIELD = "text"
 RECORD_BYTES = 2**26
 """Size of a JSON record at most, unpacked: it is held whole, several times over."""
 HASHED_BYTES = 2**26
+SKIP = "--skip-bad-records leaves such out"
 _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
@@ -44,12 +45,16 @@ class TextPiece(NamedTuple):
 
 
 class FileCorpus(NamedTuple):
-    """Files in a fixed order, read as a stream, and the field of a record that has its text."""
+    """Files in a fixed order, read as a stream, and the field of a record that has its text.
+
+    ``bad`` collects where records that cannot be read are, which are then skipped; None refuses the first one.
+    """
 
     data: str
     folder: Path
     files: tuple[Path, ...]
     field: str
+    bad: set[str] | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -61,7 +66,7 @@ class FileCorpus(NamedTuple):
 
         A large file that is rewritten with equal size and time is not noticed.
         """
-        digest = hashlib.sha256(self.field.encode())
+        digest = hashlib.sha256(self.field.encode() + (b"" if self.bad is None else b" without bad records"))
         whole = self.total_bytes <= HASHED_BYTES
         for file in self.files:
             found = file.stat()
@@ -73,7 +78,7 @@ class FileCorpus(NamedTuple):
         """Yields all documents; ``bytes_read`` counts over all files. Raises InputError when none has text."""
         before, found = 0, False
         for file in self.files:
-            for piece in read_pieces(file, self.field):
+            for piece in read_pieces(file, self.field, self.bad):
                 found = True
                 yield piece._replace(bytes_read=before + piece.bytes_read)
             before += file.stat().st_size
@@ -85,7 +90,7 @@ class FileCorpus(NamedTuple):
         share = max_chars / max(self.total_bytes, 1)
         for file in self.files:
             left = max_chars if share >= 1 else share * file.stat().st_size
-            for piece in read_pieces(file, self.field):
+            for piece in read_pieces(file, self.field, self.bad):
                 yield piece.text[: math.ceil(left)]
                 left -= len(piece.text)
                 if left <= 0:
@@ -96,6 +101,7 @@ class PydocCorpus(NamedTuple):
     """The reference texts of Python's ``help()``, one document per topic: 465 kB in CPython 3.11."""
 
     texts: tuple[str, ...]
+    bad: None = None
 
     @property
     def total_bytes(self) -> int:
@@ -118,7 +124,7 @@ class PydocCorpus(NamedTuple):
 Corpus = FileCorpus | PydocCorpus
 
 
-def open_corpus(data: str) -> Corpus:
+def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
     """Opens the documents that ``TrainSettings.data`` names: "pydoc", a file, or a folder that is searched for files.
 
     ``path#name`` names the field of JSON records or the column of Parquet files that holds the text ("text" where
@@ -136,7 +142,9 @@ def open_corpus(data: str) -> Corpus:
         path = Path(name).expanduser()
     if not path.exists():
         raise InputError(f"data {data!r} is not there. {_WHAT}")
-    return FileCorpus(data, path if path.is_dir() else path.parent, tuple(_files(path)), field)
+    return FileCorpus(
+        data, path if path.is_dir() else path.parent, tuple(_files(path)), field, set() if skip_bad else None
+    )
 
 
 def _content(file: Path) -> bytes:
@@ -160,20 +168,21 @@ def _files(path: Path) -> list[Path]:
 # -- documents of one file -------------------------------------------------------------------------------
 
 
-def read_pieces(file: Path, field: str) -> Iterator[TextPiece]:
+def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator[TextPiece]:
     """Yields the documents of a file in order, except blank ones.
 
     A text file is one document. Of JSON lines and Parquet each record is one, in ``field``. Raises InputError
-    for what is not UTF-8, not JSON, or without the field.
+    for what is not UTF-8, not JSON, or without the field; with a set ``bad`` leaves such a record out, of a text file
+    the bytes, and adds where it is.
     """
     name = file.name.lower()
     try:
         if name.endswith(".parquet"):
-            yield from _parquet(file, field)
+            yield from _parquet(file, field, bad)
         elif name.endswith(RECORD_SUFFIXES):
-            yield from _json_lines(file, field)
+            yield from _json_lines(file, field, bad)
         else:
-            yield from _text(file)
+            yield from _text(file, bad)
     except (OSError, EOFError) as error:
         raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
@@ -196,13 +205,13 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
         yield held, True
 
 
-def _text(file: Path) -> Iterator[TextPiece]:
+def _text(file: Path, bad: set[str] | None) -> Iterator[TextPiece]:
     with file.open("rb") as raw:
-        for text, last in in_pieces(_decoded(raw, file)):
+        for text, last in in_pieces(_decoded(raw, file, bad)):
             yield TextPiece(text, last, raw.tell())
 
 
-def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
+def _decoded(raw: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:
     """Yields the text of a file with every end of line as "\\n"."""
     utf8 = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(utf8, translate=True)
@@ -212,30 +221,51 @@ def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
         try:
             yield lines.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise InputError(
-                f"{file} is not UTF-8 text (byte {start + error.start}). Convert it, or leave it out of the folder."
-            ) from None
+            if bad is None:
+                raise InputError(
+                    f"{file} is not UTF-8 text (byte {start + error.start}). Convert it, or leave it out of the "
+                    f"folder; {SKIP}."
+                ) from None
+            bad.add(str(file))
+            utf8.errors = "ignore"
+            yield lines.decode(block, final=not block)
         if not block:
             return
 
 
-def _json_lines(file: Path, field: str) -> Iterator[TextPiece]:
-    decode = msgspec.json.Decoder(dict[str, Any]).decode
+def _json_lines(file: Path, field: str, bad: set[str] | None) -> Iterator[TextPiece]:
+    decoder = msgspec.json.Decoder(dict[str, Any])
+
+    def decode(line: bytes, where: str) -> dict[str, Any]:
+        if len(line) > RECORD_BYTES:
+            raise InputError(f"{where} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it; {SKIP}.")
+        return decoder.decode(line)
+
     with file.open("rb") as raw, _unpacked(file, raw) as lines:
         for number, line in enumerate(iter(partial(lines.readline, RECORD_BYTES + 1), b""), start=1):
-            if len(line) > RECORD_BYTES:
-                raise InputError(
-                    f"{file} line {number} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it, or leave it out."
-                )
             if not line.strip():
                 continue
-            try:
-                record = decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise InputError(f"{file} line {number} is not a JSON object: {error}.") from None
-            text = _field(record, field, f"{file} line {number}")
+            where = f"{file} line {number}"
+            text = _text_of(partial(decode, line, where), field, where, bad)
+            while bad is not None and len(line) > RECORD_BYTES and not line.endswith(b"\n"):
+                line = lines.readline(RECORD_BYTES + 1) or b"\n"
             for piece, last in in_pieces([text]):
                 yield TextPiece(piece, last, raw.tell())
+
+
+def _text_of(read: Callable[[], dict[str, Any]], field: str, where: str, bad: set[str] | None) -> str:
+    """Returns the text of a record; nothing for one that cannot be read, where such are left out."""
+    try:
+        try:
+            record = read()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(f"{where} is not a JSON object: {error}. Mend it; {SKIP}.") from None
+        return _field(record, field, where)
+    except InputError:
+        if bad is None:
+            raise
+        bad.add(where)
+        return ""
 
 
 def _field(record: dict[str, Any], field: str, where: str) -> str:
@@ -261,7 +291,11 @@ def _unpacked(file: Path, raw: BinaryIO) -> Any:
     return raw
 
 
-def _parquet(file: Path, field: str) -> Iterator[TextPiece]:
+def _as_record(field: str, value: Any) -> dict[str, Any]:
+    return {field: value.as_py()}
+
+
+def _parquet(file: Path, field: str, bad: set[str] | None) -> Iterator[TextPiece]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -274,9 +308,10 @@ def _parquet(file: Path, field: str) -> Iterator[TextPiece]:
                 raise InputError(f"{file} has no column {field!r}.{nearest(field, names)} Name it: data=FILE#COLUMN.")
             size, done = file.stat().st_size, 0
             for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[field]):
-                done += len(batch)
-                for value in batch.column(0).to_pylist():
-                    for piece, last in in_pieces([_field({field: value}, field, str(file))]):
+                for value in batch.column(0):
+                    done += 1
+                    text = _text_of(partial(_as_record, field, value), field, f"{file} row {done}", bad)
+                    for piece, last in in_pieces([text]):
                         yield TextPiece(piece, last, size * done // table.metadata.num_rows)
     except pyarrow.ArrowException as error:
         raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}.") from None
