@@ -1,7 +1,8 @@
 """What a verb answers, as data: facts for programs, and tables, facts and sentences for people; and how it prints."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from operator import attrgetter
 from pathlib import Path
@@ -9,31 +10,71 @@ from textwrap import fill
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
-from meshwright.report.tables import cell_text, joined, render, table
+from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
+from meshwright.report.tables import (
+    cell_text,
+    format_energy,
+    format_flop_count,
+    format_hertz,
+    format_power,
+    format_tokens,
+    format_usd,
+    joined,
+    render,
+    table,
+)
 
 Show = Callable[[Any], Any]
 """Turns a raw value into what a person reads."""
-TableColumn = str | tuple[str, Show]
-"""A header, and how a person reads the values below it."""
-TableColumns = Mapping[str, str | Show | tuple[str | Show, Show]]
-"""Column -> what of a record it has, and how a person reads that."""
+UNITS: dict[Show | None, str] = {
+    format_bytes: "bytes", format_seconds: "s", format_rate: "bytes/s", format_flops: "FLOP/s",
+    format_flop_count: "FLOP", format_power: "W", format_energy: "kWh", format_usd: "USD",
+    format_hertz: "Hz", format_tokens: "tokens",
+}  # fmt: skip
+"""How a person reads a value -> the unit of the value."""
+
+
+class Column(msgspec.Struct, frozen=True):
+    """A header, how a person reads the values below it, and its name in CSV and JSON; None reads them as they are."""
+
+    title: str
+    show: Show | None = None
+    name: str = ""
+
+    @property
+    def header(self) -> str:
+        """The name for programs, which says the unit: ``time_s``, ``hbm_bytes``."""
+        name = self.name or self.title
+        unit = UNITS.get(self.show, "").lower().replace("flop", "flops").replace("/", "_per_")
+        return name if f"_{unit.partition('_')[0]}_" in f"_{name.replace('.', '_')}_" or not unit else f"{name}_{unit}"
+
+
+TableColumns = Mapping[str, str | Show | tuple[str | Show, Show | None] | tuple[str | Show, Show | None, str]]
+"""Header -> what of a record stands below it, how a person reads that, and its name where that is not a field."""
 
 
 class Quantity(msgspec.Struct, frozen=True):
-    """A cell with its own reading: the raw value, and what a person reads."""
+    """A cell with its own unit: the raw value, and what a person reads."""
 
     value: Any
-    show: Show
+    show: Show | str
+    """A function, or a format such as ``"{:.3g} tokens"``."""
+
+    @property
+    def unit(self) -> str:
+        """The unit of the raw value."""
+        return self.show.partition("}")[2].strip() if isinstance(self.show, str) else UNITS.get(self.show, "")
 
     def __str__(self) -> str:
-        return str(self.show(self.value))
+        return self.show.format(self.value) if isinstance(self.show, str) else str(self.show(self.value))
 
 
 class Table(msgspec.Struct, frozen=True):
     """Raw values under columns; a column with a ``Show`` is read through it. None is not known."""
 
-    columns: Sequence[TableColumn]
+    columns: Sequence[str | Column]
     rows: Sequence[Sequence[Any]]
     title: str = ""
 
@@ -42,17 +83,27 @@ class Table(msgspec.Struct, frozen=True):
         """A row for each record (struct or dictionary): column -> its value, and how a person reads that.
 
         A value is named by a field, by a path of attributes such as ``seconds.median_s``, by a key of a dictionary in a
-        field such as ``memory/weights`` (None where the field is None), or by a function of the record.
+        field such as ``memory/weights`` (None where the field is None), or by a function of the record. The name of the
+        column is ``median_s`` and ``memory.weights`` then; where two columns end alike it has the whole path.
         """
-        reads = {name: what if isinstance(what, tuple) else (what, None) for name, what in columns.items()}
-        rows = [[_field(one, what) for what, _ in reads.values()] for one in records]
-        return Table([name if show is None else (name, show) for name, (_, show) in reads.items()], rows, title)
+        reads = {head: what if isinstance(what, tuple) else (what, None) for head, what in columns.items()}
+        rows = [[_field(one, what) for what, *_ in reads.values()] for one in records]
+        paths = [what if isinstance(what, str) else "" for what, *_ in reads.values()]
+        ends = [path.rpartition(".")[2] if "/" not in path else path.replace("/", ".") for path in paths]
+        names = [end if ends.count(end) == 1 else path for end, path in zip(ends, paths, strict=True)]
+        given = zip(reads.items(), names, strict=True)
+        heads = [Column(head, show, "".join(own) or name) for (head, (_, show, *own)), name in given]
+        return Table(heads, rows, title)
 
     @staticmethod
     def as_is(records: Sequence[Any], title: str = "") -> "Table":
-        """A row for each record with all its fields as they are."""
-        names = [] if not records else records[0] if isinstance(records[0], dict) else records[0].__struct_fields__
-        return Table.of(records, {name: name for name in names}, title)
+        """A row for each record with all its fields as they are, but for lists of records.
+
+        A field that is a record itself is a column for each of its own: ``run.days``.
+        """
+        rows = [dict(_cells(one)) for one in records]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        return Table(names, [[row.get(name) for name in names] for row in rows], title)
 
     @staticmethod
     def compared(rows: Iterable[tuple[str, float | None, float | None, Show]]) -> "Table":
@@ -62,7 +113,7 @@ class Table(msgspec.Struct, frozen=True):
              measured / predicted if predicted and measured is not None else None]
             for name, predicted, measured, show in rows
         ]  # fmt: skip
-        return Table(["", "predicted", "measured", ("ratio", "{:.2f}".format)], cells)
+        return Table([Column("", name="figure"), "predicted", "measured", Column("ratio", "{:.2f}".format)], cells)
 
     def known(self) -> "Table":
         """The table without the columns of which nothing is known."""
@@ -70,19 +121,36 @@ class Table(msgspec.Struct, frozen=True):
         return Table([self.columns[n] for n in kept], [[row[n] for n in kept] for row in self.rows], self.title)
 
     @property
+    def heads(self) -> list[Column]:
+        """The columns, those that are named alone too."""
+        return [Column(one) if isinstance(one, str) else one for one in self.columns]
+
+    @property
     def names(self) -> list[str]:
-        """The headers."""
-        return [column if isinstance(column, str) else column[0] for column in self.columns]
+        """What people read above the columns."""
+        return [one.title for one in self.heads]
 
     def shown(self) -> list[list[Any]]:
         """The rows as a person reads them."""
-        return [[_shown(cell, column) for cell, column in zip(row, self.columns, strict=True)] for row in self.rows]
+        return [[_shown(cell, column) for cell, column in zip(row, self.heads, strict=True)] for row in self.rows]
 
 
-def _shown(cell: Any, column: TableColumn) -> Any:
+def _cells(record: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of a record and of those inside it."""
+    for name, value in (record if isinstance(record, Mapping) else asdict(record)).items():
+        if isinstance(value, Mapping | msgspec.Struct):
+            yield from _cells(value, f"{before}{name}.")
+        elif not isinstance(value, list | tuple) or not any(isinstance(one, _INSIDE) for one in value):
+            yield f"{before}{name}", value.tolist() if hasattr(value, "tolist") else value
+
+
+_INSIDE = (Mapping, list, tuple, msgspec.Struct)
+
+
+def _shown(cell: Any, column: Column) -> Any:
     if isinstance(cell, Quantity):
         return str(cell)
-    return cell if cell is None or isinstance(column, str) else column[1](cell)
+    return cell if cell is None or column.show is None else column.show(cell)
 
 
 def _field(record: Any, what: str | Show) -> Any:
@@ -127,8 +195,9 @@ class Answer(msgspec.Struct, frozen=True):
     error: Exception | None = None
 
     def tables(self) -> Sequence[Table]:
-        """The tables of the text."""
-        return tables_of(self.pieces)
+        """The tables of CSV: those of the text, and a row of all that JSON has besides."""
+        row = Table.as_is([self.facts])
+        return self.raw or [*tables_of(self.pieces), *([row] if row.columns else [])]
 
 
 def tables_of(pieces: Iterable[Piece]) -> list[Table]:
@@ -155,13 +224,41 @@ def _filled(text: str, width: int, indent: int) -> str:
 
 
 def as_csv(found: Table) -> str:
-    """Comma-separated raw values under a header; None (not known) is an empty field."""
+    """Comma-separated raw values under their names; what is not known or not finite is an empty field.
+
+    A column whose cells have units of their own is followed by one that says them.
+    """
+    cells = [list(row) for row in found.rows]
+    header = [column.header for column in found.heads]
+    for n in reversed([n for n in range(len(header)) if any(isinstance(row[n], Quantity) for row in cells)]):
+        header.insert(n + 1, f"{header[n]}_unit")
+        for row in cells:
+            one = row[n] if isinstance(row[n], Quantity) else Quantity(row[n], str)
+            row[n : n + 1] = [one.value, one.unit]
+        if not any(row[n + 1] for row in cells):
+            header.pop(n + 1)
+            cells = [[*row[: n + 1], *row[n + 2 :]] for row in cells]
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(found.names)
-    cells = [[cell.value if isinstance(cell, Quantity) else cell for cell in row] for row in found.rows]
-    writer.writerows([[joined(cell) for cell in row] for row in cells])
+    writer.writerows([header, *([_raw(cell) for cell in row] for row in cells)])
     return out.getvalue()
+
+
+def _raw(cell: Any) -> Any:
+    return None if isinstance(cell, float) and not math.isfinite(cell) else joined(cell)
+
+
+def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
+    """Every block in GitHub-flavoured Markdown; drawings in characters stay as they are."""
+    for piece in pieces:
+        if isinstance(piece, Table):
+            yield as_markdown(piece)
+        elif isinstance(piece, Fact):
+            yield f"**{label}** {piece.text}\n" if (label := piece.label.strip()) else f"{piece.text}\n"
+        else:
+            text = piece if isinstance(piece, str) else piece.text
+            if said := text.strip():
+                yield f"```text\n{text}\n```\n" if "\n" in said else f"{said}\n"
 
 
 def as_markdown(found: Table) -> str:

@@ -58,6 +58,10 @@ def load_model(name: str) -> Model:
     """
     if name in models():
         return _catalogue_model(name)
+    if name.endswith(".toml"):
+        raise InputError(
+            f"{name} is no model. Name one, or its config.json; explain, verify, train, profile take plans."
+        )
     if "/" in name or "\\" in name or name.endswith(".json") or Path(name).exists():
         return model_from_config(Path(name))
     return _catalogue_model(name)

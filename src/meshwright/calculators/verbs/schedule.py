@@ -14,7 +14,7 @@ from meshwright.cli.output import say, width
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns
 from meshwright.report.plans.timeline import timeline_figure, timeline_text
 
 MAX_SWEPT_STAGES = 64
@@ -39,7 +39,7 @@ class Given(Options):
     weight: str | None = option("The part of it that makes gradients of weights.  [default: half of it]")
     send: str = option("From one stage to the next.", default="0")
     table: Path | None = option("A schedule of your own: a line per device, 0: F0 B0.")
-    write: Path | None = option("Write the schedule as such a file.")
+    out: Path | None = option("Write the schedule as such a file.", "-o", "--out")
     compare: bool = option("All named schedules beside each other.")
     sweep_stages: bool = option("More stages and fewer replicas on the same chips.")
     png: Path | None = option("Draw the timeline to this file (.png or .svg).")
@@ -66,12 +66,15 @@ def command(given: Given) -> Answer:
         result["sweep"] = _sweep(given, times)
         rows = [{**row, "name": f"{row['stages']} stages"} for row in result["sweep"]]
         text += _rows_text("More stages on the same chips, the same batch:", rows, _sweep_columns(times))
-    if not schedule and (given.write or given.png):
-        raise InputError("--png and --write take one schedule. Name it, such as 1f1b, beside --compare.")
-    if schedule and given.write:
-        write_text_whole(given.write, format_schedule(schedule))
-        say(f"wrote {given.write}")
-    return Answer(result | drawn(given.png), text, pictures)
+    if not schedule and (given.out or given.png):
+        raise InputError("--png and --out take one schedule. Name it, such as 1f1b, beside --compare.")
+    if schedule and given.out:
+        write_text_whole(given.out, format_schedule(schedule))
+        say(f"wrote {given.out}")
+    unit = {"unit": times.unit}
+    tables = [[row | unit for row in result.get(name, ())] for name in ("devices", "compare", "sweep")]
+    raw = [Table.as_is(rows) for rows in (*tables, [result]) if rows]
+    return Answer(result | drawn(given.png), text, pictures, raw)
 
 
 def _schedule(given: Given) -> Schedule | None:
@@ -110,6 +113,12 @@ def _step(simulation: Simulation) -> dict[str, float]:
 
 
 def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[str, Any]:
+    held: list[list[int]] = [[] for _ in schedule.orders]
+    for route in schedule.routes:
+        for stage, place in enumerate(route):
+            held[place.device].append(stage)
+    of_devices = zip(held, simulation.busy_s, simulation.idle_s, simulation.peak_stash, strict=True)
+    names = ("device", "stages", "busy", "idle", "peak_stash")
     return {
         "schedule": schedule.name,
         "stages": schedule.num_devices,
@@ -126,6 +135,7 @@ def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[st
         "bubble_without_barrier": simulation.bubble_without_barrier_s,
         "peak_stash": simulation.peak_stash,
         "fused": times.in_lockstep(schedule),
+        "devices": [dict(zip(names, (n, *one), strict=True)) for n, one in enumerate(of_devices)],
     }
 
 
@@ -178,8 +188,7 @@ def _sweep(given: Given, times: Times) -> list[dict[str, Any]]:
 
 
 def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any], times: Times) -> Iterator[Piece]:
-    chunks = f" of {r['chunks']} chunks" if r["chunks"] > 1 else ""
-    yield f"{schedule.name}: {r['stages']} devices{chunks}, {r['microbatches']} microbatches"
+    yield _title(schedule)
     per = "device" if times.uniform else "virtual stage"
     forward, backward, weight = (_listed(given, times) for given in (times.forward, times.backward, times.weight))
     yield Fact("passes", f"forward {forward}, backward {backward} (weight gradients {weight} of it), per {per} and "
@@ -193,7 +202,7 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any]
     lockstep = r["fused"]
     yield Fact("in lockstep", f"{lockstep['ticks']} fused ticks, {times.show(lockstep['step'])}, "
                f"peak stash {lockstep['peak_stash']:.4g}")  # fmt: skip
-    yield _devices_table(schedule, r, times)
+    yield _devices_table(r, times)
     timeline = timeline_text(schedule, simulation, width=width())
     if not timeline:
         yield "(The timeline is too long for this terminal: draw it with --png FILE.)"
@@ -204,25 +213,31 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any]
     yield f"(F forward, B backward{weights}, each with its microbatch where that fits{chunks}; dots: idle)"
 
 
+def _title(schedule: Schedule) -> str:
+    """The schedule and its sizes, for the text and the picture."""
+    each = schedule.num_virtual_stages // schedule.num_devices
+    chunks = f" of {each} chunks" if each > 1 else ""
+    return f"{schedule.name}: {schedule.num_devices} devices{chunks}, {schedule.num_microbatches} microbatches"
+
+
 def _listed(given: Sequence[float], times: Times) -> str:
     """One time, or the least and the most of those of the virtual stages."""
     least, most = times.cell(min(given)), times.cell(max(given))
     return least if least == most else f"{least} to {most}"
 
 
-def _devices_table(schedule: Schedule, r: dict[str, Any], times: Times) -> Table:
-    held: list[list[str]] = [[] for _ in schedule.orders]
-    for route in schedule.routes:
-        for stage, place in enumerate(route):
-            held[place.device].append(str(stage))
-    rows = [
-        [str(device), ", ".join(held[device]), times.cell(busy), times.cell(idle), f"{stash:.4g}"]
-        for device, (busy, idle, stash) in enumerate(zip(r["busy"], r["idle"], r["peak_stash"], strict=True))
-    ]
+def _devices_table(r: dict[str, Any], times: Times) -> Table:
+    columns: TableColumns = {
+        "device": "device",
+        "holds stage": ("stages", lambda stages: ", ".join(map(str, stages))),
+        "busy": ("busy", times.cell),
+        "idle": ("idle", times.cell),
+        "peak stash": ("peak_stash", "{:.4g}".format),
+    }
+    rows, half = Table.of(r["devices"], columns).shown(), MAX_DEVICES_SHOWN // 2
     if len(rows) > MAX_DEVICES_SHOWN:
-        half = MAX_DEVICES_SHOWN // 2
         rows = [*rows[:half], ["..."] * 5, *rows[-half:]]
-    return Table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
+    return Table([*columns], rows)
 
 
 def _compare_columns(times: Times) -> dict[str, Any]:
@@ -262,7 +277,7 @@ def _figure(schedule: Schedule, simulation: Simulation, times: Times) -> Any:
         schedule,
         simulation,
         unit=times.unit,
-        title=f"{schedule.name}: {schedule.num_devices} devices, {schedule.num_microbatches} microbatches",
+        title=_title(schedule),
         subtitle=f"step {times.show(simulation.makespan_s)}; devices are idle {simulation.bubble_share:.1%} of it; "
         f"peak stash {max(simulation.peak_stash):.4g} whole-stage microbatches",
     )

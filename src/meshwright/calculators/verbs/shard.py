@@ -35,11 +35,12 @@ from meshwright.cli.shared import CALIBRATION, DIMS, MESH
 from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
+from meshwright.core.units import format_bytes, format_params, format_seconds
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.cost.network.legs import group_legs
 from meshwright.cost.network.links import torus_width
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Column, Fact, Piece, Quantity, Table
+from meshwright.report.tables import format_flop_count
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 
@@ -58,7 +59,7 @@ STEPS: dict[str, Any] = {
 WAYS: dict[str, Any] = {
     "way, cheapest first": "way",
     "bytes moved": ("bytes", format_bytes),
-    "FLOPs": ("flops_per_device", lambda flops: format_flops(flops, unit="FLOP")),
+    "FLOPs": ("flops_per_device", format_flop_count),
     "time": ("time_s", format_seconds),
     "over least": ("times_cheapest", "{:.2f}".format),
 }
@@ -214,11 +215,18 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
         yield Table.of(result["steps"], STEPS, title)
     addends = {name: "" if n == 1 else f" of {n:,} addends" for name, n in result["addends"].items()}
     rows = [
-        [name, " x ".join(map(str, shape)) or "one number", format_bytes(result["bytes_per_device"][name]),
-         format_bytes(result["bytes_total"][name]), f"{result['copies'][name]:,}{addends[name]}"]
+        [name, shape, result["bytes_per_device"][name], result["bytes_total"][name],
+         Quantity(result["copies"][name], "{:,}" + addends[name])]
         for name, shape in result["local_shapes"].items()
     ]  # fmt: skip
-    yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, "" if result["steps"] else title)
+    columns: list[str | Column] = [
+        "array",
+        Column("block of a device", lambda shape: " x ".join(map(str, shape)) or "one number", "local_shapes"),
+        Column("bytes", format_bytes, "bytes_per_device"),
+        Column("in all", format_bytes, "bytes_total"),
+        "copies",
+    ]
+    yield Table(columns, rows, "" if result["steps"] else title)
     if result["flops_unsharded"]:
         yield from _flops_text(result)
     if result["time_s"] is not None and result["placement"]:
@@ -246,9 +254,7 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
 
 
 def _flops_text(result: dict[str, Any]) -> Iterator[Piece]:
-    each, total, own = (
-        format_flops(result[f"flops_{key}"], unit="FLOP") for key in ("per_device", "total", "unsharded")
-    )
+    each, total, own = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
     times = result["flops_total"] / result["flops_unsharded"]
     more = f"{times:,.4g} times" if times != 1 else "as many as"
     yield Fact("FLOPs per device", each, column=COLUMN)

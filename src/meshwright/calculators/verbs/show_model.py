@@ -7,9 +7,10 @@ from typing import Any
 from meshwright.calculators.training.kv_cache import cache_designs
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_params
+from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Column, Fact, Piece, Quantity, Table, TableColumns
+from meshwright.report.tables import format_flop_count
 from meshwright.spec.catalogue import entry, models
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
@@ -161,11 +162,20 @@ def _saved(m: Model) -> dict[str, Any]:
 def _weights_text(m: Model) -> Iterator[Piece]:
     yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}"
     rows: list[list[Any]] = [
-        [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
-         f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
+        [w.name, w.dims, w.shape, w.repeat,
+         Quantity(w.num_params, f"= {w.tied_to}" if w.tied_to else format_params)]
         for w in weight_table(m)
     ]  # fmt: skip
-    yield Table(["weight", "dims", "shape", "layers", "params"], rows)
+    yield Table(WEIGHTS, rows)
+
+
+WEIGHTS = (
+    Column("weight", name="name"),
+    Column("dims", lambda dims: f"[{','.join(dims)}]"),
+    Column("shape", lambda shape: " x ".join(map(str, shape))),
+    Column("layers", name="repeat"),
+    "params",
+)
 
 
 def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
@@ -181,7 +191,7 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
         yield Fact("active per token", f"{active:,} ({format_params(active)})")
     yield Fact(
         "training",
-        f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 N, N = active, look-up included)",
+        f"{format_flop_count(facts['train_flops_per_token'])} a token (6 N, N = active, look-up included)",
     )
     yield Fact(
         "attention",
@@ -214,12 +224,12 @@ def _at_length_text(facts: dict[str, Any]) -> Iterator[Piece]:
     flops = facts["flops"]
     columns: TableColumns = {
         "part": "part",
-        **{name: (name, lambda value: format_flops(value, unit="FLOP")) for name in ("forward", "backward", "total")},
+        **{name: (name, format_flop_count) for name in ("forward", "backward", "total")},
         "share": ("share", "{:.1%}".format),
-        "causal": ("total_causal", lambda value: format_flops(value, unit="FLOP")),
+        "causal": ("total_causal", format_flop_count),
         "share, causal": ("share_causal", "{:.1%}".format),
     }
-    total, causal = (format_flops(flops[key], unit="FLOP") for key in ("total", "causal"))
+    total, causal = (format_flop_count(flops[key]) for key in ("total", "causal"))
     yield Table.of(
         flops["parts"],
         columns,
@@ -232,22 +242,24 @@ def _at_length_text(facts: dict[str, Any]) -> Iterator[Piece]:
             "forward": "forward",
             "bytes": ("forward_bytes", format_bytes),
             "backward": "backward",
-            "of both": (lambda row: format_bytes(row["forward_bytes"] + row["backward_bytes"])),
+            "of both": (lambda row: row["forward_bytes"] + row["backward_bytes"], format_bytes, "both_bytes"),
         },
         f"What a layer sends for B = {flops['seq_len']:,} tokens in bf16, whole arrays; P: weights of a layer",
     )
 
 
 def _cache_text(m: Model, rows: list[dict[str, Any]]) -> Iterator[Piece]:
-    table = [
-        [f"{row['design']}{' *' if row['own'] else ''}", row["elements_per_layer"],
-         *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
-        for row in rows
-    ]  # fmt: skip
+    own = [row["design"] for row in rows if row["own"]]
     windows = f"; {_windows(m)}" if m.sliding_layers and m.sliding_window else ""
-    yield Table(
-        ["heads", "elements", *CACHE_DTYPES, f"{CACHE_POSITIONS:,} tokens"],
-        table,
+    columns: TableColumns = {
+        "heads": ("design", lambda design: f"{design}{' *' if design in own else ''}"),
+        "elements": "elements_per_layer",
+        **{dtype: (f"bytes_per_token/{dtype}", format_bytes) for dtype in CACHE_DTYPES},
+        f"{CACHE_POSITIONS:,} tokens": ("sequence/bytes", format_bytes),
+    }
+    yield Table.of(
+        rows,
+        columns,
         f"KV cache of a token: elements of a layer, bytes of all {m.num_layers}, and a sequence in bf16{windows} "
         f"(* as it is)",
     )
@@ -258,23 +270,28 @@ def _zero_text(zero: dict[str, Any]) -> Iterator[Piece]:
     each = ", ".join(f"{part} {parts[part]:g}" for part in ("weights", "gradients", "optimizer"))
     rows = [
         [f"ZeRO-{stage}{' (FSDP)' if stage == '3' else ''}",
-         ", ".join(accounting.ZERO_SHARDS[int(stage)]) or "nothing", *map(format_bytes, sizes)]
+         ", ".join(accounting.ZERO_SHARDS[int(stage)]) or "nothing", *sizes]
         for stage, sizes in zero["stages"].items()
     ]  # fmt: skip
     yield Table(
-        ["", "split over the devices", *(f"{n:,} devices" for n in zero["num_devices"])],
+        [
+            Column("", name="stage"),
+            Column("split over the devices", name="split"),
+            *(Column(f"{n:,} devices", format_bytes, f"zero_bytes.{n}_devices") for n in zero["num_devices"]),
+        ],
         rows,
         f"Training state of a device, {zero['state']} (bytes a parameter: {each})",
     )
 
 
 def _saved_text(m: Model, saved: dict[str, Any]) -> Iterator[Piece]:
-    rows = [
-        [remat, row["elements_per_layer"], format_bytes(row["bytes"]), " ".join(row["results"])]
-        for remat, row in saved.items()
-    ]
-    yield Table(
-        ["remat", "elements", "bytes", "results that are kept"],
-        rows,
+    yield Table.of(
+        ({"remat": remat, **row} for remat, row in saved.items()),
+        {
+            "remat": "remat",
+            "elements": "elements_per_layer",
+            "bytes": ("bytes", format_bytes),
+            "results that are kept": ("results", " ".join),
+        },
         f"Activations kept of a token: elements of a layer, bytes in bf16 of all {m.num_layers}",
     )

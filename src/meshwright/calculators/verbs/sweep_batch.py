@@ -22,7 +22,7 @@ from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Column, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.catalogue import load_model
@@ -71,7 +71,7 @@ def command(given: Given) -> Answer:
     curves = scheme_curves(work, clusters, tokens, axes=given.axes, whole_axes=given.whole_axes, calibration=rates)
     closed = closed_forms(work, clusters[0], rates)
     found = [crossing(one, closed) for one in curves]
-    facts = {
+    facts: dict[str, Any] = {
         "model": work.name,
         "cluster": given.on,
         "pass": "step" if work.whole else "forward",
@@ -82,7 +82,19 @@ def command(given: Given) -> Answer:
     }
     title = f"{work.name} on {given.on}"
     pictures = {given.png: lambda: _figure(title, _what(work), curves, found)}
-    return Answer(facts, _text(work, given.on, curves, found), pictures)
+    raw = [Table.as_is(rows) for rows in (_points(tokens, facts["curves"]), found)]
+    return Answer(facts, _text(work, given.on, curves, found), pictures, raw)
+
+
+def _points(tokens: np.ndarray, curves: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A record for each batch of each curve."""
+    rows = []
+    for one in curves:
+        lists = {name: value for name, value in one.items() if isinstance(value, np.ndarray | list | tuple)}
+        comms = {f"comms_s.{axis}": seconds for axis, seconds in one["comms_s"].items()}
+        along = {"tokens": tokens, **lists, **comms}
+        rows += [{"name": one["name"], **{key: of[n] for key, of in along.items()}} for n in range(len(tokens))]
+    return rows
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
@@ -124,7 +136,9 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Cro
 def _table(tokens: Sequence[float], columns: Mapping[str, Sequence[Any]]) -> Table:
     """A row per octave."""
     rows = list(zip(map(round, tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE]
-    return Table([("tokens", format_count), *((name, SHOWS.get(name, format_seconds)) for name in columns)], rows)
+    return Table(
+        [Column("tokens", format_count), *(Column(name, SHOWS.get(name, format_seconds)) for name in columns)], rows
+    )
 
 
 def _one_text(curve: Curve) -> Table:

@@ -154,11 +154,8 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
     def raw(self) -> Table:
         """Every figure of every point as it is, mesh axes and items of memory in columns of their own."""
         inside = {"values": self.varied, "axes": MESH_AXES, "memory": list(ITEMS.values())}
-        parts = {
-            name if field != "memory" else f"{name}_bytes": f"{field}/{name}"
-            for field in inside
-            for name in inside[field]
-        }
+        names = {f"{field}/{name}": name for field in inside for name in inside[field]}
+        parts = {name: (path, None, f"{name}_bytes" * (path[0] == "m") or name) for path, name in names.items()}
         plain = {name: name for name in self.rows[0] if name not in inside}
         return Table.of(self.rows, {**parts, **plain})
 

@@ -23,6 +23,7 @@ from meshwright.cost.network.collectives import GroupRates, collective_bound_by,
 from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops
 from meshwright.cost.network.placement import physical_placement
 from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.tables import format_flop_count
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14
@@ -86,13 +87,19 @@ def command(given: Given) -> Answer:
         legs += route(cluster, source, target, num_bytes, via=given.via)
     legs += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=given.dtype) for text in given.extra]
     found = transfer_times(legs)
-    facts = {
+    facts: dict[str, Any] = {
         "cluster": cluster.short_name,
         "bytes": num_bytes,
-        "legs": [{**msgspec.structs.asdict(leg), "send_s": leg.send_s} for leg in legs],
+        "legs": [{**msgspec.structs.asdict(leg), "unit": _unit(leg), "send_s": leg.send_s} for leg in legs],
         **msgspec.structs.asdict(found),
     }
-    return Answer(facts, _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, found))
+    text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, found)
+    return Answer(facts, text, raw=[Table.as_is(facts["legs"]), Table.as_is([facts])])
+
+
+def _unit(leg: TransferLeg) -> str:
+    """The unit of its amount; its rate is so many a second."""
+    return "FLOP" if leg.channel == "compute" else "bytes"
 
 
 def _transfer_text(title: str, legs: list[TransferLeg], found: TransferTimes) -> Iterator[Piece]:
@@ -113,7 +120,7 @@ def _transfer_text(title: str, legs: list[TransferLeg], found: TransferTimes) ->
 
 
 def _amount(leg: TransferLeg) -> str:
-    return format_flops(leg.amount, unit="FLOP") if leg.channel == "compute" else format_bytes(leg.amount)
+    return format_flop_count(leg.amount) if leg.channel == "compute" else format_bytes(leg.amount)
 
 
 def _rate(leg: TransferLeg) -> str:
@@ -238,7 +245,6 @@ def _draw_frames(
     if path.suffix.lower() in PICTURES:
         written = [save(ring_figure(frames, title=title, subtitle=subtitle, sums=sums), path)]
     else:
-        path.mkdir(exist_ok=True)
         written = [
             save(ring_figure([frame], title=title, sums=sums), path / f"step-{frame.step:02}.png") for frame in frames
         ]

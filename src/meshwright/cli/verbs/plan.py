@@ -28,8 +28,8 @@ from meshwright.plan.why.setup_changes import CHANGES, parse_what_if
 from meshwright.plan.why.what_if import what_if
 from meshwright.plan.why.why_not import why_not
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns, tables_of
-from meshwright.spec.catalogue import load_model
 from meshwright.spec.job import require_training
+from meshwright.spec.model import Model
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import AS_RUN, COLLECTIVE_MATMULS, Strategy, mesh_words
@@ -39,7 +39,7 @@ NUMBERS_WIDTH = 46
 
 
 class Given(Options):
-    model: str = argument()
+    model: Model = argument()
     on: str = option("The cluster: v5p:16x20x28, h100:8x256, cpu:8; v5p:512chips finds the best slice.")
     batch: str = BATCH
     seq_len: Count = SEQ_NEEDED
@@ -55,8 +55,8 @@ class Given(Options):
     out: Path | None = option("Write the best plan to this file.", "-o", "--out")
     full: bool = option("Try every schedule, ZeRO stage, offload and attention; screen nothing out.")
     pareto: bool = option("List the plans that nothing beats in step time and memory, or in cost.")
-    png: Path | None = option("The same, drawn to this file.")
-    breakdown: Path | None = option("Draw where the best plan's step goes to this file.")
+    breakdown: bool = option("Where the communication of the best plan's step goes.")
+    png: Path | None = option("Draw the plans of --pareto, or the parts of the step with --breakdown.")
     why_nots: tuple[str, ...] = option("Why not tensor=16,remat=block?", "--why-not", metavar="AXIS=N,...")
     what_ifs: tuple[str, ...] = option(
         f"What if chip.flops=8x,chips=2x? Of {', '.join(CHANGES)}; network is nic and dcn: what leaves the domain or "
@@ -72,7 +72,7 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Find how to split the training of MODEL (a name or a config.json) over a cluster."""
     fields = parse_fields(given.pairs, sections=PLANNED)
-    chosen = with_fields(load_model(given.model), "model", fields["model"])
+    chosen = with_fields(given.model, "model", fields["model"])
     clusters = parse_clusters(given.on)
     if given.price is not None:
         chip = clusters[0].chip.priced(given.price)
@@ -103,10 +103,10 @@ def command(given: Given) -> Answer:
         parts.append(Answer({"verified": table}, []))
     if given.out:
         _save(result, given.out)
-    if given.pareto or given.png:
-        parts.append(frontier_answer(result, png=given.png))
+    if given.pareto or (given.png and not given.breakdown):
+        parts.append(frontier_answer(result, png=None if given.breakdown else given.png))
     if given.breakdown:
-        parts.append(breakdown_answer(result, given.breakdown))
+        parts.append(breakdown_answer(result, given.png))
     if why_nots:
         parts.append(why_not_answer(result, [why_not(result, asked) for asked in why_nots]))
     if what_ifs:

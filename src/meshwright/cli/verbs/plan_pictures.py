@@ -34,7 +34,9 @@ def frontier_answer(result: PlanResult, *, png: Path | None) -> Answer:
     cluster = result.strategies[0].cluster
     setting = result.setting.on(cluster)
     found = pareto(result)
-    facts = {"memory": [_facts(one) for one in found.memory], "cost": [_facts(one) for one in found.cost]}
+    numbers = _numbers(found)
+    memory = [{"number": numbers.get(id(one)), **_facts(one)} for one in found.memory]
+    facts = {"memory": memory, "cost": [_facts(one) for one in found.cost]}
     text = _frontier_text(cluster, found)
     return Answer({"pareto": facts}, text, {png: lambda: _frontier_figure(setting, found)})
 
@@ -67,9 +69,9 @@ def _facts(found: PlannedStrategy) -> dict[str, Any]:
 
 
 def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
-    rows = {id(one): number for number, one in enumerate(listed(found.memory), 1)}
+    rows = _numbers(found)
     columns: TableColumns = {
-        "#": lambda one: rows[id(one)],
+        "#": (lambda one: rows[id(one)], None, "number"),
         **STEP,
         **MEMORY,
         **MFU,
@@ -87,26 +89,37 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
         return
     yield ""
     price = f"${cluster.chip.price_usd_per_hour:,.2f} a chip and hour"
-    columns = {"chips": "num_chips", **STEP, "cost of 1 B tokens": (_usd, "${:,.2f}".format), **MFU, **MESH}
+    columns = {
+        "chips": "num_chips",
+        **STEP,
+        "cost of 1 B tokens": ("usd_per_token", lambda usd: f"${1e9 * usd:,.2f}"),
+        **MFU,
+        **MESH,
+    }
     yield Table.of(found.cost, columns, f"Step time against cost, on all chips and on parts ({price})")
 
 
-MESH: TableColumns = {"mesh": ("strategy.mesh", short_mesh)}
+MESH: TableColumns = {"mesh": ("strategy.mesh", short_mesh, "axes")}
 
 
-def _usd(found: PlannedStrategy) -> float:
-    """Dollars of a billion tokens."""
-    return 1e9 * (found.usd_per_token or 0.0)
+def _numbers(found: Frontier) -> dict[int, int]:
+    """The row of the table of each plan that is in it, by identity."""
+    return {id(one): number for number, one in enumerate(listed(found.memory), 1)}
 
 
 def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
     model, cluster, job = setting.model, setting.cluster, setting.job
-    numbers = {id(one): str(number) for number, one in enumerate(listed(found.memory), 1)}
+    numbers = _numbers(found)
     limit = setting.memory_limit
-    memory = [(one.estimate.step_s, one.estimate.hbm_bytes_per_chip, numbers.get(id(one), "")) for one in found.memory]
+    memory = [
+        (one.estimate.step_s, one.estimate.hbm_bytes_per_chip, str(numbers.get(id(one), ""))) for one in found.memory
+    ]
     return pareto_figure(
         memory,
-        [(one.estimate.step_s, _usd(one), f"{one.cluster.num_chips:,} chips") for one in found.cost],
+        [
+            (one.estimate.step_s, 1e9 * (one.usd_per_token or 0.0), f"{one.cluster.num_chips:,} chips")
+            for one in found.cost
+        ],
         limit_bytes=None if limit == float("inf") else limit,
         title=f"{model.name} on {cluster.short_name}: plans that nothing beats",
         subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbers are those of the table.",
@@ -116,7 +129,7 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
 # -- the parts of a step --------------------------------------------------------------------------------
 
 
-def breakdown_answer(result: PlanResult, png: Path) -> Answer:
+def breakdown_answer(result: PlanResult, png: Path | None) -> Answer:
     """Where the best plan's step goes, and its collectives."""
     best = result.strategies[0]
     parts = Breakdown(price_strategy(best.setting, best.strategy))
