@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from meshwright.core.units import format_seconds
+from meshwright.core.units import format_flops, format_seconds
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
@@ -59,3 +59,13 @@ _SECONDS = {"days": 86400.0, "h": 3600.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns"
 def three_digits(value: float) -> str:
     """``"80.1"``, ``"11,574"``: at least three digits, and no power of ten for large numbers."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def format_power(watts: float) -> str:
+    """``"700 W"``, ``"5.6 kW"``, ``"1.43 MW"``."""
+    return format_flops(watts, unit="W") if watts >= 1e6 or watts < 1e3 else f"{watts / 1e3:.3g} kW"
+
+
+def format_energy(kwh: float) -> str:
+    """``"134 kWh"``, ``"34.4 MWh"``, ``"1.2 GWh"``."""
+    return format_flops(kwh * 1e3, unit="Wh") if kwh >= 1e3 else f"{kwh:.3g} kWh"

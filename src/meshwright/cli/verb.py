@@ -146,13 +146,13 @@ def _on_line(param: click.Parameter) -> bool:
 
 def emit(answer: Answer, form: str) -> None:
     """Draw the pictures of an answer and print it; its tables alone as CSV."""
-    for path, chart in answer.pictures.items():
-        if path is not None:
-            from meshwright.report.figure import save
+    drawn = {path: chart for path, chart in answer.pictures.items() if path is not None}
+    for path, chart in drawn.items():
+        from meshwright.report.figure import save
 
-            say(f"wrote {save(chart(), path)}")
+        say(f"wrote {save(chart(), path)}")
     if form == "json":
-        emit_json(answer.facts)
+        emit_json({**answer.facts, "pictures": list(drawn)} if drawn else answer.facts)
     elif form == "text":
         show(answer.pieces)
     else:

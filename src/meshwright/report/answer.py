@@ -12,43 +12,18 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
-from meshwright.report.tables import (
-    cell_text,
-    format_energy,
-    format_flop_count,
-    format_hertz,
-    format_power,
-    format_tokens,
-    format_usd,
-    joined,
-    render,
-    table,
-)
+from meshwright.report.tables import cell_text, joined, render, table
 
 Show = Callable[[Any], Any]
 """Turns a raw value into what a person reads."""
-UNITS: dict[Show | None, str] = {
-    format_bytes: "bytes", format_seconds: "s", format_rate: "bytes/s", format_flops: "FLOP/s",
-    format_flop_count: "FLOP", format_power: "W", format_energy: "kWh", format_usd: "USD",
-    format_hertz: "Hz", format_tokens: "tokens",
-}  # fmt: skip
-"""How a person reads a value -> the unit of the value."""
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A header, how a person reads the values below it, and its name in CSV and JSON; None reads them as they are."""
+    """A header, how a person reads the raw values below it, and its name for programs: that of JSON, with the unit."""
 
     title: str
     show: Show | None = None
     name: str = ""
-
-    @property
-    def header(self) -> str:
-        """The name for programs, which says the unit: ``time_s``, ``hbm_bytes``."""
-        name = self.name or self.title
-        unit = UNITS.get(self.show, "").lower().replace("flop", "flops").replace("/", "_per_")
-        return name if f"_{unit.partition('_')[0]}_" in f"_{name.replace('.', '_')}_" or not unit else f"{name}_{unit}"
 
 
 TableColumns = Mapping[str, str | Show | tuple[str | Show, Show | None] | tuple[str | Show, Show | None, str]]
@@ -56,19 +31,13 @@ TableColumns = Mapping[str, str | Show | tuple[str | Show, Show | None] | tuple[
 
 
 class Quantity(msgspec.Struct, frozen=True):
-    """A cell with its own unit: the raw value, and what a person reads."""
+    """A cell with its own reading: the raw value, and what a person reads."""
 
     value: Any
-    show: Show | str
-    """A function, or a format such as ``"{:.3g} tokens"``."""
-
-    @property
-    def unit(self) -> str:
-        """The unit of the raw value."""
-        return self.show.partition("}")[2].strip() if isinstance(self.show, str) else UNITS.get(self.show, "")
+    show: Show
 
     def __str__(self) -> str:
-        return self.show.format(self.value) if isinstance(self.show, str) else str(self.show(self.value))
+        return str(self.show(self.value))
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -158,7 +127,7 @@ def _field(record: Any, what: str | Show) -> Any:
         return what(record)
     name, _, key = what.partition("/")
     value = record[name] if isinstance(record, dict) else attrgetter(name)(record)
-    return value[key] if key and value is not None else value
+    return value.get(key) if key and value is not None else value
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -224,28 +193,17 @@ def _filled(text: str, width: int, indent: int) -> str:
 
 
 def as_csv(found: Table) -> str:
-    """Comma-separated raw values under their names; what is not known or not finite is an empty field.
-
-    A column whose cells have units of their own is followed by one that says them.
-    """
-    cells = [list(row) for row in found.rows]
-    header = [column.header for column in found.heads]
-    for n in reversed([n for n in range(len(header)) if any(isinstance(row[n], Quantity) for row in cells)]):
-        header.insert(n + 1, f"{header[n]}_unit")
-        for row in cells:
-            one = row[n] if isinstance(row[n], Quantity) else Quantity(row[n], str)
-            row[n : n + 1] = [one.value, one.unit]
-        if not any(row[n + 1] for row in cells):
-            header.pop(n + 1)
-            cells = [[*row[: n + 1], *row[n + 2 :]] for row in cells]
+    """Comma-separated raw values under their names; what is not known or not finite is an empty field."""
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerows([header, *([_raw(cell) for cell in row] for row in cells)])
+    writer.writerow([column.name or column.title for column in found.heads])
+    writer.writerows([[_raw(cell) for cell in row] for row in found.rows])
     return out.getvalue()
 
 
 def _raw(cell: Any) -> Any:
-    return None if isinstance(cell, float) and not math.isfinite(cell) else joined(cell)
+    value = cell.value if isinstance(cell, Quantity) else cell
+    return None if isinstance(value, float) and not math.isfinite(value) else joined(value)
 
 
 def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.core.units import format_count, format_flops
+from meshwright.core.units import format_flops
 
 Cell = str | int | float | None
 
@@ -85,31 +85,6 @@ def cell_text(cell: object) -> str:
     return f"{cell:.4g}" if isinstance(cell, float) else str(joined(cell))
 
 
-def format_power(watts: float) -> str:
-    """``"700 W"``, ``"5.6 kW"``, ``"1.43 MW"``."""
-    return format_flops(watts, unit="W") if watts >= 1e6 or watts < 1e3 else f"{watts / 1e3:.3g} kW"
-
-
-def format_energy(kwh: float) -> str:
-    """``"134 kWh"``, ``"34.4 MWh"``, ``"1.2 GWh"``."""
-    return format_flops(kwh * 1e3, unit="Wh") if kwh >= 1e3 else f"{kwh:.3g} kWh"
-
-
-def format_usd(dollars: float) -> str:
-    """``"$1.25"``, ``"$1,234"``."""
-    return f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"
-
-
 def format_flop_count(flops: float) -> str:
     """``"459 TFLOP"``: an amount of work."""
     return format_flops(flops, unit="FLOP")
-
-
-def format_hertz(hertz: float) -> str:
-    """``"1.755 GHz"``."""
-    return f"{hertz / 1e9:.4g} GHz"
-
-
-def format_tokens(count: float) -> str:
-    """``"4 Mi tokens"``."""
-    return f"{format_count(count)} tokens"

@@ -20,7 +20,7 @@ from meshwright.calculators.training.scaling_laws import (
     scaling_law,
 )
 from meshwright.calculators.verbs.show_chip import product_dtype
-from meshwright.cli.output import three_digits
+from meshwright.cli.output import format_energy, format_power, three_digits
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_params, format_seconds, parse_count
@@ -32,7 +32,6 @@ from meshwright.cost.formulas.training_budget import (
     training_flops,
 )
 from meshwright.report.answer import Answer, Fact, Piece, Table
-from meshwright.report.tables import format_energy, format_power
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chips, peak
 from meshwright.spec.cluster import Cluster, parse_cluster

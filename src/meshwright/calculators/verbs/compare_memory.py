@@ -68,7 +68,7 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
             "state": state,
             **{part: bytes_per_param(state, part=part) for part in PARTS},
             "bytes_per_param": averaged,
-            "models": {m.name: num_params(m) * averaged["none"] for m in models},
+            "model_bytes": {m.name: num_params(m) * averaged["none"] for m in models},
         }
         for state, averaged in sizes.items()
     ]
@@ -85,7 +85,7 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
     tables = [
         Table.of(
             states,
-            {"state": "state", **BYTES_COLUMNS, **{m.name: (f"models/{m.name}", format_bytes) for m in models}},
+            {"state": "state", **BYTES_COLUMNS, **{m.name: (f"model_bytes/{m.name}", format_bytes) for m in models}},
             "Bytes a parameter of each training state: weights, gradients, optimizer, and the number it is known by",
         ),
         Table.of(

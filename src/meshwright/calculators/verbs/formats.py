@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+from msgspec.structs import asdict
+
 from meshwright.calculators.chips.dot_product import LOAD_CYCLES, VECTOR_BITS, dot_product_ways, dot_product_work
 from meshwright.calculators.chips.number_formats import NumberFormat, bit_text, decode, number_format, round_to
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.report.answer import Answer, Fact, Piece, Quantity, Table
+from meshwright.report.answer import Answer, Fact, Piece, Table
 
 LISTED = ("fp32", "tf32", "bf16", "fp16", "fp8-e5m2", "fp8-e4m3", "fp4-e2m1", "int8", "int4")
 """Formats that are shown where none are named."""
@@ -46,8 +48,10 @@ def command(given: Given) -> Answer:
         "decoded": None if given.code is None else _decoded(given.code, forms),
         "dot_product": None if given.length is None else [_dot(form, given.length, given) for form in forms],
     }
-    plain = not given.values and given.code is None and given.length is None
-    return Answer(found, _text(given, found), raw=[Table.as_is(found["formats"])] if plain else ())
+    stored = [{"given": one["value"], **way} for one in found["values"] for way in one["stored"]]
+    ways = [{"format": one["format"], **asdict(way)} for one in found["dot_product"] or () for way in one["ways"]]
+    rows = [one for one in (stored, found["decoded"] and [found["decoded"]], ways) if one] or [found["formats"]]
+    return Answer(found, _text(given, found), raw=[Table.as_is(one) for one in rows])
 
 
 def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
@@ -55,8 +59,9 @@ def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
         yield Table.of(({**form, "fields": _fields(form)} for form in found["formats"]), FORMAT_COLUMNS)
         yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
     for text, value in zip(given.values, found["values"], strict=True):
+        rows = [[s["format"], f"{s['value']:.10g}", _error(s["relative_error"]), s["bits"]] for s in value["stored"]]
         of = "" if value["scale"] == 1 else f", stored as multiples of {value['scale']:g}"
-        yield Table.of(value["stored"], STORED_COLUMNS, f"{text}{of}")
+        yield Table(["format", "stored", "error", "sign exponent mantissa"], rows, f"{text}{of}")
     if found["decoded"]:
         one = found["decoded"]
         yield Fact(one["format"], f"{one['bits']} is {_short(one['value'])}")
@@ -138,14 +143,6 @@ def _error(relative: float | None) -> str:
     if relative is None:
         return "overflow"
     return "exact" if relative == 0 else f"{relative:.2g}"
-
-
-STORED_COLUMNS: dict[str, Any] = {
-    "format": "format",
-    "stored": ("value", "{:.10g}".format),
-    "error": (lambda one: Quantity(one["relative_error"], _error), None, "relative_error"),
-    "sign exponent mantissa": "bits",
-}
 
 
 def _decoded(text: str, forms: Sequence[NumberFormat]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.verbs.roofline_attention import attention_answer
-from meshwright.calculators.verbs.roofline_sweep import SweptSizes, drawn, parse_sweep, sweep_answer, sweep_points
+from meshwright.calculators.verbs.roofline_sweep import SweptSizes, parse_sweep, sweep_answer, sweep_points
 from meshwright.cli.verb import DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
@@ -107,7 +107,6 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
             **rates, weight_bytes=dtype_bytes(rhs.dtype)
         ),
         "tile_expansion": _tiles(unit, named, sizes),
-        **drawn(given.png),
     }  # fmt: skip
     return Answer(
         facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)}, [Table.as_is([facts])]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.chips.attention_roofline import AttentionTimes, block_times, compute_bound_len
-from meshwright.calculators.verbs.roofline_sweep import Sweep, drawn
+from meshwright.calculators.verbs.roofline_sweep import Sweep
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count
 from meshwright.cost.formulas.accounting import attention_equal_len
@@ -46,7 +46,6 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> 
             ]
             for phase, each in phases.items()
         },
-        **drawn(given.png),
     }
     rows = [{"phase": phase, **row} for phase in phases for row in facts[phase]]
     return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)}, [Table.as_is(rows), Table.as_is([facts])])

@@ -8,13 +8,12 @@ from meshwright.algebra.schedules.file import MAX_OPS, format_schedule, read_sch
 from meshwright.algebra.schedules.registry import build, default_chunks, definition, schedule_names
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule
-from meshwright.calculators.verbs.roofline_sweep import drawn
 from meshwright.calculators.verbs.schedule_times import Times, read_times
 from meshwright.cli.output import say, width
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.report.plans.timeline import timeline_figure, timeline_text
 
 MAX_SWEPT_STAGES = 64
@@ -71,10 +70,11 @@ def command(given: Given) -> Answer:
     if schedule and given.out:
         write_text_whole(given.out, format_schedule(schedule))
         say(f"wrote {given.out}")
-    unit = {"unit": times.unit}
-    tables = [[row | unit for row in result.get(name, ())] for name in ("devices", "compare", "sweep")]
-    raw = [Table.as_is(rows) for rows in (*tables, [result]) if rows]
-    return Answer(result | drawn(given.png), text, pictures, raw)
+    of_devices = {name: result[name] for name in ("busy", "idle", "peak_stash") if schedule}
+    devices = [dict(zip(of_devices, one, strict=True)) for one in zip(*of_devices.values(), strict=True)]
+    tables = (devices, result.get("compare", ()), result.get("sweep", ()), [result])
+    raw = [Table.as_is([{**row, "unit": times.unit} for row in rows]) for rows in tables if rows]
+    return Answer(result, text, pictures, raw)
 
 
 def _schedule(given: Given) -> Schedule | None:
@@ -113,12 +113,6 @@ def _step(simulation: Simulation) -> dict[str, float]:
 
 
 def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[str, Any]:
-    held: list[list[int]] = [[] for _ in schedule.orders]
-    for route in schedule.routes:
-        for stage, place in enumerate(route):
-            held[place.device].append(stage)
-    of_devices = zip(held, simulation.busy_s, simulation.idle_s, simulation.peak_stash, strict=True)
-    names = ("device", "stages", "busy", "idle", "peak_stash")
     return {
         "schedule": schedule.name,
         "stages": schedule.num_devices,
@@ -135,7 +129,6 @@ def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[st
         "bubble_without_barrier": simulation.bubble_without_barrier_s,
         "peak_stash": simulation.peak_stash,
         "fused": times.in_lockstep(schedule),
-        "devices": [dict(zip(names, (n, *one), strict=True)) for n, one in enumerate(of_devices)],
     }
 
 
@@ -202,7 +195,7 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any]
     lockstep = r["fused"]
     yield Fact("in lockstep", f"{lockstep['ticks']} fused ticks, {times.show(lockstep['step'])}, "
                f"peak stash {lockstep['peak_stash']:.4g}")  # fmt: skip
-    yield _devices_table(r, times)
+    yield _devices_table(schedule, r, times)
     timeline = timeline_text(schedule, simulation, width=width())
     if not timeline:
         yield "(The timeline is too long for this terminal: draw it with --png FILE.)"
@@ -226,18 +219,19 @@ def _listed(given: Sequence[float], times: Times) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _devices_table(r: dict[str, Any], times: Times) -> Table:
-    columns: TableColumns = {
-        "device": "device",
-        "holds stage": ("stages", lambda stages: ", ".join(map(str, stages))),
-        "busy": ("busy", times.cell),
-        "idle": ("idle", times.cell),
-        "peak stash": ("peak_stash", "{:.4g}".format),
-    }
-    rows, half = Table.of(r["devices"], columns).shown(), MAX_DEVICES_SHOWN // 2
+def _devices_table(schedule: Schedule, r: dict[str, Any], times: Times) -> Table:
+    held: list[list[str]] = [[] for _ in schedule.orders]
+    for route in schedule.routes:
+        for stage, place in enumerate(route):
+            held[place.device].append(str(stage))
+    rows = [
+        [str(device), ", ".join(held[device]), times.cell(busy), times.cell(idle), f"{stash:.4g}"]
+        for device, (busy, idle, stash) in enumerate(zip(r["busy"], r["idle"], r["peak_stash"], strict=True))
+    ]
     if len(rows) > MAX_DEVICES_SHOWN:
+        half = MAX_DEVICES_SHOWN // 2
         rows = [*rows[:half], ["..."] * 5, *rows[-half:]]
-    return Table([*columns], rows)
+    return Table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
 
 
 def _compare_columns(times: Times) -> dict[str, Any]:

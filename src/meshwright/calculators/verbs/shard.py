@@ -29,7 +29,6 @@ from meshwright.calculators.sharding.parsing import (
     parse_asked,
 )
 from meshwright.calculators.sharding.ways import all_ways, axes_text
-from meshwright.calculators.verbs.roofline_sweep import drawn
 from meshwright.calculators.verbs.shard_run import run_ways
 from meshwright.cli.shared import CALIBRATION, DIMS, MESH
 from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
@@ -39,7 +38,7 @@ from meshwright.core.units import format_bytes, format_params, format_seconds
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.cost.network.legs import group_legs
 from meshwright.cost.network.links import torus_width
-from meshwright.report.answer import Answer, Column, Fact, Piece, Quantity, Table
+from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.report.tables import format_flop_count
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -48,6 +47,8 @@ MAX_RUN_DEVICES = 64
 MAX_RUN_ELEMENTS = 2**28
 MAX_DRAWN_DEVICES = 4096
 COLUMN = 17
+OF_ARRAYS = ("local_shapes", "bytes_per_device", "bytes_total", "copies", "addends")
+"""What JSON says of every array."""
 
 STEPS: dict[str, Any] = {
     "step": ("op", lambda op: BOOK_NAMES.get(op, "multiply")),
@@ -102,9 +103,10 @@ def command(given: Given) -> Answer:
         result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
     if given.execute:
         result["run"] = run_ways(asked, list(ways.values()), dims, mesh)
-    result |= drawn(given.png)
     title = f"{asked.title} on {given.on}" if given.on else asked.title
-    return Answer(result, _text(title, result), {given.png: lambda: _figure(asked, dims, mesh)})
+    arrays = [{"array": name, **{key: result[key][name] for key in OF_ARRAYS}} for name in result["local_shapes"]]
+    raw = [Table.as_is(rows) for rows in (result["steps"], arrays, result.get("ways"), [result]) if rows]
+    return Answer(result, _text(title, result), {given.png: lambda: _figure(asked, dims, mesh)}, raw)
 
 
 def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict[str, int]) -> None:
@@ -215,18 +217,11 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
         yield Table.of(result["steps"], STEPS, title)
     addends = {name: "" if n == 1 else f" of {n:,} addends" for name, n in result["addends"].items()}
     rows = [
-        [name, shape, result["bytes_per_device"][name], result["bytes_total"][name],
-         Quantity(result["copies"][name], "{:,}" + addends[name])]
+        [name, " x ".join(map(str, shape)) or "one number", format_bytes(result["bytes_per_device"][name]),
+         format_bytes(result["bytes_total"][name]), f"{result['copies'][name]:,}{addends[name]}"]
         for name, shape in result["local_shapes"].items()
     ]  # fmt: skip
-    columns: list[str | Column] = [
-        "array",
-        Column("block of a device", lambda shape: " x ".join(map(str, shape)) or "one number", "local_shapes"),
-        Column("bytes", format_bytes, "bytes_per_device"),
-        Column("in all", format_bytes, "bytes_total"),
-        "copies",
-    ]
-    yield Table(columns, rows, "" if result["steps"] else title)
+    yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, "" if result["steps"] else title)
     if result["flops_unsharded"]:
         yield from _flops_text(result)
     if result["time_s"] is not None and result["placement"]:

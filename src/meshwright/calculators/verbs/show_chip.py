@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 
 from meshwright.calculators.chips import anatomy
+from meshwright.cli.output import or_dash
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_bytes, format_flops, format_params, format_rate, format_seconds
 from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
-from meshwright.report.answer import Answer, Column, Fact, Paragraph, Piece, Quantity, Show, Table
-from meshwright.report.tables import format_hertz
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
 from meshwright.spec.chip import PAID_FOR, Chip, vector_peak_from_anatomy
 from meshwright.spec.strategy import STATE_BYTES
 
@@ -19,7 +19,7 @@ from meshwright.spec.strategy import STATE_BYTES
 def chip_answer(c: Chip) -> Answer:
     """One chip as two tables: figures of the catalogue, then what follows from them."""
     facts = chip_facts(c)
-    return Answer(facts, _text(c, facts))
+    return Answer(facts, _text(c, facts), raw=[Table.as_is([facts])])
 
 
 def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
@@ -28,7 +28,7 @@ def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
     if rows:
         yield ""
         links = "link: one way; W: a torus axis, both ways" if c.topology == "torus" else "link: one way"
-        yield Table(figures("", "formula"), rows, f"What follows, {facts['compute_dtype']} products ({links})")
+        yield Table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products ({links})")
     if facts["gpu"]:
         yield from _gpu_text(c, facts["gpu"], facts["compute_dtype"])
     if facts["max_params"]:
@@ -106,66 +106,72 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("L1 and shared memory of an SM", "l1_bytes_per_sm", format_bytes),
     ("registers of an SM", "register_bytes_per_sm", format_bytes),
     ("ICI link, one way", "ici_link_bytes_per_s", format_rate),
-    ("ICI axes", "num_ici_axes", "{}"),
+    ("ICI axes", "num_ici_axes", str),
     ("NVLink or its like, one way", "nvlink_bytes_per_s", format_rate),
-    ("chips of a domain", "domain_chips", "{}"),
+    ("chips of a domain", "domain_chips", str),
     ("network, one way", "nic_bytes_per_s", format_rate),
     ("DCN of a host", "dcn_bytes_per_s_per_host", format_rate),
-    ("chips of a host", "chips_per_host", "{}"),
+    ("chips of a host", "chips_per_host", str),
     ("host link, one way", "pcie_bytes_per_s", format_rate),
-    ("power", "power_w", "{:g} W"),
+    ("power", "power_w", lambda v: f"{v:g} W"),
     ("price of an hour", "price_usd_per_hour", lambda v: f"${v:g}"),
-    ("cores", "num_cores", "{}"),
-    ("MXUs of a core", "mxus_per_core", "{}"),
+    ("cores", "num_cores", str),
+    ("MXUs of a core", "mxus_per_core", str),
     ("cells of an MXU", "mxu_dim", lambda v: f"{v} x {v}"),
-    ("VPU lanes of a core", "vpu_lanes_per_core", "{:,}"),
-    ("clock", "clock_hz", format_hertz),
+    ("VPU lanes of a core", "vpu_lanes_per_core", "{:,}".format),
+    ("clock", "clock_hz", lambda v: f"{v / 1e9:.4g} GHz"),
 )
 
 
 def _figures_text(c: Chip) -> Iterator[Piece]:
-    peaks = c.peak_flops
-    sources = {key: c.sources.get(key, "") for _, key, _ in _FIGURES}
-    sources |= {dtype: c.sources.get(f"peak_flops.{dtype}", c.sources.get("peak_flops", "")) for dtype in peaks}
-    rows = [[f"{dtype}, dense", Quantity(flops, format_flops), sources[dtype]] for dtype, flops in peaks.items()]
-    known = [(words, key, show) for words, key, show in _FIGURES if getattr(c, key) is not None]
-    rows += [[words, Quantity(getattr(c, key), show), sources[key]] for words, key, show in known]
-    notes = [*dict.fromkeys(source for *_, source in rows if source)]
-    columns = [*figures(c.name)[:2], Column("source", lambda source: str(notes.index(source) + 1) if source else "")]
-    yield Table(columns, rows, c.full_name)
+    notes: list[str] = []
+
+    def note(source: str) -> str:
+        if source and source not in notes:
+            notes.append(source)
+        return f"{notes.index(source) + 1}" if source else ""
+
+    every = c.sources.get("peak_flops", "")
+    rows: list[list[Any]] = [
+        [f"{dtype}, dense", format_flops(flops), note(c.sources.get(f"peak_flops.{dtype}", every))]
+        for dtype, flops in c.peak_flops.items()
+    ]
+    for words, key, show in _FIGURES:
+        value = getattr(c, key)
+        if value is not None:
+            rows.append([words, show(value), note(c.sources.get(key, ""))])
+    yield Table(["", c.name, "source"], rows, c.full_name)
     if c.variant == "custom" and (missing := [name for name in PAID_FOR if getattr(c, name) is None]):
         yield Paragraph(f"not known: {', '.join(missing)} (a base's are those of other hardware)", indent=4)
     for number, source in enumerate(notes, 1):
         yield Paragraph(f"{number:>2}  {source}", indent=4)
 
 
-def figures(value: str, source: str = "") -> list[str | Column]:
-    """Columns of figures that have units of their own: what, how much below ``value``, and where it comes from."""
-    return [Column("", name="figure"), Column(value, name="value"), Column(source, name=source or "source")]
-
-
-def known_rows(facts: Mapping[str, Any], table: Iterable[tuple[str, str, Show | str, str]]) -> list[list[Any]]:
+def known_rows(facts: Mapping[str, Any], table: Iterable[tuple[str, str, Show, str]]) -> list[list[Any]]:
     """What is known of (words, key, how a person reads it, where it comes from): words, value, source."""
-    return [
-        [words, Quantity(facts[key], show), source] for words, key, show, source in table if facts.get(key) is not None
-    ]
+    return [[words, show(facts[key]), source] for words, key, show, source in table if facts.get(key) is not None]
 
 
 def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
     """What, how much, and the formula."""
     batches = [
-        (f"least batch, {name}", name, "{:.4g} tokens", _batch_formula(name)) for name in facts["critical_batch"]
+        (f"least batch, {name}", name, "{:.4g} tokens".format, _batch_formula(name)) for name in facts["critical_batch"]
     ]
-    table: tuple[tuple[str, str, Show | str, str], ...] = (
-        ("critical intensity", "critical_intensity", "{:.4g} FLOPs/byte", "peak / memory rate"),
+    table: tuple[tuple[str, str, Show, str], ...] = (
+        ("critical intensity", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
         *batches,
-        ("least batch, weights from host", "critical_batch_pcie", "{:,.0f} tokens", "peak / host link"),
-        ("FSDP on one ICI axis, from", "ici_intensity", "{:,.0f} tokens a chip", "alpha = peak / W"),
-        ("slice and sum, no gather, from", "reduce_after_min_dim", "D = {:,.0f}", "2 alpha"),
-        ("split in two along D, from", "critical_split_dim", "D = {:,.0f}", "2 peak / link"),
-        ("latency binds below", "latency_bound_bytes", format_bytes, f"link x {format_seconds(_link(c)[1])}"),
-        ("int8 over bf16 peak", "int8_over_bf16", "{:.3g} times", ""),
-        ("memory over link rate", "memory_over_link", "{:.3g} times", "memory rate / link"),
+        ("least batch, weights from host", "critical_batch_pcie", "{:,.0f} tokens".format, "peak / host link"),
+        ("FSDP on one ICI axis, from", "ici_intensity", "{:,.0f} tokens a chip".format, "alpha = peak / W"),
+        ("slice and sum, no gather, from", "reduce_after_min_dim", "D = {:,.0f}".format, "2 alpha"),
+        ("split in two along D, from", "critical_split_dim", "D = {:,.0f}".format, "2 peak / link"),
+        (
+            "bound by latency",
+            "latency_bound_bytes",
+            lambda v: f"transfers < {format_bytes(v)}",
+            f"link x {format_seconds(_link(c)[1])}",
+        ),
+        ("int8 over bf16 peak", "int8_over_bf16", "{:.3g} times".format, ""),
+        ("memory over link rate", "memory_over_link", "{:.3g} times".format, "memory rate / link"),
         ("DCN of a chip", "dcn_bytes_per_s", format_rate, "of a host / its chips"),
     )
     return known_rows(facts | facts["critical_batch"], table)
@@ -181,20 +187,20 @@ def _anatomy_rows(c: Chip) -> list[list[Any]]:
     rows: list[list[Any]] = []
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
         each = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
-        rows.append(["one MXU", Quantity(each, format_flops), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
+        rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
         what = f"{c.num_cores} cores x {c.mxus_per_core} MXUs"
-        rows.append(["all MXUs", Quantity(anatomy.tpu_peak_from_anatomy(c), format_flops), what])
+        rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])
     return rows
 
 
 # -- the inside of a GPU --------------------------------------------------------------------------------
 
 
-UNITS: tuple[tuple[str, str, Show | str], ...] = (
-    ("TPCs", "tpcs", "{}"),
-    ("SMs", "sms", "{}"),
-    ("FP32 lanes (CUDA cores)", "fp32_lanes", "{:,}"),
-    ("tensor cores", "tensor_cores", "{:,}"),
+UNITS: tuple[tuple[str, str, Show], ...] = (
+    ("TPCs", "tpcs", str),
+    ("SMs", "sms", str),
+    ("FP32 lanes (CUDA cores)", "fp32_lanes", "{:,}".format),
+    ("tensor cores", "tensor_cores", "{:,}".format),
     ("L2 cache", "l2_bytes", format_bytes),
 )
 
@@ -224,7 +230,7 @@ def _gpu_text(c: Chip, g: dict[str, Any], dtype: str | None) -> Iterator[Piece]:
     sold, die = g["sold"], g["die"]
     units = [sold, die] if die else [sold]
     rows = [
-        [words, *(Quantity(getattr(unit, field), show) if getattr(unit, field) else None for unit in units)]
+        [words, *(or_dash(getattr(unit, field) or None, show) for unit in units)]
         for words, field, show in UNITS
         if getattr(sold, field)
     ]
@@ -232,7 +238,7 @@ def _gpu_text(c: Chip, g: dict[str, Any], dtype: str | None) -> Iterator[Piece]:
     if g["sms_used"] is not None:
         title += f": {g['sms_used']:.0%} of the die's SMs are switched on (floor sweeping)"
     yield ""
-    yield Table([*figures(c.name)[:2], *([Column(f"whole {die.name}", name="die")] if die else [])], rows, title)
+    yield Table(["", c.name, *([f"whole {die.name}"] if die else [])], rows, title)
     if sold.tensor_flops_per_sm_cycle:
         each, lanes = sold.tensor_flops_per_sm_cycle, sold.fp32_flops_per_sm_cycle
         more = f"{g['tensor_over_fp32_a_cycle']:.3g} times as many"

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 
 from meshwright.calculators.chips import anatomy
-from meshwright.calculators.verbs.show_chip import figures, known_rows, product_dtype
+from meshwright.calculators.verbs.show_chip import known_rows, product_dtype
+from meshwright.cli.output import format_energy, format_power
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_params, format_rate, format_seconds
+from meshwright.core.units import format_bytes, format_count, format_flops, format_params, format_rate, format_seconds
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.training_budget import DAY_S, energy_kwh
 from meshwright.cost.network.collectives import collective_time, group_rates
 from meshwright.cost.network.links import physical_links, torus_width
 from meshwright.cost.network.placement import physical_placement
 from meshwright.report.answer import Answer, Piece, Show, Table
-from meshwright.report.tables import format_energy, format_power, format_tokens, format_usd
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.slices import bisection_links
 
@@ -45,10 +45,10 @@ def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
         title = f"{first.num_chips:,} {first.chip.name}, most links across the middle first"
         return Answer({"slices": rows}, [Table.of(rows, SLICES, title)])
     facts = cluster_facts(first)
-    blocks: list[Piece] = [Table(figures(first.short_name), _rows(first, facts))]
+    blocks: list[Piece] = [Table(["", first.short_name, ""], _rows(first, facts))]
     if facts["levels"] and len(facts["levels"]) > 1:
         blocks += ["", Table.of(facts["levels"], LEVELS, "Levels")]
-    return Answer(facts, blocks)
+    return Answer(facts, blocks, raw=[Table.as_is(rows) for rows in ([facts], facts["levels"]) if rows])
 
 
 def slice_facts(c: Cluster) -> dict[str, Any]:
@@ -124,10 +124,10 @@ def _least_batches(c: Cluster, peak: float | None) -> dict[str, Any]:
 
 def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
     """Label, value, and where the value comes from."""
-    sums: tuple[tuple[str, str, Show | str, str], ...] = (
-        ("chips", "num_chips", "{:,}", ""),
-        ("hosts", "num_hosts", "{:,}", ""),
-        ("cores", "num_cores", "{:,}", ""),
+    sums: tuple[tuple[str, str, Show, str], ...] = (
+        ("chips", "num_chips", "{:,}".format, ""),
+        ("hosts", "num_hosts", "{:,}".format, ""),
+        ("cores", "num_cores", "{:,}".format, ""),
         ("FP32 lanes", "num_fp32_lanes", _millions, ""),
         ("tensor cores", "num_tensor_cores", _millions, ""),
         ("memory", "hbm_bytes", format_bytes, ""),
@@ -135,10 +135,10 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
         ("DCN of all hosts", "dcn_bytes_per_s", format_rate, ""),
         ("power", "power_w", format_power, "the chips alone"),
         ("energy of a day", "energy_kwh_per_day", format_energy, "at that power"),
-        ("price of an hour", "price_usd_per_hour", format_usd, ""),
-        ("least batch, FSDP", "fsdp_min_batch_tokens", format_tokens,
+        ("price of an hour", "price_usd_per_hour", lambda v: f"${v:,.2f}" if v < 100 else f"${v:,.0f}", ""),
+        ("least batch, FSDP", "fsdp_min_batch_tokens", lambda v: f"{format_count(v)} tokens",
          f"alpha / axes x chips, W {str(facts['width']).split(',')[0]}"),
-        ("least batch over DCN", "dcn_min_batch_tokens_per_slice", format_tokens,
+        ("least batch over DCN", "dcn_min_batch_tokens_per_slice", lambda v: f"{format_count(v)} tokens",
          "peak x host chips / DCN"),
     )  # fmt: skip
     rows = [["kind", c.kind, ""]]

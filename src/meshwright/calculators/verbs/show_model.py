@@ -9,7 +9,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
-from meshwright.report.answer import Answer, Column, Fact, Piece, Quantity, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.report.tables import format_flop_count
 from meshwright.spec.catalogue import entry, models
 from meshwright.spec.model import Model
@@ -36,7 +36,12 @@ def model_answer(m: Model, seq_len: int | None = None) -> Answer:
     facts = model_facts(m)
     if seq_len is not None:
         facts |= {"flops": _flops(m, seq_len), "layer_traffic": _traffic(m, seq_len)}
-    return Answer(facts, _text(m, facts))
+    rows = (
+        facts["weights"],
+        facts["kv_cache"],
+        *((facts["flops"]["parts"], facts["layer_traffic"]) if seq_len else ()),
+    )
+    return Answer(facts, _text(m, facts), raw=[Table.as_is(one) for one in ([facts], *rows)])
 
 
 def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
@@ -85,11 +90,12 @@ def _flops(m: Model, seq_len: int) -> dict[str, Any]:
     full, causal = (accounting.forward_flops(m, seq_len, causal=discount) for discount in (False, True))
     shares = [{part: flops / sum(one.values()) for part, flops in one.items()} for one in (full, causal)]
     rows = [
-        {"part": part, "forward": flops, "backward": 2 * flops, "total": 3 * flops, "share": shares[0][part],
-         "total_causal": 3 * causal[part], "share_causal": shares[1][part]}
+        {"part": part, "forward_flops": flops, "backward_flops": 2 * flops, "total_flops": 3 * flops,
+         "share": shares[0][part], "total_causal_flops": 3 * causal[part], "share_causal": shares[1][part]}
         for part, flops in full.items()
     ]  # fmt: skip
-    return {"seq_len": seq_len, "parts": rows, "total": 3 * sum(full.values()), "causal": 3 * sum(causal.values())}
+    return {"seq_len": seq_len, "parts": rows, "total_flops": 3 * sum(full.values()),
+            "causal_flops": 3 * sum(causal.values())}  # fmt: skip
 
 
 def _traffic(m: Model, num_tokens: int) -> list[dict[str, Any]]:
@@ -162,20 +168,11 @@ def _saved(m: Model) -> dict[str, Any]:
 def _weights_text(m: Model) -> Iterator[Piece]:
     yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}"
     rows: list[list[Any]] = [
-        [w.name, w.dims, w.shape, w.repeat,
-         Quantity(w.num_params, f"= {w.tied_to}" if w.tied_to else format_params)]
+        [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
+         f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
         for w in weight_table(m)
     ]  # fmt: skip
-    yield Table(WEIGHTS, rows)
-
-
-WEIGHTS = (
-    Column("weight", name="name"),
-    Column("dims", lambda dims: f"[{','.join(dims)}]"),
-    Column("shape", lambda shape: " x ".join(map(str, shape))),
-    Column("layers", name="repeat"),
-    "params",
-)
+    yield Table(["weight", "dims", "shape", "layers", "params"], rows)
 
 
 def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
@@ -224,12 +221,12 @@ def _at_length_text(facts: dict[str, Any]) -> Iterator[Piece]:
     flops = facts["flops"]
     columns: TableColumns = {
         "part": "part",
-        **{name: (name, format_flop_count) for name in ("forward", "backward", "total")},
+        **{name: (f"{name}_flops", format_flop_count) for name in ("forward", "backward", "total")},
         "share": ("share", "{:.1%}".format),
-        "causal": ("total_causal", format_flop_count),
+        "causal": ("total_causal_flops", format_flop_count),
         "share, causal": ("share_causal", "{:.1%}".format),
     }
-    total, causal = (format_flop_count(flops[key]) for key in ("total", "causal"))
+    total, causal = (format_flop_count(flops[key]) for key in ("total_flops", "causal_flops"))
     yield Table.of(
         flops["parts"],
         columns,
@@ -242,24 +239,22 @@ def _at_length_text(facts: dict[str, Any]) -> Iterator[Piece]:
             "forward": "forward",
             "bytes": ("forward_bytes", format_bytes),
             "backward": "backward",
-            "of both": (lambda row: row["forward_bytes"] + row["backward_bytes"], format_bytes, "both_bytes"),
+            "of both": (lambda row: format_bytes(row["forward_bytes"] + row["backward_bytes"])),
         },
         f"What a layer sends for B = {flops['seq_len']:,} tokens in bf16, whole arrays; P: weights of a layer",
     )
 
 
 def _cache_text(m: Model, rows: list[dict[str, Any]]) -> Iterator[Piece]:
-    own = [row["design"] for row in rows if row["own"]]
+    table = [
+        [f"{row['design']}{' *' if row['own'] else ''}", row["elements_per_layer"],
+         *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
+        for row in rows
+    ]  # fmt: skip
     windows = f"; {_windows(m)}" if m.sliding_layers and m.sliding_window else ""
-    columns: TableColumns = {
-        "heads": ("design", lambda design: f"{design}{' *' if design in own else ''}"),
-        "elements": "elements_per_layer",
-        **{dtype: (f"bytes_per_token/{dtype}", format_bytes) for dtype in CACHE_DTYPES},
-        f"{CACHE_POSITIONS:,} tokens": ("sequence/bytes", format_bytes),
-    }
-    yield Table.of(
-        rows,
-        columns,
+    yield Table(
+        ["heads", "elements", *CACHE_DTYPES, f"{CACHE_POSITIONS:,} tokens"],
+        table,
         f"KV cache of a token: elements of a layer, bytes of all {m.num_layers}, and a sequence in bf16{windows} "
         f"(* as it is)",
     )
@@ -270,28 +265,23 @@ def _zero_text(zero: dict[str, Any]) -> Iterator[Piece]:
     each = ", ".join(f"{part} {parts[part]:g}" for part in ("weights", "gradients", "optimizer"))
     rows = [
         [f"ZeRO-{stage}{' (FSDP)' if stage == '3' else ''}",
-         ", ".join(accounting.ZERO_SHARDS[int(stage)]) or "nothing", *sizes]
+         ", ".join(accounting.ZERO_SHARDS[int(stage)]) or "nothing", *map(format_bytes, sizes)]
         for stage, sizes in zero["stages"].items()
     ]  # fmt: skip
     yield Table(
-        [
-            Column("", name="stage"),
-            Column("split over the devices", name="split"),
-            *(Column(f"{n:,} devices", format_bytes, f"zero_bytes.{n}_devices") for n in zero["num_devices"]),
-        ],
+        ["", "split over the devices", *(f"{n:,} devices" for n in zero["num_devices"])],
         rows,
         f"Training state of a device, {zero['state']} (bytes a parameter: {each})",
     )
 
 
 def _saved_text(m: Model, saved: dict[str, Any]) -> Iterator[Piece]:
-    yield Table.of(
-        ({"remat": remat, **row} for remat, row in saved.items()),
-        {
-            "remat": "remat",
-            "elements": "elements_per_layer",
-            "bytes": ("bytes", format_bytes),
-            "results that are kept": ("results", " ".join),
-        },
+    rows = [
+        [remat, row["elements_per_layer"], format_bytes(row["bytes"]), " ".join(row["results"])]
+        for remat, row in saved.items()
+    ]
+    yield Table(
+        ["remat", "elements", "bytes", "results that are kept"],
+        rows,
         f"Activations kept of a token: elements of a layer, bytes in bf16 of all {m.num_layers}",
     )

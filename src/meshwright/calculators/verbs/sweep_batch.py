@@ -71,7 +71,7 @@ def command(given: Given) -> Answer:
     curves = scheme_curves(work, clusters, tokens, axes=given.axes, whole_axes=given.whole_axes, calibration=rates)
     closed = closed_forms(work, clusters[0], rates)
     found = [crossing(one, closed) for one in curves]
-    facts: dict[str, Any] = {
+    facts = {
         "model": work.name,
         "cluster": given.on,
         "pass": "step" if work.whole else "forward",
@@ -82,19 +82,12 @@ def command(given: Given) -> Answer:
     }
     title = f"{work.name} on {given.on}"
     pictures = {given.png: lambda: _figure(title, _what(work), curves, found)}
-    raw = [Table.as_is(rows) for rows in (_points(tokens, facts["curves"]), found)]
-    return Answer(facts, _text(work, given.on, curves, found), pictures, raw)
-
-
-def _points(tokens: np.ndarray, curves: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A record for each batch of each curve."""
-    rows = []
-    for one in curves:
-        lists = {name: value for name, value in one.items() if isinstance(value, np.ndarray | list | tuple)}
-        comms = {f"comms_s.{axis}": seconds for axis, seconds in one["comms_s"].items()}
-        along = {"tokens": tokens, **lists, **comms}
-        rows += [{"name": one["name"], **{key: of[n] for key, of in along.items()}} for n in range(len(tokens))]
-    return rows
+    points = [
+        {"name": one.name, "tokens": batch, "compute_s": one.compute_s[n], "total_s": one.total_s[n],
+         "axes": one.meshes[n], **{f"comms_s.{k}": s[n] for k, s in one.comms_s.items()}}
+        for one in curves for n, batch in enumerate(tokens)
+    ]  # fmt: skip
+    return Answer(facts, _text(work, given.on, curves, found), pictures, [Table.as_is(points), Table.as_is(found)])
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:

@@ -14,7 +14,6 @@ from meshwright.calculators.sweeps.points import records, sweep_points
 from meshwright.cli.output import width
 from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Options, argument, option, verb
-from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.report.answer import Answer, Piece, Table
@@ -135,7 +134,8 @@ def command(given: Given) -> Answer:
         "points" if len(varied) == 1 else "cells": rows,
     }
     text = [*swept.text(), *map(describe, fields["model"].values())]
-    return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [swept.raw()])
+    raw = [{"memory_bytes" if name == "memory" else name: value for name, value in row.items()} for row in rows]
+    return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [Table.as_is(raw)])
 
 
 class _Swept(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,14 +150,6 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
         """What all points that have it agree on, else None."""
         found = [row[name] for row in self.rows if row[name] is not None]
         return found[0] if found and all(one == found[0] for one in found) else None
-
-    def raw(self) -> Table:
-        """Every figure of every point as it is, mesh axes and items of memory in columns of their own."""
-        inside = {"values": self.varied, "axes": MESH_AXES, "memory": list(ITEMS.values())}
-        names = {f"{field}/{name}": name for field in inside for name in inside[field]}
-        parts = {name: (path, None, f"{name}_bytes" * (path[0] == "m") or name) for path, name in names.items()}
-        plain = {name: name for name in self.rows[0] if name not in inside}
-        return Table.of(self.rows, {**parts, **plain})
 
     # -- text -------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
+from msgspec.structs import asdict
 
 from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.api.rates import rates_for
@@ -87,19 +87,16 @@ def command(given: Given) -> Answer:
         legs += route(cluster, source, target, num_bytes, via=given.via)
     legs += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=given.dtype) for text in given.extra]
     found = transfer_times(legs)
-    facts: dict[str, Any] = {
+    units = ["FLOP" if leg.channel == "compute" else "bytes" for leg in legs]
+    rows = [{**asdict(leg), "unit": unit, "send_s": leg.send_s} for leg, unit in zip(legs, units, strict=True)]
+    facts = {
         "cluster": cluster.short_name,
         "bytes": num_bytes,
-        "legs": [{**msgspec.structs.asdict(leg), "unit": _unit(leg), "send_s": leg.send_s} for leg in legs],
-        **msgspec.structs.asdict(found),
+        "legs": rows,
+        **asdict(found),
     }
     text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, found)
-    return Answer(facts, text, raw=[Table.as_is(facts["legs"]), Table.as_is([facts])])
-
-
-def _unit(leg: TransferLeg) -> str:
-    """The unit of its amount; its rate is so many a second."""
-    return "FLOP" if leg.channel == "compute" else "bytes"
+    return Answer(facts, text, raw=[Table.as_is(rows), Table.as_is([facts])])
 
 
 def _transfer_text(title: str, legs: list[TransferLeg], found: TransferTimes) -> Iterator[Piece]:

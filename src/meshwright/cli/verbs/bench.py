@@ -66,7 +66,6 @@ def command(given: Given) -> Answer:
         from meshwright.report.machine.bench import bench_figures
 
         pictures = {given.png / name: lambda drawn=drawn: drawn for name, drawn in bench_figures(report).items()}
-        facts["pictures"] = list(pictures)
     from meshwright.cli.verbs.bench_text import report_text
 
     return Answer(facts, report_text(report), pictures)

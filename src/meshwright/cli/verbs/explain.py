@@ -51,7 +51,9 @@ def command(given: PlanOptions) -> Answer:
     parts += [told.between.sends, told.once] if told.between else [told.once]
     lines = [{"title": part.title, **asdict(line)} for part in parts for line in part.lines]
     facts = _facts(told)
-    return Answer(facts, _text(told), raw=[Table.as_is(rows) for rows in (lines, told.terms, told.limits, [facts])])
+    estimate = {name: value for name, value in asdict(told.estimate).items() if not isinstance(value, dict)}
+    row = {**facts, "estimate": estimate, "memory_bytes": told.estimate.memory}
+    return Answer(facts, _text(told), raw=[Table.as_is(rows) for rows in (lines, told.terms, told.limits, [row])])
 
 
 def _facts(told: Explanation) -> dict[str, Any]:

@@ -85,7 +85,6 @@ def _explained(module: Module, name: str, png: Path | None) -> Answer:
         "operands": list(one.operands),
         "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in one.shapes],
         "facts": [list(fact) for fact in told],
-        "png": png,
     }
     text = [piece for what, said in told for piece in _place_text(f"  {what}", said)]
 
@@ -112,7 +111,6 @@ def _drawn(module: Module, given: Given) -> Answer:
     graphs = [computation_graph(module, given.computation)] if given.computation else block_graphs(module, given.block)
     what = given.block or ("its loops" if len(graphs) > 1 else "one computation")
     facts = {
-        "png": given.png,
         "computations": [name for graph in graphs for name in (graph.name, *graph.alike)],
         "num_nodes": sum(len(graph.nodes) for graph in graphs),
         "num_edges": sum(len(graph.edges) for graph in graphs),

@@ -34,9 +34,7 @@ def frontier_answer(result: PlanResult, *, png: Path | None) -> Answer:
     cluster = result.strategies[0].cluster
     setting = result.setting.on(cluster)
     found = pareto(result)
-    numbers = _numbers(found)
-    memory = [{"number": numbers.get(id(one)), **_facts(one)} for one in found.memory]
-    facts = {"memory": memory, "cost": [_facts(one) for one in found.cost]}
+    facts = {"memory": [_facts(one) for one in found.memory], "cost": [_facts(one) for one in found.cost]}
     text = _frontier_text(cluster, found)
     return Answer({"pareto": facts}, text, {png: lambda: _frontier_figure(setting, found)})
 
@@ -69,7 +67,7 @@ def _facts(found: PlannedStrategy) -> dict[str, Any]:
 
 
 def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
-    rows = _numbers(found)
+    rows = {id(one): number for number, one in enumerate(listed(found.memory), 1)}
     columns: TableColumns = {
         "#": (lambda one: rows[id(one)], None, "number"),
         **STEP,
@@ -92,7 +90,7 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
     columns = {
         "chips": "num_chips",
         **STEP,
-        "cost of 1 B tokens": ("usd_per_token", lambda usd: f"${1e9 * usd:,.2f}"),
+        "cost of 1 B tokens": (_usd, "${:,.2f}".format, "usd_per_billion_tokens"),
         **MFU,
         **MESH,
     }
@@ -102,24 +100,19 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
 MESH: TableColumns = {"mesh": ("strategy.mesh", short_mesh, "axes")}
 
 
-def _numbers(found: Frontier) -> dict[int, int]:
-    """The row of the table of each plan that is in it, by identity."""
-    return {id(one): number for number, one in enumerate(listed(found.memory), 1)}
+def _usd(found: PlannedStrategy) -> float:
+    """Dollars of a billion tokens."""
+    return 1e9 * (found.usd_per_token or 0.0)
 
 
 def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
     model, cluster, job = setting.model, setting.cluster, setting.job
-    numbers = _numbers(found)
+    numbers = {id(one): str(number) for number, one in enumerate(listed(found.memory), 1)}
     limit = setting.memory_limit
-    memory = [
-        (one.estimate.step_s, one.estimate.hbm_bytes_per_chip, str(numbers.get(id(one), ""))) for one in found.memory
-    ]
+    memory = [(one.estimate.step_s, one.estimate.hbm_bytes_per_chip, numbers.get(id(one), "")) for one in found.memory]
     return pareto_figure(
         memory,
-        [
-            (one.estimate.step_s, 1e9 * (one.usd_per_token or 0.0), f"{one.cluster.num_chips:,} chips")
-            for one in found.cost
-        ],
+        [(one.estimate.step_s, _usd(one), f"{one.cluster.num_chips:,} chips") for one in found.cost],
         limit_bytes=None if limit == float("inf") else limit,
         title=f"{model.name} on {cluster.short_name}: plans that nothing beats",
         subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbers are those of the table.",

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from meshwright.cli.output import three_digits
+from meshwright.cli.output import format_energy, format_power, three_digits
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.plan.run_budget import RunBudget
 from meshwright.report.answer import Fact, Piece, TableColumns
-from meshwright.report.tables import format_energy, format_power
 from meshwright.spec.strategy import Strategy, mesh_words
 
 STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}

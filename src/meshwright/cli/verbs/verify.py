@@ -127,7 +127,7 @@ def _memory_text(proof: "Proof") -> Iterator[Piece]:
     ]
     rows.append(("arguments", memory.predicted_arguments, memory.arguments))
     rows.append(("all else", memory.predicted_temporaries, memory.temporaries))
-    yield Table(["memory of a chip", *(Column(title, format_bytes) for title in ("predicted", "compiled"))], rows)
+    yield Table(["memory of a chip", Column("predicted", format_bytes), Column("compiled", format_bytes)], rows)
 
 
 def _traffic_text(proof: "Proof") -> Iterator[Piece]:
