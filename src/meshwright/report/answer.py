@@ -65,14 +65,16 @@ class Table(msgspec.Struct, frozen=True):
         return Table(heads, rows, title)
 
     @staticmethod
-    def as_is(records: Sequence[Any], title: str = "") -> "Table":
-        """A row for each record with all its fields as they are, but for lists of records.
+    def as_is(records: "Table | Iterable[Any]") -> "Table":
+        """A row for each record with all its fields as they are, but for lists of records; a table as it is.
 
         A field that is a record itself is a column for each of its own: ``run.days``.
         """
+        if isinstance(records, Table):
+            return records
         rows = [dict(_cells(one)) for one in records]
         names = list(dict.fromkeys(name for row in rows for name in row))
-        return Table(names, [[row.get(name) for name in names] for row in rows], title)
+        return Table(names, [[row.get(name) for name in names] for row in rows])
 
     @staticmethod
     def compared(rows: Iterable[tuple[str, float | None, float | None, Show]]) -> "Table":
@@ -93,11 +95,6 @@ class Table(msgspec.Struct, frozen=True):
     def heads(self) -> list[Column]:
         """The columns, those that are named alone too."""
         return [Column(one) if isinstance(one, str) else one for one in self.columns]
-
-    @property
-    def names(self) -> list[str]:
-        """What people read above the columns."""
-        return [one.title for one in self.heads]
 
     def shown(self) -> list[list[Any]]:
         """The rows as a person reads them."""
@@ -154,19 +151,20 @@ class Answer(msgspec.Struct, frozen=True):
 
     ``facts`` is the one JSON object of ``--json`` (structs, arrays and paths may stand in it). ``pieces`` are the text.
     ``pictures`` maps the file that was asked for to the function that draws its chart; None is not asked for.
-    ``raw`` are the tables of CSV where those of the text have too little. ``error`` is raised once all is printed.
+    ``raw`` are the tables of CSV, or their records, where those of the text have too little. ``error`` is raised once
+    all is printed.
     """
 
     facts: Mapping[str, Any]
     pieces: Iterable[Piece]
     pictures: Mapping[Path | None, Callable[[], Any]] = {}
-    raw: Sequence[Table] = ()
+    raw: Sequence[Table | Sequence[Any] | None] = ()
     error: Exception | None = None
 
     def tables(self) -> Sequence[Table]:
         """The tables of CSV: those of the text, and a row of all that JSON has besides."""
-        row = Table.as_is([self.facts])
-        return self.raw or [*tables_of(self.pieces), *([row] if row.columns else [])]
+        found = [Table.as_is(one) for one in self.raw or [*tables_of(self.pieces), [self.facts]] if one]
+        return [one for one in found if one.columns]
 
 
 def tables_of(pieces: Iterable[Piece]) -> list[Table]:
@@ -180,7 +178,7 @@ def as_text(pieces: Iterable[Piece], width: int) -> Iterable[str]:
         if isinstance(piece, Table):
             if piece.title:
                 yield _filled(piece.title, width, 2)
-            yield render(table(piece.names, piece.shown()), width)
+            yield render(table([one.title for one in piece.heads], piece.shown()), width)
         elif isinstance(piece, Fact):
             yield _filled(f"{piece.label:<{piece.column}}{piece.text}", width, piece.column)
         else:
@@ -211,24 +209,24 @@ def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
     for piece in pieces:
         if isinstance(piece, Table):
             yield as_markdown(piece)
-        elif isinstance(piece, Fact):
-            yield f"**{label}** {piece.text}\n" if (label := piece.label.strip()) else f"{piece.text}\n"
-        else:
-            text = piece if isinstance(piece, str) else piece.text
-            if said := text.strip():
-                yield f"```text\n{text}\n```\n" if "\n" in said else f"{said}\n"
+            continue
+        text = piece if isinstance(piece, str) else piece.text
+        label = f"{piece.label.strip()}: " if isinstance(piece, Fact) and piece.label.strip() else ""
+        if said := text.strip():
+            yield f"```text\n{text}\n```\n" if "\n" in said else f"{label}{said}\n"
 
 
 def as_markdown(found: Table) -> str:
     """A table of GitHub-flavoured Markdown as a person reads it; columns of numbers are aligned to the right."""
     cells = [[cell_text(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in found.shown()]
-    columns = range(len(found.names))
+    names = [one.title for one in found.heads]
+    columns = range(len(names))
     numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in columns]
-    widths = [max(3, len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(found.names)]
+    widths = [max(3, len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(names)]
     rules = [f" {'-' * (w - 1)}: " if n else f" {'-' * w} " for w, n in zip(widths, numeric, strict=True)]
     lines = [
         " | ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
-        for row in (found.names, *cells)
+        for row in (names, *cells)
     ]
     body = [f"| {line} |" for line in lines]
     heading = f"{found.title}\n\n" if found.title else ""

@@ -60,7 +60,7 @@ def command(given: Given) -> Answer:
     arrays = [{"assignment": n, "array": k, **a} for n, one in every for k, a in one["arrays"].items()]
     steps = [{"assignment": n, **step} for n, one in every for step in one["steps"]]
     least = [{"assignment": n, **{k: v for k, v in one.items() if k not in ("arrays", "steps")}} for n, one in every]
-    return Answer(result, _text(result), raw=[Table.as_is(rows) for rows in (least, arrays, steps, [result])])
+    return Answer(result, _text(result), raw=[least, arrays, steps, [result]])
 
 
 def _limit(text: str | None, usable: float) -> float:

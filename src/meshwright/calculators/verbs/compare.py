@@ -103,7 +103,7 @@ EXPERTS = {
 
 def _sizes(chosen: Sequence[Model], seq_len: int) -> Answer:
     rows = [model_row(one, seq_len=seq_len) for one in chosen]
-    return Answer({"seq_len": seq_len, "models": rows}, _text(rows, seq_len), raw=[Table.as_is(rows)])
+    return Answer({"seq_len": seq_len, "models": rows}, _text(rows, seq_len), raw=[rows])
 
 
 def _text(rows: Sequence[ModelRow], seq_len: int) -> Iterator[Piece]:

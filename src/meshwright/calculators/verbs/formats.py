@@ -51,7 +51,7 @@ def command(given: Given) -> Answer:
     stored = [{"given": one["value"], **way} for one in found["values"] for way in one["stored"]]
     ways = [{"format": one["format"], **asdict(way)} for one in found["dot_product"] or () for way in one["ways"]]
     rows = [one for one in (stored, found["decoded"] and [found["decoded"]], ways) if one] or [found["formats"]]
-    return Answer(found, _text(given, found), raw=[Table.as_is(one) for one in rows])
+    return Answer(found, _text(given, found), raw=rows)
 
 
 def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:

@@ -108,9 +108,7 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
         ),
         "tile_expansion": _tiles(unit, named, sizes),
     }  # fmt: skip
-    return Answer(
-        facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)}, [Table.as_is([facts])]
-    )
+    return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)}, [[facts]])
 
 
 def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:

@@ -48,7 +48,7 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> 
         },
     }
     rows = [{"phase": phase, **row} for phase in phases for row in facts[phase]]
-    return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)}, [Table.as_is(rows), Table.as_is([facts])])
+    return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)}, [rows, [facts]])
 
 
 def _facts(one: AttentionTimes) -> dict[str, Any]:

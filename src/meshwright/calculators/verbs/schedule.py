@@ -73,7 +73,7 @@ def command(given: Given) -> Answer:
     of_devices = {name: result[name] for name in ("busy", "idle", "peak_stash") if schedule}
     devices = [dict(zip(of_devices, one, strict=True)) for one in zip(*of_devices.values(), strict=True)]
     tables = (devices, result.get("compare", ()), result.get("sweep", ()), [result])
-    raw = [Table.as_is([{**row, "unit": times.unit} for row in rows]) for rows in tables if rows]
+    raw = [[{**row, "unit": times.unit} for row in rows] for rows in tables]
     return Answer(result, text, pictures, raw)
 
 

@@ -105,7 +105,7 @@ def command(given: Given) -> Answer:
         result["run"] = run_ways(asked, list(ways.values()), dims, mesh)
     title = f"{asked.title} on {given.on}" if given.on else asked.title
     arrays = [{"array": name, **{key: result[key][name] for key in OF_ARRAYS}} for name in result["local_shapes"]]
-    raw = [Table.as_is(rows) for rows in (result["steps"], arrays, result.get("ways"), [result]) if rows]
+    raw = [result["steps"], arrays, result.get("ways"), [result]]
     return Answer(result, _text(title, result), {given.png: lambda: _figure(asked, dims, mesh)}, raw)
 
 

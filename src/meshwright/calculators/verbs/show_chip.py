@@ -19,7 +19,7 @@ from meshwright.spec.strategy import STATE_BYTES
 def chip_answer(c: Chip) -> Answer:
     """One chip as two tables: figures of the catalogue, then what follows from them."""
     facts = chip_facts(c)
-    return Answer(facts, _text(c, facts), raw=[Table.as_is([facts])])
+    return Answer(facts, _text(c, facts), raw=[[facts]])
 
 
 def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:

@@ -41,7 +41,7 @@ def model_answer(m: Model, seq_len: int | None = None) -> Answer:
         facts["kv_cache"],
         *((facts["flops"]["parts"], facts["layer_traffic"]) if seq_len else ()),
     )
-    return Answer(facts, _text(m, facts), raw=[Table.as_is(one) for one in ([facts], *rows)])
+    return Answer(facts, _text(m, facts), raw=[[facts], *rows])
 
 
 def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:

@@ -87,7 +87,7 @@ def command(given: Given) -> Answer:
          "axes": one.meshes[n], **{f"comms_s.{k}": s[n] for k, s in one.comms_s.items()}}
         for one in curves for n, batch in enumerate(tokens)
     ]  # fmt: skip
-    return Answer(facts, _text(work, given.on, curves, found), pictures, [Table.as_is(points), Table.as_is(found)])
+    return Answer(facts, _text(work, given.on, curves, found), pictures, [points, found])
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:

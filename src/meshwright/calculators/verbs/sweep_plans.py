@@ -135,7 +135,7 @@ def command(given: Given) -> Answer:
     }
     text = [*swept.text(), *map(describe, fields["model"].values())]
     raw = [{"memory_bytes" if name == "memory" else name: value for name, value in row.items()} for row in rows]
-    return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [Table.as_is(raw)])
+    return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [raw])
 
 
 class _Swept(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ def command(given: Given) -> Answer:
     if given.png or given.folder:
         found["files"] = _draw(given, _matrices(given, depth, width, low=1), counted, array)
     plain = {name: value for name, value in found.items() if name != "busy_cells"}
-    return Answer(found, _text(found, counted), raw=[Table.as_is([plain])])
+    return Answer(found, _text(found, counted), raw=[[plain]])
 
 
 def _array_shape(shape: str | None, on: str | None) -> tuple[int, int]:

@@ -96,7 +96,7 @@ def command(given: Given) -> Answer:
         **asdict(found),
     }
     text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, found)
-    return Answer(facts, text, raw=[Table.as_is(rows), Table.as_is([facts])])
+    return Answer(facts, text, raw=[rows, [facts]])
 
 
 def _transfer_text(title: str, legs: list[TransferLeg], found: TransferTimes) -> Iterator[Piece]:

@@ -53,7 +53,7 @@ def command(given: PlanOptions) -> Answer:
     facts = _facts(told)
     estimate = {name: value for name, value in asdict(told.estimate).items() if not isinstance(value, dict)}
     row = {**facts, "estimate": estimate, "memory_bytes": told.estimate.memory}
-    return Answer(facts, _text(told), raw=[Table.as_is(rows) for rows in (lines, told.terms, told.limits, [row])])
+    return Answer(facts, _text(told), raw=[lines, told.terms, told.limits, [row]])
 
 
 def _facts(told: Explanation) -> dict[str, Any]:

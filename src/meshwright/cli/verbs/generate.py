@@ -13,7 +13,7 @@ from meshwright.cli.verb import MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_text
 from meshwright.core.units import format_count, format_seconds
-from meshwright.report.answer import Answer, Paragraph, Table
+from meshwright.report.answer import Answer, Paragraph
 from meshwright.spec.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
             "pace": pace,
         },
         [] if live else lines,
-        raw=[Table.as_is(completions)],
+        raw=[completions],
     )
 
 

@@ -52,8 +52,7 @@ def command(given: Given) -> Answer:
     if given.png:
         return _drawn(read, given)
     found = {**_summary(read, given.mesh or {}), "whole": has_entry(path.read_text())}
-    raw = [Table.as_is(found[name]) for name in RAW if found[name]]
-    return Answer({"file": path, **found}, _summary_text(found, given.top), raw=raw)
+    return Answer({"file": path, **found}, _summary_text(found, given.top), raw=[found[name] for name in RAW])
 
 
 def _stable(path: Path, read: StableHlo) -> Answer:

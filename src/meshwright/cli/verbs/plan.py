@@ -122,7 +122,7 @@ def command(given: Given) -> Answer:
     more = [piece for part in parts for piece in part.pieces]
     rows = [{**one["axes"], **one} for one in facts["strategies"]]
     listed = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
-    return Answer(facts, [*plan_text(result), *more], pictures, [Table.as_is(listed), *tables_of(more)])
+    return Answer(facts, [*plan_text(result), *more], pictures, [listed, *tables_of(more)])
 
 
 def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:

@@ -118,7 +118,7 @@ def profile_answer(profile: "Profile", folder: Path) -> Answer:
 
     files = write_report(profile, folder)
     facts = _facts(profile) | {"files": files}
-    raw = [Table.as_is(rows) for rows in (profile.comparison.terms, profile.comparison.steps, [facts])]
+    raw = [profile.comparison.terms, profile.comparison.steps, [facts]]
     return Answer(facts, _text(profile, files), raw=raw)
 
 

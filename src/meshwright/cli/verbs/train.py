@@ -15,7 +15,7 @@ from meshwright.cli.verb import Count, argument, option, verb
 from meshwright.cli.verbs.train_text import result_text
 from meshwright.core.errors import InputError, StoppedError
 from meshwright.core.units import format_count, format_seconds
-from meshwright.report.answer import Answer, Table
+from meshwright.report.answer import Answer
 from meshwright.spec.job import require_training
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
@@ -131,7 +131,7 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
         return None
     pieces = [*result_text(plan, result), *(profile.pieces if profile else ())]
     facts = msgspec.structs.asdict(result) | ({"profile": profile.facts} if profile else {})
-    return Answer(facts, pieces, raw=[Table.as_is([facts])], error=stopped)
+    return Answer(facts, pieces, raw=[[facts]], error=stopped)
 
 
 def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -> None:

@@ -65,7 +65,7 @@ def command(given: Given) -> Answer:
     refused = None if proof.runs else CannotRunError(proof.refusal)
     facts = proof_table(proof)
     rows = proof.traffic.rows if proof.traffic else ()
-    return Answer(facts, proof_text(proof), raw=[Table.as_is(one) for one in (rows, [facts]) if one], error=refused)
+    return Answer(facts, proof_text(proof), raw=[rows, [facts]], error=refused)
 
 
 # -- what is printed ----------------------------------------------------------------------------------

@@ -70,14 +70,8 @@ def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, 
 
 def _lines(shown: Sequence[tuple[CommsCurve, Points]], x: Encoding, y: Encoding, color: Encoding) -> list[Layer]:
     """Returns a layer per curve; strong curves are wide. What takes no time leaves a gap."""
-    return [
-        layer
-        for one, points in shown
-        for layer in lines(
-            {one.name: [(batch, value or math.nan) for batch, value in points]},
-            x,
-            y,
-            color,
-            strokeWidth=3.2 if one.strong else 1.8,
-        )
-    ]
+    layers = []
+    for one, points in shown:
+        there = [(batch, value or math.nan) for batch, value in points]
+        layers += lines({one.name: there}, x, y, color, strokeWidth=3.2 if one.strong else 1.8)
+    return layers

@@ -83,11 +83,9 @@ class _Axis:
         self.domain = (values[0] / 1.25, values[-1] * 1.25) if log else linear
         self.scale = math.log if log else float
         scale, axis = alt.Scale(domain=list(self.domain), nice=False), alt.Axis(tickCount=6, grid=field == "y")
-        self.drawn = (
-            log_axis(channel, field, self.domain, title, grid=field == "y")
-            if log
-            else channel(f"{field}:Q", title=title, scale=scale, axis=axis)
-        )
+        self.drawn = channel(f"{field}:Q", title=title, scale=scale, axis=axis)
+        if log:
+            self.drawn = log_axis(channel, field, self.domain, title, grid=field == "y")
 
     def share(self, value: float) -> float:
         """Returns where the value is on the axis, from 0 to 1."""
