@@ -10,11 +10,11 @@ import msgspec
 from click.core import ParameterSource
 
 from meshwright.cli.fields import dim_sizes, parse_mesh
-from meshwright.cli.output import emit_json, say, width
+from meshwright.cli.output import answer_markdown, emit_json, say, width
 from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.units import parse_bytes, parse_count
-from meshwright.report.answer import Answer, Piece, answer_markdown, as_csv, as_text
+from meshwright.report.answer import Answer, Piece, as_csv, as_text
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, chip
 from meshwright.spec.cluster import Cluster, parse_cluster

@@ -18,7 +18,7 @@ Show = Callable[[Any], Any]
 """Turns a raw value into what a person reads."""
 
 
-class Column(msgspec.Struct, frozen=True):
+class Heading(msgspec.Struct, frozen=True):
     """A header, how a person reads the raw values below it, and its name for programs: that of JSON, with the unit."""
 
     title: str
@@ -43,7 +43,7 @@ class Quantity(msgspec.Struct, frozen=True):
 class Table(msgspec.Struct, frozen=True):
     """Raw values under columns; a column with a ``Show`` is read through it. None is not known."""
 
-    columns: Sequence[str | Column]
+    columns: Sequence[str | Heading]
     rows: Sequence[Sequence[Any]]
     title: str = ""
 
@@ -61,7 +61,7 @@ class Table(msgspec.Struct, frozen=True):
         ends = [path.rpartition(".")[2] if "/" not in path else path.replace("/", ".") for path in paths]
         names = [end if ends.count(end) == 1 else path for end, path in zip(ends, paths, strict=True)]
         given = zip(reads.items(), names, strict=True)
-        heads = [Column(head, show, "".join(own) or name) for (head, (_, show, *own)), name in given]
+        heads = [Heading(head, show, "".join(own) or name) for (head, (_, show, *own)), name in given]
         return Table(heads, rows, title)
 
     @staticmethod
@@ -84,7 +84,7 @@ class Table(msgspec.Struct, frozen=True):
              measured / predicted if predicted and measured is not None else None]
             for name, predicted, measured, show in rows
         ]  # fmt: skip
-        return Table([Column("", name="figure"), "predicted", "measured", Column("ratio", "{:.2f}".format)], cells)
+        return Table([Heading("", name="figure"), "predicted", "measured", Heading("ratio", "{:.2f}".format)], cells)
 
     def known(self) -> "Table":
         """The table without the columns of which nothing is known."""
@@ -92,9 +92,9 @@ class Table(msgspec.Struct, frozen=True):
         return Table([self.columns[n] for n in kept], [[row[n] for n in kept] for row in self.rows], self.title)
 
     @property
-    def heads(self) -> list[Column]:
+    def heads(self) -> list[Heading]:
         """The columns, those that are named alone too."""
-        return [Column(one) if isinstance(one, str) else one for one in self.columns]
+        return [Heading(one) if isinstance(one, str) else one for one in self.columns]
 
     def shown(self) -> list[list[Any]]:
         """The rows as a person reads them."""
@@ -113,7 +113,7 @@ def _cells(record: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 _INSIDE = (Mapping, list, tuple, msgspec.Struct)
 
 
-def _shown(cell: Any, column: Column) -> Any:
+def _shown(cell: Any, column: Heading) -> Any:
     if isinstance(cell, Quantity):
         return str(cell)
     return cell if cell is None or column.show is None else column.show(cell)
@@ -202,18 +202,6 @@ def as_csv(found: Table) -> str:
 def _raw(cell: Any) -> Any:
     value = cell.value if isinstance(cell, Quantity) else cell
     return None if isinstance(value, float) and not math.isfinite(value) else joined(value)
-
-
-def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
-    """Every block in GitHub-flavoured Markdown; drawings in characters stay as they are."""
-    for piece in pieces:
-        if isinstance(piece, Table):
-            yield as_markdown(piece)
-            continue
-        text = piece if isinstance(piece, str) else piece.text
-        label = f"{piece.label.strip()}: " if isinstance(piece, Fact) and piece.label.strip() else ""
-        if said := text.strip():
-            yield f"```text\n{text}\n```\n" if "\n" in said else f"{label}{said}\n"
 
 
 def as_markdown(found: Table) -> str:

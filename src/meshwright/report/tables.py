@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.core.units import format_flops
-
 Cell = str | int | float | None
 
 # Text as core.units prints it: a number, with a unit or a percent sign behind it.
@@ -44,7 +42,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
 def render(result: Table, width: int) -> str:
     """The table as plain text of at most ``width`` columns; wider only where a number would be cut."""
     console = Console(file=StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
-    console.width = max(width, sum(column.min_width or 0 for column in result.columns) + _GAP * len(result.columns))
+    console.width = max(
+        width, sum(column.min_width or 0 for column in result.columns) + _GAP * (len(result.columns) - 1)
+    )
     with console.capture() as capture:
         console.print(result)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n") + "\n"
@@ -83,8 +83,3 @@ def cell_text(cell: object) -> str:
     if isinstance(cell, int):
         return f"{cell:,}"
     return f"{cell:.4g}" if isinstance(cell, float) else str(joined(cell))
-
-
-def format_flop_count(flops: float) -> str:
-    """``"459 TFLOP"``: an amount of work."""
-    return format_flops(flops, unit="FLOP")

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from meshwright.calculators.training.comparison import RESULTS_PER_LAYER, ModelRow, model_row
 from meshwright.calculators.verbs.compare_memory import activations_view, bytes_view, hold_view, zero_view
+from meshwright.cli.output import format_flop_count
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.report.answer import Answer, Fact, Piece, Table
-from meshwright.report.tables import format_flop_count
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model

@@ -23,7 +23,7 @@ from meshwright.cost.formulas.accounting import (
     saved_widths,
     zero_bytes,
 )
-from meshwright.report.answer import Answer, Column, Paragraph, Table
+from meshwright.report.answer import Answer, Heading, Paragraph, Table
 from meshwright.spec.chip import Chip
 from meshwright.spec.chip import chips as catalogue_chips
 from meshwright.spec.model import Model
@@ -45,9 +45,9 @@ BYTES_COLUMNS: dict[str, Any] = {
 }
 STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 LAYERS = (
-    Column("a layer", format_bytes, "num_bytes"),
-    Column("all layers", format_bytes, "num_bytes.all_layers"),
-    Column("derived, a layer", format_bytes, "derived_bytes_per_layer"),
+    Heading("a layer", format_bytes, "num_bytes"),
+    Heading("all layers", format_bytes, "num_bytes.all_layers"),
+    Heading("derived, a layer", format_bytes, "derived_bytes_per_layer"),
 )
 DERIVED = {"none": "none", "selective": "selective", "full": "block"}
 """Recomputation of the closed form -> the remat policy here that keeps the like."""
@@ -124,7 +124,7 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
             for state in ([given.state] if given.state else STATE_BYTES)
         }
         facts.append({"name": m.name, "params": num_params(m), "bytes_per_device": found})
-        columns = [Column(name, format_bytes, f"bytes_per_device.{name}") for name in STAGES]
+        columns = [Heading(name, format_bytes, f"bytes_per_device.{name}") for name in STAGES]
         title = f"{m.name}: training state of one of {given.shards:,} data-parallel devices"
         tables.append(Table(["state", *columns], [[state, *sizes] for state, sizes in found.items()], title))
     note = "ZeRO-1 splits the optimizer, ZeRO-2 gradients too, ZeRO-3 (FSDP) weights too; gradients counted"
@@ -211,7 +211,7 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
         facts.append({"name": m.name, "closed_form": closed, "derived_bytes_per_layer": derived})
         tables.append(
             Table(
-                ["recompute", "tensor", Column("s b h x", "{:.4g}".format, "per_sbh"), *LAYERS],
+                ["recompute", "tensor", Heading("s b h x", "{:.4g}".format, "per_sbh"), *LAYERS],
                 [_activation_row(m, one, size) for one, size in zip(closed, derived, strict=True)],
                 f"{m.name}: activations that a device keeps of {seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}",
             )

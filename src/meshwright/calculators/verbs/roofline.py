@@ -11,6 +11,7 @@ from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.verbs.roofline_attention import attention_answer
 from meshwright.calculators.verbs.roofline_sweep import SweptSizes, parse_sweep, sweep_answer, sweep_points
+from meshwright.cli.output import format_flop_count
 from meshwright.cli.verb import DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
@@ -25,7 +26,6 @@ from meshwright.cost.formulas.roofline import (
     einsum_work,
 )
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
-from meshwright.report.tables import format_flop_count
 from meshwright.spec.chip import Chip, chip, compute_dtype
 
 CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn", "nvlink")

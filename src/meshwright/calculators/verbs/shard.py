@@ -30,6 +30,7 @@ from meshwright.calculators.sharding.parsing import (
 )
 from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.calculators.verbs.shard_run import run_ways
+from meshwright.cli.output import format_flop_count
 from meshwright.cli.shared import CALIBRATION, DIMS, MESH
 from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
@@ -39,7 +40,6 @@ from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shar
 from meshwright.cost.network.legs import group_legs
 from meshwright.cost.network.links import torus_width
 from meshwright.report.answer import Answer, Fact, Piece, Table
-from meshwright.report.tables import format_flop_count
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.training.kv_cache import cache_designs
+from meshwright.cli.output import format_flop_count
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
-from meshwright.report.tables import format_flop_count
 from meshwright.spec.catalogue import entry, models
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy

@@ -22,7 +22,7 @@ from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
-from meshwright.report.answer import Answer, Column, Piece, Table
+from meshwright.report.answer import Answer, Heading, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.catalogue import load_model
@@ -130,7 +130,11 @@ def _table(tokens: Sequence[float], columns: Mapping[str, Sequence[Any]]) -> Tab
     """A row per octave."""
     rows = list(zip(map(round, tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE]
     return Table(
-        [Column("tokens", format_count), *(Column(name, SHOWS.get(name, format_seconds)) for name in columns)], rows
+        [
+            Heading("tokens", format_count),
+            *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns),
+        ],
+        rows,
     )
 
 

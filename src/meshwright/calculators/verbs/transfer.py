@@ -13,7 +13,7 @@ from meshwright.calculators.links.one_way import link_bytes, one_way_rates
 from meshwright.calculators.links.ring_steps import RING_KINDS, ring_frames
 from meshwright.calculators.links.routes import Via, parse_place, route
 from meshwright.calculators.links.transfer import TransferLeg, TransferTimes, array_bytes, parse_leg, transfer_times
-from meshwright.cli.output import say
+from meshwright.cli.output import format_flop_count, say
 from meshwright.cli.shared import CALIBRATION
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
@@ -23,7 +23,6 @@ from meshwright.cost.network.collectives import GroupRates, collective_bound_by,
 from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops
 from meshwright.cost.network.placement import physical_placement
 from meshwright.report.answer import Answer, Fact, Piece, Table
-from meshwright.report.tables import format_flop_count
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.bench import results
 from meshwright.cli.output import or_dash
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
-from meshwright.report.answer import Column, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Fact, Heading, Piece, Table, TableColumns
 
 BUSY = "all devices busy, figures of one"
 
@@ -104,13 +104,13 @@ def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
     ]
     cache = f", cache {format_bytes(part.cache_bytes)}" if part.cache_bytes else ""
     title = f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache}"
-    times: list[str | Column] = [
+    times: list[str | Heading] = [
         "multiply-adds",
-        Column("one kernel", format_seconds, "fused_s"),
-        Column("bytes", format_rate, "bytes_per_s"),
-        Column("rate", format_flops, "flops_per_s"),
-        Column("op by op", format_seconds, "eager_s"),
-        Column("ratio", number),
+        Heading("one kernel", format_seconds, "fused_s"),
+        Heading("bytes", format_rate, "bytes_per_s"),
+        Heading("rate", format_flops, "flops_per_s"),
+        Heading("op by op", format_seconds, "eager_s"),
+        Heading("ratio", number),
     ]
     table = Table(times, rows, title).known()
     yield table if rows else title

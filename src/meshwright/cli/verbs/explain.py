@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.fields import check_tokens
-from meshwright.cli.output import say
+from meshwright.cli.output import format_flop_count, say
 from meshwright.cli.verb import verb
 from meshwright.cli.verbs.plan_words import (
     budget_text,
@@ -23,7 +23,6 @@ from meshwright.cost.breakdown import Term, term_words
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
-from meshwright.report.tables import format_flop_count
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.strategy import mesh_words
 

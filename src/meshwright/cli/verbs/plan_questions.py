@@ -16,7 +16,7 @@ from meshwright.plan.result import PlanResult
 from meshwright.plan.why.recipe import Recipe, recipe
 from meshwright.plan.why.what_if import WhatIf
 from meshwright.plan.why.why_not import WhyNot
-from meshwright.report.answer import Answer, Column, Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table
 
 MAX_TERMS = 3
 MAX_LIMITS = 3
@@ -141,7 +141,12 @@ def _what_if_text(told: WhatIf) -> Iterator[Piece]:
     measures = Table.of((one for one, _ in plans.values()), {**STEP, **MFU, **MEMORY, **BOUND_BY})
     rows = [[name, *row, _terms(plans[name][1])] for name, row in zip(plans, measures.rows, strict=True)]
     yield Table(
-        [Column("", "  {}".format, "plan"), *measures.columns, Column("what its step is made of", str, "terms")], rows
+        [
+            Heading("", "  {}".format, "plan"),
+            *measures.columns,
+            Heading("what its step is made of", str, "terms"),
+        ],
+        rows,
     )
     yield Fact("  in all", _in_all(told))
 

@@ -13,7 +13,7 @@ from meshwright.cli.verb import option, verb
 from meshwright.cli.verbs.plan_words import microbatch_words, remat_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.report.answer import Answer, Column, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
 from meshwright.spec.strategy import mesh_words
 from meshwright.verify.request import AskedStep, Depth
 from meshwright.verify.targets import CompilerPlatform
@@ -127,7 +127,7 @@ def _memory_text(proof: "Proof") -> Iterator[Piece]:
     ]
     rows.append(("arguments", memory.predicted_arguments, memory.arguments))
     rows.append(("all else", memory.predicted_temporaries, memory.temporaries))
-    yield Table(["memory of a chip", Column("predicted", format_bytes), Column("compiled", format_bytes)], rows)
+    yield Table(["memory of a chip", Heading("predicted", format_bytes), Heading("compiled", format_bytes)], rows)
 
 
 def _traffic_text(proof: "Proof") -> Iterator[Piece]:

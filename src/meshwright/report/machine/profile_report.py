@@ -1,17 +1,17 @@
 """Writes the folder of `meshwright profile`: a page of Markdown, its pictures and the timeline."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.profile.compare import TimeRow
 from meshwright.profile.summary import Profile
-from meshwright.report.answer import Column, Show, Table, TableColumns, as_markdown
+from meshwright.report.answer import Heading, Show, Table, TableColumns, as_markdown
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
 from meshwright.report.machine.profile_trace import save_trace
-from meshwright.report.tables import format_flop_count
 
 REPORT, TIMELINE = "profile.md", "trace.json.gz"
 WHERE, PARTS, MEMORY = "where.png", "parts.png", "memory-timeline.png"
@@ -83,7 +83,7 @@ def _summary(profile: Profile) -> str:
     rows: list[tuple[str, float | None, float | None, Show]] = [
         *headline_rows(profile),
         ("step under the profiler", profile.predicted_step_s, profile.profiled_s, format_seconds),
-        ("FLOPs of products on a device", profile.predicted_flops, profile.flops, format_flop_count),
+        ("FLOPs of products on a device", profile.predicted_flops, profile.flops, partial(format_flops, unit="FLOP")),
         ("communication hidden behind compute", *overlaps, "{:.0%}".format),
     ]
     return as_markdown(Table.compared(rows))
@@ -130,8 +130,8 @@ def _where(profile: Profile) -> str:
     mean, predicted = profile.times.mean, profile.comparison.predicted
     rows = [(name, predicted.parts[name], seconds) for name, seconds in mean.parts.items()]
     rows.append(("whole step", predicted.total_s, mean.total_s))
-    seconds = [Column(title, format_seconds) for title in ("predicted", "mean device")]
-    columns: list[str | Column] = ["", *seconds, Column("share", PERCENT)]
+    seconds = [Heading(title, format_seconds) for title in ("predicted", "mean device")]
+    columns: list[str | Heading] = ["", *seconds, Heading("share", PERCENT)]
     return as_markdown(Table(columns, [[*row, row[-1] / mean.total_s] for row in rows]))
 
 
@@ -217,7 +217,7 @@ def _memory(profile: Profile) -> str:
         ("compiler: temporaries", memory.temporaries_bytes),
         ("temporaries that live at once, by the schedule", memory.live_bytes),
     ]
-    lines.append(as_markdown(Table(["one device", Column("bytes", format_bytes)], rows)))
+    lines.append(as_markdown(Table(["one device", Heading("bytes", format_bytes)], rows)))
     owners = Table.of(memory.owners, {"array or step": "name", "kind": "kind", "bytes": ("num_bytes", format_bytes)})
     lines.append("Who owns the peak, on one device:\n\n" + as_markdown(owners))
     return "\n".join(lines)
