@@ -20,7 +20,7 @@ CASES = [
     (2, ("plam",), "there is no verb 'plam'. Did you mean 'plan'?"),
     (2, ("show", "chips", "--jsn"), "No such option '--jsn'"),
     (2, ("plan", "tiny", "--on", "v5e:4x4"), "Missing option '--batch'"),
-    (2, ("explain",), "Missing argument 'PLAN.toml'"),
+    (2, ("explain",), "Missing argument 'PLAN.toml | MODEL'"),
     # questions about a plan
     (2, (*PLAN, "--why-not", "tensr=2"), "tensr is neither a mesh axis nor a field of the strategy. Did you mean"),
     (2, (*PLAN, "--why-not", "tensor"), "is not name=value. Write for example tensor=16,remat=block."),

@@ -10,7 +10,7 @@ from meshwright.spec.calibration import load_calibration
 def test_a_short_run_is_told_and_kept(call, tmp_path):
     said = call(
         *("bench", "overhead", "copy", "collectives", "--on", "cpu:2", "--mesh", "tensor=2", "--seconds", "40"),
-        *("-o", "rates.toml", "--save", "run.json", "--pictures", "pictures"),
+        *("-o", "rates.toml", "--png", "pictures"),
     )
     assert said.code == 0, said.err
     assert "Host time of a launch" in said.out
@@ -63,7 +63,6 @@ def test_one_object_for_programs(call):
         (["--on", "cpu:2", "--chip", "h2000"], "unknown chip 'h2000'. Did you mean 'h200'?"),
         (["overhead", "--on", "cpu:2", "-o", "x.toml"], "-o needs rates, and overhead has none."),
         (["--on", "cpu:2", "-o", "x.json"], "-o x.json: a calibration is a .toml file."),
-        (["--on", "cpu:2", "--save", "x.txt"], "--save x.txt: figures are kept in a file"),
         (["--on", "cpu:2", "--seconds", "0"], "'--seconds'"),
         (["--on", "cpu:2", "--mesh", "fsdp"], "fsdp"),
     ],
