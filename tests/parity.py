@@ -74,8 +74,8 @@ def config_of(case: str, shape: str = "") -> dict[str, Any]:
     given = dict(SHAPES[shape][0]) if shape else {}
     if "n_embd" in config:
         given = {{"num_hidden_layers": "n_layer"}.get(key, key): value for key, value in given.items()}
-    if "kv_lora_rank" in config:
-        given.pop("num_key_value_heads", None)  # latent attention has as many as heads
+    if config.keys() & {"kv_lora_rank", "n_embd"}:
+        given.pop("num_key_value_heads", None)  # latent attention and GPT-2 have as many as heads
     for key, value in given.items():
         if key == "num_hidden_layers":
             for lists in {"layer_types", "no_rope_layers"} & config.keys():

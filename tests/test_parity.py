@@ -9,6 +9,8 @@ from tests.parity_table import SHOWN
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
 LARGEST = 1e-5  # float32, of the largest entry
+LARGEST_STEP = 1e-4
+"""Of weights: AdamW divides each gradient by its size, and so makes the rounding of gradients near zero large."""
 
 QUICK = ("olmo2", "data 2, fsdp 2, tensor 2", "")
 CASES = [(case, mesh, "") for case in CONFIGS for mesh in parity.BASE]
@@ -22,7 +24,8 @@ CASES += [(case, mesh, shape) for case in CONFIGS for shape, (_, mesh) in parity
 def test_a_family_is_what_transformers_makes_of_it(case, mesh, shape):
     """A refusal is an outcome; the table of the documentation says which."""
     found = parity.run(case, mesh, shape)
-    assert found.refused or max(found.losses, found.weights, found.logits or 0.0) < LARGEST
+    assert found.refused or max(found.losses, found.logits or 0.0) < LARGEST
+    assert found.refused or found.weights < LARGEST_STEP
     assert found.is_written_back is not False
     assert found.is_same_text is not False
     assert not found.refused or mesh != "one device" or shape

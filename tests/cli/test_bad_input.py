@@ -20,7 +20,7 @@ CASES = [
     (2, ("plam",), "there is no verb 'plam'. Did you mean 'plan'?"),
     (2, ("show", "chips", "--jsn"), "No such option '--jsn'"),
     (2, ("plan", "tiny", "--on", "v5e:4x4"), "Missing option '--batch'"),
-    (2, ("explain",), "Missing argument 'PLAN.toml'"),
+    (2, ("explain",), "Missing argument 'PLAN.toml | MODEL'"),
     # questions about a plan
     (2, (*PLAN, "--why-not", "tensr=2"), "tensr is neither a mesh axis nor a field of the strategy. Did you mean"),
     (2, (*PLAN, "--why-not", "tensor"), "is not name=value. Write for example tensor=16,remat=block."),
@@ -77,7 +77,7 @@ CASES = [
     (2, (*PLAN, "--set", "model.num_heads=7"), "num_kv_heads=8 does not divide num_heads=7"),
     (2, (*PLAN, "--set", "strategy.remat=blok"), "remat 'blok' is not a policy. Did you mean 'block'?"),
     (2, (*PLAN, "--collective-matmul", "both"), "'both' is not one of 'none', 'one-way', 'two-way'."),
-    (2, (*PLAN, "--set", "strategy.collective_matmul=both"), "Give 'none' or 'one-way' or 'two-way'."),
+    (2, (*PLAN, "--set", "strategy.collective_matmul=both"), "Give none, one-way or two-way."),
     (2, (*PLAN, "--collective-matmul", "none", "--set", "strategy.collective_matmul=one-way"), "and in --set. Leave"),
     (2, (*PLAN, "--set", "strategy.state=bf32"), "state 'bf32' is not known. Did you mean 'fp32'?\n"),
     (2, (*PLAN, "--set", "strategy.tensor=four"), "--set strategy.tensor=four is not a whole number"),

@@ -134,3 +134,19 @@ def test_a_full_disk_is_one_line_and_code_3(call, monkeypatch):
         "meshwright: no room writing runs/tiny-001/metrics.jsonl: No space left on device. Free some; a run "
         "with checkpoints resumes.\n"
     )
+
+
+def test_a_closed_pipe_ends_quietly():
+    """`meshwright show chips | true` has no reader from the start: no line on standard error, no failure."""
+    code = "import sys; from meshwright.cli.main import main; sys.argv[1:] = ['show', 'models']; main()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+@pytest.mark.parametrize("args", [(), ("sweep",)])
+def test_without_a_verb_the_help_is_shown_in_its_lines(call, args):
+    said = call(*args)
+    assert said.code == 2
+    assert said.err.startswith("Usage: meshwright")
+    assert "\nVerbs:\n" in said.err

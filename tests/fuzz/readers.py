@@ -187,7 +187,7 @@ def _numbers(path: Path) -> None:
 
 
 def _graph(path: Path) -> None:
-    call("hlo", str(path), "--mesh", "data=4,tensor=4", "--graph", str(path.with_suffix(".json")))
+    call("hlo", str(path), "--mesh", "data=4,tensor=4", "--png", str(path.with_suffix(".json")))
 
 
 def _cases(path: Path) -> None:
@@ -320,7 +320,7 @@ def _command(rng: random.Random) -> list[str]:
         words += _option(words, rng)
     for _ in range(rng.randint(0 if words[-1] in HOSTILE_WORDS else 1, 2)):
         at = rng.randrange(1, len(words)) if len(words) > 1 else 0
-        if at and words[at] not in ("--png", "--frames", "--write", "--out"):
+        if at and words[at] not in ("--png", "--frames", "--page", "--out"):
             words[at] = mutated_text(words[at], rng)
     kept = [word for at, word in enumerate(words) if not {word, *words[max(0, at - 1) : at]} & _WRITING]
     return [word.replace("\0", "") for word in kept]
@@ -352,6 +352,6 @@ HOSTILE_WORDS = (
     "v5e",
     "tiny",
 )
-_WRITING = {"--png", "--frames", "--write", "--out", "-o", "--picture", "--graph"}
+_WRITING = {"--png", "--frames", "--page", "--out", "-o"}
 _COMMANDS = _commands()
 assert chip("v5e")

@@ -71,9 +71,8 @@ def test_another_suffix_is_refused(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"does not exist\. Make it first"):
-        save(FIGURE, tmp_path / "nowhere" / "line.png")
+def test_a_missing_folder_is_made(tmp_path):
+    assert save(FIGURE, tmp_path / "new" / "line.json").parent.is_dir()
 
 
 def test_a_failed_write_leaves_the_old_picture(tmp_path):

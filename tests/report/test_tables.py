@@ -42,3 +42,9 @@ def test_square_brackets_are_no_markup():
 
 def test_no_rows_leaves_the_header():
     assert render(table(("name", "size"), []), 80).splitlines()[0].split() == ["name", "size"]
+
+
+def test_long_words_are_folded_at_the_width():
+    rows = [["a-name-without-any-space-of-sixty-letters-that-nothing-can-break", 1.5, "another-of-those-in-a-row"]]
+    lines = render(table(["record", "time", "job"], rows), 60).splitlines()
+    assert max(map(len, lines)) <= 60

@@ -146,7 +146,6 @@ def test_reading_a_model_imports_no_heavy_package():
         {"groups_per_token": 5},
         {"groups_per_token": 0},
         {"experts_per_token": 5},
-        {"expert_groups": 8, "router_scores": "sigmoid"},
     ],
 )
 def test_groups_of_experts_suit_the_experts(changes):
@@ -154,3 +153,5 @@ def test_groups_of_experts_suit_the_experts(changes):
     Model(**SIZES | experts)
     with pytest.raises(InputError, match=r"^toy: expert_groups=\d and groups_per_token=\d do not suit num_experts=8"):
         Model(**SIZES | experts | changes)
+    with pytest.raises(CannotRunError, match="groups of one expert, where the best two decide"):
+        require_runnable(Model(**SIZES | experts | {"expert_groups": 8, "router_scores": "sigmoid"}))

@@ -1,6 +1,7 @@
 """What is asked of a verb that takes "PLAN.toml, or a MODEL with options": a setting and a strategy, resolved once."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,16 +15,20 @@ from meshwright.cli.shared import AXES, CALIBRATION, SET
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import Estimate, estimate_step
+from meshwright.parallel.process_env import find_processes
 from meshwright.plan.planner import rank_plans
-from meshwright.plan.result import PlanResult
+from meshwright.plan.result import PlanResult, plan_in
 from meshwright.plan.space import USUAL
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import require_runnable
-from meshwright.spec.plan_file import load_plan
+from meshwright.spec.plan_file import Plan, load_plan
 from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh
 
+RUN = ("train", "profile")
+"""Verbs that run what they are asked for."""
 Fields = Mapping[str, dict[str, Any]]
 
 
@@ -40,10 +45,15 @@ class PlanOptions(Options):
 
 
 class Asked(NamedTuple):
-    """A strategy in its setting."""
+    """A strategy in its setting, and what the plan file or the search predicts; None where neither does."""
 
     setting: Setting
     strategy: Strategy
+    predicted: Estimate | None = None
+
+    def plan(self) -> Plan:
+        """The plan; what is not predicted yet is now."""
+        return plan_in(self.setting, self.strategy, self.predicted or estimate_step(self.setting, self.strategy))
 
 
 STEP = option("The step that is asked for; by default that of the job.")
@@ -65,10 +75,10 @@ def read_fields(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
     return fields
 
 
-def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None = None, whole: bool = False) -> Asked:
+def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None = None) -> Asked:
     """The plan file with its ``fields`` changed, or the best strategy for the model; of another ``step`` where named.
 
-    ``whole`` is for a run: it refuses models that do not run, and a strategy for fewer chips than are given. Raises
+    A ``verb`` that runs it refuses models that do not run, and a strategy for fewer chips than are given. Raises
     InputError for options that a plan file says already, and for those that a model needs.
     """
     texts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
@@ -77,6 +87,9 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
         if named:
             raise InputError(f"{given.what} says the cluster, axes, batch and seq; leave {', '.join(named)} out.")
         return _of_file(Path(given.what), fields, step)
+    if verb in RUN and find_processes(os.environ):
+        # Each process might measure, and so plan, differently.
+        raise InputError(f"several processes need one plan. Write it first: plan {given.what} ... -o plan.toml.")
     for name in ("--on", "--batch", "--seq"):
         if texts[name] is None:
             raise InputError(
@@ -90,15 +103,15 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
     job = job_of_step(job_of(given.batch, given.seq_len, of_job), step)
     assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     axes = take_axes(given.axes, fields["strategy"])
-    if not job.trains:
-        strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam")
-        return Asked(
-            Setting(model, given.on, job, assumptions=assumed), with_fields(strategy, "strategy", fields["strategy"])
-        )
-    if whole:
+    if verb in RUN:
         require_runnable(model)
+    if not job.trains:
+        rates = rates_for(given.on, given.calibration, fitted=True) if verb in RUN else None
+        strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam")
+        setting = Setting(model, given.on, job, rates, assumptions=assumed)
+        return Asked(setting, with_fields(strategy, "strategy", fields["strategy"]))
     rates = rates_for(given.on, given.calibration, fitted=True)
-    return _planned(Setting(model, given.on, job, rates, assumptions=assumed), axes, fields["strategy"], whole)
+    return _planned(Setting(model, given.on, job, rates, assumptions=assumed), axes, fields["strategy"], verb)
 
 
 def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
@@ -113,23 +126,24 @@ def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
         found.calibration,
         assumptions=with_fields(found.assumptions, "assumptions", fields["assumptions"]),
     )
-    return Asked(setting, with_fields(found.strategy, "strategy", strategy))
+    same = step in (None, found.job.kind) and not any(fields.values())
+    return Asked(setting, with_fields(found.strategy, "strategy", strategy), found.predicted if same else None)
 
 
-def _planned(setting: Setting, axes: dict[str, int], fields: dict[str, Any], whole: bool) -> Asked:
-    choices = USUAL if whole else msgspec.structs.replace(USUAL, equal_stages=True)
+def _planned(setting: Setting, axes: dict[str, int], fields: dict[str, Any], verb: str) -> Asked:
+    choices = msgspec.structs.replace(USUAL, equal_stages=verb == "verify")
     try:
         result: PlanResult = rank_plans(setting, axes=axes, overrides=fields, choices=choices, top=1)
     except CannotRunError:
-        if whole or math.prod(axes.values()) != setting.cluster.num_chips:
+        if verb != "verify" or math.prod(axes.values()) != setting.cluster.num_chips:
             raise
         # The mesh is given whole: what the compiler says of it is the answer, with the least memory there is.
         least = Strategy(mesh=make_mesh(axes), state="bf16-adam", remat="full")
         return Asked(setting, with_fields(least, "strategy", fields))
     best = result.strategies[0]
-    if whole and best.num_chips < setting.cluster.num_chips:
+    if verb in RUN and best.num_chips < setting.cluster.num_chips:
         raise CannotRunError(". ".join(result.shortfall))
-    return Asked(best.setting, best.strategy)
+    return Asked(best.setting, best.strategy, best.estimate)
 
 
 def job_of_step(job: Job, step: str | None) -> Job:

@@ -58,12 +58,12 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing fits or can run, 75 a run was asked to stop and
     did with everything written, 128 + n signal n ended it at once, 1 our fault."""
-    sys.stderr = cast(TextIO, LastingStream(sys.stderr))
+    sys.stdout, sys.stderr = (cast(TextIO, LastingStream(stream)) for stream in (sys.stdout, sys.stderr))
     sys.exit(run(sys.argv[1:]))
 
 
 class LastingStream:
-    """Standard error that goes on without its reader: a run must not end with the pager or `head` that shows it."""
+    """A stream that goes on without its reader: a run must not end with the pager or `head` that shows it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -103,12 +103,13 @@ def run(args: list[str]) -> int:
         return _fail(str(error), 3)
     except InputError as error:
         return _fail(str(error), 2)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
     except click.ClickException as error:
         return _fail(_usage(error), 2)
     except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("stopped.", 130)
-    except BrokenPipeError:
-        return 0
     except OSError as error:
         if error.errno not in NO_ROOM:
             return _our_fault(error)

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from meshwright.core.units import format_flops, format_seconds
+from meshwright.report.answer import Fact, Piece, Table, as_markdown
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
@@ -69,3 +70,20 @@ def format_power(watts: float) -> str:
 def format_energy(kwh: float) -> str:
     """``"134 kWh"``, ``"34.4 MWh"``, ``"1.2 GWh"``."""
     return format_flops(kwh * 1e3, unit="Wh") if kwh >= 1e3 else f"{kwh:.3g} kWh"
+
+
+def format_flop_count(flops: float) -> str:
+    """``"459 TFLOP"``: an amount of work."""
+    return format_flops(flops, unit="FLOP")
+
+
+def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
+    """Every block in GitHub-flavoured Markdown; drawings in characters stay as they are."""
+    for piece in pieces:
+        if isinstance(piece, Table):
+            yield as_markdown(piece)
+            continue
+        text = piece if isinstance(piece, str) else piece.text
+        label = f"{piece.label.strip()}: " if isinstance(piece, Fact) and piece.label.strip() else ""
+        if said := text.strip():
+            yield f"```text\n{text}\n```\n" if "\n" in said else f"{label}{said}\n"

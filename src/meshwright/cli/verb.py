@@ -10,11 +10,11 @@ import msgspec
 from click.core import ParameterSource
 
 from meshwright.cli.fields import dim_sizes, parse_mesh
-from meshwright.cli.output import emit_json, say, width
+from meshwright.cli.output import answer_markdown, emit_json, say, width
 from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.units import parse_bytes, parse_count
-from meshwright.report.answer import Answer, Piece, as_csv, as_markdown, as_text
+from meshwright.report.answer import Answer, Piece, as_csv, as_text
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, chip
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -102,15 +102,17 @@ def verb(
     hints = get_type_hints(options, include_extras=True)
     params = [_parameter(name, hint, getattr(options, name)) for name, hint in hints.items()]
     printed: list[click.Parameter] = [
-        click.Option(["--format", "form"], type=click.Choice(FORMATS), default="text", help="How to print."),
+        click.Option(["--format", "form"], type=click.Choice(FORMATS), help="How to print: text by default."),
         click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on standard output."),
     ]
 
     def decorate(function: Callable[[_Given], Answer | None]) -> click.Command:
-        def callback(form: str = "text", as_json: bool = False, **given: Any) -> None:
+        def callback(form: str | None = None, as_json: bool = False, **given: Any) -> None:
+            if as_json and form not in (None, "json"):
+                raise InputError(f"--json and --format {form} both say how to print. Leave one of them out.")
             for param in params:
                 _require_figure(param, given.get(param.name or ""))
-            asked = options(**given, form="json" if as_json else form)
+            asked = options(**given, form="json" if as_json else form or "text")
             for param in params:
                 row = getattr(options, param.name or "")
                 if row.needs and not any(getattr(asked, name) for name in row.needs) and _on_line(param):
@@ -143,19 +145,20 @@ def _on_line(param: click.Parameter) -> bool:
 
 
 def emit(answer: Answer, form: str) -> None:
-    """Draw the pictures of an answer and print it; its tables alone as CSV and Markdown."""
-    for path, chart in answer.pictures.items():
-        if path is not None:
-            from meshwright.report.figure import save
+    """Draw the pictures of an answer and print it; its tables alone as CSV."""
+    drawn = {path: chart for path, chart in answer.pictures.items() if path is not None}
+    for path, chart in drawn.items():
+        from meshwright.report.figure import save
 
-            say(f"wrote {save(chart(), path)}")
+        say(f"wrote {save(chart(), path)}")
     if form == "json":
-        emit_json(answer.facts)
+        emit_json({**answer.facts, "pictures": list(drawn)} if drawn else answer.facts)
     elif form == "text":
         show(answer.pieces)
     else:
-        tables = map(as_markdown, answer.tables()) if form == "markdown" else map(as_csv, answer.raw or answer.tables())
-        click.echo("\n".join(tables), nl=False)
+        click.echo(
+            "\n".join(answer_markdown(answer.pieces) if form == "markdown" else map(as_csv, answer.tables())), nl=False
+        )
 
 
 def show(pieces: Iterable[Piece]) -> None:

@@ -24,7 +24,7 @@ def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpe
                 for part, own, larger in zip(specs[name], shapes[name].shape, held[name].shape, strict=True)
             )
         )
-        for name in specs
+        for name in shapes.keys() & specs.keys()
     }
 
 

@@ -1,7 +1,8 @@
 """What a verb answers, as data: facts for programs, and tables, facts and sentences for people; and how it prints."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from operator import attrgetter
 from pathlib import Path
@@ -9,15 +10,24 @@ from textwrap import fill
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from meshwright.report.tables import cell_text, joined, render, table
 
 Show = Callable[[Any], Any]
 """Turns a raw value into what a person reads."""
-TableColumn = str | tuple[str, Show]
-"""A header, and how a person reads the values below it."""
-TableColumns = Mapping[str, str | Show | tuple[str | Show, Show]]
-"""Column -> what of a record it has, and how a person reads that."""
+
+
+class Heading(msgspec.Struct, frozen=True):
+    """A header, how a person reads the raw values below it, and its name for programs: that of JSON, with the unit."""
+
+    title: str
+    show: Show | None = None
+    name: str = ""
+
+
+TableColumns = Mapping[str, str | Show | tuple[str | Show, Show | None] | tuple[str | Show, Show | None, str]]
+"""Header -> what of a record stands below it, how a person reads that, and its name where that is not a field."""
 
 
 class Quantity(msgspec.Struct, frozen=True):
@@ -33,7 +43,7 @@ class Quantity(msgspec.Struct, frozen=True):
 class Table(msgspec.Struct, frozen=True):
     """Raw values under columns; a column with a ``Show`` is read through it. None is not known."""
 
-    columns: Sequence[TableColumn]
+    columns: Sequence[str | Heading]
     rows: Sequence[Sequence[Any]]
     title: str = ""
 
@@ -42,17 +52,29 @@ class Table(msgspec.Struct, frozen=True):
         """A row for each record (struct or dictionary): column -> its value, and how a person reads that.
 
         A value is named by a field, by a path of attributes such as ``seconds.median_s``, by a key of a dictionary in a
-        field such as ``memory/weights`` (None where the field is None), or by a function of the record.
+        field such as ``memory/weights`` (None where the field is None), or by a function of the record. The name of the
+        column is ``median_s`` and ``memory.weights`` then; where two columns end alike it has the whole path.
         """
-        reads = {name: what if isinstance(what, tuple) else (what, None) for name, what in columns.items()}
-        rows = [[_field(one, what) for what, _ in reads.values()] for one in records]
-        return Table([name if show is None else (name, show) for name, (_, show) in reads.items()], rows, title)
+        reads = {head: what if isinstance(what, tuple) else (what, None) for head, what in columns.items()}
+        rows = [[_field(one, what) for what, *_ in reads.values()] for one in records]
+        paths = [what if isinstance(what, str) else "" for what, *_ in reads.values()]
+        ends = [path.rpartition(".")[2] if "/" not in path else path.replace("/", ".") for path in paths]
+        names = [end if ends.count(end) == 1 else path for end, path in zip(ends, paths, strict=True)]
+        given = zip(reads.items(), names, strict=True)
+        heads = [Heading(head, show, "".join(own) or name) for (head, (_, show, *own)), name in given]
+        return Table(heads, rows, title)
 
     @staticmethod
-    def as_is(records: Sequence[Any], title: str = "") -> "Table":
-        """A row for each record with all its fields as they are."""
-        names = [] if not records else records[0] if isinstance(records[0], dict) else records[0].__struct_fields__
-        return Table.of(records, {name: name for name in names}, title)
+    def as_is(records: "Table | Iterable[Any]") -> "Table":
+        """A row for each record with all its fields as they are, but for lists of records; a table as it is.
+
+        A field that is a record itself is a column for each of its own: ``run.days``.
+        """
+        if isinstance(records, Table):
+            return records
+        rows = [dict(_cells(one)) for one in records]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        return Table(names, [[row.get(name) for name in names] for row in rows])
 
     @staticmethod
     def compared(rows: Iterable[tuple[str, float | None, float | None, Show]]) -> "Table":
@@ -62,7 +84,7 @@ class Table(msgspec.Struct, frozen=True):
              measured / predicted if predicted and measured is not None else None]
             for name, predicted, measured, show in rows
         ]  # fmt: skip
-        return Table(["", "predicted", "measured", ("ratio", "{:.2f}".format)], cells)
+        return Table([Heading("", name="figure"), "predicted", "measured", Heading("ratio", "{:.2f}".format)], cells)
 
     def known(self) -> "Table":
         """The table without the columns of which nothing is known."""
@@ -70,19 +92,31 @@ class Table(msgspec.Struct, frozen=True):
         return Table([self.columns[n] for n in kept], [[row[n] for n in kept] for row in self.rows], self.title)
 
     @property
-    def names(self) -> list[str]:
-        """The headers."""
-        return [column if isinstance(column, str) else column[0] for column in self.columns]
+    def heads(self) -> list[Heading]:
+        """The columns, those that are named alone too."""
+        return [Heading(one) if isinstance(one, str) else one for one in self.columns]
 
     def shown(self) -> list[list[Any]]:
         """The rows as a person reads them."""
-        return [[_shown(cell, column) for cell, column in zip(row, self.columns, strict=True)] for row in self.rows]
+        return [[_shown(cell, column) for cell, column in zip(row, self.heads, strict=True)] for row in self.rows]
 
 
-def _shown(cell: Any, column: TableColumn) -> Any:
+def _cells(record: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of a record and of those inside it."""
+    for name, value in (record if isinstance(record, Mapping) else asdict(record)).items():
+        if isinstance(value, Mapping | msgspec.Struct):
+            yield from _cells(value, f"{before}{name}.")
+        elif not isinstance(value, list | tuple) or not any(isinstance(one, _INSIDE) for one in value):
+            yield f"{before}{name}", value.tolist() if hasattr(value, "tolist") else value
+
+
+_INSIDE = (Mapping, list, tuple, msgspec.Struct)
+
+
+def _shown(cell: Any, column: Heading) -> Any:
     if isinstance(cell, Quantity):
         return str(cell)
-    return cell if cell is None or isinstance(column, str) else column[1](cell)
+    return cell if cell is None or column.show is None else column.show(cell)
 
 
 def _field(record: Any, what: str | Show) -> Any:
@@ -90,7 +124,7 @@ def _field(record: Any, what: str | Show) -> Any:
         return what(record)
     name, _, key = what.partition("/")
     value = record[name] if isinstance(record, dict) else attrgetter(name)(record)
-    return value[key] if key and value is not None else value
+    return value.get(key) if key and value is not None else value
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -117,18 +151,20 @@ class Answer(msgspec.Struct, frozen=True):
 
     ``facts`` is the one JSON object of ``--json`` (structs, arrays and paths may stand in it). ``pieces`` are the text.
     ``pictures`` maps the file that was asked for to the function that draws its chart; None is not asked for.
-    ``raw`` are the tables of CSV where those of the text have too little. ``error`` is raised once all is printed.
+    ``raw`` are the tables of CSV, or their records, where those of the text have too little. ``error`` is raised once
+    all is printed.
     """
 
     facts: Mapping[str, Any]
     pieces: Iterable[Piece]
     pictures: Mapping[Path | None, Callable[[], Any]] = {}
-    raw: Sequence[Table] = ()
+    raw: Sequence[Table | Sequence[Any] | None] = ()
     error: Exception | None = None
 
     def tables(self) -> Sequence[Table]:
-        """The tables of the text."""
-        return tables_of(self.pieces)
+        """The tables of CSV: those of the text, and a row of all that JSON has besides."""
+        found = [Table.as_is(one) for one in self.raw or [*tables_of(self.pieces), [self.facts]] if one]
+        return [one for one in found if one.columns]
 
 
 def tables_of(pieces: Iterable[Piece]) -> list[Table]:
@@ -142,7 +178,7 @@ def as_text(pieces: Iterable[Piece], width: int) -> Iterable[str]:
         if isinstance(piece, Table):
             if piece.title:
                 yield _filled(piece.title, width, 2)
-            yield render(table(piece.names, piece.shown()), width)
+            yield render(table([one.title for one in piece.heads], piece.shown()), width)
         elif isinstance(piece, Fact):
             yield _filled(f"{piece.label:<{piece.column}}{piece.text}", width, piece.column)
         else:
@@ -155,25 +191,30 @@ def _filled(text: str, width: int, indent: int) -> str:
 
 
 def as_csv(found: Table) -> str:
-    """Comma-separated raw values under a header; None (not known) is an empty field."""
+    """Comma-separated raw values under their names; what is not known or not finite is an empty field."""
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(found.names)
-    cells = [[cell.value if isinstance(cell, Quantity) else cell for cell in row] for row in found.rows]
-    writer.writerows([[joined(cell) for cell in row] for row in cells])
+    writer.writerow([column.name or column.title for column in found.heads])
+    writer.writerows([[_raw(cell) for cell in row] for row in found.rows])
     return out.getvalue()
+
+
+def _raw(cell: Any) -> Any:
+    value = cell.value if isinstance(cell, Quantity) else cell
+    return None if isinstance(value, float) and not math.isfinite(value) else joined(value)
 
 
 def as_markdown(found: Table) -> str:
     """A table of GitHub-flavoured Markdown as a person reads it; columns of numbers are aligned to the right."""
     cells = [[cell_text(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in found.shown()]
-    columns = range(len(found.names))
+    names = [one.title for one in found.heads]
+    columns = range(len(names))
     numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in columns]
-    widths = [max(3, len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(found.names)]
+    widths = [max(3, len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(names)]
     rules = [f" {'-' * (w - 1)}: " if n else f" {'-' * w} " for w, n in zip(widths, numeric, strict=True)]
     lines = [
         " | ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
-        for row in (found.names, *cells)
+        for row in (names, *cells)
     ]
     body = [f"| {line} |" for line in lines]
     heading = f"{found.title}\n\n" if found.title else ""

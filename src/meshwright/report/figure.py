@@ -115,8 +115,6 @@ def save(figure: Figure, path: str | Path) -> Path:
     suffix = path.suffix.lower()
     if suffix not in PICTURES:
         raise InputError(f"Cannot write a picture as {path.name!r}. Use a name that ends in .png, .svg or .json.")
-    if not path.parent.is_dir():
-        raise InputError(f"Cannot write {path}: the folder {path.parent} does not exist. Make it first.")
     content = _rendered(figure.to_dict(validate=False), suffix)
     write_whole(path, lambda part: part.write_bytes(content))
     return path

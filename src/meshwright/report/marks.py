@@ -123,10 +123,10 @@ def log_axis(channel: Any, field: str, domain: Sequence[float], title: str | Non
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Returns the powers of ten between two numbers; over at most four decades also their multiples by 2 and 5."""
+    """Returns the powers of ten between two numbers; over few decades also some of their multiples."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     # One or two labels do not show that the scale is logarithmic.
-    steps = (1,) if len(decades) > 4 else (1, 2, 5)
+    steps = (1,) if len(decades) > 4 else (1, 2, 5) if high >= 20 * low else (1, 2, 3, 4, 5, 7)
     ticks = [float(f"{step * 10.0**power:.3g}") for power in decades for step in steps]
     return [tick for tick in ticks if low <= tick <= high]
 

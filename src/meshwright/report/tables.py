@@ -7,7 +7,6 @@ from textwrap import fill
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +15,7 @@ Cell = str | int | float | None
 # Text as core.units prints it: a number, with a unit or a percent sign behind it.
 _QUANTITY = re.compile(r"[-+~<>]?\s?\d[\d,.]*(e[+-]?\d+)?(\s?[%a-zA-Z/]{0,8})?")
 _WORD_WIDTH = 12
+_GAP = 2
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
@@ -42,8 +42,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
 def render(result: Table, width: int) -> str:
     """The table as plain text of at most ``width`` columns; wider only where a number would be cut."""
     console = Console(file=StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
-    needed = Measurement.get(console, console.options.update(max_width=10_000), result).minimum
-    console.width = max(width, needed)
+    console.width = max(
+        width, sum(column.min_width or 0 for column in result.columns) + _GAP * (len(result.columns) - 1)
+    )
     with console.capture() as capture:
         console.print(result)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n") + "\n"
@@ -66,10 +67,11 @@ def _add_column(result: Table, header: str, cells: Sequence[str]) -> None:
 
 
 def joined(cell: object) -> object:
-    """Returns a list as ``g+u``, a dictionary as ``fsdp=4,tensor=2``, and any other cell as it is."""
+    """Returns a list as ``g+u`` or ``256 2048``, a dictionary as ``fsdp=4,tensor=2``, and any other cell as it is."""
     if isinstance(cell, dict):
         return ",".join(f"{name}={value}" for name, value in cell.items())
-    return "+".join(map(str, cell)) if isinstance(cell, tuple | list) else cell
+    numbers = isinstance(cell, tuple | list) and all(isinstance(one, int | float) for one in cell)
+    return (" " if numbers else "+").join(map(str, cell)) if isinstance(cell, tuple | list) else cell
 
 
 def cell_text(cell: object) -> str:

@@ -72,6 +72,10 @@ def load_model(name: str | Path) -> Model:
     name = str(name)
     if name in models():
         return _catalogue_model(name)
+    if name.endswith(".toml"):
+        raise InputError(
+            f"{name} is no model. Name one, or its config.json; explain, verify, train, profile take plans."
+        )
     if "/" in name or "\\" in name or name.endswith(".json") or (name and Path(name).exists()):
         return model_from_config(Path(name))
     return _catalogue_model(name)

@@ -265,17 +265,12 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InputError(f"{self.name}: adapters of experts do not exist here. Use lora.targets=attention.")
         groups, chosen = self.expert_groups, self.groups_per_token
         in_group = self.num_experts // max(groups, 1)
-        needed = 2 if self.router_scores == "sigmoid" else 1  # a group is as good as its two best
-        if groups and (
-            self.num_experts % groups
-            or in_group < needed
-            or not 1 <= chosen <= groups
-            or chosen * in_group < self.experts_per_token
-        ):
+        whole = groups and self.num_experts % groups == 0 and 1 <= chosen <= groups
+        if groups and not (whole and chosen * in_group >= self.experts_per_token):
             raise InputError(
                 f"{self.name}: expert_groups={groups} and groups_per_token={chosen} do not suit "
-                f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups of "
-                f"at least {needed}, and enough of them for the experts of a token."
+                f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups, and "
+                f"enough of them for the experts of a token."
             )
 
     def _positive_fields(self) -> tuple[str, ...]:
@@ -353,6 +348,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def missing_to_run(self) -> str:
         """Names the feature that `nn` cannot run; empty if it runs."""
+        if self.router_scores == "sigmoid" and self.num_experts < 2 * self.expert_groups:
+            return "groups of one expert, where the best two decide"
         if self.activation not in RUNNABLE_ACTIVATIONS:
             return f"activation {self.activation}"
         return ""

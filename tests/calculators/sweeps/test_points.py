@@ -66,7 +66,7 @@ def test_where_nothing_runs_the_reason_is_said():
     assert large.best is not None
     assert (small.to_json()["mfu"], small.to_json()["memory"]) == (None, None)
     (odd,) = sweep("batch=64seq", "tensor=7", on="h100:7x1")
-    assert odd.reason.startswith("does not divide: tensor=7 does not divide V=128256")
+    assert odd.reason.startswith("does not divide: tensor=7 does not divide T=4096")
 
 
 def test_axes_and_fields_stay_as_given():

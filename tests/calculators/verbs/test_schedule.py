@@ -91,7 +91,7 @@ def test_more_stages_on_the_same_chips_hardly_change_the_bubble(call):
 
 
 def test_a_table_of_ones_own(call, tmp_path):
-    assert call(*ONE, "--write", "mine.txt").err == "wrote mine.txt\n"
+    assert call(*ONE, "-o", "mine.txt").err == "wrote mine.txt\n"
     again = call("schedule", "--table", "mine.txt", "--json").json
     named = call(*ONE, "--json").json
     assert again.pop("schedule") == "mine"

@@ -198,13 +198,15 @@ def test_flops_by_part_at_a_length(call):
     found = call("show", "llama3-8b", "--seq", "8192", "--json").json["flops"]
     by_part = {row["part"]: row for row in found["parts"]}
     length, layers = 8192, 32
-    assert by_part["projections"]["forward"] == 2 * length * layers * (2 * 4096 * 4096 + 2 * 4096 * 1024)
-    assert by_part["scores"]["forward"] == 4 * length**2 * 4096 * layers
-    assert by_part["feed-forward"]["forward"] == 2 * length * layers * 3 * 4096 * 14336
-    assert by_part["vocabulary"]["forward"] == 2 * length * 4096 * 128256
-    assert by_part["scores"]["backward"] == 2 * by_part["scores"]["forward"]
-    assert by_part["scores"]["total_causal"] == pytest.approx(by_part["scores"]["total"] / 2, rel=1e-3)
-    assert found["total"] == pytest.approx(model_flops(load_model("llama3-8b"), Job(batch_seqs=1, seq_len=length)))
+    assert by_part["projections"]["forward_flops"] == 2 * length * layers * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    assert by_part["scores"]["forward_flops"] == 4 * length**2 * 4096 * layers
+    assert by_part["feed-forward"]["forward_flops"] == 2 * length * layers * 3 * 4096 * 14336
+    assert by_part["vocabulary"]["forward_flops"] == 2 * length * 4096 * 128256
+    assert by_part["scores"]["backward_flops"] == 2 * by_part["scores"]["forward_flops"]
+    assert by_part["scores"]["total_causal_flops"] == pytest.approx(by_part["scores"]["total_flops"] / 2, rel=1e-3)
+    assert found["total_flops"] == pytest.approx(
+        model_flops(load_model("llama3-8b"), Job(batch_seqs=1, seq_len=length))
+    )
     assert sum(row["share"] for row in found["parts"]) == pytest.approx(1)
     text = call("show", "llama3-8b", "--seq", "8192").words
     assert "scores 35.2 TFLOP 70.4 TFLOP 106 TFLOP 22.2% 52.8 TFLOP 12.5%" in text

@@ -90,8 +90,8 @@ def test_any_field(call):
 def test_raw_values(call):
     first, *others = csv.DictReader(call(*GRID, "--format", "csv").out.splitlines())
     assert len(others) == 3
-    assert (first["model"], first["cluster"], first["fsdp"]) == ("llama-1B", "h100:8x1", "8")
-    assert float(first["optimizer_bytes"]) > 1e8
+    assert (first["model"], first["cluster"], first["axes.fsdp"]) == ("llama-1B", "h100:8x1", "8")
+    assert float(first["memory_bytes.optimizer"]) > 1e8
 
 
 def test_grid(call):

@@ -102,7 +102,7 @@ def test_the_picture(call, some, tmp_path):
         (["{oops"], (), "a.jsonl:1: JSON is malformed"),
         ([""], (), "a.jsonl holds no records"),
         (['{"id": "x", "kind": "decode"}'], ("--png", "x.png"), "no record is predicted, so there is nothing to draw"),
-        (['{"id": "x", "kind": "decode"}'], ("--fit", "x.toml"), "0 records can be predicted; a fit needs at least 10"),
+        (['{"id": "x", "kind": "decode"}'], ("-o", "x.toml"), "0 records can be predicted; a fit needs at least 10"),
     ],
 )
 def test_refused(call, tmp_path, lines, args, message):
@@ -118,9 +118,8 @@ def test_places_to_write_are_checked_before_the_fit(call, tmp_path):
     path = write(tmp_path / "a.jsonl", *(row(id=str(n), group="ab"[n % 2]) for n in range(12)))
     (tmp_path / "page.md").write_text("no marks")
     for args, message in (
-        (("--fit", "none/x.toml"), "the folder none does not exist"),
-        (("--write", "none.md"), "cannot read none.md"),
-        (("--write", "page.md"), "page.md has no place for the table 'cross-validation'"),
+        (("--page", "none.md"), "cannot read none.md"),
+        (("--page", "page.md"), "page.md has no place for the table 'cross-validation'"),
     ):
         call("accuracy", str(path), *args).assert_refused(2, message)
 
@@ -153,7 +152,7 @@ def test_a_fit_of_its_own(call, tmp_path):
         "# kept\n" + "".join(f"{BEGIN.format(name)}\nREPLACED\n{END}\n" for name in HEADINGS) + "kept too\n"
     )
     before = FILE.read_bytes()
-    said = call("accuracy", str(path), "--fit", "own.toml", "--write", "page.md", "--json")
+    said = call("accuracy", str(path), "-o", "own.toml", "--page", "page.md", "--json")
     assert said.code == 0, said.err
     found = said.json
     assert found["fitted"]["overall"]["mape"] < 0.1 < call("accuracy", str(path), "--json").json["overall"]["mape"]

@@ -205,3 +205,13 @@ def test_a_plan_that_needs_too_much_memory_is_explained_with_that_limit_broken(c
     edited(tmp_path / "plan.toml", f"num_microbatches = {count}", "num_microbatches = 1")
     limits = {limit["name"]: limit for limit in call("explain", "plan.toml", "--json").json["limits"]}
     assert limits["memory of a chip"]["holds"] is False
+
+
+def test_a_model_with_options_is_explained_as_its_plan_file_is(call):
+    model = ("llama3-8b", "--on", "h100:8x1", "--batch", "1Mi", "--seq", "8192")
+    call("plan", *model, "-o", "plan.toml")
+    assert call("explain", *model).out == call("explain", "plan.toml").out
+    changed = call("explain", "plan.toml", "--set", "strategy.remat=full")
+    assert (changed.err, "remat full" in changed.out) == ("", True)
+    call("explain", "llama3-8b").assert_refused(2, "explain llama3-8b needs --on, or name a plan file")
+    call("plan", "plan.toml", *model[1:]).assert_refused(2, "plan.toml is no model. Name one, or its config.json; explain, verify")

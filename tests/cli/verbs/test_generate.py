@@ -46,7 +46,20 @@ def test_several_prompts_as_one_object(call, folder, tmp_path):
     (tmp_path / "more.txt").write_text("so\n\nand then\n")
     said = call(
         *("generate", folder, "--prompt", "Once", "--prompts", "more.txt", "--on", "cpu:2", "--axes", "data=2"),
-        *("--max-tokens", "4", "--int8", "--cache-int8", "--temperature", "0.8", "--top-k", "50", "--top-p", "0.9"),
+        *(
+            "--max-tokens",
+            "4",
+            "--weights",
+            "int8",
+            "--cache-dtype",
+            "int8",
+            "--temperature",
+            "0.8",
+            "--top-k",
+            "50",
+            "--top-p",
+            "0.9",
+        ),
         *("--seed", "3", "--json"),
     )
     assert said.code == 0, said.err

@@ -58,13 +58,13 @@ def test_one_instruction(call, tmp_path):
     found = call("hlo", file("cpu_layer"), "--op", "all_gather.149", "--json").json
     assert (found["opcode"], found["step"]) == ("all-gather", "layer:forward:h1=all_gather")
     assert found["shapes"][0]["bytes"] == 8 * 128 * 256 * 4
-    said = call("hlo", file("v5e_forward"), "--op", "all-gather.24", "--picture", "tiles.png")
+    said = call("hlo", file("v5e_forward"), "--op", "all-gather.24", "--png", "tiles.png")
     assert "T(8,128): 8 x 128 elements of dim 1 x dim 2 lie together" in said.words
     assert (tmp_path / "tiles.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_graph_of_a_layer(call, tmp_path):
-    found = call("hlo", file("cpu_layer"), "--graph", "layer.png", "--step-block", "layer", "--json").json
+    found = call("hlo", file("cpu_layer"), "--png", "layer.png", "--step-block", "layer", "--json").json
     assert found["num_nodes"] == 26
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
 
@@ -96,10 +96,9 @@ def test_a_loop_that_depends_on_data(call, tmp_path):
         (("none.hlo",), "there is no file or folder none.hlo"),
         ((file("v5e_forward"), "--mesh", "fsdp=3"), "--mesh has 3 devices and jit_step is for 16"),
         ((file("v5e_forward"), "--op", "all-gather.2"), "no instruction 'all-gather.2'. Did you mean 'all-gather.24'"),
-        ((file("v5e_forward"), "--picture", "a.png"), "Name it with --op"),
-        ((file("v5e_forward"), "--step-block", "layer"), "Add --graph"),
-        ((file("h200_step"), "--op", "all-gather-start", "--picture", "a.png"), "no tiles to draw"),
-        ((file("cpu_layer"), "--graph", "a.png", "--step-block", "head"), "block 'head'"),
+        ((file("v5e_forward"), "--step-block", "layer"), "it is for --png"),
+        ((file("h200_step"), "--op", "all-gather-start", "--png", "a.png"), "no tiles to draw"),
+        ((file("cpu_layer"), "--png", "a.png", "--step-block", "head"), "block 'head'"),
     ],
 )
 def test_refused(call, args, message):

@@ -16,7 +16,7 @@ def test_the_frontier(call, tmp_path):
 
 
 def test_the_tables_fit(call):
-    said = call(*PLAN, "--pareto", "--breakdown", "b.svg")
+    said = call(*PLAN, "--pareto", "--breakdown", "--png", "b.svg")
     assert "Plans that nothing beats in both step time and memory" in said.out
     assert "Step time against cost, on all chips and on parts ($4.20 a chip and hour)" in said.words
     assert "Communication of one step: " in said.words
@@ -29,7 +29,7 @@ def test_a_chip_without_a_price(call):
 
 
 def test_the_breakdown(call, tmp_path):
-    found = call(*PLAN, "--axes", "tensor=4", "--breakdown", "b.svg", "--json").json
+    found = call(*PLAN, "--axes", "tensor=4", "--breakdown", "--png", "b.svg", "--json").json
     assert (tmp_path / "b.svg").stat().st_size > 3000
     step = found["strategies"][0]["step_s"]
     assert sum(found["breakdown"]["parts"].values()) == pytest.approx(step, rel=1e-3)
@@ -37,6 +37,6 @@ def test_the_breakdown(call, tmp_path):
 
 
 def test_one_chip_has_no_traffic(call):
-    said = call("plan", "tiny", "--on", "h100:1x1", "--batch", "8seq", "--seq", "64", "--breakdown", "b.svg")
+    said = call("plan", "tiny", "--on", "h100:1x1", "--batch", "8seq", "--seq", "64", "--breakdown", "--png", "b.svg")
     assert said.code == 0, said.err
     assert "Communication" not in said.out

@@ -138,7 +138,6 @@ def test_the_loop_on_this_machine(measured, rates, tmp_path, capsys, monkeypatch
         (["train", "tiny", *SMALL, "--resume", "/no/such/run"], 2, "/no/such/run is not the folder of a run"),
         (["train", "--resume", "/no/such/run"], 2, "/no/such/run is not the folder of a run"),
         (["train", "tiny", *SMALL, "--set", "train.track=wandb"], 2, "pip install 'meshwright[wandb]'"),
-        (["train", "deepseek-v3", "--on", "cpu:8", "--batch", "8seq", "--seq", "32"], 3, "not run in this version"),
     ],
 )
 def test_what_is_refused_in_one_line(arguments, code, words, rates, tmp_path, capsys, monkeypatch):

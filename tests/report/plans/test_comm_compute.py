@@ -39,3 +39,12 @@ def test_it_is_drawn(tmp_path):
     assert save(comm_compute_figure(TOKENS, CURVES, title="t"), tmp_path / "c.png").stat().st_size > 5000
     with pytest.raises(InputError, match="no communication to draw"):
         comm_compute_figure(TOKENS, CURVES[2:], title="t")
+
+
+def test_no_curve_leaves_the_picture():
+    far = CommsCurve(name="far", seconds=(1e-6, 1.0, 1.0), compute_s=(0.1, 1.0, 1e4), strong=True)
+    for part in panels(comm_compute_figure(TOKENS, (*CURVES[:2], far), title="t")):
+        shown = [
+            (line["encoding"]["y"]["scale"]["domain"], row["y"]) for line in marks(part, "line") for row in line["rows"]
+        ]
+        assert [y for (low, high), y in shown if not low <= y <= high] == []

@@ -19,10 +19,10 @@ def test_memory_is_drawn_by_steps_and_cost_by_a_line():
     assert limit["rows"] == [{"text": "what a chip holds: 80 GB"}]
 
 
-def test_labels_that_would_collide_are_left_out():
-    figure = pareto_figure(MEMORY, title="t")
-    assert texts(figure) == ["1", "2"]
-    assert [len(dots["rows"]) for dots in marks(figure, "circle")] == [4, 3]
+def test_labels_that_would_collide_are_on_the_other_side():
+    figure = pareto_figure((*MEMORY, (8.02, 9.8e9, "4")), title="t")
+    assert texts(figure) == ["1", "2", "3"]
+    assert [len(dots["rows"]) for dots in marks(figure, "circle")] == [5, 4]
 
 
 def test_the_axis_of_time_is_logarithmic_over_a_wide_range():

@@ -105,7 +105,7 @@ def _limits(cluster: Cluster | None, given: Given) -> ComputeBoundTokens | None:
 def _row(one: BatchSolution, given: Given, limits: ComputeBoundTokens | None) -> dict[str, Any]:
     tokens, chips = one.microbatch_seqs * given.seq_len, given.chips_per_replica
     hbm, link = (limits.per_replica_hbm, limits.per_chip_link) if limits else (None, None)
-    return {
+    row = {
         "micro": one.microbatch_seqs,
         "accumulate": one.num_microbatches,
         "replicas": one.data_parallel,
@@ -115,6 +115,7 @@ def _row(one: BatchSolution, given: Given, limits: ComputeBoundTokens | None) ->
         "hbm_compute_bound": hbm and tokens > hbm,
         "fsdp_compute_bound": link and tokens / chips > link,
     }
+    return {**row, "bound_by": limits and _bound(row)}
 
 
 COLUMNS: dict[str, Any] = {
@@ -130,10 +131,7 @@ def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Clu
         f"tokens a step = micro x accumulate x replicas"
     )
     rows = facts["solutions"]
-    if limits is None:
-        yield Table.of(rows, COLUMNS)
-    else:
-        yield Table.of([{**row, "bound by": _bound(row)} for row in rows], {**COLUMNS, "bound by": "bound by"})
+    yield Table.of(rows, COLUMNS if limits is None else {**COLUMNS, "bound by": "bound_by"})
     more = facts["num_solutions"] - len(rows)
     if more:
         yield f"and {more:,} more ways; --top lists more of them"

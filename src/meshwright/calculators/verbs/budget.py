@@ -277,7 +277,6 @@ def _text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterat
 
 
 LAW_COLUMNS: dict[str, Any] = {
-    "best by": "law",
     "parameters": ("num_params", format_params),
     "tokens": ("num_tokens", format_params),
     "tokens/param": ("tokens_per_param", three_digits),
@@ -295,9 +294,9 @@ YEAR_COLUMNS: dict[str, Any] = {
 
 def _laws_text(facts: dict[str, Any], law: ScalingLaw) -> Iterator[Piece]:
     """Where the least loss is by every law, and by the rule of thumb."""
-    rows = [one | {"law": f"{one['law']} *"} if one["law"] == law.name else one for one in facts["laws"]]
+    marked = {"best by": ("law", lambda name: f"{name} *" if name == law.name else name)}
     rule = {**asdict(facts["rule_of_20"]), "law": f"{TOKENS_PER_PARAM} tokens a parameter"}
-    yield Table.of([*rows, rule], LAW_COLUMNS)
+    yield Table.of([*facts["laws"], rule], {**marked, **LAW_COLUMNS})
     yield Fact("*", f"{law.name}: {law.source}", column=4)
     yield Fact("", "a loss is of its law's own data, so losses of two laws do not compare; Kaplan counts no "
                "embeddings, and the last row's loss is by *", column=4)  # fmt: skip

@@ -50,13 +50,17 @@ def command(given: Given) -> Answer:
     rates = einsum_rates(cluster, mesh, calibration=rates_of)
     limit = _limit(given.memory_text, usable_bytes(cluster.chip, rates_of or datasheet_calibration(cluster.chip)))
     found = search_chain(chain, rates, memory_bytes=limit, top=given.top)
-    result = {
+    result: dict[str, Any] = {
         "cluster": cluster.short_name,
         "memory_limit_bytes": limit,
         "placement": rates.laid.describe(),
         "assignments": [_row(chain, one) for one in found],
     }
-    return Answer(result, _text(result))
+    every = list(enumerate(result["assignments"], 1))
+    arrays = [{"assignment": n, "array": k, **a} for n, one in every for k, a in one["arrays"].items()]
+    steps = [{"assignment": n, **step} for n, one in every for step in one["steps"]]
+    least = [{"assignment": n, **{k: v for k, v in one.items() if k not in ("arrays", "steps")}} for n, one in every]
+    return Answer(result, _text(result), raw=[least, arrays, steps, [result]])
 
 
 def _limit(text: str | None, usable: float) -> float:

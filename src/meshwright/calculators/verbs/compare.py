@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 from meshwright.calculators.training.comparison import RESULTS_PER_LAYER, ModelRow, model_row
 from meshwright.calculators.verbs.compare_memory import activations_view, bytes_view, hold_view, zero_view
+from meshwright.cli.output import format_flop_count
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_params
+from meshwright.core.units import format_bytes, format_params
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import Chip
@@ -90,7 +91,7 @@ COUNTS: dict[str, Any] = {
     "F / D": ("ff_ratio", lambda ratio: f"{ratio:.2f}"),
     "D / L": ("aspect", lambda ratio: f"{ratio:.0f}"),
     "KV a token": ("kv_bytes_per_token", format_bytes),
-    "FLOPs a token": ("train_flops_per_token", lambda flops: format_flops(flops, unit="FLOP")),
+    "FLOPs a token": ("train_flops_per_token", format_flop_count),
     "attention": ("attention_share", lambda share: f"{share:.1%}"),
 }
 EXPERTS = {
@@ -102,7 +103,7 @@ EXPERTS = {
 
 def _sizes(chosen: Sequence[Model], seq_len: int) -> Answer:
     rows = [model_row(one, seq_len=seq_len) for one in chosen]
-    return Answer({"seq_len": seq_len, "models": rows}, _text(rows, seq_len), raw=[Table.as_is(rows)])
+    return Answer({"seq_len": seq_len, "models": rows}, _text(rows, seq_len), raw=[rows])
 
 
 def _text(rows: Sequence[ModelRow], seq_len: int) -> Iterator[Piece]:

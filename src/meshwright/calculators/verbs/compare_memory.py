@@ -23,7 +23,7 @@ from meshwright.cost.formulas.accounting import (
     saved_widths,
     zero_bytes,
 )
-from meshwright.report.answer import Answer, Paragraph, Table
+from meshwright.report.answer import Answer, Heading, Paragraph, Table
 from meshwright.spec.chip import Chip
 from meshwright.spec.chip import chips as catalogue_chips
 from meshwright.spec.model import Model
@@ -33,7 +33,7 @@ from meshwright.spec.weights import num_params
 PARTS: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
 MEMORY_COLUMNS: dict[str, Any] = {"chip": "chip", "memory": ("memory_bytes", format_bytes)}
 BYTES_COLUMNS: dict[str, Any] = {
-    header: (field, "{:g}".format)
+    header: (field, "{:g}".format, f"bytes_per_param.{field.rpartition('/')[2]}")
     for header, field in {
         "w": "weights",
         "g": "gradients",
@@ -43,6 +43,12 @@ BYTES_COLUMNS: dict[str, Any] = {
         "+fp32 avg": "bytes_per_param/fp32",
     }.items()
 }
+STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+LAYERS = (
+    Heading("a layer", format_bytes, "num_bytes"),
+    Heading("all layers", format_bytes, "num_bytes.all_layers"),
+    Heading("derived, a layer", format_bytes, "derived_bytes_per_layer"),
+)
 DERIVED = {"none": "none", "selective": "selective", "full": "block"}
 """Recomputation of the closed form -> the remat policy here that keeps the like."""
 
@@ -62,7 +68,7 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
             "state": state,
             **{part: bytes_per_param(state, part=part) for part in PARTS},
             "bytes_per_param": averaged,
-            "models": {m.name: num_params(m) * averaged["none"] for m in models},
+            "model_bytes": {m.name: num_params(m) * averaged["none"] for m in models},
         }
         for state, averaged in sizes.items()
     ]
@@ -79,7 +85,7 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
     tables = [
         Table.of(
             states,
-            {"state": "state", **BYTES_COLUMNS, **{m.name: (f"models/{m.name}", format_bytes) for m in models}},
+            {"state": "state", **BYTES_COLUMNS, **{m.name: (f"model_bytes/{m.name}", format_bytes) for m in models}},
             "Bytes a parameter of each training state: weights, gradients, optimizer, and the number it is known by",
         ),
         Table.of(
@@ -118,7 +124,7 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
             for state in ([given.state] if given.state else STATE_BYTES)
         }
         facts.append({"name": m.name, "params": num_params(m), "bytes_per_device": found})
-        columns = [(name, format_bytes) for name in ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")]
+        columns = [Heading(name, format_bytes, f"bytes_per_device.{name}") for name in STAGES]
         title = f"{m.name}: training state of one of {given.shards:,} data-parallel devices"
         tables.append(Table(["state", *columns], [[state, *sizes] for state, sizes in found.items()], title))
     note = "ZeRO-1 splits the optimizer, ZeRO-2 gradients too, ZeRO-3 (FSDP) weights too; gradients counted"
@@ -205,8 +211,7 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
         facts.append({"name": m.name, "closed_form": closed, "derived_bytes_per_layer": derived})
         tables.append(
             Table(
-                ["recompute", "tensor", ("s b h x", lambda v: f"{v:.4g}"),
-                 *((name, format_bytes) for name in ("a layer", "all layers", "derived, a layer"))],
+                ["recompute", "tensor", Heading("s b h x", "{:.4g}".format, "per_sbh"), *LAYERS],
                 [_activation_row(m, one, size) for one, size in zip(closed, derived, strict=True)],
                 f"{m.name}: activations that a device keeps of {seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}",
             )

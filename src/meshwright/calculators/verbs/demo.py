@@ -53,7 +53,7 @@ SETTINGS = {"learning_rate": 3e-3, "warmup_steps": 4, "weight_decay": 0.01, "bet
 
 class Given(Options):
     steps: int = option("Optimizer steps.", default=100)
-    out: Path = option(default=Path("runs/demo"))
+    out: Path = option("Folder of all that it writes.", "-o", "--out", default=Path("runs/demo"))
 
 
 @verb(Given)

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+from msgspec.structs import asdict
+
 from meshwright.calculators.chips.dot_product import LOAD_CYCLES, VECTOR_BITS, dot_product_ways, dot_product_work
 from meshwright.calculators.chips.number_formats import NumberFormat, bit_text, decode, number_format, round_to
 from meshwright.cli.verb import Options, argument, option, verb
@@ -46,7 +48,10 @@ def command(given: Given) -> Answer:
         "decoded": None if given.code is None else _decoded(given.code, forms),
         "dot_product": None if given.length is None else [_dot(form, given.length, given) for form in forms],
     }
-    return Answer(found, _text(given, found))
+    stored = [{"given": one["value"], **way} for one in found["values"] for way in one["stored"]]
+    ways = [{"format": one["format"], **asdict(way)} for one in found["dot_product"] or () for way in one["ways"]]
+    rows = [one for one in (stored, found["decoded"] and [found["decoded"]], ways) if one] or [found["formats"]]
+    return Answer(found, _text(given, found), raw=rows)
 
 
 def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:

@@ -13,7 +13,7 @@ from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
 from meshwright.cost.formulas.limits import ici_intensity
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.why.bounds import shared_letters
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Piece
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import peak
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -47,7 +47,7 @@ def command(given: Given) -> Answer:
     return Answer(
         {"model": model.name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
         [heading, *limit_tables(found).values(), *_legend(at, found, cluster.num_slices)],
-        raw=[Table.as_is(found)],
+        raw=[found],
     )
 
 

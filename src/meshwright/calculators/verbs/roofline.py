@@ -10,10 +10,11 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.verbs.roofline_attention import attention_answer
-from meshwright.calculators.verbs.roofline_sweep import SweptSizes, drawn, parse_sweep, sweep_answer, sweep_points
+from meshwright.calculators.verbs.roofline_sweep import SweptSizes, parse_sweep, sweep_answer, sweep_points
+from meshwright.cli.output import format_flop_count
 from meshwright.cli.verb import DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.cost.formulas.roofline import (
     Channel,
     Operand,
@@ -106,9 +107,8 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
             **rates, weight_bytes=dtype_bytes(rhs.dtype)
         ),
         "tile_expansion": _tiles(unit, named, sizes),
-        **drawn(given.png),
     }  # fmt: skip
-    return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)})
+    return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)}, [[facts]])
 
 
 def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:
@@ -128,8 +128,8 @@ def _dtype(array: ShardedArray) -> str:
 def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
     dim, batch, wide = r["critical_dim"], r["critical_batch"], r["critical_batch_wide"]
     rows = [
-        ["compute", format_flops(r["flops"], unit="FLOP"), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
-        [r["channel"], format_bytes(r["bytes"]), f"{format_bytes(r['bytes_per_s'])}/s",
+        ["compute", format_flop_count(r["flops"]), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
+        [r["channel"], format_bytes(r["bytes"]), format_rate(r["bytes_per_s"]),
          format_seconds(r["transfer_s"])],
     ]  # fmt: skip
     yield Table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")

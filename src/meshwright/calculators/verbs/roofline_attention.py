@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.chips.attention_roofline import AttentionTimes, block_times, compute_bound_len
-from meshwright.calculators.verbs.roofline_sweep import Sweep, drawn
+from meshwright.calculators.verbs.roofline_sweep import Sweep
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count
 from meshwright.cost.formulas.accounting import attention_equal_len
@@ -46,9 +46,9 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> 
             ]
             for phase, each in phases.items()
         },
-        **drawn(given.png),
     }
-    return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
+    rows = [{"phase": phase, **row} for phase in phases for row in facts[phase]]
+    return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)}, [rows, [facts]])
 
 
 def _facts(one: AttentionTimes) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from meshwright.cli.fields import dim_sizes, split_values
@@ -94,16 +93,10 @@ def sweep_answer(
         "peak_flops": first.peak_flops,
         "bytes_per_s": first.bytes_per_s,
         "points": rows,
-        **drawn(given.png),
     }
     columns = {" = ".join(sweep[0]): (f"sizes/{next(iter(sweep[0]))}", "{:,}".format) for sweep in sweeps}
     table = Table.of(rows, {**columns, **RATE_COLUMNS}, f"{title} in {dtype}")
     return Answer(facts, [table], {given.png: lambda: _figure(title, unit, sweeps, points)})
-
-
-def drawn(png: Path | None) -> dict[str, str]:
-    """What JSON says of a picture."""
-    return {} if png is None else {"png": str(png)}
 
 
 def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines) -> Any:

@@ -8,7 +8,6 @@ from meshwright.algebra.schedules.file import MAX_OPS, format_schedule, read_sch
 from meshwright.algebra.schedules.registry import build, default_chunks, definition, schedule_names
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule
-from meshwright.calculators.verbs.roofline_sweep import drawn
 from meshwright.calculators.verbs.schedule_times import Times, read_times
 from meshwright.cli.output import say, width
 from meshwright.cli.verb import Options, argument, option, verb
@@ -39,7 +38,7 @@ class Given(Options):
     weight: str | None = option("The part of it that makes gradients of weights.  [default: half of it]")
     send: str = option("From one stage to the next.", default="0")
     table: Path | None = option("A schedule of your own: a line per device, 0: F0 B0.")
-    write: Path | None = option("Write the schedule as such a file.")
+    out: Path | None = option("Write the schedule as such a file.", "-o", "--out")
     compare: bool = option("All named schedules beside each other.")
     sweep_stages: bool = option("More stages and fewer replicas on the same chips.")
     png: Path | None = option("Draw the timeline to this file (.png or .svg).")
@@ -66,12 +65,16 @@ def command(given: Given) -> Answer:
         result["sweep"] = _sweep(given, times)
         rows = [{**row, "name": f"{row['stages']} stages"} for row in result["sweep"]]
         text += _rows_text("More stages on the same chips, the same batch:", rows, _sweep_columns(times))
-    if not schedule and (given.write or given.png):
-        raise InputError("--png and --write take one schedule. Name it, such as 1f1b, beside --compare.")
-    if schedule and given.write:
-        write_text_whole(given.write, format_schedule(schedule))
-        say(f"wrote {given.write}")
-    return Answer(result | drawn(given.png), text, pictures)
+    if not schedule and (given.out or given.png):
+        raise InputError("--png and --out take one schedule. Name it, such as 1f1b, beside --compare.")
+    if schedule and given.out:
+        write_text_whole(given.out, format_schedule(schedule))
+        say(f"wrote {given.out}")
+    of_devices = {name: result[name] for name in ("busy", "idle", "peak_stash") if schedule}
+    devices = [dict(zip(of_devices, one, strict=True)) for one in zip(*of_devices.values(), strict=True)]
+    tables = (devices, result.get("compare", ()), result.get("sweep", ()), [result])
+    raw = [[{**row, "unit": times.unit} for row in rows] for rows in tables]
+    return Answer(result, text, pictures, raw)
 
 
 def _schedule(given: Given) -> Schedule | None:
@@ -178,8 +181,7 @@ def _sweep(given: Given, times: Times) -> list[dict[str, Any]]:
 
 
 def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any], times: Times) -> Iterator[Piece]:
-    chunks = f" of {r['chunks']} chunks" if r["chunks"] > 1 else ""
-    yield f"{schedule.name}: {r['stages']} devices{chunks}, {r['microbatches']} microbatches"
+    yield _title(schedule)
     per = "device" if times.uniform else "virtual stage"
     forward, backward, weight = (_listed(given, times) for given in (times.forward, times.backward, times.weight))
     yield Fact("passes", f"forward {forward}, backward {backward} (weight gradients {weight} of it), per {per} and "
@@ -202,6 +204,13 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any]
     chunks = "; small letters: odd chunks" if schedule.num_chunks > 1 else ""
     weights = ", W weight gradients" if schedule.is_split else ""
     yield f"(F forward, B backward{weights}, each with its microbatch where that fits{chunks}; dots: idle)"
+
+
+def _title(schedule: Schedule) -> str:
+    """The schedule and its sizes, for the text and the picture."""
+    each = schedule.num_virtual_stages // schedule.num_devices
+    chunks = f" of {each} chunks" if each > 1 else ""
+    return f"{schedule.name}: {schedule.num_devices} devices{chunks}, {schedule.num_microbatches} microbatches"
 
 
 def _listed(given: Sequence[float], times: Times) -> str:
@@ -262,7 +271,7 @@ def _figure(schedule: Schedule, simulation: Simulation, times: Times) -> Any:
         schedule,
         simulation,
         unit=times.unit,
-        title=f"{schedule.name}: {schedule.num_devices} devices, {schedule.num_microbatches} microbatches",
+        title=_title(schedule),
         subtitle=f"step {times.show(simulation.makespan_s)}; devices are idle {simulation.bubble_share:.1%} of it; "
         f"peak stash {max(simulation.peak_stash):.4g} whole-stage microbatches",
     )

@@ -29,13 +29,13 @@ from meshwright.calculators.sharding.parsing import (
     parse_asked,
 )
 from meshwright.calculators.sharding.ways import all_ways, axes_text
-from meshwright.calculators.verbs.roofline_sweep import drawn
 from meshwright.calculators.verbs.shard_run import run_ways
+from meshwright.cli.output import format_flop_count
 from meshwright.cli.shared import CALIBRATION, DIMS, MESH
 from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
+from meshwright.core.units import format_bytes, format_params, format_seconds
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.cost.network.legs import group_legs
 from meshwright.cost.network.links import torus_width
@@ -47,6 +47,8 @@ MAX_RUN_DEVICES = 64
 MAX_RUN_ELEMENTS = 2**28
 MAX_DRAWN_DEVICES = 4096
 COLUMN = 17
+OF_ARRAYS = ("local_shapes", "bytes_per_device", "bytes_total", "copies", "addends")
+"""What JSON says of every array."""
 
 STEPS: dict[str, Any] = {
     "step": ("op", lambda op: BOOK_NAMES.get(op, "multiply")),
@@ -58,7 +60,7 @@ STEPS: dict[str, Any] = {
 WAYS: dict[str, Any] = {
     "way, cheapest first": "way",
     "bytes moved": ("bytes", format_bytes),
-    "FLOPs": ("flops_per_device", lambda flops: format_flops(flops, unit="FLOP")),
+    "FLOPs": ("flops_per_device", format_flop_count),
     "time": ("time_s", format_seconds),
     "over least": ("times_cheapest", "{:.2f}".format),
 }
@@ -101,9 +103,10 @@ def command(given: Given) -> Answer:
         result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
     if given.execute:
         result["run"] = run_ways(asked, list(ways.values()), dims, mesh)
-    result |= drawn(given.png)
     title = f"{asked.title} on {given.on}" if given.on else asked.title
-    return Answer(result, _text(title, result), {given.png: lambda: _figure(asked, dims, mesh)})
+    arrays = [{"array": name, **{key: result[key][name] for key in OF_ARRAYS}} for name in result["local_shapes"]]
+    raw = [result["steps"], arrays, result.get("ways"), [result]]
+    return Answer(result, _text(title, result), {given.png: lambda: _figure(asked, dims, mesh)}, raw)
 
 
 def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict[str, int]) -> None:
@@ -246,9 +249,7 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
 
 
 def _flops_text(result: dict[str, Any]) -> Iterator[Piece]:
-    each, total, own = (
-        format_flops(result[f"flops_{key}"], unit="FLOP") for key in ("per_device", "total", "unsharded")
-    )
+    each, total, own = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
     times = result["flops_total"] / result["flops_unsharded"]
     more = f"{times:,.4g} times" if times != 1 else "as many as"
     yield Fact("FLOPs per device", each, column=COLUMN)

@@ -73,10 +73,10 @@ PEAKS = {"bf16": "bf16 or fp16", "fp8": "fp8", "int8": "int8", "fp4": "fp4"}
 """Dtype -> what its column says."""
 CHIPS: dict[str, Any] = {
     "chip": "name",
-    **{words: (dtype, _teraflops) for dtype, words in PEAKS.items()},
+    **{words: (f"peak_flops/{dtype}", _teraflops) for dtype, words in PEAKS.items()},
     "memory": ("hbm_bytes", format_bytes),
     "memory rate": ("hbm_bytes_per_s", format_rate),
-    "link, one way": ("link", format_rate),
+    "link, one way": ("link_bytes_per_s", format_rate),
 }
 
 
@@ -98,13 +98,9 @@ def _models() -> Answer:
 
 def _chips() -> Answer:
     rows = [chip_facts(c) for c in chips().values()]
+    peaks = [one["peak_flops"] for one in rows]
     shown = [
-        {
-            **one,
-            **{dtype: one["peak_flops"].get(dtype) for dtype in PEAKS},
-            "bf16": one["peak_flops"].get("bf16") or one["peak_flops"].get("fp16"),
-            "link": one["ici_link_bytes_per_s"] or one["nvlink_bytes_per_s"],
-        }
-        for one in rows
+        {**one, "peak_flops": {**peak, "bf16": peak.get("bf16") or peak.get("fp16")}}
+        for one, peak in zip(rows, peaks, strict=True)
     ]
     return Answer({"chips": rows}, [Table.of(shown, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")])

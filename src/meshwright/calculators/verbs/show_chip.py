@@ -19,7 +19,7 @@ from meshwright.spec.strategy import STATE_BYTES
 def chip_answer(c: Chip) -> Answer:
     """One chip as two tables: figures of the catalogue, then what follows from them."""
     facts = chip_facts(c)
-    return Answer(facts, _text(c, facts))
+    return Answer(facts, _text(c, facts), raw=[[facts]])
 
 
 def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
@@ -54,6 +54,7 @@ def chip_facts(c: Chip) -> dict[str, Any]:
         "ici_intensity": alpha,
         "reduce_after_min_dim": None if alpha is None else limits.reduce_after_min_dim(alpha),
         "int8_over_bf16": _over(anatomy.ratio, c.peak_flops.get("int8"), c.peak_flops.get("bf16")),
+        "link_bytes_per_s": link,
         "memory_over_link": _over(anatomy.ratio, c.hbm_bytes_per_s, link),
         "latency_bound_bytes": None if link is None else network.latency_bound_bytes(link, hop_s=hop_s),
         "gpu": _gpu_facts(c, dtype),

@@ -48,7 +48,7 @@ def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
     blocks: list[Piece] = [Table(["", first.short_name, ""], _rows(first, facts))]
     if facts["levels"] and len(facts["levels"]) > 1:
         blocks += ["", Table.of(facts["levels"], LEVELS, "Levels")]
-    return Answer(facts, blocks)
+    return Answer(facts, blocks, raw=[[facts], facts["levels"]])
 
 
 def slice_facts(c: Cluster) -> dict[str, Any]:

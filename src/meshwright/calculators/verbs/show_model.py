@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.training.kv_cache import cache_designs
+from meshwright.cli.output import format_flop_count
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_params
+from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import entry, models
@@ -35,7 +36,12 @@ def model_answer(m: Model, seq_len: int | None = None) -> Answer:
     facts = model_facts(m)
     if seq_len is not None:
         facts |= {"flops": _flops(m, seq_len), "layer_traffic": _traffic(m, seq_len)}
-    return Answer(facts, _text(m, facts))
+    rows = (
+        facts["weights"],
+        facts["kv_cache"],
+        *((facts["flops"]["parts"], facts["layer_traffic"]) if seq_len else ()),
+    )
+    return Answer(facts, _text(m, facts), raw=[[facts], *rows])
 
 
 def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
@@ -85,11 +91,12 @@ def _flops(m: Model, seq_len: int) -> dict[str, Any]:
     full, causal = (accounting.forward_flops(m, seq_len, causal=discount) for discount in (False, True))
     shares = [{part: flops / sum(one.values()) for part, flops in one.items()} for one in (full, causal)]
     rows = [
-        {"part": part, "forward": flops, "backward": 2 * flops, "total": 3 * flops, "share": shares[0][part],
-         "total_causal": 3 * causal[part], "share_causal": shares[1][part]}
+        {"part": part, "forward_flops": flops, "backward_flops": 2 * flops, "total_flops": 3 * flops,
+         "share": shares[0][part], "total_causal_flops": 3 * causal[part], "share_causal": shares[1][part]}
         for part, flops in full.items()
     ]  # fmt: skip
-    return {"seq_len": seq_len, "parts": rows, "total": 3 * sum(full.values()), "causal": 3 * sum(causal.values())}
+    return {"seq_len": seq_len, "parts": rows, "total_flops": 3 * sum(full.values()),
+            "causal_flops": 3 * sum(causal.values())}  # fmt: skip
 
 
 def _traffic(m: Model, num_tokens: int) -> list[dict[str, Any]]:
@@ -186,7 +193,7 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
         )
     yield Fact(
         "training",
-        f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 N, N = active, look-up included)",
+        f"{format_flop_count(facts['train_flops_per_token'])} a token (6 N, N = active, look-up included)",
     )
     yield Fact(
         "attention",
@@ -219,12 +226,12 @@ def _at_length_text(facts: dict[str, Any]) -> Iterator[Piece]:
     flops = facts["flops"]
     columns: TableColumns = {
         "part": "part",
-        **{name: (name, lambda value: format_flops(value, unit="FLOP")) for name in ("forward", "backward", "total")},
+        **{name: (f"{name}_flops", format_flop_count) for name in ("forward", "backward", "total")},
         "share": ("share", "{:.1%}".format),
-        "causal": ("total_causal", lambda value: format_flops(value, unit="FLOP")),
+        "causal": ("total_causal_flops", format_flop_count),
         "share, causal": ("share_causal", "{:.1%}".format),
     }
-    total, causal = (format_flops(flops[key], unit="FLOP") for key in ("total", "causal"))
+    total, causal = (format_flop_count(flops[key]) for key in ("total_flops", "causal_flops"))
     yield Table.of(
         flops["parts"],
         columns,

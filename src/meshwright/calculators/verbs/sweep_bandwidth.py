@@ -41,6 +41,7 @@ def command(given: Given) -> Answer:
         {"bytes": num_bytes, "points": points},
         _text(points, num_bytes, rests_on),
         {given.png: lambda: _figure(points, num_bytes)},
+        [points],
     )
 
 

@@ -22,7 +22,7 @@ from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Heading, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.catalogue import load_model
@@ -82,7 +82,12 @@ def command(given: Given) -> Answer:
     }
     title = f"{work.name} on {given.on}"
     pictures = {given.png: lambda: _figure(title, _what(work), curves, found)}
-    return Answer(facts, _text(work, given.on, curves, found), pictures)
+    points = [
+        {"name": one.name, "tokens": batch, "compute_s": one.compute_s[n], "total_s": one.total_s[n],
+         "axes": one.meshes[n], **{f"comms_s.{k}": s[n] for k, s in one.comms_s.items()}}
+        for one in curves for n, batch in enumerate(tokens)
+    ]  # fmt: skip
+    return Answer(facts, _text(work, given.on, curves, found), pictures, [points, found])
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
@@ -124,7 +129,13 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Cro
 def _table(tokens: Sequence[float], columns: Mapping[str, Sequence[Any]]) -> Table:
     """A row per octave."""
     rows = list(zip(map(round, tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE]
-    return Table([("tokens", format_count), *((name, SHOWS.get(name, format_seconds)) for name in columns)], rows)
+    return Table(
+        [
+            Heading("tokens", format_count),
+            *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns),
+        ],
+        rows,
+    )
 
 
 def _one_text(curve: Curve) -> Table:

@@ -14,7 +14,6 @@ from meshwright.calculators.sweeps.points import records, sweep_points
 from meshwright.cli.output import width
 from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Options, argument, option, verb
-from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.plan.planner import slots_note
@@ -154,7 +153,8 @@ def command(given: Given) -> Answer:
         "points" if len(varied) == 1 else "cells": rows,
     }
     text = [*swept.text(), *notes, *map(describe, fields["model"].values())]
-    return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [swept.raw()])
+    raw = [{"memory_bytes" if name == "memory" else name: value for name, value in row.items()} for row in rows]
+    return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [raw])
 
 
 class _Swept(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,17 +169,6 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
         """What all points that have it agree on, else None."""
         found = [row[name] for row in self.rows if row[name] is not None]
         return found[0] if found and all(one == found[0] for one in found) else None
-
-    def raw(self) -> Table:
-        """Every figure of every point as it is, mesh axes and items of memory in columns of their own."""
-        inside = {"values": self.varied, "axes": MESH_AXES, "memory": list(ITEMS.values())}
-        parts = {
-            name if field != "memory" else f"{name}_bytes": f"{field}/{name}"
-            for field in inside
-            for name in inside[field]
-        }
-        plain = {name: name for name in self.rows[0] if name not in inside}
-        return Table.of(self.rows, {**parts, **plain})
 
     # -- text -------------------------------------------------------------------------------------------
 

@@ -56,7 +56,8 @@ def command(given: Given) -> Answer:
         found["product_is_right"] = bool((done.product == inputs @ weights).all())
     if given.png or given.folder:
         found["files"] = _draw(given, _matrices(given, depth, width, low=1), counted, array)
-    return Answer(found, _text(found, counted))
+    plain = {name: value for name, value in found.items() if name != "busy_cells"}
+    return Answer(found, _text(found, counted), raw=[[plain]])
 
 
 def _array_shape(shape: str | None, on: str | None) -> tuple[int, int]:
@@ -143,7 +144,6 @@ def _draw(given: Given, matrices: tuple[Matrix, Matrix], counted: SystolicCycles
         told = f"{counted.total} cycles in all, {counted.useful_share:.0%} of cells x cycles multiply"
         written.append(save(systolic_figure(chosen, title=title, subtitle=told), given.png))
     if given.folder:
-        given.folder.mkdir(parents=True, exist_ok=True)
         for frame in frames(*matrices, rows=rows, cols=cols):
             spec = systolic_figure([frame], title=title)
             written.append(save(spec, given.folder / f"cycle_{frame.cycle + 1:03}.png"))

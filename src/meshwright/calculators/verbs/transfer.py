@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
+from msgspec.structs import asdict
 
 from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.api.rates import rates_for
@@ -13,7 +13,7 @@ from meshwright.calculators.links.one_way import link_bytes, one_way_rates
 from meshwright.calculators.links.ring_steps import RING_KINDS, ring_frames
 from meshwright.calculators.links.routes import Via, parse_place, route
 from meshwright.calculators.links.transfer import TransferLeg, TransferTimes, array_bytes, parse_leg, transfer_times
-from meshwright.cli.output import say
+from meshwright.cli.output import format_flop_count, say
 from meshwright.cli.shared import CALIBRATION
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
@@ -86,13 +86,16 @@ def command(given: Given) -> Answer:
         legs += route(cluster, source, target, num_bytes, via=given.via)
     legs += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=given.dtype) for text in given.extra]
     found = transfer_times(legs)
+    units = ["FLOP" if leg.channel == "compute" else "bytes" for leg in legs]
+    rows = [{**asdict(leg), "unit": unit, "send_s": leg.send_s} for leg, unit in zip(legs, units, strict=True)]
     facts = {
         "cluster": cluster.short_name,
         "bytes": num_bytes,
-        "legs": [{**msgspec.structs.asdict(leg), "send_s": leg.send_s} for leg in legs],
-        **msgspec.structs.asdict(found),
+        "legs": rows,
+        **asdict(found),
     }
-    return Answer(facts, _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, found))
+    text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, found)
+    return Answer(facts, text, raw=[rows, [facts]])
 
 
 def _transfer_text(title: str, legs: list[TransferLeg], found: TransferTimes) -> Iterator[Piece]:
@@ -113,7 +116,7 @@ def _transfer_text(title: str, legs: list[TransferLeg], found: TransferTimes) ->
 
 
 def _amount(leg: TransferLeg) -> str:
-    return format_flops(leg.amount, unit="FLOP") if leg.channel == "compute" else format_bytes(leg.amount)
+    return format_flop_count(leg.amount) if leg.channel == "compute" else format_bytes(leg.amount)
 
 
 def _rate(leg: TransferLeg) -> str:
@@ -238,7 +241,6 @@ def _draw_frames(
     if path.suffix.lower() in PICTURES:
         written = [save(ring_figure(frames, title=title, subtitle=subtitle, sums=sums), path)]
     else:
-        path.mkdir(exist_ok=True)
         written = [
             save(ring_figure([frame], title=title, sums=sums), path / f"step-{frame.step:02}.png") for frame in frames
         ]

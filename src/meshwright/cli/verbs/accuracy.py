@@ -19,12 +19,13 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_seconds
-from meshwright.report.answer import Answer, Piece, Table, TableColumn, TableColumns, as_markdown
+from meshwright.report.answer import Answer, Piece, Table, TableColumns, as_markdown
 from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
 
 if TYPE_CHECKING:
     from meshwright.accuracy.fit import Problem
 
+PUBLISHED = Path("benchmarks/data/published_training.jsonl")
 BEGIN = "<!-- table: {} -->"
 END = "<!-- end -->"
 HEADINGS = {
@@ -37,20 +38,23 @@ MAX_NAMED = 6
 
 
 class Given(Options):
-    file: Path = argument()
+    file: Path = argument(default=PUBLISHED)
     worst: int = option("How many of the worst predictions to list.", type=click.IntRange(min=0), default=0)
     every: bool = option("List every record.", "--list")
     only: str | None = option("Only this group of records.", "--group")
     datasheet: bool = option("Data-sheet rates alone, without the fitted numbers.")
     png: Path | None = option("Draw measured against predicted.")
     cross_validate: bool = option("Fit anew and predict what each fit has not seen (minutes).")
-    out: Path | None = option("Write numbers fitted on FILE (TOML; minutes).", "--fit")
-    page: Path | None = option("Write the tables into this page.", "--write")
+    out: Path | None = option("Fit numbers on FILE and write them (TOML; minutes).", "-o", "--out")
+    page: Path | None = option("Fit, and write the tables into this page.")
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Predict every measurement of FILE (one JSON object a line, see docs/accuracy.md) and compare."""
+    """Predict every measurement of FILE and compare: one JSON object a line, see docs/accuracy.md.
+
+    Without FILE it is the published steps of this repository, benchmarks/data/published_training.jsonl.
+    """
     records = read_records(given.file)
     chosen = tuple(record for record in records if given.only is None or record.group == given.only)
     if not chosen:
@@ -66,7 +70,7 @@ def command(given: Given) -> Answer:
         worst = sorted(found.predictions, key=lambda one: -abs(one.error))[: given.worst]
         text.append(Table.of(worst, {"worst": "id", **{name: RECORDS[name] for name in SHOWN_OF_WORST}}))
     text += [listed] if given.every else []
-    return Answer(found.to_json(), text, {given.png: lambda: _figure(found, how)}, [listed])
+    return Answer(found.to_json(), text, {given.png: lambda: _figure(found, how)}, [listed, _summaries(found)])
 
 
 RECORDS: TableColumns = {
@@ -115,15 +119,15 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
     rows = [(group, at) for group, at in rows if at.n]
     rows += [("core training", found.summary(core=True)), ("all", found.summary())]
     size, sign, share = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
-    columns: list[TableColumn] = [
-        "group",
-        "records",
-        ("MAPE", size),
-        ("median", size),
-        ("bias", sign),
-        ("interval holds", share),
-    ]
-    return Table(columns, [[name, *msgspec.structs.astuple(at)] for name, at in rows], title)
+    columns: TableColumns = {
+        "group": "group",
+        "records": "n",
+        "MAPE": ("mape", size),
+        "median": ("median", size),
+        "bias": ("bias", sign),
+        "interval holds": ("coverage", share),
+    }
+    return Table.of(({"group": name, **msgspec.structs.asdict(at)} for name, at in rows), columns, title)
 
 
 # -- fitting --------------------------------------------------------------------------------------------
@@ -135,8 +139,6 @@ def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None)
     if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS} of two groups.")
     # What cannot be written is refused before minutes are spent on it.
-    if out and not out.parent.is_dir():
-        raise InputError(f"cannot write {out}: the folder {out.parent} does not exist. Make it first.")
     if page:
         _with_tables(page, dict.fromkeys(HEADINGS, ""))
     numbers, found = _fit_anew(cases, unpredicted, with_groups=bool(page or not out))

@@ -10,8 +10,7 @@ from meshwright.cli.output import say
 from meshwright.cli.verb import MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import cache_folder, write_text_whole
-from meshwright.core.toml_file import dump_toml
+from meshwright.core.files import cache_folder
 from meshwright.report.answer import Answer
 from meshwright.spec.calibration import Calibration, save_calibration
 from meshwright.spec.chip import chip as find_chip
@@ -35,9 +34,8 @@ class Given(Options):
     chip_name: str | None = option(
         "The chip of the catalogue that the devices are, where it is not recognised.", "--chip"
     )
-    output: Path | None = option("Write a calibration (TOML) for plan.", "-o", "--output")
-    save: Path | None = option("Keep all figures in this file (.json or .toml).")
-    pictures: Path | None = option("Draw into this folder.")
+    out: Path | None = option("Write a calibration (TOML) for plan.", "-o", "--out")
+    png: Path | None = option("Draw into this folder.", metavar="FOLDER")
 
 
 @verb(Given)
@@ -47,7 +45,7 @@ def command(given: Given) -> Answer:
 
     meshwright bench --on cpu:8 -o rates.toml, then meshwright plan MODEL --on cpu:8 --calibration rates.toml.
     """
-    _check_files(given.what, given.output, given.save)
+    _check_file(given.what, given.out)
     if given.chip_name is not None:
         find_chip(given.chip_name)
     devices = _devices(given.on)
@@ -59,27 +57,26 @@ def command(given: Given) -> Answer:
     bench = make_bench(devices, chip=given.chip_name, dtypes=wanted, axes=given.mesh or {})
     keep_compiled_programs(cache_folder())
     report = run_bench(bench, given.what, seconds=given.seconds, say=say)
-    facts = {**msgspec.structs.asdict(report), **_write(report, given.output, given.save)}
+    facts = {**msgspec.structs.asdict(report), "calibration": given.out}
+    if given.out is not None:
+        save_calibration(_calibration(report, given.out), given.out)
+        say(f"wrote {given.out}")
     pictures: dict[Path | None, Any] = {}
-    if given.pictures is not None:
+    if given.png is not None:
         from meshwright.report.machine.bench import bench_figures
 
-        given.pictures.mkdir(parents=True, exist_ok=True)
-        pictures = {given.pictures / name: lambda drawn=drawn: drawn for name, drawn in bench_figures(report).items()}
-        facts["pictures"] = list(pictures)
+        pictures = {given.png / name: lambda drawn=drawn: drawn for name, drawn in bench_figures(report).items()}
     from meshwright.cli.verbs.bench_text import report_text
 
     return Answer(facts, report_text(report), pictures)
 
 
-def _check_files(what: tuple[str, ...], output: Path | None, save: Path | None) -> None:
-    """Refuses, before minutes of measuring, files that could not be written afterwards."""
+def _check_file(what: tuple[str, ...], output: Path | None) -> None:
+    """Refuses, before minutes of measuring, a file that could not be written afterwards."""
     if output is not None and what and not set(what) & set(RATES):
         raise InputError(f"-o needs rates, and {' '.join(what)} has none. Add one of {' '.join(RATES)}.")
     if output is not None and output.suffix != ".toml":
         raise InputError(f"-o {output}: a calibration is a .toml file.")
-    if save is not None and save.suffix not in (".json", ".toml"):
-        raise InputError(f"--save {save}: figures are kept in a file that ends in .json or .toml.")
 
 
 def _devices(on: str | None) -> "list[jax.Device]":
@@ -101,21 +98,6 @@ def _devices(on: str | None) -> "list[jax.Device]":
         return jax.devices()
     except RuntimeError as error:
         raise CannotRunError(f"JAX has no devices: {str(error).splitlines()[0]}") from None
-
-
-def _write(report: "BenchReport", output: Path | None, save: Path | None) -> dict[str, Any]:
-    """Writes the calibration and the figures where they are asked for; returns their paths by kind."""
-    written: dict[str, Any] = {}
-    if output is not None:
-        save_calibration(_calibration(report, output), output)
-        say(f"wrote {output}")
-        written["calibration"] = str(output)
-    if save is not None:
-        text = msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
-        write_text_whole(save, text if save.suffix == ".json" else dump_toml(report))
-        say(f"wrote {save}")
-        written["saved"] = str(save)
-    return written
 
 
 def _calibration(report: "BenchReport", output: Path) -> Calibration:

@@ -6,17 +6,12 @@ from typing import Any
 
 from meshwright.bench import results
 from meshwright.cli.output import or_dash
-from meshwright.core.units import format_bytes, format_flops, format_seconds
-from meshwright.report.answer import Fact, Piece, Table, TableColumn, TableColumns
+from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
+from meshwright.report.answer import Fact, Heading, Piece, Table, TableColumns
 
 BUSY = "all devices busy, figures of one"
 
 number, share, percent = "{:.3g}".format, "{:.1%}".format, "{:.0%}".format
-
-
-def rate(value: float) -> str:
-    """Formats bytes per second."""
-    return f"{format_bytes(value)}/s"
 
 
 TIMED: TableColumns = {"time": ("seconds.median_s", format_seconds), "spread": ("seconds.spread", percent)}
@@ -80,12 +75,17 @@ def _contents_text(part: results.ContentsPart) -> Iterator[Piece]:
         return normal[product.dtype] / product.seconds.median_s if product.dtype in normal else None
 
     what: TableColumns = {"dtype": "dtype", "numbers": "contents", "side": "n"}
-    yield _table("Contents of a product", part.products, {**what, **PRODUCT, "speed-up": (speed_up, number)})
+    yield _table(
+        "Contents of a product", part.products, {**what, **PRODUCT, "speed-up": (speed_up, number, "speed_up")}
+    )
 
 
 def _mlp_text(part: results.MlpPart) -> Iterator[Piece]:
     title = ", ".join(["Gated MLP forward and backward", *(mlp.dtype for mlp in part.mlps[:1])])
-    sizes: TableColumns = {"tokens": "tokens", "D x F": lambda mlp: f"{mlp.d_model} x {mlp.d_ff}"}
+    sizes: TableColumns = {
+        "tokens": "tokens",
+        "D x F": (lambda mlp: [mlp.d_model, mlp.d_ff], "{0[0]} x {0[1]}".format, "d_model_d_ff"),
+    }
     shares: TableColumns = {"MFU": ("mfu", share), "of products'": ("of_matmul", share)}
     yield _table(title, part.mlps, {**sizes, **PRODUCT, **shares})
 
@@ -104,13 +104,15 @@ def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
     ]
     cache = f", cache {format_bytes(part.cache_bytes)}" if part.cache_bytes else ""
     title = f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache}"
-    times: list[TableColumn] = [
+    times: list[str | Heading] = [
         "multiply-adds",
-        ("one kernel", format_seconds),
-        ("bytes", rate),
-        ("rate", format_flops),
+        Heading("one kernel", format_seconds, "fused_s"),
+        Heading("bytes", format_rate, "bytes_per_s"),
+        Heading("rate", format_flops, "flops_per_s"),
+        Heading("op by op", format_seconds, "eager_s"),
+        Heading("ratio", number),
     ]
-    table = Table([*times, ("op by op", format_seconds), ("ratio", number)], rows, title).known()
+    table = Table(times, rows, title).known()
     yield table if rows else title
     if part.doubles_at or part.predicted_at:
         measured = or_dash(part.doubles_at, lambda n: f"{n:.3g} multiply-adds")
@@ -134,7 +136,7 @@ def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
 
 def _copy_text(part: results.CopyPart) -> Iterator[Piece]:
     columns: TableColumns = {"": "kind", "array": ("array_bytes", format_bytes), **TIMED}
-    yield _table("Memory", part.copies, {**columns, "read and written": ("bytes_per_s", rate)})
+    yield _table("Memory", part.copies, {**columns, "read and written": ("bytes_per_s", format_rate)})
 
 
 def _batch_text(part: results.BatchPart) -> Iterator[Piece]:
@@ -154,11 +156,11 @@ def _collectives_text(part: results.CollectivesPart) -> Iterator[Piece]:
         "kind": "kind",
         "group": lambda one: f"{one.group.axis}={one.group.size}",
         "latency": ("rate.latency_s", format_seconds),
-        "received": ("rate.bytes_per_s", rate),
+        "received": ("rate.bytes_per_s", format_rate),
         "off": ("fit_error", percent),
-        "largest": (lambda one: one.times[-1].seconds.median_s, format_seconds),
-        "fitted": (lambda one: one.times[-1].fitted_s, format_seconds),
-        "data sheet": (lambda one: one.times[-1].datasheet_s, format_seconds),
+        "largest": (lambda one: one.times[-1].seconds.median_s, format_seconds, "time_s"),
+        "fitted": (lambda one: one.times[-1].fitted_s, format_seconds, "fitted_s"),
+        "data sheet": (lambda one: one.times[-1].datasheet_s, format_seconds, "datasheet_s"),
     }
     yield _table("Collectives: lines through every size", part.collectives, columns)
     if not part.collectives:

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
 
+from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.fields import check_tokens
-from meshwright.cli.output import say
-from meshwright.cli.verb import Options, argument, verb
+from meshwright.cli.output import format_flop_count, say
+from meshwright.cli.verb import verb
 from meshwright.cli.verbs.plan_words import (
     budget_text,
     collective_matmul_words,
@@ -19,13 +19,12 @@ from meshwright.cli.verbs.plan_words import (
     remat_words,
 )
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.cost.breakdown import Term
+from meshwright.cost.breakdown import Term, term_words
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
 from meshwright.spec.job import optimizer_words, require_training
-from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import mesh_words
 
 MAX_TERMS = 3
@@ -35,23 +34,26 @@ NEAR = 2.0
 """Times a limit, or parts of it, up to which a plan is near it."""
 
 
-class Given(Options):
-    plan_file: Path = argument(metavar="PLAN.toml")
-
-
-@verb(Given)
-def command(given: Given) -> Answer:
+@verb(PlanOptions)
+def command(given: PlanOptions) -> Answer:
     """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form."""
-    plan = load_plan(given.plan_file)
-    require_training(check_tokens(plan.job), "explain")
-    told = explain(plan)
-    stored, now = format_seconds(plan.predicted.step_s), format_seconds(told.estimate.step_s)
+    asked = resolve(given, read_fields(given.pairs), verb="explain")
+    require_training(check_tokens(asked.setting.job), "explain")
+    told = explain(asked.plan())
+    predicted = asked.predicted or told.estimate
+    stored, now = format_seconds(predicted.step_s), format_seconds(told.estimate.step_s)
     if stored != now:
         say(
-            f"{given.plan_file} predicts {stored} a step and its own rates now give {now}: it was changed by hand, or "
+            f"{given.what} predicts {stored} a step and its own rates now give {now}: it was changed by hand, or "
             f"by another version."
         )
-    return Answer(_facts(told), _text(told))
+    parts = [part for block in told.blocks for part in (block.forward, block.backward)]
+    parts += [told.between.sends, told.once] if told.between else [told.once]
+    lines = [{"title": part.title, **asdict(line)} for part in parts for line in part.lines]
+    facts = _facts(told)
+    estimate = {name: value for name, value in asdict(told.estimate).items() if not isinstance(value, dict)}
+    row = {**facts, "estimate": estimate, "memory_bytes": told.estimate.memory}
+    return Answer(facts, _text(told), raw=[lines, told.terms, told.limits, [row]])
 
 
 def _facts(told: Explanation) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
 
 def _measures(line: ListedStep) -> str:
     """FLOPs where there are any, bytes, seconds, and whether they can overlap."""
-    amounts = [format_flops(line.flops, unit="FLOP")] if line.flops else []
+    amounts = [format_flop_count(line.flops)] if line.flops else []
     often = f"{line.times:,.4g} times" if line.times != 1 else ""
     words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), often, line.overlaps)
     return ", ".join(word for word in words if word)
@@ -143,9 +145,9 @@ def _measures(line: ListedStep) -> str:
 def _step_text(told: Explanation) -> Iterator[Piece]:
     estimate = told.estimate
     columns: TableColumns = {
-        "work of one step": "words",
+        "work of one step": ("name", term_words),
         "alone": ("alone_s", format_seconds),
-        "adds": (lambda term: max(0.0, term.added_s), format_seconds),
+        "adds": ("added_s", lambda added: format_seconds(max(0.0, added))),
         "share": ("share", "{:.0%}".format),
     }
     yield ""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -31,8 +31,8 @@ class Given(Options):
     top_k: int = option("Draw from so many likeliest tokens; 0 from all.", default=0)
     top_p: float = option("Draw from the likeliest tokens of this probability.", default=1.0)
     seed: int = option("Of the draws.", default=0)
-    int8: bool = option("Hold weights as int8.")
-    cache_int8: bool = option("Hold keys and values as int8.")
+    weights: Literal["as they are", "int8"] = option(default="as they are")
+    cache_dtype: Literal["bf16", "int8"] = option("Of keys and values.", default="bf16")
 
 
 @verb(Given)
@@ -60,8 +60,8 @@ def command(given: Given) -> Answer:
             max_tokens=given.max_tokens,
             sampling=sampling,
             mesh=mesh,
-            int8=given.int8,
-            cache_int8=given.cache_int8,
+            int8=given.weights == "int8",
+            cache_int8=given.cache_dtype == "int8",
         ),
         on_text=(lambda row, text: click.echo(text, nl=False)) if live else None,
         on_loaded=loaded,
@@ -93,6 +93,7 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
             "pace": pace,
         },
         [] if live else lines,
+        raw=[completions],
     )
 
 

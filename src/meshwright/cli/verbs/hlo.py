@@ -29,10 +29,11 @@ class Given(Options):
     file: Path = argument()
     mesh: MeshSizes | None = MESH
     op: str | None = option("Explain this instruction.")
-    picture: Path | None = option("Draw the tiling of --op (.png or .svg).")
-    graph: Path | None = option("Draw the graph of a layer (.png or .svg).")
-    computation: str | None = option("The computation that --graph draws.")
-    block: str | None = option("The block of the model that --graph draws, such as layer.", "--step-block")
+    png: Path | None = option("Draw the tiling of --op, or the graph of a layer without one (.png or .svg).")
+    computation: str | None = option("The computation whose graph is drawn.", needs={"png": "--png"})
+    block: str | None = option(
+        "The block of the model whose graph is drawn, such as layer.", "--step-block", needs={"png": "--png"}
+    )
     stablehlo: bool = option("FILE is StableHLO, whatever its name.")
     top: int = option("Rows of each table.", type=click.IntRange(1), default=8)
 
@@ -40,23 +41,18 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Read the compiled program in FILE: HLO text, a folder that XLA dumped into, or StableHLO."""
-    if given.picture and not given.op:
-        raise InputError("--picture draws one instruction. Name it with --op.")
-    if (given.computation or given.block) and not given.graph:
-        raise InputError("--computation and --step-block choose what --graph draws. Add --graph FILE.png.")
     path = hlo_file(given.file)
     read = read_hlo(path, stablehlo=given.stablehlo)
     if isinstance(read, StableHlo):
-        if given.op or given.graph:
+        if given.op or given.png:
             raise InputError(f"{path} is StableHLO, which has no layouts yet. Compile it and give the optimised HLO.")
         return _stable(path, read)
     if given.op:
-        return _explained(read, given.op, given.picture)
-    if given.graph:
+        return _explained(read, given.op, given.png)
+    if given.png:
         return _drawn(read, given)
     found = {**_summary(read, given.mesh or {}), "whole": has_entry(path.read_text())}
-    raw = [Table.as_is(found[name]) for name in RAW if found[name]]
-    return Answer({"file": path, **found}, _summary_text(found, given.top), raw=raw)
+    return Answer({"file": path, **found}, _summary_text(found, given.top), raw=[found[name] for name in RAW])
 
 
 def _stable(path: Path, read: StableHlo) -> Answer:
@@ -73,7 +69,7 @@ def _stable(path: Path, read: StableHlo) -> Answer:
     )
 
 
-def _explained(module: Module, name: str, picture: Path | None) -> Answer:
+def _explained(module: Module, name: str, png: Path | None) -> Answer:
     one = module.find(name)
     if one is None:
         raise InputError(f"{module.name} has no instruction {name!r}.{nearest(name, (i.name for i in module))}")
@@ -89,8 +85,6 @@ def _explained(module: Module, name: str, picture: Path | None) -> Answer:
         "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in one.shapes],
         "facts": [list(fact) for fact in told],
     }
-    if picture:
-        facts["picture"] = picture
     text = [piece for what, said in told for piece in _place_text(f"  {what}", said)]
 
     def draw() -> Any:
@@ -98,7 +92,7 @@ def _explained(module: Module, name: str, picture: Path | None) -> Answer:
 
         return tiling_figure(_one_shape(one), name=one.name)
 
-    return Answer(facts, [Paragraph(one.name, None), *text], {picture: draw})
+    return Answer(facts, [Paragraph(one.name, None), *text], {png: draw}, [Table(["fact", "text"], told)])
 
 
 SHAPE = ("dtype", "dims", "minor_to_major", "tiles", "memory_space", "num_bytes", "padded_bytes")
@@ -116,7 +110,6 @@ def _drawn(module: Module, given: Given) -> Answer:
     graphs = [computation_graph(module, given.computation)] if given.computation else block_graphs(module, given.block)
     what = given.block or ("its loops" if len(graphs) > 1 else "one computation")
     facts = {
-        "graph": given.graph,
         "computations": [name for graph in graphs for name in (graph.name, *graph.alike)],
         "num_nodes": sum(len(graph.nodes) for graph in graphs),
         "num_edges": sum(len(graph.edges) for graph in graphs),
@@ -127,7 +120,7 @@ def _drawn(module: Module, given: Given) -> Answer:
 
         return graph_figure(graphs, title=f"{module.name}: {what}")
 
-    return Answer(facts, [], {given.graph: draw})
+    return Answer(facts, [], {given.png: draw})
 
 
 # -- a whole program ------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class Given(Options):
     out: Path | None = option("Write the best plan to this file.", "-o", "--out")
     full: bool = option("Try every schedule, ZeRO stage, offload and attention; screen nothing out.")
     pareto: bool = option("List the plans that nothing beats in step time and memory, or in cost.")
-    png: Path | None = option("The same, drawn to this file.")
-    breakdown: Path | None = option("Draw where the best plan's step goes to this file.")
+    breakdown: bool = option("Where the communication of the best plan's step goes.")
+    png: Path | None = option("Draw the plans of --pareto, or the parts of the step with --breakdown.")
     why_nots: tuple[str, ...] = option("Why not tensor=16,remat=block?", "--why-not", metavar="AXIS=N,...")
     what_ifs: tuple[str, ...] = option(
         f"What if chip.flops=8x,chips=2x? Of {', '.join(CHANGES)}; network is nic and dcn: what leaves the domain or "
@@ -104,10 +104,10 @@ def command(given: Given) -> Answer:
         parts.append(Answer({"verified": table}, []))
     if given.out:
         _save(result, given.out)
-    if given.pareto or given.png:
-        parts.append(frontier_answer(result, png=given.png))
+    if given.pareto or (given.png and not given.breakdown):
+        parts.append(frontier_answer(result, png=None if given.breakdown else given.png))
     if given.breakdown:
-        parts.append(breakdown_answer(result, given.breakdown))
+        parts.append(breakdown_answer(result, given.png))
     if why_nots:
         parts.append(why_not_answer(result, [why_not(result, asked) for asked in why_nots]))
     if what_ifs:
@@ -123,7 +123,7 @@ def command(given: Given) -> Answer:
     more = [piece for part in parts for piece in part.pieces]
     rows = [{**one["axes"], **one} for one in facts["strategies"]]
     listed = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
-    return Answer(facts, [*plan_text(result), *more], pictures, [Table.as_is(listed), *tables_of(more)])
+    return Answer(facts, [*plan_text(result), *more], pictures, [listed, *tables_of(more)])
 
 
 def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:

@@ -69,7 +69,7 @@ def _facts(found: PlannedStrategy) -> dict[str, Any]:
 def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
     rows = {id(one): number for number, one in enumerate(listed(found.memory), 1)}
     columns: TableColumns = {
-        "#": lambda one: rows[id(one)],
+        "#": (lambda one: rows[id(one)], None, "number"),
         **STEP,
         **MEMORY,
         **MFU,
@@ -87,11 +87,17 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
         return
     yield ""
     price = f"${cluster.chip.price_usd_per_hour:,.2f} a chip and hour"
-    columns = {"chips": "num_chips", **STEP, "cost of 1 B tokens": (_usd, "${:,.2f}".format), **MFU, **MESH}
+    columns = {
+        "chips": "num_chips",
+        **STEP,
+        "cost of 1 B tokens": (_usd, "${:,.2f}".format, "usd_per_billion_tokens"),
+        **MFU,
+        **MESH,
+    }
     yield Table.of(found.cost, columns, f"Step time against cost, on all chips and on parts ({price})")
 
 
-MESH: TableColumns = {"mesh": ("strategy.mesh", short_mesh)}
+MESH: TableColumns = {"mesh": ("strategy.mesh", short_mesh, "axes")}
 
 
 def _usd(found: PlannedStrategy) -> float:
@@ -116,7 +122,7 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
 # -- the parts of a step --------------------------------------------------------------------------------
 
 
-def breakdown_answer(result: PlanResult, png: Path) -> Answer:
+def breakdown_answer(result: PlanResult, png: Path | None) -> Answer:
     """Where the best plan's step goes, and its collectives."""
     best = result.strategies[0]
     parts = Breakdown(price_strategy(best.setting, best.strategy))

@@ -16,7 +16,7 @@ from meshwright.plan.result import PlanResult
 from meshwright.plan.why.recipe import Recipe, recipe
 from meshwright.plan.why.what_if import WhatIf
 from meshwright.plan.why.why_not import WhyNot
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table
 
 MAX_TERMS = 3
 MAX_LIMITS = 3
@@ -101,8 +101,8 @@ def _terms_text(told: WhyNot) -> Iterator[Piece]:
         chosen[:MAX_TERMS],
         {
             f"  what makes it {'slower' if slower else 'faster'}": ("name", lambda name: f"  {term_words(name)}"),
-            "best": (lambda one: max(0.0, one.winner_s), format_seconds),
-            "here": (lambda one: max(0.0, one.other_s), format_seconds),
+            "best": ("winner_s", lambda s: format_seconds(max(0.0, s))),
+            "here": ("other_s", lambda s: format_seconds(max(0.0, s))),
             "more": ("more_s", lambda s: f"{'+' if s > 0 else '-'}{format_seconds(abs(s))}"),
             "part": ("share", "{:.0%}".format),
         },
@@ -137,10 +137,17 @@ def _what_if_text(told: WhatIf) -> Iterator[Piece]:
         yield Paragraph(f"  {told.note}", indent=4)
     yield Fact("  now", full_words(told.now.strategy))
     yield Fact("  then", full_words(told.then.strategy))
-    plans = {"  now": (told.now, told.terms_now), "  then": (told.then, told.terms)}
+    plans = {"now": (told.now, told.terms_now), "then": (told.then, told.terms)}
     measures = Table.of((one for one, _ in plans.values()), {**STEP, **MFU, **MEMORY, **BOUND_BY})
     rows = [[name, *row, _terms(plans[name][1])] for name, row in zip(plans, measures.rows, strict=True)]
-    yield Table(["", *measures.columns, "what its step is made of"], rows)
+    yield Table(
+        [
+            Heading("", "  {}".format, "plan"),
+            *measures.columns,
+            Heading("what its step is made of", str, "terms"),
+        ],
+        rows,
+    )
     yield Fact("  in all", _in_all(told))
 
 

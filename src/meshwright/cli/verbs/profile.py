@@ -4,18 +4,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from meshwright.algebra.generation import CacheDtype, Storage
 from meshwright.api.running import require_devices
-from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, job_of_step, storage_of
+from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
 from meshwright.cli.output import or_dash, say
-from meshwright.cli.verb import Count, Options, argument, option, verb
+from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.spec.model import require_runnable
-from meshwright.spec.plan_file import Plan, load_plan
+from meshwright.spec.plan_file import Plan
 from meshwright.verify.request import AskedStep
 
 if TYPE_CHECKING:
@@ -24,11 +22,10 @@ if TYPE_CHECKING:
     from meshwright.profile.summary import Profile
 
 
-class Given(Options):
-    plan_file: Path = argument(metavar="PLAN.toml")
+class Given(PlanOptions):
     steps: Count = option("Steps under the profiler.", default="3")
     warmup: int | None = option("Steps before them: 3, on CPU 5.")
-    out: Path | None = option("Folder of the report; runs/NAME-profile by default.")
+    out: Path | None = option("Folder of the report; runs/NAME-profile by default.", "-o", "--out")
     step: AskedStep | None = STEP
     weights: Literal["as they are", "int8"] = WEIGHTS
     cache_dtype: CacheDtype = CACHE_DTYPE
@@ -38,7 +35,7 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer | None:
-    """Run a few steps of a plan under the profiler, and say where their time goes beside the prediction.
+    """Run a few steps of a plan file, or of a MODEL planned on the way, and say where their time goes.
 
     --step prefill runs prompts of the plan's length, --step decode one more token against a full cache. Writes a page,
     pictures and a timeline that opens in Perfetto. --trace and --hlo read a trace that was taken elsewhere, of the
@@ -48,8 +45,7 @@ def command(given: Given) -> Answer | None:
         raise InputError("--trace and --hlo go together: a trace names instructions whose text the other one has.")
     if given.warmup is not None and given.warmup < 1:
         raise InputError(f"--warmup {given.warmup}: the first step is slower than the others. Give 1 or more.")
-    chosen = load_plan(given.plan_file)
-    chosen = msgspec.structs.replace(chosen, job=job_of_step(chosen.job, given.step))
+    chosen = resolve(given, read_fields(given.pairs), verb="profile", step=given.step).plan()
     storage = storage_of(given, chosen.job)
     folder = given.out or Path("runs") / f"{chosen.model.name}-profile"
     if given.trace is not None and given.hlo is not None:
@@ -121,7 +117,9 @@ def profile_answer(profile: "Profile", folder: Path) -> Answer:
     from meshwright.report.machine.profile_report import write_report
 
     files = write_report(profile, folder)
-    return Answer(_facts(profile) | {"files": files}, _text(profile, files))
+    facts = _facts(profile) | {"files": files}
+    raw = [profile.comparison.terms, profile.comparison.steps, [facts]]
+    return Answer(facts, _text(profile, files), raw=raw)
 
 
 def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:

@@ -1,6 +1,5 @@
 """`meshwright train`: run a plan, with the prediction beside every measured step."""
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,7 +15,6 @@ from meshwright.cli.verb import Count, argument, option, verb
 from meshwright.cli.verbs.train_text import result_text
 from meshwright.core.errors import InputError, StoppedError
 from meshwright.core.units import format_count, format_seconds
-from meshwright.parallel.process_env import find_processes
 from meshwright.report.answer import Answer
 from meshwright.spec.job import require_training
 from meshwright.spec.model import require_runnable
@@ -97,10 +95,7 @@ def _plan(given: Given, fields: dict[str, dict[str, Any]]) -> Plan:
         given.what = str(run / "plan.toml")
         if not Path(given.what).is_file():
             raise InputError(f"{run} is not the folder of a run: it has no plan.toml. Give one, such as runs/NAME-001.")
-    if not given.what.endswith(".toml") and find_processes(os.environ):
-        # Each process might measure, and so plan, differently.
-        raise InputError(f"several processes need one plan. Write it first: plan {given.what} ... -o plan.toml.")
-    setting, strategy = resolve(given, fields, verb="train", whole=True)
+    setting, strategy, _ = resolve(given, fields, verb="train")
     require_training(setting.job, "train")
     return plan_of(setting, strategy)
 
@@ -140,9 +135,8 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
             raise stopped
         return None
     pieces = [*result_text(plan, result), *(profile.pieces if profile else ())]
-    return Answer(
-        msgspec.structs.asdict(result) | ({"profile": profile.facts} if profile else {}), pieces, error=stopped
-    )
+    facts = msgspec.structs.asdict(result) | ({"profile": profile.facts} if profile else {})
+    return Answer(facts, pieces, raw=[[facts]], error=stopped)
 
 
 def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -> None:

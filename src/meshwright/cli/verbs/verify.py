@@ -13,7 +13,7 @@ from meshwright.cli.verb import option, verb
 from meshwright.cli.verbs.plan_words import microbatch_words, remat_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
 from meshwright.spec.strategy import mesh_words
 from meshwright.verify.request import AskedStep, Depth
 from meshwright.verify.targets import CompilerPlatform
@@ -48,7 +48,7 @@ def command(given: Given) -> Answer:
         raise InputError(f"--timeout {given.timeout:g} leaves the compiler no time. Give seconds above 0.")
     fields = read_fields(given.pairs)
     settings_from_table(fields["train"])
-    setting, strategy = resolve(given, fields, verb="verify", step=given.step)
+    setting, strategy, _ = resolve(given, fields, verb="verify", step=given.step)
     if not setting.job.trains and fields["train"]:
         name = next(iter(fields["train"]))
         raise InputError(f"--set train.{name} is of training. Leave it out, or take --step train.")
@@ -63,7 +63,9 @@ def command(given: Given) -> Answer:
     stored = msgspec.structs.replace(setting, storage=storage_of(given, setting.job))
     proof = prove_strategy(stored, strategy, options)
     refused = None if proof.runs else CannotRunError(proof.refusal)
-    return Answer(proof_table(proof), proof_text(proof), error=refused)
+    facts = proof_table(proof)
+    rows = proof.traffic.rows if proof.traffic else ()
+    return Answer(facts, proof_text(proof), raw=[rows, [facts]], error=refused)
 
 
 # -- what is printed ----------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def _memory_text(proof: "Proof") -> Iterator[Piece]:
     ]
     rows.append(("arguments", memory.predicted_arguments, memory.arguments))
     rows.append(("all else", memory.predicted_temporaries, memory.temporaries))
-    yield Table(["memory of a chip", ("predicted", format_bytes), ("compiled", format_bytes)], rows)
+    yield Table(["memory of a chip", Heading("predicted", format_bytes), Heading("compiled", format_bytes)], rows)
 
 
 def _traffic_text(proof: "Proof") -> Iterator[Piece]:

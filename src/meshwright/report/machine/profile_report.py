@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 
 from meshwright.core.files import write_text_whole
-from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.profile.compare import TimeRow
 from meshwright.profile.summary import Profile
-from meshwright.report.answer import Show, Table, TableColumn, TableColumns, as_markdown
+from meshwright.report.answer import Heading, Show, Table, TableColumns, as_markdown
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
 from meshwright.report.machine.profile_trace import save_trace
@@ -79,12 +79,11 @@ def headline_rows(profile: Profile) -> list[tuple[str, float | None, float | Non
 
 
 def _summary(profile: Profile) -> str:
-    flops = partial(format_flops, unit="FLOP")
     overlaps = predicted_overlap(profile), profile.times.overlap
     rows: list[tuple[str, float | None, float | None, Show]] = [
         *headline_rows(profile),
         ("step under the profiler", profile.predicted_step_s, profile.profiled_s, format_seconds),
-        ("FLOPs of products on a device", profile.predicted_flops, profile.flops, flops),
+        ("FLOPs of products on a device", profile.predicted_flops, profile.flops, partial(format_flops, unit="FLOP")),
         ("communication hidden behind compute", *overlaps, "{:.0%}".format),
     ]
     return as_markdown(Table.compared(rows))
@@ -131,19 +130,15 @@ def _where(profile: Profile) -> str:
     mean, predicted = profile.times.mean, profile.comparison.predicted
     rows = [(name, predicted.parts[name], seconds) for name, seconds in mean.parts.items()]
     rows.append(("whole step", predicted.total_s, mean.total_s))
-    columns: list[TableColumn] = [
-        "",
-        ("predicted", format_seconds),
-        ("mean device", format_seconds),
-        ("share", PERCENT),
-    ]
+    seconds = [Heading(title, format_seconds) for title in ("predicted", "mean device")]
+    columns: list[str | Heading] = ["", *seconds, Heading("share", PERCENT)]
     return as_markdown(Table(columns, [[*row, row[-1] / mean.total_s] for row in rows]))
 
 
 OWN = ("own_s", format_seconds)
 RATES: TableColumns = {
     "FLOP/s": (lambda row: _rate(row.flops, row.own_s), format_flops),
-    "bytes/s": (lambda row: _rate(row.hbm_bytes, row.own_s), lambda rate: f"{format_bytes(rate)}/s"),
+    "bytes/s": (lambda row: _rate(row.hbm_bytes, row.own_s), format_rate),
 }
 COUNT = ("count", "{:g}".format)
 
@@ -222,7 +217,7 @@ def _memory(profile: Profile) -> str:
         ("compiler: temporaries", memory.temporaries_bytes),
         ("temporaries that live at once, by the schedule", memory.live_bytes),
     ]
-    lines.append(as_markdown(Table(["one device", ("bytes", format_bytes)], rows)))
+    lines.append(as_markdown(Table(["one device", Heading("bytes", format_bytes)], rows)))
     owners = Table.of(memory.owners, {"array or step": "name", "kind": "kind", "bytes": ("num_bytes", format_bytes)})
     lines.append("Who owns the peak, on one device:\n\n" + as_markdown(owners))
     return "\n".join(lines)

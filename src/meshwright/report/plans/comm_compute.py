@@ -3,6 +3,7 @@
 After figures 15 and 16 of "How to Scale Your Model".
 """
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -12,10 +13,6 @@ from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Laye
 from meshwright.report.marks import Points, ReferenceLine, color_by, labels, lines, log_axis, plot, reference
 
 PANEL_PX = (420, 320)
-MIN_SHARE = 1e-3
-"""Times below this share of the largest do not extend the axis."""
-RATIOS = (1e-2, 1e2)
-"""Range of the ratio axis; curves are clipped to it."""
 
 
 class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,20 +44,15 @@ def comm_compute_figure(
 
 def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
     compute_s = curves[-1].compute_s
-    largest = max(max(compute_s), *(max(curve.seconds) for curve in curves))
-    floor = max(MIN_SHARE * max(max(c.seconds) for c in curves), min(s for c in curves for s in c.seconds if s > 0))
-    scale, unit = si_scale(largest, "s")
-    low, high = min(floor, max(compute_s)) / scale / 1.3, largest / scale * 1.3
+    every = [s for s in (*compute_s, *(s for curve in curves for s in curve.seconds)) if s > 0]
+    scale, unit = si_scale(max(every), "s")
+    low, high = min(every) / scale / 1.3, max(every) / scale * 1.3
     y = log_axis(alt.Y, "y", (low, high), f"time ({unit})")
     shown = [(one, [(batch, s / scale) for batch, s in zip(tokens, one.seconds, strict=True)]) for one in curves]
-    work = [
-        {"x": batch, "y": s / scale, "text": "compute"}
-        for batch, s in zip(tokens, compute_s, strict=True)
-        if s / scale >= low
-    ]
+    work = [{"x": batch, "y": s / scale, "text": "compute"} for batch, s in zip(tokens, compute_s, strict=True)]
     dashed = plot(work).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
     label = labels(work[-1:], x, y, align="right", dx=-8, dy=-8, fill="black")
-    return panel(*_lines(shown, (low, high), x, y, color), dashed, label, size=PANEL_PX)
+    return panel(*_lines(shown, x, y, color), dashed, label, size=PANEL_PX)
 
 
 def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
@@ -69,20 +61,17 @@ def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, 
         for one in curves
     ]
     ratios = [ratio for _, points in shown for _, ratio in points]
-    domain = max(RATIOS[0], min(ratios)) / 1.2, min(RATIOS[1], max(ratios)) * 1.2
-    y = log_axis(alt.Y, "y", domain, "compute / communication")
+    y = log_axis(alt.Y, "y", (min(ratios) / 1.2, max(ratios) * 1.2), "compute / communication")
     crossings = plot({"x": one.crossing, "y": 1.0} for one in curves if one.crossing)
     rings = crossings.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
     even = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED))
-    return panel(*_lines(shown, domain, x, y, color), even, rings, size=PANEL_PX)
+    return panel(*_lines(shown, x, y, color), even, rings, size=PANEL_PX)
 
 
-def _lines(
-    shown: Sequence[tuple[CommsCurve, Points]], domain: tuple[float, float], x: Encoding, y: Encoding, color: Encoding
-) -> list[Layer]:
-    """Returns a layer per curve, clipped to the domain; strong curves are wide."""
+def _lines(shown: Sequence[tuple[CommsCurve, Points]], x: Encoding, y: Encoding, color: Encoding) -> list[Layer]:
+    """Returns a layer per curve; strong curves are wide. What takes no time leaves a gap."""
     layers = []
     for one, points in shown:
-        inside = [(batch, value) for batch, value in points if domain[0] <= value <= domain[1]]
-        layers += lines({one.name: inside}, x, y, color, clip=True, strokeWidth=3.2 if one.strong else 1.8)
+        there = [(batch, value or math.nan) for batch, value in points]
+        layers += lines({one.name: there}, x, y, color, strokeWidth=3.2 if one.strong else 1.8)
     return layers

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from meshwright.core.units import format_bytes
 from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, panel, si_scale, themed
@@ -10,11 +11,11 @@ from meshwright.report.marks import Datum, ReferenceLine, labels, log_axis, plot
 PANEL_PX = (430, 320)
 LABEL_PX = (16, 13)
 LOG_FROM = 5.0
-"""Ratio of the longest to the shortest step above which the time axis is logarithmic."""
+"""Ratio of the largest to the smallest figure above which an axis is logarithmic."""
 
 
 PlanPoints = Sequence[tuple[float, float, str]]
-"""(step time in seconds, memory or cost, label) of each plan; with an empty label a small dot."""
+"""(step time in seconds, memory or cost, label) of each plan, fastest first; with an empty label a small dot."""
 
 
 def pareto_figure(
@@ -44,39 +45,49 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     rows: list[Datum] = [
         {"x": step_s / x_scale, "y": amount / scale, "text": label} for step_s, amount, label in points
     ]
-    top = 1.08 * max([*(line.value for line in limit), *(row["y"] for row in rows)])
-    low, high = min(row["x"] for row in rows), max(row["x"] for row in rows)
-    log, x_title = high > LOG_FROM * low, f"time per step ({x_unit})"
-    if log:
-        domain = low / 1.1, high * 1.25
-        x = log_axis(alt.X, "x", domain, x_title, grid=False)
-    else:
-        room = 0.08 * (high - low) or 0.1 * high
-        domain = max(0.0, low - room), high + 2 * room
-        axis = alt.Axis(tickCount=6, grid=False)
-        x = alt.X("x:Q", title=x_title, scale=alt.Scale(domain=list(domain), nice=False), axis=axis)
-    y = alt.Y("y:Q", title=y_title, scale=alt.Scale(domain=[0, top], nice=False), axis=alt.Axis(tickCount=6))
-    named = [row for row in rows if row["text"]]
-    on_axis = math.log if log else float
-    left, width = on_axis(domain[0]), on_axis(domain[1]) - on_axis(domain[0])
+    across, up = (sorted(row[axis] for row in rows) for axis in "xy")
+    room = 0.08 * (across[-1] - across[0]) or 0.1 * across[-1]
+    low, high = max(0.0, across[0] - room), across[-1] + 2 * room
+    x = _Axis(alt.X, "x", across, (low, high), f"time per step ({x_unit})")
+    top = max([up[-1], *(line.value for line in limit)])
+    y = _Axis(alt.Y, "y", [*up, top], (0, 1.08 * top), y_title)
 
     def at(row: Datum) -> tuple[float, float]:
-        across, up = (on_axis(row["x"]) - left) / width, row["y"] / top
-        return across * PANEL_PX[0] / LABEL_PX[0], up * PANEL_PX[1] / LABEL_PX[1]
+        return x.share(row["x"]) * PANEL_PX[0] / LABEL_PX[0], y.share(row["y"]) * PANEL_PX[1] / LABEL_PX[1]
 
-    legible = without_overlaps(named, at)
-    # the number of a plan close below the limit would lie on its line
-    close = [
-        row for row in legible for line in limit if 0 <= line.value - row["y"] < top * 2 * LABEL_PX[1] / PANEL_PX[1]
-    ]
-    above = [row for row in legible if row not in close]
-    every, chosen = (plot(some).encode(x=x, y=y) for some in (rows, named))
+    named = [row for row in rows if row["text"]]
+    right = without_overlaps(named, at)
+    left = without_overlaps([row for row in named if row not in right], at)
+    # The number of a plan close below the limit would lie on its line.
+    near = 2 * LABEL_PX[1] / PANEL_PX[1]
+    close = [row for row in right for line in limit if 0 <= y.share(line.value) - y.share(row["y"]) < near]
+    above = [row for row in right if row not in close]
+    every, chosen = (plot(some).encode(x=x.drawn, y=y.drawn) for some in (rows, named))
     return panel(
         every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
         every.mark_circle(size=26, opacity=1, color=PALETTE[4]),
         chosen.mark_circle(size=60, opacity=1, color=PALETTE[0]),
         *map(reference, limit),
-        labels(above, x, y, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
-        labels(close, x, y, align="left", baseline="top", dx=5, dy=4, fill=INK),
+        labels(above, x.drawn, y.drawn, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
+        labels(close, x.drawn, y.drawn, align="left", baseline="top", dx=5, dy=4, fill=INK),
+        labels(left, x.drawn, y.drawn, align="right", baseline="top", dx=-5, dy=2, fill=INK),
         size=PANEL_PX,
     )
+
+
+class _Axis:
+    """An axis over sorted values, which is logarithmic where these differ much."""
+
+    def __init__(self, channel: Any, field: str, values: Sequence[float], linear: tuple[float, float], title: str):
+        log = values[-1] > LOG_FROM * values[0]
+        self.domain = (values[0] / 1.25, values[-1] * 1.25) if log else linear
+        self.scale = math.log if log else float
+        scale, axis = alt.Scale(domain=list(self.domain), nice=False), alt.Axis(tickCount=6, grid=field == "y")
+        self.drawn = channel(f"{field}:Q", title=title, scale=scale, axis=axis)
+        if log:
+            self.drawn = log_axis(channel, field, self.domain, title, grid=field == "y")
+
+    def share(self, value: float) -> float:
+        """Returns where the value is on the axis, from 0 to 1."""
+        low, high, at = (self.scale(one) for one in (*self.domain, value))
+        return (at - low) / (high - low)
