@@ -264,6 +264,7 @@ class Run:
             goodput=goodput,
             evaluations=list(self.evaluations),
             resumed_from=self.resumed_from,
+            epochs=self.setup.batches.epochs(self.position.samples),
             processes=jax.process_count(),
         )
 
@@ -329,7 +330,7 @@ def train(
         request = stack.enter_context(stop_on_signals(live.say))
         for line in (*kept.passed_over, *folder.notes):
             live.say(line)
-        if is_first():
+        if is_first() and setup.data.tokenizer:
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
         run = Run(
             setup=setup,

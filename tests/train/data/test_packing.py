@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.train.data.batches import NO_LABEL, Rows
+from meshwright.train.data.rows import NO_LABEL, Rows
 from meshwright.train.data.token_store import TokenStore, split
 
 some = settings(max_examples=60, deadline=None)

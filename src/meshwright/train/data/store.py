@@ -27,6 +27,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.core.units import format_count
 from meshwright.nn.hf.tokenizer import TOKENIZER
+from meshwright.train.data.chat import ChatTokenizer
 from meshwright.train.data.text import Corpus, TextPiece
 from meshwright.train.data.token_store import CHECKSUMS, START_BYTES, STARTS, TOKENS, TokenStore, checksums
 from meshwright.train.data.tokenizer import (
@@ -34,7 +35,6 @@ from meshwright.train.data.tokenizer import (
     SMALLEST_VOCAB,
     TextTokenizer,
     load_tokenizer,
-    num_ids,
     save_tokenizer,
     train_tokenizer,
 )
@@ -47,6 +47,10 @@ TRAINED_CHARS = 2**26
 JOURNAL = "journal.json"
 BATCH_CHARS = 2**22
 """Characters per call of the tokenizer's threads; the most work that an interruption loses."""
+
+
+Encoder = TextTokenizer | ChatTokenizer
+"""What makes tokens of pieces of text, or of chats."""
 
 
 class Tokenised(NamedTuple):
@@ -79,7 +83,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     written: Written
 
 
-def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, folder: Path) -> Tokenised:
+def open_store(corpus: Corpus, given: Encoder | None, *, vocab_size: int, folder: Path) -> Tokenised:
     """Tokenises documents, each with an end token, by ``given`` or by a BPE trained on them.
 
     The store is made once, in a folder named by a hash of the texts (`FileCorpus.identity`) and the tokenizer. One
@@ -111,15 +115,15 @@ def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, 
     return _open(path)
 
 
-def _key(corpus: Corpus, given: TextTokenizer | None, vocab_size: int) -> str:
+def _key(corpus: Corpus, given: Encoder | None, vocab_size: int) -> str:
     if given is None:
         encoder = f"bpe {tokenizers.__version__} {vocab_size} {TRAINED_CHARS}"
     else:
-        encoder = f"{hashlib.sha256(given.tokenizer.to_str().encode()).hexdigest()} {given.end_id}"
+        encoder = given.identity
     return hashlib.sha256(f"{FORMAT} {encoder} {corpus.identity()}".encode()).hexdigest()[:24]
 
 
-def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: Path) -> None:
+def _build(corpus: Corpus, given: Encoder | None, vocab_size: int, part: Path) -> None:
     """Builds a whole store in the folder ``part``, and continues an earlier try there."""
     part.mkdir(exist_ok=True)
     file = part / TOKENIZER
@@ -128,10 +132,8 @@ def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: P
     elif given is not None:
         save_tokenizer(given.tokenizer, file)
     encoder = given or TextTokenizer(load_tokenizer(file), END_ID)
-    # Up to 65536 tokens fit two bytes, which halves the file.
-    dtype = "uint16" if num_ids(encoder.tokenizer) <= 2**16 else "uint32"
-    written = tokenise(corpus, encoder, dtype=dtype, folder=part)
-    meta = Meta(dtype=dtype, end_id=encoder.end_id, written=written)
+    written = tokenise(corpus, encoder, folder=part)
+    meta = Meta(dtype=encoder.dtype, end_id=encoder.end_id, written=written)
     write_json_whole(part / META, meta)
     checksums(part / TOKENS).tofile(part / CHECKSUMS)
     write_sums(part, [part / name for name in (TOKENS, STARTS, CHECKSUMS, META, TOKENIZER)])
@@ -196,23 +198,21 @@ def _open(path: Path) -> Tokenised:
 # -- the files of a store --------------------------------------------------------------------------------
 
 
-def tokenise(corpus: Corpus, encoder: TextTokenizer, *, dtype: str, folder: Path) -> Written:
-    """Writes all documents, each with an end-of-text token, and returns the counts.
+def tokenise(corpus: Corpus, encoder: Encoder, *, folder: Path) -> Written:
+    """Writes all documents as ``encoder`` makes them, and returns the counts.
 
     Continues an earlier call for the same folder that was stopped at any point.
     """
+    dtype = encoder.dtype
     written = _journal(folder, dtype)
     with ExitStack() as stack:
         tokens, starts = (stack.enter_context(_opened(*file)) for file in written.files(folder, dtype))
         show = stack.enter_context(_progress(corpus.total_bytes))
         for pieces in _batches(islice(corpus.pieces(), written.pieces, None)):
-            texts = [piece.text for piece in pieces]
-            encodings = encoder.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for piece, encoding in zip(pieces, encodings, strict=True):
+            for piece, ids in zip(pieces, encoder.encode(pieces), strict=True):
                 if not written.in_document:
                     starts.write(np.uint64(written.tokens).tobytes())
                     written.documents += 1
-                ids = [*encoding.ids, encoder.end_id] if piece.ends_document else encoding.ids
                 tokens.write(np.array(ids, dtype).tobytes())
                 written.tokens += len(ids)
                 written.pieces += 1

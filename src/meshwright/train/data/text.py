@@ -9,6 +9,7 @@ import hashlib
 import io
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -29,6 +30,8 @@ PARQUET_ROWS, PARQUET_BYTES = 64, 2**20
 """Rows and bytes read at once: a column of a row group may be larger than memory."""
 FIELD = "text"
 """Field of a JSON record or column of a Parquet file, where ``data`` names no other."""
+CHAT_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+"""Fields of a chat, or a prompt with its completion: a record without `FIELD`, where ``data`` names no other."""
 RECORD_BYTES = 2**26
 """Size of a JSON record at most, unpacked: it is held whole, several times over."""
 HASHED_BYTES = 2**26
@@ -36,20 +39,29 @@ _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document, whether it is the last, and the bytes of the file read so far."""
+    """A piece of a document, whether it is the last, the bytes of the file read so far, and the record it is of.
+
+    The text of a chat is its whole record as JSON, in one piece.
+    """
 
     text: str
     ends_document: bool
     bytes_read: int
+    where: str = ""
 
 
 class FileCorpus(NamedTuple):
-    """Files in a fixed order, read as a stream, and the field of a record that has its text."""
+    """Files in a fixed order, read as a stream, and the field of a record that has its text; "" for chats."""
 
     data: str
     folder: Path
     files: tuple[Path, ...]
     field: str
+
+    @property
+    def is_chat(self) -> bool:
+        """True if each record is a chat, or a prompt with its completion."""
+        return not self.field
 
     @property
     def total_bytes(self) -> int:
@@ -96,6 +108,7 @@ class PydocCorpus(NamedTuple):
     """The reference texts of Python's ``help()``, one document per topic: 465 kB in CPython 3.11."""
 
     texts: tuple[str, ...]
+    is_chat: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -122,7 +135,8 @@ def open_corpus(data: str) -> Corpus:
     """Opens the documents that ``TrainSettings.data`` names: "pydoc", a file, or a folder that is searched for files.
 
     ``path#name`` names the field of JSON records or the column of Parquet files that holds the text ("text" where
-    left out). Raises InputError for a path that is missing or a folder without such files.
+    left out). Without one, files whose first record has no text but `CHAT_FIELDS` are chats; what else is in their
+    folder is not read. Raises InputError for a path that is missing or a folder without such files.
     """
     if data == PYDOC:
         try:
@@ -130,13 +144,22 @@ def open_corpus(data: str) -> Corpus:
         except ImportError:
             raise InputError(f"this Python comes without pydoc_data. {_WHAT}") from None
         return PydocCorpus(tuple(topics[name] for name in sorted(topics)))
-    path, field = Path(data).expanduser(), FIELD
+    path, field = Path(data).expanduser(), ""
     if not path.exists() and "#" in data:
         name, _, field = data.rpartition("#")
         path = Path(name).expanduser()
     if not path.exists():
         raise InputError(f"data {data!r} is not there. {_WHAT}")
-    return FileCorpus(data, path if path.is_dir() else path.parent, tuple(_files(path)), field)
+    files = _files(path)
+    records = [file for file in files if file.name.lower().endswith(RECORD_SUFFIXES)]
+    first: dict[str, Any] = {}
+    with suppress(InputError, CannotRunError, OSError, EOFError):  # said when the file is read
+        first = next((record for file in records[:1] for record, _, _ in _records(file, field)), {})
+    if field or FIELD in first or not {"messages", "prompt"} & first.keys():
+        field = field or FIELD
+    else:
+        files = records
+    return FileCorpus(data, path if path.is_dir() else path.parent, tuple(files), field)
 
 
 def _content(file: Path) -> bytes:
@@ -163,19 +186,29 @@ def _files(path: Path) -> list[Path]:
 def read_pieces(file: Path, field: str) -> Iterator[TextPiece]:
     """Yields the documents of a file in order, except blank ones.
 
-    A text file is one document. Of JSON lines and Parquet each record is one, in ``field``. Raises InputError
-    for what is not UTF-8, not JSON, or without the field.
+    A text file is one document. Of JSON lines and Parquet each record is one, in ``field``, or as a whole if that is
+    "". Raises InputError for what is not UTF-8, not JSON, or without the field.
     """
-    name = file.name.lower()
     try:
-        if name.endswith(".parquet"):
-            yield from _parquet(file, field)
-        elif name.endswith(RECORD_SUFFIXES):
-            yield from _json_lines(file, field)
-        else:
+        if not file.name.lower().endswith(RECORD_SUFFIXES):
             yield from _text(file)
+            return
+        for record, where, bytes_read in _records(file, field):
+            if not field:
+                yield TextPiece(msgspec.json.encode(record).decode(), True, bytes_read, where)
+                continue
+            for piece, last in in_pieces([_field(record, field, where)]):
+                yield TextPiece(piece, last, bytes_read)
     except (OSError, EOFError) as error:
         raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+Record = tuple[dict[str, Any], str, int]
+"""The fields of a record, its place in words, and the bytes of the file read so far."""
+
+
+def _records(file: Path, field: str) -> Iterator[Record]:
+    return _parquet(file, field) if file.name.lower().endswith(".parquet") else _json_lines(file)
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -219,7 +252,7 @@ def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
             return
 
 
-def _json_lines(file: Path, field: str) -> Iterator[TextPiece]:
+def _json_lines(file: Path) -> Iterator[Record]:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     with file.open("rb") as raw, _unpacked(file, raw) as lines:
         for number, line in enumerate(iter(partial(lines.readline, RECORD_BYTES + 1), b""), start=1):
@@ -233,9 +266,7 @@ def _json_lines(file: Path, field: str) -> Iterator[TextPiece]:
                 record = decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InputError(f"{file} line {number} is not a JSON object: {error}.") from None
-            text = _field(record, field, f"{file} line {number}")
-            for piece, last in in_pieces([text]):
-                yield TextPiece(piece, last, raw.tell())
+            yield record, f"{file} line {number}", raw.tell()
 
 
 def _field(record: dict[str, Any], field: str, where: str) -> str:
@@ -261,7 +292,7 @@ def _unpacked(file: Path, raw: BinaryIO) -> Any:
     return raw
 
 
-def _parquet(file: Path, field: str) -> Iterator[TextPiece]:
+def _parquet(file: Path, field: str) -> Iterator[Record]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -270,13 +301,13 @@ def _parquet(file: Path, field: str) -> Iterator[TextPiece]:
     try:
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=PARQUET_BYTES) as table:
             names = table.schema_arrow.names
-            if field not in names:
+            columns = [field] if field else [name for name in (FIELD, *CHAT_FIELDS) if name in names]
+            if not set(columns) <= set(names):
                 raise InputError(f"{file} has no column {field!r}.{nearest(field, names)} Name it: data=FILE#COLUMN.")
             size, done = file.stat().st_size, 0
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[field]):
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+                for number, record in enumerate(batch.to_pylist(), start=done + 1):
+                    yield record, f"{file} row {number}", size * (done + len(batch)) // table.metadata.num_rows
                 done += len(batch)
-                for value in batch.column(0).to_pylist():
-                    for piece, last in in_pieces([_field({field: value}, field, str(file))]):
-                        yield TextPiece(piece, last, size * done // table.metadata.num_rows)
     except pyarrow.ArrowException as error:
         raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}.") from None

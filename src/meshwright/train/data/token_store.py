@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -63,6 +63,17 @@ def checksums(path: Path) -> np.ndarray:
         return np.array([zlib.crc32(chunk) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")], np.uint32)
 
 
+class Tokens(Protocol):
+    """Tokens by index: an array, or what reads files."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Any, /) -> Any: ...
+
+
 class TokenStore:
     """Tokens of consecutive documents, read on demand.
 
@@ -73,7 +84,7 @@ class TokenStore:
 
     def __init__(
         self,
-        tokens: np.ndarray | CheckedTokens,
+        tokens: "Tokens",
         starts: np.ndarray | None = None,
         spans: Iterable[TokenSpan] | None = None,
     ) -> None:
@@ -97,6 +108,18 @@ class TokenStore:
 
     def __len__(self) -> int:
         return int(self._edges[-1])
+
+    @property
+    def is_records(self) -> bool:
+        """True if documents are records that stay whole; tokens below 0 are the complement of those without loss."""
+        return self.tokens.dtype == np.int32
+
+    def in_file(self, start: int, stop: int) -> Iterator[TokenSpan]:
+        """Yields the spans of the file that are the tokens from ``start`` to ``stop`` of the store."""
+        first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
+        for number in range(int(first), int(last) + 1):
+            shift, (begin, end) = int(self._shifts[number]), self.spans[number]
+            yield max(start + shift, begin), min(stop + shift, end)
 
     @property
     def num_documents(self) -> int:
@@ -161,7 +184,7 @@ def split(store: TokenStore, share: float) -> Split:
     """Splits a store without spans: holds out about ``share`` of the tokens, in evenly spread runs of whole documents.
 
     If documents are so few or uneven that this would be less than half or more than twice the share, the last tokens
-    are held out, whatever documents they are in. The same store and share give the same parts.
+    are held out, whatever documents they are in; of records, whole ones. The same store and share give the same parts.
     """
     whole = (0, len(store.tokens))
     assert store.spans in ((), (whole,)), "a store with spans is not split: spans are indices of the file"
@@ -169,7 +192,8 @@ def split(store: TokenStore, share: float) -> Split:
     held = _whole_documents(store, wanted, num_runs=min(max(int(store.num_documents * share), 1), MAX_RUNS))
     total = sum(stop - start for start, stop in held)
     if not wanted / 2 <= total <= min(2 * wanted, len(store) - 1):
-        held = [(len(store) - wanted, len(store))]
+        start = len(store) - wanted
+        held = [(store.nearest_start(start) if store.is_records else start, len(store))]
     edges = [0, *(edge for span in held for edge in span), len(store)]
     return Split(store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held))
 
