@@ -328,7 +328,7 @@ def train(
         tracked = settings.track if is_first() else ()
         tracking = stack.enter_context(Tracking(tracked, path, msgspec.to_builtins(resolved)))
         request = stack.enter_context(stop_on_signals(live.say))
-        for line in (*kept.passed_over, *folder.notes):
+        for line in (*kept.passed_over, *folder.notes, *setup.batches.notes):
             live.say(line)
         if is_first() and setup.data.tokenizer:
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
 from meshwright.train.data.chat import open_chat_tokenizer
-from meshwright.train.data.rows import Row, Rows
+from meshwright.train.data.rows import Row, Rows, WholeRows
 from meshwright.train.data.sources import Draw, Mixture, Phase, Samples, Source
 from meshwright.train.data.store import open_store
 from meshwright.train.data.text import open_corpus
@@ -25,7 +25,7 @@ from meshwright.train.data.tokenizer import TextTokenizer, open_tokenizer
 from meshwright.train.settings import TrainSettings
 
 READ_AHEAD = 2
-NEEDS_TOKENIZER = {True: "chats are rendered by its template", False: "only the first source can train one"}
+NEEDS_TOKENIZER = {True: "chats are rendered by its template", False: "what stands before it came as tokens"}
 
 
 class Ahead:
@@ -103,7 +103,7 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data
         store = open_tokens(Path(name), vocab_size=vocab_size)
         if store is None:
             corpus = open_corpus(name)
-            if not given and (corpus.is_chat or train):
+            if not settings.tokenizer and (corpus.is_chat or (train and not given)):
                 raise InputError(f"data {name!r} needs train.tokenizer: {NEEDS_TOKENIZER[corpus.is_chat]}.")
             chats = open_chat_tokenizer(path, given, loss_on=settings.loss_on) if given and corpus.is_chat else None
             found = open_store(corpus, chats or given, vocab_size=vocab_size, folder=folder)
@@ -149,6 +149,12 @@ class Batches:
         """Goes on after ``samples`` of a run whose last batches were of ``phase``; None for a run of before phases."""
         if phase is not None:
             self._begin(phase.followed_by(self.phase, samples))
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each source of records: how they lie in rows."""
+        named = zip(self.sources, self.samples, strict=True)
+        return [f"{one.name}: {found.rows.summary}" for one, found in named if isinstance(found.rows, WholeRows)]
 
     @property
     def num_samples(self) -> int:

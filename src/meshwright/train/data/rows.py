@@ -63,9 +63,10 @@ class Rows:
         """Reads these positions of a row, and no others, from disk."""
         inner, shifts = self._pieces(number)
         documents = np.searchsorted(inner, positions, side="right")
-        begins = np.concatenate([[0], inner])[documents]
         # Padding and last tokens read some token that lies within the store, and are masked.
         places, last = shifts[documents] + positions, len(self.store) - 1
+        # Padding counts on from the document before it: without document numbers attention goes by positions.
+        begins = np.concatenate([[0], inner])[documents - (places > last)]
         found = self.store.read(np.minimum(places, last))
         tokens = np.where(places <= last, np.maximum(found, ~found), PADDING)
         following = self.store.read(np.minimum(places + 1, last))
@@ -84,7 +85,7 @@ class WholeRows(Rows):
     """Rows of whole documents, each cut after ``seq_len`` tokens; what is left of a row is padding.
 
     With ``packing`` a row has as many as fit: the longest come first, each goes where the least room is left for it.
-    Without, it has one. A document without a label before its cut is in no row: ``num_dropped`` counts them.
+    Without, it has one. A document without a label before its cut is in no row. ``summary`` counts both in words.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:
@@ -96,15 +97,14 @@ class WholeRows(Rows):
         before = np.searchsorted(predicted, np.stack([self._starts + 1, self._starts + self._sizes]))
         self._labels = np.maximum(before[1] - before[0], 0)
         kept = np.flatnonzero(self._labels)
-        self.num_dropped = len(self._labels) - len(kept)
         self._rows = fill_rows(self._sizes, kept, seq_len) if packing else [[int(number)] for number in kept]
         self._length = len(self._rows)
-
-    @property
-    def fill(self) -> float:
-        """The share of the positions that are not padding."""
-        used = sum(int(self._sizes[row].sum()) for row in self._rows)
-        return used / max(1, len(self._rows) * self.seq_len)
+        filled = self._sizes[kept].sum() / max(1, self._length * seq_len)
+        self.summary = (
+            f"{len(kept)} records {'packed' if packing else 'padded'} into {self._length} rows of {seq_len}, "
+            f"{filled:.0%} filled; {(np.diff(edges)[kept] > seq_len).sum()} cut, "
+            f"{len(edges) - 1 - len(kept)} without anything to predict before the cut left out"
+        )
 
     def spans(self, number: int) -> list[TokenSpan]:
         return [(int(self._starts[one]), int(self._stops[one])) for one in self._rows[number]]
