@@ -22,7 +22,7 @@ from orbax.checkpoint.path import atomicity
 from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.parallel.processes import first_error, is_first, wait_for_all
-from meshwright.train.data.sources import Phase
+from meshwright.train.data.sources import DataPhase
 
 CHECKPOINTS = "checkpoints"
 STATE, POSITION = "state", "position"
@@ -50,7 +50,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokens: int
     model: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    phase: Phase | None = None
+    phase: DataPhase | None = None
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):

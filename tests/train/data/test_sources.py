@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import InputError
 from meshwright.train.data.batches import Batches, open_data
 from meshwright.train.data.rows import fill_rows
-from meshwright.train.data.sources import Draw, Mixture, Samples, Source
+from meshwright.train.data.sources import Draw, Samples, Source, SourcePattern
 from meshwright.train.data.token_store import TokenStore
 from meshwright.train.settings import PYDOC, TrainSettings, data_sources
 from tests.train.small import write_text
@@ -32,7 +32,7 @@ def tokens_of(rows, number):
 @some
 @given(st.lists(st.one_of(st.integers(1, 9), st.floats(0.01, 1)), min_size=1, max_size=4), st.integers(0, 3000))
 def test_each_source_has_its_share_at_even_distances(shares, samples):
-    mixture = Mixture(shares)
+    mixture = SourcePattern(shares)
     found = [mixture.find(number) for number in range(samples)]
     for source, share in enumerate(shares):
         own = [number for one, number in found if one == source]

@@ -71,7 +71,7 @@ def test_the_vocabulary_is_checked_at_once_and_as_tokens_are_read(tmp_path, monk
     write_megatron(tmp_path / "corpus")
     with pytest.raises(InputError, match=r"corpus\.bin has the token 299, and the model vocab_size=299"):
         open_tokens(tmp_path / "corpus", vocab_size=299)
-    monkeypatch.setattr("meshwright.train.data.token_files.CHECKED", 4)
+    monkeypatch.setattr("meshwright.train.data.token_store.CHECKED", 4)
     store = open_tokens(tmp_path / "corpus", vocab_size=299)
     assert store.read(np.arange(10)).tolist() == TOKENS[:10]
     with pytest.raises(InputError, match="has the token 299"):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from meshwright.core.errors import InputError
 from meshwright.train.data.chat import open_chat_tokenizer
 from meshwright.train.data.rows import Row, Rows, WholeRows
-from meshwright.train.data.sources import Draw, Mixture, Phase, Samples, Source
+from meshwright.train.data.sources import DataPhase, Draw, Samples, Source, SourcePattern
 from meshwright.train.data.store import open_store
 from meshwright.train.data.text import open_corpus
 from meshwright.train.data.token_files import open_tokens
@@ -134,18 +134,18 @@ class Batches:
         self.order = np.arange(seq_len) if order is None else np.asarray(order, np.int64)
         draw = Draw(seq_len=seq_len, packing=all(one.packing for one in sources), seed=seed)
         shares, tokens = {one.name: one.share for one in sources}, {one.name: len(one.store) for one in sources}
-        self._begin(Phase(shares=shares, tokens=tokens, draw=draw))
+        self._begin(DataPhase(shares=shares, tokens=tokens, draw=draw))
         for source, samples in zip(sources, self.samples, strict=True):
             require_row(source, samples.rows)
 
-    def _begin(self, phase: Phase) -> None:
-        self.phase, self._mixture = phase, Mixture(list(phase.shares.values()))
+    def _begin(self, phase: DataPhase) -> None:
+        self.phase, self._mixture = phase, SourcePattern(list(phase.shares.values()))
         self.samples = [
             Samples(one.store, phase.draw, phase.drawn.get(one.name, ()), number=number)
             for number, one in enumerate(self.sources)
         ]
 
-    def go_on(self, phase: Phase | None, samples: int) -> None:
+    def go_on(self, phase: DataPhase | None, samples: int) -> None:
         """Goes on after ``samples`` of a run whose last batches were of ``phase``; None for a run of before phases."""
         if phase is not None:
             self._begin(phase.followed_by(self.phase, samples))

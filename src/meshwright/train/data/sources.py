@@ -29,7 +29,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     samples: int = 0
 
 
-class Phase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part of a run over which samples are drawn in one way: from ``shares`` by name, after ``first`` of the run.
 
     ``draw`` is that way; ``tokens`` are those of each source, without what is held out; ``drawn`` is what earlier
@@ -42,7 +42,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     first: int = 0
     drawn: dict[str, list[Draw]] = {}
 
-    def followed_by(self, new: "Phase", samples: int) -> "Phase":
+    def followed_by(self, new: "DataPhase", samples: int) -> "DataPhase":
         """Returns the phase after ``samples`` of the run: this one, or ``new`` with what has been drawn.
 
         Raises InputError for a source that has other tokens than the run has drawn from.
@@ -57,7 +57,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         new = msgspec.structs.replace(new, tokens=tokens)
         if msgspec.structs.replace(new, first=self.first, drawn=self.drawn) == self:
             return self
-        drawn, counts = dict(self.drawn), Mixture(list(self.shares.values())).drawn(samples - self.first)
+        drawn, counts = dict(self.drawn), SourcePattern(list(self.shares.values())).drawn(samples - self.first)
         for name, count in zip(self.shares, counts, strict=True):
             drawn[name] = [*drawn.get(name, ()), msgspec.structs.replace(self.draw, samples=count)]
         return msgspec.structs.replace(new, first=samples, drawn=drawn)
@@ -129,7 +129,7 @@ class Samples:
         return [span for start, stop in gaps if start < stop for span in rows.store.in_file(start, stop)]
 
 
-class Mixture:
+class SourcePattern:
     """A fixed pattern of sources, repeated, in which each has its share of the samples at even distances."""
 
     def __init__(self, shares: Sequence[float]) -> None:

@@ -49,7 +49,7 @@ BATCH_CHARS = 2**22
 """Characters per call of the tokenizer's threads; the most work that an interruption loses."""
 
 
-Encoder = TextTokenizer | ChatTokenizer
+AnyTokenizer = TextTokenizer | ChatTokenizer
 """What makes tokens of pieces of text, or of chats."""
 
 
@@ -83,7 +83,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     written: Written
 
 
-def open_store(corpus: Corpus, given: Encoder | None, *, vocab_size: int, folder: Path) -> Tokenised:
+def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, folder: Path) -> Tokenised:
     """Tokenises documents, each with an end token, by ``given`` or by a BPE trained on them.
 
     The store is made once, in a folder named by a hash of the texts (`FileCorpus.identity`) and the tokenizer. One
@@ -115,7 +115,7 @@ def open_store(corpus: Corpus, given: Encoder | None, *, vocab_size: int, folder
     return _open(path)
 
 
-def _key(corpus: Corpus, given: Encoder | None, vocab_size: int) -> str:
+def _key(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int) -> str:
     if given is None:
         encoder = f"bpe {tokenizers.__version__} {vocab_size} {TRAINED_CHARS}"
     else:
@@ -123,7 +123,7 @@ def _key(corpus: Corpus, given: Encoder | None, vocab_size: int) -> str:
     return hashlib.sha256(f"{FORMAT} {encoder} {corpus.identity()}".encode()).hexdigest()[:24]
 
 
-def _build(corpus: Corpus, given: Encoder | None, vocab_size: int, part: Path) -> None:
+def _build(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int, part: Path) -> None:
     """Builds a whole store in the folder ``part``, and continues an earlier try there."""
     part.mkdir(exist_ok=True)
     file = part / TOKENIZER
@@ -198,7 +198,7 @@ def _open(path: Path) -> Tokenised:
 # -- the files of a store --------------------------------------------------------------------------------
 
 
-def tokenise(corpus: Corpus, encoder: Encoder, *, folder: Path) -> Written:
+def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
     """Writes all documents as ``encoder`` makes them, and returns the counts.
 
     Continues an earlier call for the same folder that was stopped at any point.

@@ -203,11 +203,11 @@ def read_pieces(file: Path, field: str) -> Iterator[TextPiece]:
         raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
-Record = tuple[dict[str, Any], str, int]
+FoundRecord = tuple[dict[str, Any], str, int]
 """The fields of a record, its place in words, and the bytes of the file read so far."""
 
 
-def _records(file: Path, field: str) -> Iterator[Record]:
+def _records(file: Path, field: str) -> Iterator[FoundRecord]:
     return _parquet(file, field) if file.name.lower().endswith(".parquet") else _json_lines(file)
 
 
@@ -252,7 +252,7 @@ def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
             return
 
 
-def _json_lines(file: Path) -> Iterator[Record]:
+def _json_lines(file: Path) -> Iterator[FoundRecord]:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     with file.open("rb") as raw, _unpacked(file, raw) as lines:
         for number, line in enumerate(iter(partial(lines.readline, RECORD_BYTES + 1), b""), start=1):
@@ -292,7 +292,7 @@ def _unpacked(file: Path, raw: BinaryIO) -> Any:
     return raw
 
 
-def _parquet(file: Path, field: str) -> Iterator[Record]:
+def _parquet(file: Path, field: str) -> Iterator[FoundRecord]:
     try:
         import pyarrow
         import pyarrow.parquet

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.core.errors import InputError
-from meshwright.train.data.token_store import TokenStore
+from meshwright.train.data.token_store import TokenFiles, TokenStore
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
 INDEX_DTYPES = {1: "<u1", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -17,40 +17,6 @@ INDEX_HEAD = 34
 HEADER_BYTES = 1024
 HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """The first two numbers of llm.c's header -> the dtype of the tokens after it."""
-CHECKED = 2**16
-"""Tokens of each file that are checked when it is opened; the others are when they are read."""
-
-
-class TokenFiles:
-    """The tokens of several files as one array. Each is compared with the vocabulary when it is read."""
-
-    def __init__(self, arrays: dict[Path, np.ndarray], *, vocab_size: int) -> None:
-        self.paths, self.arrays, self.vocab_size = list(arrays), list(arrays.values()), vocab_size
-        self.edges = np.cumsum([0, *map(len, self.arrays)])
-        # Other tokens than int32: int32 is for records, some of which are below 0.
-        self.dtype = np.dtype(np.uint32)
-        for start, array in zip(self.edges, self.arrays, strict=False):
-            self[np.arange(start, start + min(len(array), CHECKED))]
-
-    def __len__(self) -> int:
-        return int(self.edges[-1])
-
-    def __getitem__(self, indices: np.ndarray | int) -> np.ndarray:
-        """Returns the tokens at these indices. Raises InputError for one that the model does not embed."""
-        at = np.asarray(indices) % len(self)
-        files = np.searchsorted(self.edges, at, side="right") - 1
-        found = np.zeros(at.shape, np.int64)
-        for number in np.unique(files):
-            here = files == number
-            tokens = np.asarray(self.arrays[number][at[here] - self.edges[number]], np.int64)
-            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
-            if len(wrong):
-                raise InputError(
-                    f"{self.paths[number]} has the token {wrong[0]}, and the model vocab_size={self.vocab_size}. It is "
-                    "of another tokenizer, or not a file of tokens of this dtype. Give the model's own."
-                )
-            found[here] = tokens
-        return found
 
 
 def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:

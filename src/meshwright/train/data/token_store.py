@@ -3,17 +3,19 @@
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import CannotRunError, InputError
 
 TOKENS, STARTS, CHECKSUMS = "tokens", "starts", "checksums"
 """The files of a store: tokens, where documents start (uint64, the number of tokens as last entry), and the CRC-32
 (uint32) of every `CHUNK_BYTES` of the tokens."""
 START_BYTES = 8
 CHUNK_BYTES = 2**16
+CHECKED = 2**16
+"""Tokens of each file that are checked when it is opened; the others are when they are read."""
 TokenSpan = tuple[int, int]
 """(start, stop): tokens from start up to, not including, stop."""
 
@@ -63,15 +65,36 @@ def checksums(path: Path) -> np.ndarray:
         return np.array([zlib.crc32(chunk) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")], np.uint32)
 
 
-class Tokens(Protocol):
-    """Tokens by index: an array, or what reads files."""
+class TokenFiles:
+    """The tokens of several files as one array. Each is compared with the vocabulary when it is read."""
 
-    @property
-    def dtype(self) -> np.dtype: ...
+    def __init__(self, arrays: dict[Path, np.ndarray], *, vocab_size: int) -> None:
+        self.paths, self.arrays, self.vocab_size = list(arrays), list(arrays.values()), vocab_size
+        self.edges = np.cumsum([0, *map(len, self.arrays)])
+        # Other tokens than int32: int32 is for records, some of which are below 0.
+        self.dtype = np.dtype(np.uint32)
+        for start, array in zip(self.edges, self.arrays, strict=False):
+            self[np.arange(start, start + min(len(array), CHECKED))]
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return int(self.edges[-1])
 
-    def __getitem__(self, indices: Any, /) -> Any: ...
+    def __getitem__(self, indices: np.ndarray | int) -> np.ndarray:
+        """Returns the tokens at these indices. Raises InputError for one that the model does not embed."""
+        at = np.asarray(indices) % len(self)
+        files = np.searchsorted(self.edges, at, side="right") - 1
+        found = np.zeros(at.shape, np.int64)
+        for number in np.unique(files):
+            here = files == number
+            tokens = np.asarray(self.arrays[number][at[here] - self.edges[number]], np.int64)
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+            if len(wrong):
+                raise InputError(
+                    f"{self.paths[number]} has the token {wrong[0]}, and the model vocab_size={self.vocab_size}. It is "
+                    "of another tokenizer, or not a file of tokens of this dtype. Give the model's own."
+                )
+            found[here] = tokens
+        return found
 
 
 class TokenStore:
@@ -84,7 +107,7 @@ class TokenStore:
 
     def __init__(
         self,
-        tokens: "Tokens",
+        tokens: np.ndarray | CheckedTokens | TokenFiles,
         starts: np.ndarray | None = None,
         spans: Iterable[TokenSpan] | None = None,
     ) -> None:
