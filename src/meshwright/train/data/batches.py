@@ -152,9 +152,11 @@ class Batches:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each source of records: how they lie in rows."""
+        """Lines for a person: that a phase has begun, and how the records of each source lie in rows."""
+        begun = f"goes on after sample {self.phase.first} with what is left of each source, in rows of {self.seq_len}"
         named = zip(self.sources, self.samples, strict=True)
-        return [f"{one.name}: {found.rows.summary}" for one, found in named if isinstance(found.rows, WholeRows)]
+        records = [f"{one.name}: {found.rows.summary}" for one, found in named if isinstance(found.rows, WholeRows)]
+        return ([begun] if self.phase.first else []) + records
 
     @property
     def num_samples(self) -> int:

@@ -23,7 +23,7 @@ from meshwright.train.record.metrics import EvaluationRecord, StepRecord
 
 METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
 RESOLVED, PLAN = "resolved.toml", "plan.toml"
-POSITIONS = {"max_positions", "rope_theta", "rope_scaling"}
+POSITIONS = {"name", "max_positions", "rope_theta", "rope_scaling"}
 """Fields of a model that say nothing of its weights, unless it learns positions: then the checkpoint differs."""
 
 
