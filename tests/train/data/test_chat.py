@@ -111,6 +111,8 @@ def test_parquet_and_folders_hold_chats_too(tmp_path):
         ("gemma", "assistant", {"messages": CHATS[0]["messages"][:1]}, "line 1 has nothing that the assistant says"),
         ("{{ messages[0].x.y.z }}", "completion", CHATS[0], "line 1: the chat template refuses it"),
         ("{{ [].__class__.__mro__ }}", "completion", CHATS[0], "the chat template refuses it: access to attribute"),
+        ("gemma", "completion", {"messages": CHATS[0]["messages"], "tools": "{"}, "the chat template refuses it"),
+        ("gemma", "completion", {"messages": [{"role": "user", "content": "\ufdd0"}]}, "has the code '.ufdd0'"),
         ("{% for %}", "completion", CHATS[0], "the chat template of .* is not one"),
         ("{{ messages }}", "assistant", CHATS[0], "does not mark what the assistant says"),
         (None, "completion", CHATS[0], "has no chat template: neither chat_template.jinja nor one in"),

@@ -81,9 +81,11 @@ class ChatTokenizer(NamedTuple):
 
         Raises InputError for a record that is none of the known forms, or that the template refuses.
         """
-        return [self._of_record(msgspec.json.decode(piece.text), piece.where) for piece in pieces]
+        return [self._of_record(msgspec.json.decode(piece.text), piece.text, piece.where) for piece in pieces]
 
-    def _of_record(self, record: dict[str, Any], where: str) -> list[int]:
+    def _of_record(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
+        if BEGIN in raw or END in raw:
+            raise InputError(f"{where} has the code {BEGIN!a} or {END!a}, which is no character. Take it out.")
         prompt, completion, before = record.get("prompt"), record.get("completion"), list[int]()
         if prompt is None:
             ids, counted = self._rendered(record, _messages(record.get("messages"), where), where)
@@ -108,25 +110,15 @@ class ChatTokenizer(NamedTuple):
         return np.where(counted, tokens, ~tokens).tolist()
 
     def _rendered(
-        self,
-        record: Mapping[str, Any],
-        messages: list[dict[str, Any]],
-        where: str,
-        *,
-        add_generation_prompt: bool = False,
+        self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **asked: bool
     ) -> tuple[list[int], np.ndarray]:
         """Returns the tokens of messages, and which of them count: the assistant's, or all."""
-        tools = record.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        template = self.templates.get("tool_use" if tools else "default", self.templates["default"])
-        given = {
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        tools, given = record.get("tools"), {"messages": messages, "documents": None, "add_generation_prompt": False}
         try:
-            text = template.render({**self.special, **given, **(record.get("chat_template_kwargs") or {})})
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            template = self.templates.get("tool_use" if tools else "default", self.templates["default"])
+            more = record.get("chat_template_kwargs") or {}
+            text = template.render({**self.special, **given, **asked, "tools": tools, **more})
         except Exception as error:  # a template is a program of other people's
             raise InputError(f"{where}: the chat template refuses it: {error}. Mend the record.") from None
         parts = re.split(f"[{BEGIN}{END}]", text)
@@ -163,13 +155,13 @@ def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) ->
     folder = path.expanduser() if path.expanduser().is_dir() else path.expanduser().parent
     config = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
     sources = config.get("chat_template")
-    if isinstance(sources, list):
-        sources = {one["name"]: one["template"] for one in sources}
     file = folder / TEMPLATE
     if file.is_file():
         sources = read_text(file, "Mend it.")
-    sources = {"default": sources} if isinstance(sources, str) else sources
-    if not sources or "default" not in sources:
+    listed = sources if isinstance(sources, list) else [{"name": "default", "template": sources}]
+    pairs = ((one.get("name"), one.get("template")) for one in listed if isinstance(one, dict))
+    sources = {name: source for name, source in pairs if isinstance(source, str)}
+    if "default" not in sources:
         raise InputError(f"{folder} has no chat template: neither {TEMPLATE} nor one in {TOKENIZER_CONFIG}. Add it.")
     if loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", sources["default"]):
         raise InputError(
@@ -181,7 +173,7 @@ def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) ->
     except TemplateError as error:
         raise InputError(f"the chat template of {folder} is not one: {error}. Mend it.") from None
     named = {name: config.get(name) for name in SPECIAL}
-    texts = {name: one["content"] if isinstance(one, dict) else one for name, one in named.items() if one}
+    texts = {name: str(one.get("content")) if isinstance(one, dict) else one for name, one in named.items() if one}
     identity = json.dumps([given.identity, sources, texts, loss_on])
     digest = hashlib.sha256(identity.encode()).hexdigest()
     return ChatTokenizer(given.tokenizer, given.end_id, templates, texts, loss_on, digest)

@@ -5,6 +5,7 @@ uint16 (nanoGPT) each file is one document: attention crosses the documents in i
 """
 
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:
         files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
         files = [file for file in files if file.suffix in (".npy", ".bin")]
         arrays = {file: _tokens(file) for file in files}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SyntaxError, TokenError) as error:  # the last two: of a damaged .npy
         raise InputError(f"{path} is not a corpus of tokens: {error}. Write it again.") from None
     if not arrays:
         return None
@@ -43,7 +44,7 @@ def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:
 
 def _tokens(file: Path) -> np.ndarray:
     if file.suffix == ".npy":
-        array = np.load(file, mmap_mode="r")
+        array = np.lib.format.open_memmap(file, mode="r")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{file.name} has {array.dtype}{list(array.shape)}, not a row of whole numbers")
         return array
@@ -69,7 +70,8 @@ def _megatron(index: Path, vocab_size: int) -> TokenStore:
     firsts = np.frombuffer(raw, "<i8", count=documents, offset=INDEX_HEAD + 12 * sequences)
     tokens = np.memmap(file, INDEX_DTYPES[raw[17]], mode="r")
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if ends[-1] != len(tokens) or not np.array_equal(places, ends[:-1] * tokens.itemsize) or (firsts > sequences).any():
+    known = ends[-1] == len(tokens) and not ((firsts < 0) | (firsts > sequences)).any()
+    if not known or (lengths < 0).any() or not np.array_equal(places, ends[:-1] * tokens.itemsize):
         raise ValueError(f"{file.name} is not what {index.name} describes, sequence after sequence")
     starts = np.unique(np.concatenate([ends[firsts], ends[[0, -1]]])).astype(np.uint64)
     return TokenStore(TokenFiles({file: tokens}, vocab_size=vocab_size), starts)
