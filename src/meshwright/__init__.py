@@ -5,6 +5,7 @@ JAX. docs/api.md shows them at work.
 """
 
 from importlib import import_module
+from inspect import isfunction
 from typing import Any
 
 __version__ = "0.1.0"
@@ -29,6 +30,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
 }
 """Module -> the names that it gives; ``__init__.pyi`` says the same to type checkers."""
 
+_BORDER = "meshwright.core.fields"
+"""Has `checked`, which functions are wrapped in."""
+
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [*_HOME]
 
@@ -36,7 +40,10 @@ __all__ = [*_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(_HOME[name]), name)
+    found = getattr(import_module(_HOME[name]), name)
+    if isfunction(found):
+        found = import_module(_BORDER).checked(found)
+    globals()[name] = found
     return found
 
 

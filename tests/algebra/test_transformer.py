@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.ops import op_names
+from meshwright.algebra.rewrites.split_backward import HELD
 from meshwright.algebra.transformer import layer_kinds, local_name, transformer, weight_variables
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -17,9 +18,9 @@ def test_a_program_uses_every_weight_of_the_table_in_its_layers(name):
     program = transformer(load_model(name))
     used = {}
     for block in program.blocks:
-        for weight in {n for op in block.ops for n in op.inputs if program.variables[n].role in ("weight", "vector")}:
+        for weight in {n for op in block.ops for n in op.inputs if program.variables[n].role in HELD}:
             used.setdefault(weight, block.repeat)
-    assert {v.name for v in program.of_role("weight", "vector")} == set(used)
+    assert {v.name for v in program.of_role(*HELD)} == set(used)
     rows = weight_variables(load_model(name))
     assert {n: (w.dims, repeat) for n, (w, repeat) in rows.items()} == {
         n: (program.variables[n].dims, repeat) for n, repeat in used.items()

@@ -54,6 +54,12 @@ def test_a_zero_stage_is_an_assignment():
         parse_fields(["strategy.zero=1", "strategy.assignment={}"])
 
 
+def test_a_field_may_leave_its_section_out():
+    short = parse_fields(["remat=block", "tensor=2", "zero=1", "software=eager", "optimizer=lion", "num_layers=2"])
+    long = ["strategy.remat=block", "strategy.mesh.tensor=2", "strategy.zero=1", "assumptions.software=eager"]
+    assert short == parse_fields([*long, "job.optimizer=lion", "model.num_layers=2"])
+
+
 def test_assumptions_are_taken_in_the_strategy_too():
     for section in ("strategy", "assumptions"):
         found = parse_fields([f"{section}.software=eager", "strategy.imbalance=1.5", "strategy.remat=block"])
@@ -63,7 +69,10 @@ def test_assumptions_are_taken_in_the_strategy_too():
         )
     assert with_fields(AS_RUN, "assumptions", found["assumptions"]).software == "eager"
     for wrong, words in (
-        ({"software": "egar"}, r"assumptions\.software`\. Use compiled, eager, eager-in-turn or eager-2021\.$"),
+        (
+            {"software": "egar"},
+            r"^assumptions\.software is 'egar'\. Give 'compiled' or 'eager' or 'eager-in-turn' or 'eager-2021'\.$",
+        ),
         ({"sofware": "eager"}, r"^assumptions\.sofware is not a field\. Did you mean 'software'\?$"),
         ({"imbalance": 0.5}, r"^assumptions\.imbalance=0\.5 must be at least 1\.$"),
     ):

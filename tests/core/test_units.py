@@ -31,7 +31,7 @@ def test_counts(text, value):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("4Qi", "unknown suffix 'Qi'"), ("1.5", "not a whole number"), ("-3", "is not a number"), ("", "is not a number")],
+    [("4Qi", "unknown suffix 'Qi'"), ("1.5", "not a whole number"), ("-3", "is below 0"), ("", "is not a number")],
 )
 def test_counts_refused(text, words):
     with pytest.raises(InputError, match=words):

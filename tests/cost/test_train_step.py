@@ -133,6 +133,27 @@ def test_scalar_equals_array(cluster, remat):
         _compare_scalars(cluster, remat, [one for one in every if (one[0].get("tensor", 1) > 1) == split])
 
 
+def test_the_price_is_continuous_where_loads_begin_to_differ():
+    """An imbalance fills more of the slots that are there; only a bound leaves slots out, and no load is above all."""
+    model, cluster = catalogue.load_model("mixtral-8x7b"), parse_cluster("h100:8x8")
+    mesh = make_mesh({"expert": 8, "fsdp": 8})
+
+    def price(imbalance, bound=0.0):
+        assumed = Assumptions(imbalance=imbalance)
+        setting = Setting(model, cluster, Job(batch_seqs=256, seq_len=4096), assumptions=assumed)
+        return estimate_step(setting, Strategy(mesh=mesh, capacity_factor=bound))
+
+    even, tilted, twice = (price(imbalance) for imbalance in (1.0, 1.001, 2.0))
+    assert even.step_s < tilted.step_s == pytest.approx(even.step_s, rel=2e-3)
+    assert tilted.step_s < twice.step_s < 2 * even.step_s
+    assert even.memory == pytest.approx(twice.memory)
+    assert price(4.0).step_s == pytest.approx(price(9.0).step_s)
+    bounded = price(1.0, 1.25)
+    assert bounded.step_s < even.step_s
+    assert bounded.hbm_bytes_per_chip < even.hbm_bytes_per_chip
+    assert price(1.25, 1.25) == bounded
+
+
 def _compare_scalars(cluster, remat, found):
     laid, state = parse_cluster(cluster), "fp32" if cluster == "cpu:8" else "bf16-adam"
     split = found[0][0].get("tensor", 1) > 1
@@ -143,7 +164,7 @@ def _compare_scalars(cluster, remat, found):
     rates = step_rates(laid, placements, collective_groups(derived), strategy, calibration=CLUSTERS[cluster])
     mesh = {axis: np.array([float(axes.get(axis, 1)) for axes, *_ in found]) for axis in MESH_AXES}
     sizes = op_sizes(
-        TINY, seq_len=512, microbatch_seqs=256 / counts, mesh=mesh, state=state, scores=attention_scores(laid)
+        TINY, seq_len=512, microbatch_seqs=256 / counts, mesh=mesh, strategy=strategy, scores=attention_scores(laid)
     )
     job = Job(batch_seqs=256, seq_len=512)
     many = PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=PipelineCost(microbatches=counts))

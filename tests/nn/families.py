@@ -83,6 +83,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "phi3", "sliding_window": None, "original_max_position_embeddings": 16}
     | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 3.0, 8.0]}}
     | {"head_dim": 8},
+    "phi3-tied-part": _WITHOUT_HEAD_DIM  # the form of phi-4-mini
+    | {"model_type": "phi3", "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "sliding_window": 64}
+    | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0, 2.0, 8.0]}}
+    | {"original_max_position_embeddings": 16},
+    "olmo2": _WITHOUT_HEAD_DIM | {"model_type": "olmo2", "attention_bias": True, "rope_scaling": _LLAMA3},
+    "smollm3": _BASE
+    | {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}
+    | {"use_sliding_window": True, "sliding_window": WINDOW},
+    "glm4": _BASE | {"model_type": "glm4", "attention_bias": True},
+    "granite": _BASE
+    | {"model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.11, "logits_scaling": 3.0}
+    | {"residual_multiplier": 0.22, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": _BASE
     | _MOE
@@ -98,7 +110,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"routed_scaling_factor": 3.0, "rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
     "deepseek_v3": _WITHOUT_HEAD_DIM
     | _LATENT
-    | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "q_lora_rank": None},
+    | {"model_type": "deepseek_v3", "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "attention_bias": True}
+    | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
+    | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+    "deepseek_v3-full-query": _WITHOUT_HEAD_DIM
+    | _LATENT
+    | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False}
+    | {"num_nextn_predict_layers": 0},
 }
 """Name of a case -> its config.json."""
 

@@ -37,7 +37,7 @@ def their_model(family):
     torch.manual_seed(0)
     found = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     model = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="eager").eval()
-    for parameter in model.parameters():
+    for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))):
         torch.nn.init.normal_(parameter, std=0.2)
     return model
 
@@ -77,13 +77,15 @@ def test_each_side_reads_what_the_other_wrote(family, tmp_path):
 @pytest.mark.parametrize("family", quick_of(RUNNING, but=("gemma2", "qwen2_moe")))
 def test_gradients_are_those_of_transformers(family):
     theirs, model = their_model(family), FAMILIES[family]
-    params = read_params(model, arrays(theirs.named_parameters()))
+    step = TrainStep(model, Strategy(mesh=make_mesh({}), state="fp32"))
+    trained, params = step.shards, read_params(model, arrays(theirs.state_dict().items()))
     logits = their_logits(theirs).flatten(0, 1)
     expected_loss = torch.nn.functional.cross_entropy(logits, torch.tensor(LABELS, dtype=torch.long).flatten())
     expected_loss.backward()
-    expected = read_params(model, arrays((name, p.grad) for name, p in theirs.named_parameters()))
+    buffers = ((name, torch.zeros_like(buffer)) for name, buffer in theirs.named_buffers())
+    gradients = arrays((*((name, p.grad) for name, p in theirs.named_parameters()), *buffers))
+    expected = {n: array for n, array in read_params(model, gradients).items() if n in trained}
 
-    step = TrainStep(model, Strategy(mesh=make_mesh({}), state="fp32"))
     loss, grads = step.gradients(params, {"tokens": jnp.asarray(TOKENS), "labels": jnp.asarray(LABELS)})
     assert float(loss) == pytest.approx(float(expected_loss.detach()), rel=1e-5)
     largest = max(float(np.abs(array).max()) for array in expected.values())

@@ -167,8 +167,8 @@ def test_lengths_of_prompts_are_few():
         ({"tensor": 8}, {}, InputError, r"K=4 of .* does not divide by tensor=8"),
         ({"pipeline": 2}, {}, CannotRunError, "pipeline=2 trains but does not generate"),
         ({"data": 8}, {}, InputError, "B=4 of .* does not divide by data=8"),
-        ({}, {"cache_dtype": "fp8"}, InputError, "cache dtype 'fp8' is not known"),
-        ({}, {"weights": "int4"}, InputError, "weights 'int4' are not known"),
+        ({}, {"cache_dtype": "fp8"}, InputError, "cache_dtype is 'fp8'. Give 'bf16' or 'fp32' or 'int8'"),
+        ({}, {"weights": "int4"}, InputError, "weights is 'int4'. Give 'as they are' or 'int8'"),
     ],
 )
 def test_what_cannot_generate_is_refused(axes, options, error, message):

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.ops.route import ROUTING_ROWS
@@ -10,6 +11,7 @@ from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.hlo.collectives import collectives
 from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.parallel.train_step import TrainStep
+from tests.nn.families import FAMILIES
 from tests.parallel.cases import DEEP_MOE, MOE, RELATIVE, keep_gradients, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 from tests.traffic import compiled_traffic, derived_traffic, pipeline_traffic
@@ -88,4 +90,49 @@ def test_a_dense_model_and_a_router_that_is_not_counted_say_nothing(options):
     model = MOE if options == ProgramOptions() else MODEL
     step = TrainStep(model, strategy_of({}), options=options)
     _, _, _, found = jax.eval_shape(step._gradients, step.param_shapes, step.batch_shapes(BATCH_SEQS, SEQ_LEN))
-    assert found == {}
+    assert found == ({}, {})
+
+
+# -- corrections that follow the load -------------------------------------------------------------------------
+
+CORRECTED = replace(FAMILIES["deepseek_v3"], num_layers=2, dense_layers=())
+RATE = 0.0005
+
+
+def corrected_steps(axes, *, steps, rate=RATE, **choices):
+    """The corrections and the routers' metrics after steps that change no weight."""
+    step = TrainStep(
+        CORRECTED,
+        strategy_of(axes, **choices),
+        optimizer=keep_gradients(),
+        options=ProgramOptions(balance_loss=1e-2, correction_rate=rate),
+    )
+    state, found = step.init(0), []
+    assert "router_correction" not in state.opt_state
+    for _ in range(steps):
+        state, metrics = step.step(state, batch())
+        found.append(float(np.max(metrics.extras["load_max_over_mean"])))
+    return np.asarray(state.params["router_correction"]), found
+
+
+def test_a_correction_evens_the_load_out():
+    first, _ = corrected_steps({}, steps=1)
+    assert set(np.unique(first)) <= {-np.float32(RATE), np.float32(0), np.float32(RATE)}
+    _, load = corrected_steps({}, steps=12)
+    assert min(load) < load[0] - 0.1
+    kept, load = corrected_steps({}, steps=2, rate=0.0)
+    assert not kept.any()
+    assert load[0] == load[1]
+
+
+@pytest.mark.parametrize(
+    ("axes", "choices"),
+    [
+        ({"expert": 2, "tensor": 2, "data": 2}, {}),
+        pytest.param({"fsdp": 2}, {"num_microbatches": 2, "zero": 1}, marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2, "data": 2}, {"num_microbatches": 4, "schedule": "zb-h1"}, marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2}, {"num_microbatches": 4, "schedule": "dualpipe"}, marks=pytest.mark.slow),
+    ],
+)
+def test_corrections_are_the_same_on_every_mesh(axes, choices):
+    np.testing.assert_array_equal(corrected_steps(axes, steps=3, **choices)[0], corrected_steps({}, steps=3)[0])

@@ -295,7 +295,6 @@ def test_rules_are_read_off_the_steps():
         ("N", ("tensor",)),
         ("K", ("tensor",)),
         ("F", ("tensor",)),
-        ("V", ("tensor",)),
     }
 
 

@@ -40,6 +40,7 @@ def test_json_of_a_plan():
         "seq_len": 4096,
         "train_tokens": 15 * 10**12,
         "optimizer": "adamw",
+        "weights": "",
     }
     assert found["nearest_batch"] is None
     assert any("datasheet peaks" in note for note in found["notes"])
@@ -267,7 +268,7 @@ def test_a_plan_file_of_what_was_planned(tmp_path):
 
 def test_a_word_that_is_not_known_is_refused_with_those_that_are():
     cluster, job = parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
-    with pytest.raises(InputError, match="Use bf16, fp16, fp8, fp4, int8 or fp32"):
+    with pytest.raises(InputError, match="Give bf16, fp16, fp8, fp4, int8 or fp32"):
         rank_plans(Setting(LLAMA8B, cluster, job), overrides={"precision": "nope"})
-    with pytest.raises(InputError, match="Use gather, ring or ulysses"):
+    with pytest.raises(InputError, match="Give gather, ring or ulysses"):
         rank_plans(Setting(LLAMA8B, cluster, job), overrides={"context_attention": "rng"})

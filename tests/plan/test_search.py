@@ -225,16 +225,14 @@ def test_screening_loses_nothing(model, cluster, batch_seqs, seq_len):
 
 
 def test_a_hundred_times_the_chips_take_no_longer_to_plan():
-    """CPU seconds of a search on 100,000 and on 1,000 chips, the better of two each."""
-    seconds = {}
-    for cluster, batch_seqs in (("h100:8x125", 1000), ("h100:8x12500", 100_000)):
-        laid, times = parse_cluster(cluster), []
-        for _ in range(2):
-            start = time.process_time()
-            assert search(space(), laid, batch_seqs, top=1).found
+    """CPU seconds of a search on 100,000 and on 1,000 chips, the best of four rounds in alternation."""
+    seconds = {1000: [], 100_000: []}
+    for _ in range(4):
+        for num_chips, times in seconds.items():
+            laid, start = parse_cluster(f"h100:8x{num_chips // 8}"), time.process_time()
+            assert search(space(), laid, num_chips, top=1).found
             times.append(time.process_time() - start)
-        seconds[laid.num_chips] = min(times)
-    assert seconds[100_000] < 1.5 * seconds[1000]
+    assert min(seconds[100_000]) < 1.5 * min(seconds[1000])
 
 
 # -- what is fixed, batches in reach, nothing that fits ---------------------------------------------------------

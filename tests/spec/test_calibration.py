@@ -100,7 +100,9 @@ def test_measured_calibration(tmp_path):
     assert read.describe() == "calibration 'here' on two cores, 2025-01-02"
     assert reference_peak(chip("cpu"), read, "fp32") == matmul_rate(chip("cpu"), read, "fp32") == 3e10
     assert collective_rate(read, "all_gather", 5).group_size == 8
-    with pytest.raises(InputError, match="measured fp32 products, not bf16"):
+    with pytest.raises(
+        InputError, match=r"measured fp32 products, not bf16\..*bench --on cpu:N --dtypes bf16,fp32 -o FILE"
+    ):
         matmul_rate(chip("cpu"), read, "bf16")
     with pytest.raises(InputError, match="holds no all_reduce rate"):
         collective_rate(read, "all_reduce", 2)

@@ -15,8 +15,8 @@ MIXTURES = [name for name in PUBLISHED if catalogue.entry(name).published.active
 
 def printed(text):
     """The count that is printed and one unit in its last digit: 46.7e9 and 0.1e9 for ``"46.7B"``."""
-    digits = Decimal(text.rstrip("BM"))
-    scale = {"B": 10**9, "M": 10**6}.get(text[-1], 1)
+    digits = Decimal(text.rstrip("TBM"))
+    scale = {"T": 10**12, "B": 10**9, "M": 10**6}.get(text[-1], 1)
     return digits * scale, Decimal(10) ** digits.as_tuple().exponent * scale
 
 

@@ -109,14 +109,8 @@ def test_a_fraction_is_a_share():
 
 
 @pytest.mark.parametrize("name", catalogue.models())
-def test_every_model_runs_but_the_one_with_a_corrected_router(name):
-    assert catalogue.load_model(name).runs_here == (name != "deepseek-v3")
-
-
-def test_a_router_that_does_not_run_is_named():
-    words = r"^deepseek-v3 \(a router with sigmoid scores .*\) is counted and planned but not run in this version"
-    with pytest.raises(CannotRunError, match=words):
-        require_runnable(catalogue.load_model("deepseek-v3"))
+def test_every_model_runs(name):
+    assert catalogue.load_model(name).runs_here
 
 
 def test_an_activation_that_does_not_run_is_named():
@@ -143,3 +137,20 @@ def test_reading_a_model_imports_no_heavy_package():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"expert_groups": 3},
+        {"groups_per_token": 5},
+        {"groups_per_token": 0},
+        {"experts_per_token": 5},
+        {"expert_groups": 8, "router_scores": "sigmoid"},
+    ],
+)
+def test_groups_of_experts_suit_the_experts(changes):
+    experts = {"num_experts": 8, "experts_per_token": 2, "d_ff_expert": 4, "expert_groups": 4, "groups_per_token": 2}
+    Model(**SIZES | experts)
+    with pytest.raises(InputError, match=r"^toy: expert_groups=\d and groups_per_token=\d do not suit num_experts=8"):
+        Model(**SIZES | experts | changes)

@@ -73,6 +73,7 @@ MEASURED = Calibration(
             state="bf16-master",
             precision="fp8",
             offload=("optimizer", "activations"),
+            capacity_factor=1.25,
             assumptions=Assumptions(imbalance=1.25),
         ),
     ],
@@ -193,6 +194,14 @@ def test_a_file_from_before_has_them_in_the_strategy():
     assert parse_plan(older(plan)) == plan
     some = older(make()).replace('software = "compiled"\n', "").replace("imbalance = 1.0", "imbalance = 2.0")
     assert parse_plan(some).assumptions == Assumptions(imbalance=2.0)
+
+
+def test_an_imbalance_was_a_bound_on_slots_once():
+    text = dump_toml(make(assumptions=Assumptions(imbalance=1.5)))
+    assert parse_plan(text).strategy.capacity_factor == 0
+    assert parse_plan(text.replace("capacity_factor = 0.0\n", "")).strategy.capacity_factor == 1.5
+    plain = dump_toml(make()).replace("capacity_factor = 0.0\n", "")
+    assert parse_plan(plain) == make()
 
 
 def older(plan):

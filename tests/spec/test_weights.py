@@ -8,7 +8,7 @@ import pytest
 from meshwright.spec import catalogue
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES
-from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
+from meshwright.spec.weights import mtp_params, num_active_params, num_params, params_by_part, weight_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
 
@@ -42,8 +42,13 @@ SMALL = {
     "qwen3_moe": _DENSE | _MOE | {"decoder_sparse_step": 2},
     "deepseek_v2": _DENSE | _MLA,
     "deepseek_v2-full-query": _DENSE | _MLA | {"model_type": "deepseek_v2", "q_lora_rank": None},
-    "deepseek_v3": _DENSE | _MLA | {"attention_bias": True},
+    "deepseek_v3": _DENSE | _MLA | {"attention_bias": True, "n_group": 4},
     "gpt_oss": _DENSE | {"num_local_experts": 4},
+    "olmo2": _DENSE,
+    "olmo2-biased": _DENSE | {"model_type": "olmo2", "attention_bias": True},
+    "smollm3": _DENSE | {"pad_token_id": 0},
+    "glm4": _DENSE | {"pad_token_id": 0},
+    "granite": _DENSE | {"mlp_bias": True},
 }
 
 
@@ -57,7 +62,8 @@ def meta_parameters(keys):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     keys = dict(keys.get("text_config", keys))
     keys.pop("quantization_config", None)
-    config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    family = keys.pop("model_type").replace("kimi_k2", "deepseek_v3")
+    config = transformers.AutoConfig.for_model(family, **keys)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -81,7 +87,7 @@ def stored_elements(model):
     """Canonical stored name to elements, from the table's rows alone."""
     sizes = []
     for row in weight_table(model):
-        if row.tied_to:
+        if row.tied_to or row.part == "buffer":
             continue
         experts = range(row.shape[0]) if "{expert}" in row.hf_name else (0,)
         for layer in row.layers or (0,):
@@ -156,6 +162,17 @@ def test_parts_add_up_and_experts_dominate_a_mixture():
     assert sum(parts.values()) == num_params(model)
     assert parts["experts"] == 58 * 256 * 3 * 7168 * 2048
     assert parts["router"] == 58 * 7168 * 256
+
+
+def test_layers_that_predict_further_tokens_are_counted_beside_the_model():
+    """The hub counts 685B in the published files: these layers with copies of the embedding and the head."""
+    model = catalogue.load_model("deepseek-v3")
+    layer = 256 * 3 * 7168 * 2048 + 3 * 7168 * 2048 + 7168 * 256 + 2 * 7168
+    attention = 7168 * (1536 + 576) + 1536 + 512 + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert mtp_params(model) == layer + attention + 2 * 7168**2 + 3 * 7168
+    copies = 2 * 129280 * 7168
+    assert abs(num_params(model) + mtp_params(model) + copies - 685e9) < 1e9
+    assert mtp_params(catalogue.load_model("kimi-k2")) == 0
 
 
 def test_active_parameters_leave_out_the_experts_not_chosen():

@@ -9,9 +9,10 @@ from safetensors.numpy import load_file
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import init_params
 from meshwright.serve.model_folder import open_model
+from meshwright.spec.catalogue import has_weights
 from meshwright.spec.weights import num_params
 from meshwright.train.data.tokenizer import save_tokenizer, train_tokenizer
-from meshwright.train.weights import has_weights, save_weights
+from meshwright.train.weights import save_weights
 from tests.train.small import MODEL as MINI
 
 MODEL = replace(MINI, head_dim=12)

@@ -8,7 +8,7 @@ from meshwright.cli.asked import job_of_step
 from meshwright.cost.setting import Setting
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh
+from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify.proof import Proof
 from meshwright.verify.targets import PLUGINS, is_installed, target_of
 
@@ -22,8 +22,7 @@ def proof_of(
     if not is_installed(platform):
         pytest.skip(f'the compiler for {platform} is not installed: pip install "meshwright[{PLUGINS[platform][1]}]"')
     strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", **(choices or {}))
-    assumptions = asked.pop("assumptions", AS_RUN)
     stored = Storage(cache_dtype=asked.pop("cache_dtype", "bf16"), quantised=weights == "int8")
     job = job_of_step(Job(batch_seqs=seqs, seq_len=length), step)
-    setting = Setting(given, cluster, job, storage=stored, assumptions=assumptions)
+    setting = Setting(given, cluster, job, storage=stored)
     return prove_strategy(setting, strategy, ProofOptions(timeout_s=timeout_s, asked=step, **asked))

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.strategy import Assumptions
 from meshwright.verify.differences import TOLERANCE
 from meshwright.verify.proof import Proof
 from tests.verify.compiled import proof_of
@@ -73,7 +72,7 @@ def test_training(on, axes, memory):
     ("on", "axes"), [("v5e:2x2", {"fsdp": 2, "expert": 2}), ("h100:8x1", {"fsdp": 4, "expert": 2})]
 )
 def test_experts_with_a_bound(on, axes):
-    check(proof_of(EXPERTS, on, axes, assumptions=Assumptions(imbalance=1.25)), memory=0.25)
+    check(proof_of(EXPERTS, on, axes, choices={"capacity_factor": 1.25}), memory=0.25)
 
 
 def test_stages():

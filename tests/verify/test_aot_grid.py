@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from meshwright.spec import catalogue
-from meshwright.spec.strategy import AS_RUN, Assumptions, standard_assignment
+from meshwright.spec.strategy import standard_assignment
 from tests.verify.compiled import proof_of
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
@@ -51,7 +51,7 @@ WAYS = {
 EXPERT_WAYS = {
     "experts": ({"expert": 8}, {}),
     "experts and fsdp": ({"expert": 4, "fsdp": 2}, {"num_microbatches": 2}),
-    "experts with a bound": ({"expert": 2, "tensor": 2, "fsdp": 2}, {"assumptions": Assumptions(imbalance=1.5)}),
+    "experts with a bound": ({"expert": 2, "tensor": 2, "fsdp": 2}, {"capacity_factor": 1.5}),
     "experts that stay": ({"fsdp": 8}, {}),
     "experts in stages": ({"pipeline": 2, "expert": 4}, {"num_microbatches": 4}),
 }
@@ -62,8 +62,7 @@ CASES = [(DENSE, *way) for way in WAYS.values()] + [(EXPERTS, *way) for way in E
 @pytest.mark.parametrize(("model", "axes", "choices"), CASES, ids=[*WAYS, *EXPERT_WAYS])
 def test_compiled_is_derived(cluster, model, axes, choices):
     choices = dict(choices)
-    assumptions = choices.pop("assumptions", AS_RUN)
-    proof = proof_of(model, cluster, axes, seqs=64, timeout_s=150, choices=choices, assumptions=assumptions)
+    proof = proof_of(model, cluster, axes, seqs=64, timeout_s=150, choices=choices)
     assert proof.runs, proof.refusal
     assert proof.traffic is not None, proof.traffic_error
     assert proof.traffic.remainder <= 0.02

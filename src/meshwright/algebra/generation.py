@@ -92,8 +92,9 @@ def derive_job(
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
     """Returns the strategy as the step of a job runs it.
 
-    Generation has one microbatch and nothing to offload. Its caches have every position of their rows, so that keys are
-    gathered over ``context`` also where training uses a ring or ulysses. Raises CannotRunError for pipeline stages.
+    Generation has one microbatch, nothing to offload and no bound on the slots of experts. Its caches have every
+    position of their rows, so that keys are gathered over ``context`` also where training uses a ring or ulysses.
+    Raises CannotRunError for pipeline stages.
     """
     if job.trains:
         return strategy
@@ -102,7 +103,7 @@ def job_strategy(job: Job, strategy: Strategy) -> Strategy:
             f"pipeline={strategy.mesh['pipeline']} trains but does not generate in this version. "
             f"Use its devices as tensor, data or fsdp."
         )
-    return replace(strategy, context_attention="gather", num_microbatches=1, offload=())
+    return replace(strategy, context_attention="gather", num_microbatches=1, offload=(), capacity_factor=0.0)
 
 
 def one_position(strategy: Strategy) -> Strategy:
@@ -219,13 +220,15 @@ class _Writer:
 
     def _head(self, block: Block) -> None:
         """Writes the logits of one position."""
-        norm, loss = block.ops
+        norm, *division, loss = block.ops
         table, softcap = self.variables[loss.inputs[1]], self.model.logit_softcap
         vectors = ", ".join(f"{name}[D]" for name in norm.inputs[1:])
+        stream, result = "hd" if division else "hl", "uncapped" if softcap else "logits"
         lines = [
             "xl[B,D] = pick(x[B,T,D], last[B])",
             f"hl[B,D] = {norm.kind}(xl[B,D], {vectors})",
-            f"{'uncapped' if softcap else 'logits'}[B,V] = hl[B,D] * {table.name}[{','.join(table.dims)}]",
+            *(f"hd[B,D] = {op.kind}(hl[B,D]; by={dict(op.attributes)['by']})" for op in division),
+            f"{result}[B,V] = {stream}[B,D] * {table.name}[{','.join(table.dims)}]",
             *(["logits[B,V] = softcap(uncapped[B,V])"] if softcap else []),
         ]
         for name, dims, role, dtype in (

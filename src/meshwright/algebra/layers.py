@@ -27,7 +27,8 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     ``documents``: rows hold several documents, and attention stays inside each. ``z_loss``, ``balance_loss`` and
     ``router_z_loss`` are the weights of these losses beside the cross entropy. ``capacity_factor`` bounds the slots
-    of an expert to that many times the mean load; 0 drops nothing.
+    of an expert to that many times the mean load; 0 drops nothing. ``correction_rate`` is what a step adds to the
+    correction of each expert below the mean load, where the router has one, and takes from those above.
     """
 
     documents: bool = False
@@ -35,6 +36,7 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     balance_loss: float = 0.0
     router_z_loss: float = 0.0
     capacity_factor: float = 0.0
+    correction_rate: float = 0.0
 
 
 PLAIN = ProgramOptions()
@@ -43,15 +45,17 @@ PLAIN = ProgramOptions()
 # -- the text of every family -------------------------------------------------------------------------------
 
 ATTENTION = """
-    h[B,T,D] = norm(x[B,T,D], attn_norm[D])
-    q[B,T,N,H] = h[B,T,D] * wq[D,N,H]
-    k[B,T,K,H] = h[B,T,D] * wk[D,K,H]
-    v{zero}[B,T,K,H] = h[B,T,D] * wv[D,K,H]
+    h[B,T,D] = norm(x[B,T,D], attn_norm[D]) if pre_norms
+    q~{bare}[B,T,N,H] = {h}[B,T,D] * wq[D,N,H]
+    k~{bare}[B,T,K,H] = {h}[B,T,D] * wk[D,K,H]
+    v{zero}[B,T,K,H] = {h}[B,T,D] * wv[D,K,H]
     q~{b}[B,T,N,H] = bias_add(q~[B,T,N,H], bq[N,H]) if qkv_bias
-    q~{n}[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm
+    q~{n}[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm !wide_qk_norm
+    q~{n}[B,T,N,H] = wide_rms_norm(q~[B,T,N,H], q_norm[N,H]) if wide_qk_norm
     q~r[B,T,N,H] = rope(q~[B,T,N,H], positions[B,T]) if rotates
     k~{b}[B,T,K,H] = bias_add(k~[B,T,K,H], bk[K,H]) if qkv_bias
-    k~{n}[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm
+    k~{n}[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm !wide_qk_norm
+    k~{n}[B,T,K,H] = wide_rms_norm(k~[B,T,K,H], k_norm[K,H]) if wide_qk_norm
     k~r[B,T,K,H] = rope(k~[B,T,K,H], positions[B,T]) if rotates
     v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H]) if qkv_bias
     o[B,T,N,H] = {attention}(q~[B,T,N,H], k~[B,T,K,H], v[B,T,K,H]{others})
@@ -59,16 +63,16 @@ ATTENTION = """
 """
 
 LATENT_ATTENTION = """
-    h[B,T,D] = norm(x[B,T,D], attn_norm[D])
-    q[B,T,N,H] = h[B,T,D] * wq[D,N,H] if !q_lora_rank
-    cq[B,T,Rq] = h[B,T,D] * wq_a[D,Rq] if q_lora_rank
+    h[B,T,D] = norm(x[B,T,D], attn_norm[D]) if pre_norms
+    q[B,T,N,H] = {h}[B,T,D] * wq[D,N,H] if !q_lora_rank
+    cq[B,T,Rq] = {h}[B,T,D] * wq_a[D,Rq] if q_lora_rank
     cq~b[B,T,Rq] = bias_add(cq~[B,T,Rq], bq_a[Rq]) if q_lora_rank qkv_bias
     cqn[B,T,Rq] = rms_norm(cq~[B,T,Rq], q_a_norm[Rq]) if q_lora_rank
     q[B,T,N,H] = cqn[B,T,Rq] * wq_b[Rq,N,H] if q_lora_rank
-    ckv[B,T,Rkv] = h[B,T,D] * wkv_a[D,Rkv]
+    ckv[B,T,Rkv] = {h}[B,T,D] * wkv_a[D,Rkv]
     ckv~b[B,T,Rkv] = bias_add(ckv~[B,T,Rkv], bkv_a[Rkv]) if qkv_bias
     ckvn[B,T,Rkv] = rms_norm(ckv~[B,T,Rkv], kv_a_norm[Rkv])
-    kp[B,T,Hr] = h[B,T,D] * wk_rope[D,Hr]
+    kp[B,T,Hr] = {h}[B,T,D] * wk_rope[D,Hr]
     kp~b[B,T,Hr] = bias_add(kp~[B,T,Hr], bk_rope[Hr]) if qkv_bias
     kn[B,T,N,Hn] = ckvn[B,T,Rkv] * wk_b[Rkv,N,Hn]
     v[B,T,N,Hv] = ckvn[B,T,Rkv] * wv_b[Rkv,N,Hv]
@@ -85,6 +89,7 @@ Source: DeepSeek-V2, section 2.1."""
 AFTER_ATTENTION = """
     a~b[B,T,D] = bias_add(a~[B,T,D], bo[D]) if out_bias
     a~n[B,T,D] = norm(a~[B,T,D], post_attn_norm[D]) if post_norms
+    a~s[B,T,D] = scaled(a~[B,T,D]; by={residual}) if scales
     {x1}[B,T,D] = add(x[B,T,D], a~[B,T,D])
 """
 
@@ -104,9 +109,9 @@ CROSS_ATTENTION = """
 """Queries of the stream on keys and values of the encoder's result."""
 
 DENSE = """
-    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D])
-    g[B,T,F] = h1[B,T,D] * w_gate[D,F] if gated
-    u[B,T,F] = h1[B,T,D] * w_up[D,F]
+    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D]) if pre_norms
+    g[B,T,F] = {h1}[B,T,D] * w_gate[D,F] if gated
+    u[B,T,F] = {h1}[B,T,D] * w_up[D,F]
     g~b[B,T,F] = bias_add(g~[B,T,F], b_gate[F]) if gated mlp_bias
     u~b[B,T,F] = bias_add(u~[B,T,F], b_up[F]) if mlp_bias
     m[B,T,F] = {activation}_mul(g~[B,T,F], u~[B,T,F]) if gated
@@ -114,15 +119,16 @@ DENSE = """
     y[B,T,D] = m[B,T,F] * w_down[F,D]
     y~b[B,T,D] = bias_add(y~[B,T,D], b_down[D]) if mlp_bias
     y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
+    y~s[B,T,D] = scaled(y~[B,T,D]; by={residual}) if scales
     x2[B,T,D] = add(x1[B,T,D], y~[B,T,D])
 """
 
 EXPERTS = """
-    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D])
-    r[B,T,E] = h1[B,T,D] * router[D,E]
+    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D]) if pre_norms
+    r[B,T,E] = {h1}[B,T,D] * router[D,E]
     r~b[B,T,E] = bias_add(r~[B,T,E], router_bias[E]) if router_bias
-    gates[B,T,Ea] = route(r~[B,T,E]{routing})
-    xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea]{capacity})
+    gates[B,T,Ea] = route(r~[B,T,E]{correction}{routing})
+    xe[E,C,D] = dispatch({h1}[B,T,D], gates[B,T,Ea]{capacity})
     ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]
     ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]
     ge~b[E,C,Fe] = bias_add(ge~[E,C,Fe], experts_b_gate[E,Fe]) if mlp_bias
@@ -132,13 +138,15 @@ EXPERTS = """
     ye[E,C,D] = me[E,C,Fe] * experts_w_down[E,Fe,D]
     ye~b[E,C,D] = bias_add(ye~[E,C,D], experts_b_down[E,D]) if mlp_bias
     y[B,T,D] = combine(ye~[E,C,D], gates[B,T,Ea])
-    gs[B,T,Fs] = h1[B,T,D] * shared_w_gate[D,Fs] if d_ff_shared
-    us[B,T,Fs] = h1[B,T,D] * shared_w_up[D,Fs] if d_ff_shared
+    gs[B,T,Fs] = {h1}[B,T,D] * shared_w_gate[D,Fs] if d_ff_shared
+    us[B,T,Fs] = {h1}[B,T,D] * shared_w_up[D,Fs] if d_ff_shared
     ms[B,T,Fs] = {activation}_mul(gs[B,T,Fs], us[B,T,Fs]) if d_ff_shared gated
     ms[B,T,Fs] = gelu(us[B,T,Fs]) if d_ff_shared !gated
     ys[B,T,D] = ms[B,T,Fs] * shared_w_down[Fs,D] if d_ff_shared
-    ys~g[B,T,D] = token_gate(ys~[B,T,D], h1[B,T,D], shared_gate[D]) if d_ff_shared shared_expert_gate
+    ys~g[B,T,D] = token_gate(ys~[B,T,D], {h1}[B,T,D], shared_gate[D]) if d_ff_shared shared_expert_gate
+    ys~s[B,T,D] = scaled(ys~[B,T,D]; by={residual}) if d_ff_shared scales
     y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
+    y~s[B,T,D] = scaled(y~[B,T,D]; by={residual}) if scales
     x2[B,T,D] = add(x1[B,T,D], y~[B,T,D]) if !d_ff_shared
     x2[B,T,D] = add(x1[B,T,D], y~[B,T,D], ys~[B,T,D]) if d_ff_shared
 """
@@ -155,7 +163,8 @@ FINAL_NORM = """
 """
 
 LOSS = """
-    loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})
+    hf~s[B,T,D] = scaled(hf[B,T,D]; by={by}) if divided
+    loss[] = linear_cross_entropy(hf~[B,T,D], {table}, labels[B,T]{given})
 """
 
 
@@ -164,8 +173,15 @@ def written(model: Model, text: str, **names: str | bool) -> str:
 
     Those are all without ``if``, and those after whose ``if`` stand fields of the model, or flags among ``names``, that
     hold; ``!`` is not. ``{name}`` is one of ``names``. ``q~b`` is qb, the next that becomes of q; ``q~`` the last that
-    did. A norm is the model's, with its vectors.
+    did. A norm is the model's, with its vectors; ``{h}`` and ``{h1}`` are the stream after it, or as it is without one.
     """
+    names = {
+        "h": "h" if model.pre_norms else "x",
+        "h1": "h1" if model.pre_norms else "x1",
+        "residual": f"{model.residual_multiplier}",
+        "scales": model.residual_multiplier != 1,
+        **names,
+    }
     last: dict[str, str] = {}
     lines = []
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -185,34 +201,42 @@ def written(model: Model, text: str, **names: str | bool) -> str:
 
 def embed_text(model: Model) -> str:
     """Returns the lines of the embedding, to x."""
-    embedded, scale = "e" if model.learned_positions else "x", "; scale=sqrt(D)" * model.embed_scale
-    return written(model, EMBED, embedded=embedded, scale=scale)
+    multiplier = model.embed_multiplier if model.embed_multiplier != 1 else ""
+    embedded, scale = "e" if model.learned_positions else "x", "sqrt(D)" if model.embed_scale else multiplier
+    return written(model, EMBED, embedded=embedded, scale=f"; scale={scale}" if scale else "")
 
 
 def head_text(model: Model, options: ProgramOptions) -> str:
     """Returns the lines of the loss head, from x to the loss."""
     table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
     given = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
-    return written(model, FINAL_NORM + LOSS, table=table, given=given)
+    by, divided = f"{1 / model.logit_divisor}", model.logit_divisor != 1
+    return written(model, FINAL_NORM + LOSS, table=table, given=given, by=by, divided=divided)
 
 
-def layer_text(model: Model, *, sliding: bool, routed: bool, options: ProgramOptions) -> str:
+def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:
     """Returns the lines of one layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it
-    experts."""
+    experts; one that does not rotate has no rope."""
     if model.latent_attention:
         documents = ", documents[B,T]" * options.documents
         lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, documents=documents, x1="x1")
     else:
-        lines = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, documents=options.documents)
+        kind = {"sliding": sliding, "documents": options.documents, "rotates": rotates}
+        lines = _attention(model, "x0" if model.encoder else "x1", **kind)
     if model.encoder:
         given = given_attributes(sees_all=True, softcap=model.attention_softcap)
         lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=given)
     if not routed:
         return lines + _dense(model)
     capacity = options.capacity_factor
-    routing = given_attributes(balance=options.balance_loss, z=options.router_z_loss, capacity=capacity)
+    corrected = model.router_scores == "sigmoid"
+    rate = options.correction_rate if corrected else 0.0
+    weights = {"balance": options.balance_loss, "z": options.router_z_loss}
+    routing = given_attributes(**weights, capacity=capacity, correction_rate=rate)
     given = given_attributes(capacity=capacity)
-    return lines + written(model, EXPERTS, activation=_activation(model), routing=routing, capacity=given)
+    correction = ", router_correction[E]" * corrected
+    names = {"correction": correction, "routing": routing, "capacity": given}
+    return lines + written(model, EXPERTS, activation=_activation(model), **names)
 
 
 def encoder_layer_text(model: Model) -> str:
@@ -221,10 +245,18 @@ def encoder_layer_text(model: Model) -> str:
 
 
 def _attention(
-    model: Model, result: str, *, sliding: bool = False, documents: bool = False, causal: bool = True
+    model: Model,
+    result: str,
+    *,
+    sliding: bool = False,
+    documents: bool = False,
+    causal: bool = True,
+    rotates: bool = True,
 ) -> str:
     """Returns the lines from the stream x to the result in the stream; qr, kr and v enter attention."""
-    rotates = not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
+    # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
+    bare = "" if rotates or model.qkv_bias or model.qk_norm else "r"
+    rotates = rotates and not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
     relative = model.relative_buckets > 0
     others = {
         ", positions[B,T]": causal or relative,
@@ -242,6 +274,7 @@ def _attention(
         model,
         ATTENTION + AFTER_ATTENTION,
         zero="0" * model.qkv_bias,
+        bare=bare,
         b="b" if model.qk_norm or rotates else "r",
         n="n" if rotates else "r",
         rotates=rotates,

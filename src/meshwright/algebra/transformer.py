@@ -39,6 +39,7 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, ...]
     sliding: bool
     routed: bool
+    rotates: bool
 
     @property
     def suffix(self) -> str:
@@ -48,16 +49,21 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
-    """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _local with a
-    window."""
-    found: dict[tuple[bool, bool], list[int]] = {}
+    """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _unrotated
+    without rope, _local with a window."""
+    found: dict[tuple[bool, bool, bool], list[int]] = {}
     for layer in range(model.num_layers):
-        found.setdefault((layer in model.sliding_layers, layer in model.moe_layers), []).append(layer)
+        facts = (layer in model.sliding_layers, layer in model.moe_layers, layer not in model.unrotated_layers)
+        found.setdefault(facts, []).append(layer)
     return tuple(
         LayerKind(
-            block=f"layer{'_moe' * routed}{'_local' * sliding}", layers=tuple(layers), sliding=sliding, routed=routed
+            block=f"layer{'_moe' * routed}{'_unrotated' * (not rotates)}{'_local' * sliding}",
+            layers=tuple(layers),
+            sliding=sliding,
+            routed=routed,
+            rotates=rotates,
         )
-        for (sliding, routed), layers in found.items()
+        for (sliding, routed, rotates), layers in found.items()
     )
 
 
@@ -101,7 +107,8 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
     variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
-        variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
+        dtype = "fp32" if weight.part == "buffer" else ""
+        variables[name] = Variable(name, weight.dims, _role(weight), dtype, matrix_inputs(weight))
     encoder, stacks = _encoder(model, variables)
     blocks = (
         parse_block("embed", embed_text(model), variables),
@@ -156,6 +163,8 @@ def layer_dims(model: Model) -> dict[str, int]:
 
 
 def _role(weight: Weight) -> str:
+    if weight.part == "buffer":
+        return "buffer"
     if weight.kind == "matrix" or weight.dims[0] in _SPLIT_DIMS or len(weight.dims) > 1:
         return "weight"
     return "vector"
@@ -168,7 +177,7 @@ def _variable(model: Model, weight: Weight, kind: LayerKind) -> str:
 def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions) -> Block:
     return parse_block(
         kind.block,
-        layer_text(model, sliding=kind.sliding, routed=kind.routed, options=options),
+        layer_text(model, sliding=kind.sliding, routed=kind.routed, rotates=kind.rotates, options=options),
         variables,
         repeat=len(kind.layers),
         last_turn=sum(span.pattern.count(kind.block) for span in spans(layer_names(model))),

@@ -8,6 +8,7 @@ import msgspec
 
 from meshwright.algebra.generation import AS_WRITTEN
 from meshwright.core.errors import InputError
+from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
 from meshwright.spec.strategy import Strategy, require_runnable_assumptions
 from meshwright.verify.request import Depth, Request
@@ -22,7 +23,7 @@ PROGRAM = "meshwright.api.compiling"
 TIMEOUT_S = 600.0
 
 
-class ProofOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ProofOptions(Checked, frozen=True, kw_only=True):
     """How a step is compiled.
 
     ``depth``: "lower" (does everything divide and agree), "partition" (memory and collectives, in seconds) or "full".
@@ -59,8 +60,8 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
     from meshwright.cost.train_step import price_strategy
     from meshwright.train.settings import program_options, settings_from_table
 
-    model, cluster, job, assumed = setting.model, setting.cluster, setting.job, setting.assumptions
-    require_runnable_assumptions(assumed)
+    cluster, job = setting.cluster, setting.job
+    require_runnable_assumptions(setting.assumptions)
     if strategy.num_chips != cluster.num_chips:
         raise InputError(
             f"the mesh has {strategy.num_chips} devices and {cluster.short_name} {cluster.num_chips} chips. "
@@ -71,9 +72,8 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
     if target.platform != "cpu":
         as_stored = msgspec.structs.replace(setting, storage=AS_WRITTEN)
         order = tuple(mesh_order(price_strategy(as_stored, strategy).placement).ravel().tolist())
-    bounded = {"capacity_factor": assumed.imbalance} if model.num_experts and assumed.imbalance > 1 else {}
     named = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
-    table = named | bounded | dict(options.settings) if job.trains else {}
+    table = named | dict(options.settings) if job.trains else {}
     asked = msgspec.structs.replace(job, optimizer=table.get("optimizer", "adamw"))
     return Request(
         setting=msgspec.structs.replace(setting, job=asked),
@@ -82,7 +82,7 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
         step=options.asked or job.kind,  # type: ignore[arg-type]
         depth=options.depth,
         settings=table,
-        options=program_options(settings_from_table(table), several_documents=False),
+        options=program_options(settings_from_table(table), strategy, several_documents=False),
         order=order,
     )
 

@@ -34,6 +34,12 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
                 f"{calibration} holds rates of {found.chip} and the cluster is of {cluster.chip.name}. "
                 f"Give a calibration of {cluster.chip.name}."
             )
+        if cluster.kind == "host" and found.devices not in (None, cluster.num_chips):
+            raise InputError(
+                f"{calibration} holds rates of {found.devices} emulated devices at once, and {cluster.short_name} is "
+                f"{cluster.num_chips}, which share the machine otherwise. Measure it: bench --on {cluster.short_name} "
+                f"-o FILE, or leave --calibration out."
+            )
         return found
     if cluster.kind != "host":
         return fitted_calibration(cluster.chip) if fitted else None

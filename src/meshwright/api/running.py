@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.fields import Checked, check_figures, fitted
 from meshwright.core.files import cache_folder
 from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import format_bytes
@@ -26,14 +27,15 @@ def run_training(
     plan: Plan,
     settings: Mapping[str, Any] | None = None,
     *,
-    runs: Path = Path("runs"),
-    resume: Path | None = None,
+    runs: Path | str = "runs",
+    resume: Path | str | None = None,
     on_step: "OnStep | None" = None,
 ) -> "TrainResult":
     """Train by a plan on the devices of this process, or of all that were launched together.
 
-    ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``. The run leaves a folder under
-    ``runs``, or goes on in the folder ``resume``. Raises CannotRunError when the devices are not those of the plan.
+    ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``; ``weights`` are by default the
+    plan's. The run leaves a folder under ``runs``, or goes on in the folder ``resume``. Raises CannotRunError when the
+    devices are not those of the plan.
     """
     require_runnable(plan.model)
     require_devices(plan)
@@ -44,9 +46,9 @@ def run_training(
         plan.model,
         plan.strategy,
         plan.job,
-        settings_from_table(dict(settings or {})),
+        settings_from_table({"weights": plan.job.weights, **(settings or {})}),
         run_root=Path(runs),
-        resume=resume,
+        resume=None if resume is None else Path(resume),
         predicted=plan.predicted,
         on_step=on_step,
         texts={"plan.toml": sealed_toml(plan)},
@@ -89,7 +91,7 @@ def require_devices(plan: Plan) -> None:
 # -- text -----------------------------------------------------------------------------------------------
 
 
-class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+class TextOptions(Checked, frozen=True, kw_only=True):
     """How text is generated: ``mesh`` of devices (None: all of this machine on tensor), weights and caches as int8."""
 
     max_tokens: int = 128
@@ -97,6 +99,10 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     mesh: dict[str, int] | None = None
     int8: bool = False
     cache_int8: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_figures(self, "TextOptions", may_be_zero=("max_tokens",))
 
 
 AS_TRAINED = TextOptions()
@@ -112,7 +118,7 @@ class GeneratedText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def generate_text(
-    folder: Path,
+    folder: Path | str,
     prompts: Sequence[str],
     options: TextOptions = AS_TRAINED,
     *,
@@ -147,7 +153,7 @@ def generate_text(
         params,
         tokens,
         max_tokens=options.max_tokens,
-        sampling=options.sampling or LIKELIEST,
+        sampling=fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling"),
         end_tokens=source.end_tokens,
         on_token=lambda row, token: push(row, streams[row].push(token)),
     )
@@ -186,7 +192,7 @@ def _loaded(
     )
     require_prompts(step, prompts, max_tokens=options.max_tokens)
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
-    params = step.place(load_params(source.model, source.folder, step.param_shardings, dtype))
+    params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
     held = sum(array.addressable_shards[0].data.nbytes for array in params.values())
     cache = sum(row.num_bytes for row in step.table) / math.prod(mesh.values())
     say(

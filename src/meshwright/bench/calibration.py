@@ -37,6 +37,7 @@ def calibration_of(report: BenchReport) -> Calibration:
         chip=unit.name,
         machine=report.machine,
         date=report.date[:10],
+        devices=report.num_devices if report.platform == "cpu" else None,
         matmul_flops_per_s=matmul,
         peak_flops_per_s=_best_products(report),
         attention_flops_per_s=attended,

@@ -84,6 +84,7 @@ def measure_machine(
         chip="cpu",
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         date=datetime.date.today().isoformat(),
+        devices=num_devices,
         matmul_flops_per_s={DTYPE: matmul},
         peak_flops_per_s={DTYPE: max(in_products)},
         attention_flops_per_s={DTYPE: attended},

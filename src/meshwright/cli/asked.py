@@ -17,7 +17,7 @@ from meshwright.cost.setting import Setting
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.result import PlanResult
 from meshwright.plan.space import USUAL
-from meshwright.spec.catalogue import load_model
+from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import require_runnable
@@ -60,8 +60,8 @@ def read_fields(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
     optimizer, bound = fields["train"].get("optimizer"), fields["train"].get("capacity_factor")
     if optimizer is not None:
         fields["job"] = {"optimizer": optimizer, **fields["job"]}
-    if isinstance(bound, int | float) and bound >= 1:
-        fields["assumptions"] = {"imbalance": bound, **fields["assumptions"]}
+    if isinstance(bound, int | float) and bound > 0:
+        fields["strategy"] = {"capacity_factor": bound, **fields["strategy"]}
     return fields
 
 
@@ -86,7 +86,8 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
     assert given.batch is not None
     assert given.seq_len is not None
     model = with_fields(load_model(given.what), "model", fields["model"])
-    job = job_of_step(job_of(given.batch, given.seq_len, fields["job"]), step)
+    of_job = {"weights": weights_of(given.what), **fields["job"]}
+    job = job_of_step(job_of(given.batch, given.seq_len, of_job), step)
     assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     axes = take_axes(given.axes, fields["strategy"])
     if not job.trains:

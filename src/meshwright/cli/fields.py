@@ -13,11 +13,18 @@ from meshwright.core.fields import convert_fields, shown
 from meshwright.core.units import parse_count
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Assumptions, standard_assignment
+from meshwright.spec.strategy import Assumptions, Strategy, standard_assignment
 
 PLANNED = ("model", "job", "strategy", "assumptions")
 SECTIONS: tuple[str, ...] = (*PLANNED, "train")
 """Sections of ``--set``: of plans, and of training too."""
+SECTION_OF: dict[str, str] = {
+    **dict.fromkeys(Model.__struct_fields__, "model"),
+    **dict.fromkeys(Job.__struct_fields__, "job"),
+    **dict.fromkeys(Assumptions.__struct_fields__, "assumptions"),
+    **dict.fromkeys((*Strategy.__struct_fields__, *MESH_AXES, "zero", "sequence_parallel"), "strategy"),
+}
+"""Fields that ``--set`` takes without their section too, and the section."""
 _COMMAS = re.compile(r",(?![^\[{]*[\]}])")
 """Commas outside of brackets."""
 MAX_SIZE = 10**15
@@ -28,7 +35,8 @@ Thing = TypeVar("Thing", bound=msgspec.Struct)
 
 
 def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) -> dict[str, dict[str, Any]]:
-    """Section -> key -> value of texts such as ``strategy.remat=block``; values are TOML or else plain text.
+    """Section -> key -> value of texts such as ``strategy.remat=block``, or ``remat=block``; values are TOML or else
+    plain text.
 
     Sizes of mesh axes (``strategy.tensor=4``) are gathered in ``found["strategy"]["mesh"]``, and ``strategy.zero=1``
     and ``strategy.sequence_parallel=false`` become the assignment that they stand for. Assumptions are taken in the
@@ -38,16 +46,18 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
     found: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for pair in pairs:
         key, sep, text = pair.partition("=")
-        section, dot, name = key.strip().partition(".")
-        if not sep or not dot or not name:
-            raise InputError(f"--set {pair!r} is not section.key=value. Write for example strategy.remat=block.")
+        section, name = field_name(key)
+        if not sep or not section or not name:
+            raise InputError(
+                f"--set {pair!r} is not section.key=value.{nearest(name, SECTION_OF)} Write strategy.remat=block."
+            )
         if section not in found:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
-        value, axis = field_value(text.strip()), name.removeprefix("mesh.")
+        value = field_value(text.strip())
         if section == "strategy" and "assumptions" in found and name in Assumptions.__struct_fields__:
             section = "assumptions"
-        if section == "strategy" and axis in MESH_AXES:
-            name, value = "mesh", {axis: value}
+        if section == "strategy" and name in MESH_AXES:
+            name, value = "mesh", {name: value}
         if section == "strategy" and name == "mesh":
             if not isinstance(value, dict):
                 raise InputError(f"--set {pair}: give the size of one axis, such as strategy.tensor=4.")
@@ -56,6 +66,13 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
     if "strategy" in found:
         _name_assignment(found["strategy"])
     return found
+
+
+def field_name(key: str) -> tuple[str, str]:
+    """Returns the section of a field, "" for one that is not known, and its name: ``strategy.mesh.tensor`` is
+    ``tensor``."""
+    *sections, name = key.strip().split(".")
+    return ".".join(one for one in sections if one != "mesh") or SECTION_OF.get(name, ""), name
 
 
 def _name_assignment(strategy: dict[str, Any]) -> None:
@@ -120,7 +137,7 @@ def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
 
 def parse_mesh(text: str, what: str = "--mesh") -> dict[str, int]:
     """``"X=4,Y=2"`` -> {"X": 4, "Y": 2}, in the order given. Raises InputError when a size is not >= 1."""
-    return _sizes(text, "mesh axis", "X=4,Y=2", what)
+    return _sizes(text, "mesh axis", "fsdp=8,tensor=4" if what == "--axes" else "X=4,Y=2", what)
 
 
 def dim_sizes(text: str, what: str = "--dims") -> dict[str, int]:
@@ -155,7 +172,7 @@ def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[s
         if low < 1 or not found:
             raise InputError(f"{what} {text!r} ends before it begins. Write the smaller size first.")
     if not all(found):
-        raise InputError(f"{what} {text!r} is not {form}. Write for example B=1,16 or B=1..16.")
+        raise InputError(f"{what} {text!r} is not {form}. Write for example {name}=1,16 or {name}=1..16.")
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from meshwright.core.errors import OF_PATHS, InputError, nearest
+from meshwright.core.errors import nearest, path_errors
 
 
 class VerbGroup(click.Group):
@@ -37,12 +37,8 @@ class VerbGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the verb; a file or folder that it cannot have is an InputError, whichever it is."""
-        try:
+        with path_errors():
             return super().invoke(ctx)
-        except OSError as error:
-            if error.errno not in OF_PATHS or not error.filename:
-                raise
-            raise InputError(f"{error.filename}: {error.strerror}. Name another file or folder.") from error
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

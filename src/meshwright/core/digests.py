@@ -16,7 +16,7 @@ from meshwright.core.files import write_text_whole
 
 SUMS = "SHA256SUMS"
 _THREADS = 4
-_spent_s = 0.0
+_spent_s, _since_s = 0.0, 0.0
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
@@ -25,20 +25,20 @@ def write_sums(folder: Path, files: Iterable[Path]) -> None:
 
     Files that are gone lose their line.
     """
-    global _spent_s
-    start = time.perf_counter()
+    global _spent_s, _since_s
+    _since_s = time.perf_counter()
     fresh = sorted(str(file.relative_to(folder)) for file in files)
     with ThreadPoolExecutor(_THREADS) as threads:
         digests = dict(zip(fresh, threads.map(_digest, (folder / name for name in fresh)), strict=True))
     known = read_sums(folder) if (folder / SUMS).is_file() else {}
     kept = {name: digest for name, digest in (known | digests).items() if (folder / name).is_file()}
     write_text_whole(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(kept.items())))
-    _spent_s += time.perf_counter() - start
+    _spent_s, _since_s = digest_seconds(), 0.0
 
 
 def digest_seconds() -> float:
-    """Returns the seconds that this process has spent on writing digests, those in the background too."""
-    return _spent_s
+    """Returns the seconds that this process has spent on writing digests until now, in the background too."""
+    return _spent_s + (time.perf_counter() - _since_s if _since_s else 0.0)
 
 
 def read_sums(folder: Path) -> dict[str, str]:

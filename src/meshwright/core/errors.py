@@ -3,7 +3,8 @@
 import difflib
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 OF_PATHS = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
@@ -63,6 +64,18 @@ def nearest(name: str, options: Iterable[str]) -> str:
     if len(known) <= 24:
         return f" Known: {', '.join(known)}."
     return ""
+
+
+@contextmanager
+def path_errors() -> Iterator[None]:
+    """Turns the error of a file or folder that cannot be had, whichever it is, into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename2 or error.filename
+        if error.errno not in OF_PATHS or not name:
+            raise
+        raise InputError(f"{name}: {error.strerror}. Name another file or folder.") from error
 
 
 def first_line(error: Exception) -> str:

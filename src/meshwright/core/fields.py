@@ -1,14 +1,22 @@
 """Checks values that a user gives: types, and numbers that must be positive and finite."""
 
+import builtins
+import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeVar, get_args, get_type_hints
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, wraps
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from meshwright.core.errors import InputError, as_sentence
+from meshwright.core.errors import InputError, as_sentence, path_errors
 
 _T = TypeVar("_T", bound=msgspec.Struct)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 LARGEST = 1e60
@@ -45,15 +53,9 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
     except msgspec.ValidationError as error:
         where = str(error).replace("`$.", f"`{section}.")
         name = where.rpartition(f"`{section}.")[2].partition("`")[0].partition("[")[0]
-        raise InputError(f"{as_sentence(where)}{_words_of(kind, name)}") from None
-
-
-def _words_of(kind: type, name: str) -> str:
-    """Returns " Use compiled, eager or ...." for a field of a few words, else the empty text."""
-    declared = get_type_hints(kind).get(name)
-    words = [word for part in (declared, *get_args(declared)) for word in get_args(part) if isinstance(word, str)]
-    known = list(dict.fromkeys(word for word in words if word))
-    return f" Use {', '.join(known[:-1])} or {known[-1]}." if len(known) > 1 else ""
+        if name in fields and name in _hints(kind):
+            fitted(fields[name], _hints(kind)[name], f"{section}.{name}")
+        raise InputError(as_sentence(where)) from None
 
 
 def check_figures(
@@ -89,3 +91,109 @@ def _numbers(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
     elif isinstance(value, tuple):
         for number, one in enumerate(value):
             yield from _numbers(one, (*key, str(number)))
+
+
+# -- values from Python -----------------------------------------------------------------------------------
+
+_WORDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    Path: "a path",
+    Any: "anything",
+}
+_UNFIT = object()
+
+
+def fitted(value: Any, hint: Any, what: str) -> Any:
+    """Returns a value as its type hint wants it: 1e6 as a whole number, text as a path, a list as a tuple.
+
+    Raises InputError, which ``what`` begins, for a value of another type or a number that is not finite.
+    """
+    found = _fit(value, hint)
+    if found is _UNFIT:
+        text = repr(value)
+        raise InputError(
+            f"{what} is {text if len(text) < 80 else f'a {type(value).__name__}'}. Give {_hint_words(hint)}."
+        )
+    return found
+
+
+def _fit(value: Any, hint: Any) -> Any:
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is Any:
+        return value
+    if kind in (Union, UnionType):
+        return next((found for part in parts if (found := _fit(value, part)) is not _UNFIT), _UNFIT)
+    if kind is Literal:
+        return value if value in parts else _UNFIT
+    if kind in (int, float):
+        number = issubclass(type(value), Real) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+        fits = number and (kind is float or isinstance(value, Integral) or value == int(value))
+        return (value if isinstance(value, kind) else kind(value)) if fits else _UNFIT
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(kind, type) and issubclass(kind, Mapping) and parts and isinstance(value, Mapping):
+        pairs = [(_fit(key, parts[0]), _fit(one, parts[1])) for key, one in value.items()]
+        return _UNFIT if any(one is _UNFIT for pair in pairs for one in pair) else dict(pairs)
+    if kind in (tuple, Sequence):
+        items = tuple(_fit(one, parts[0]) for one in value) if isinstance(value, list | tuple) else (_UNFIT,)
+        return _UNFIT if any(one is _UNFIT for one in items) else items
+    return value if not isinstance(kind, type) or isinstance(value, kind) else _UNFIT
+
+
+def _hint_words(hint: Any) -> str:
+    """``"a table of text and whole number, or None"``."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return " or ".join(map(_hint_words, parts))
+    if kind is Literal:
+        *others, last = [str(part) for part in parts if part] or ["nothing"]
+        return f"{', '.join(others)} or {last}" if others else last
+    if kind is NoneType:
+        return "None"
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return f"a table {{{': '.join(map(_hint_words, parts))}}}"
+    if kind in (tuple, Sequence):
+        return f"a list of {_hint_words(parts[0])}"
+    return _WORDS.get(kind) or ("a function" if kind is Callable else f"a {kind.__name__}")
+
+
+class _Names(dict[str, Any]):
+    """Names of a module; those that only type checkers import are `Any`."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, Any)
+
+
+@cache
+def _hints(given: Any) -> dict[str, Any]:
+    return get_type_hints(given, localns=_Names(vars(sys.modules[given.__module__])))
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """Plain data whose fields fit their types also where Python makes it."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            found = fitted(value, _hints(type(self))[name], f"{type(self).__name__}.{name}")
+            if found is not value:
+                msgspec.structs.force_setattr(self, name, found)
+
+
+def checked(function: _F) -> _F:
+    """Returns the function with arguments that fit its type hints; files that it cannot have are InputErrors too."""
+    signature, whose = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
+    def border(*given: Any, **named: Any) -> Any:
+        bound, hints = signature.bind(*given, **named), _hints(function)
+        for name, value in bound.arguments.items():
+            if name in hints and signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[name] = fitted(value, hints[name], f"{whose}: {name}")
+        with path_errors():
+            return function(*bound.args, **bound.kwargs)
+
+    return cast(_F, border)

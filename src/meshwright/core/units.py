@@ -10,7 +10,7 @@ from meshwright.core.fields import LARGEST
 _DECIMAL: dict[str, float] = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY: dict[str, float] = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _SMALL: dict[str, float] = {"": 1, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_NUMBER = re.compile(r"\s*(-?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def _split(text: str, what: str) -> tuple[float, str]:
@@ -18,6 +18,8 @@ def _split(text: str, what: str) -> tuple[float, str]:
     if match is None:
         raise InputError(f"{what} {text!r} is not a number. Write for example 4Mi, 15T, 4096 or 1e6.")
     value = float(match.group(1).replace("_", ""))
+    if value < 0:
+        raise InputError(f"{what} {text!r} is below 0. Give a number of at least 0.")
     if value > LARGEST:
         raise InputError(f"{what} {text!r} is larger than {LARGEST:g}, which is more than there is of anything.")
     return value, match.group(2)

@@ -213,18 +213,17 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     """Block -> elements per chip of its weights, their gradients and what the optimizer updates, by part.
 
     A weight of several blocks (tied embeddings) is the last one's. Without a backward pass there are weights alone,
-    and those of another width than the state's count by their bytes.
+    and those of another width than the state's, as buffers are, count by their bytes.
     """
     owners = {name: block for block in derived.blocks for name in weights_of(derived, block)}
     found: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
     # a gradient is held as it enters the collectives that run once per step, whole where they scatter it
     trains = _trains(derived)
     gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
-    for name in derived.weights if trains else owners:
-        declared, block = derived.declared[name], owners[name]
-        if trains:
+    for name, block in owners.items():
+        declared = derived.declared[name]
+        if trains and (weight := derived.weights.get(name)):
             assert moments is not None
-            weight = derived.weights[name]
             arrays = ((declared,), (gradients[name],), (weight.shard,), moments(weight))
             counts = [sum(sizes.elements(array) for array in some) for some in arrays]
         else:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-import msgspec
 from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
@@ -13,6 +12,7 @@ from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.transformer import transformer
+from meshwright.core.fields import Checked
 from meshwright.cost.memory import memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
@@ -27,12 +27,13 @@ from meshwright.spec.strategy import (
     AS_RUN,
     Assumptions,
     Strategy,
+    make_mesh,
     require_runnable_assumptions,
     require_runnable_strategy,
 )
 
 
-class Setting(msgspec.Struct, frozen=True, dict=True):
+class Setting(Checked, frozen=True, dict=True):
     """The model, cluster, job and rates that strategies are priced in. A verb makes one and passes it on whole.
 
     Without a ``calibration`` links and kernels take the rates of the data sheet. ``assumptions`` say whose software
@@ -63,7 +64,8 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
         return memory_limit(self.cluster, self.calibration)
 
     def derived(self, strategy: Strategy) -> Derived:
-        """The steps of the job under a strategy, as the assumed software runs them."""
+        """The steps of the job under a strategy, as the assumed software runs them; InputError for unknown axes."""
+        make_mesh(strategy.mesh)
         fused_head = self.assumptions.fused_head
         return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)
 
@@ -88,7 +90,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
             seq_len=job.step_len,
             microbatch_seqs=job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs,
             mesh=mesh or strategy.mesh,
-            state=strategy.state,
+            strategy=strategy,
             scores=attention_scores(self.cluster, self.assumptions),
             assumptions=self.assumptions,
         )

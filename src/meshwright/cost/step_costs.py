@@ -22,7 +22,7 @@ from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
 from meshwright.cost.work.slots import expert_slots, slots_move, with_room
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import AS_RUN, Assumptions
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, held_dims
 
 
 class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,21 +88,25 @@ def op_sizes(
     seq_len: int,
     microbatch_seqs: Number,
     mesh: Mapping[str, Number],
-    state: str,
+    strategy: Strategy,
     scores: Scores = "on_chip",
     assumptions: Assumptions = AS_RUN,
 ) -> OpSizes:
     """Sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
 
+    The strategy says the training state and the bound on the slots of experts.
     A kernel that keeps its scores on chip also skips the keys that are masked.
     """
-    known = model.dims | layer_dims(model)
-    dims = {name: float(size) for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
-    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=assumptions.imbalance)
-    # in arrays of fixed size an expert without a bound, which an imbalance stands for, has a slot for every token
-    unbounded = model.num_experts > 0 and assumptions.holds_empty_slots and assumptions.imbalance == 1.0
-    spare = model.num_experts / model.experts_per_token if unbounded else 1.0
-    return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
+    known = held_dims(model.dims | layer_dims(model), mesh)
+    dims = {name: size * 1.0 for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
+    # a slot for every token is the most that an expert can need
+    most = model.num_experts / model.experts_per_token if model.num_experts else 1.0
+    load = min(strategy.capacity_factor or assumptions.imbalance, most)
+    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=load)
+    # in arrays of fixed size an expert without a bound has that many, however few are filled
+    spare = most / load if assumptions.holds_empty_slots and not strategy.capacity_factor else 1.0
+    causal = scores == "on_chip"
+    return OpSizes(dims=dims, mesh=mesh, state=strategy.state, scores=scores, causal=causal, spare_slots=spare)
 
 
 def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:

@@ -10,6 +10,7 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.spec.model import Model
+from meshwright.spec.strategy import held_dims
 
 Constrain = Callable[[ShardedArray, Array], Array]
 
@@ -44,4 +45,4 @@ class Context:
 
     def local_size(self, array: ShardedArray, dim: str) -> int:
         """Returns the entries of a dim of the model (not of the batch) on one device."""
-        return self.model.dims[dim] // math.prod(self.mesh[axis] for axis in array.axes_of(dim))
+        return held_dims(self.model.dims, self.mesh)[dim] // math.prod(self.mesh[axis] for axis in array.axes_of(dim))

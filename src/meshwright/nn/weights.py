@@ -1,5 +1,7 @@
 """The weights of a model as a flat dict of arrays: their rows of the weight table, shapes, and initial values."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from msgspec.structs import replace
 from meshwright.algebra.layers import ENCODER
 from meshwright.algebra.transformer import layer_kinds, local_name, weight_variables
 from meshwright.spec.model import Model
+from meshwright.spec.strategy import held_dims
 from meshwright.spec.weights import Weight
 
 Params = dict[str, Array]
@@ -40,9 +43,23 @@ def stacked_shape(weight: Weight) -> tuple[int, ...]:
     return (weight.repeat, *weight.shape) if weight.layers else weight.shape
 
 
-def param_shapes(model: Model, *, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of all arrays without making them."""
-    return {name: jax.ShapeDtypeStruct(stacked_shape(weight), dtype) for name, weight in rows(model).items()}
+def param_shapes(
+    model: Model, *, dtype: jnp.dtype = jnp.float32, mesh: Mapping[str, int] = {}
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of all arrays without making them, as the devices of a ``mesh`` hold them if it is given.
+
+    Buffers are float32 beside weights of any dtype.
+    """
+    size = held_dims(model.dims, mesh)["V"]
+
+    def shape(weight: Weight) -> tuple[int, ...]:
+        dims = tuple(size if dim == "V" else own for dim, own in zip(weight.dims, weight.shape, strict=True))
+        return (weight.repeat, *dims) if weight.layers else dims
+
+    return {
+        name: jax.ShapeDtypeStruct(shape(weight), jnp.float32 if weight.part == "buffer" else dtype)
+        for name, weight in rows(model).items()
+    }
 
 
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
@@ -50,9 +67,9 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
 
     Under `jax.jit` with ``out_shardings`` each device draws its own shards only.
     """
-    key = jax.random.key(seed)
+    key, shapes = jax.random.key(seed), param_shapes(model, dtype=dtype)
     return {
-        name: _initial(model, weight, jax.random.fold_in(key, index)).astype(dtype)
+        name: _initial(model, weight, jax.random.fold_in(key, index)).astype(shapes[name].dtype)
         for index, (name, weight) in enumerate(rows(model).items())
     }
 

@@ -60,7 +60,7 @@ class BlockPasses:
 
     @cached_property
     def weights(self) -> tuple[str, ...]:
-        """Names of the weights that the block uses."""
+        """Names of the weights and buffers that the block uses."""
         return weights_of(self.derived, self.steps)
 
     @cached_property
@@ -148,7 +148,8 @@ class BlockPasses:
     def _gradients(self, env: Environment) -> Params:
         """Returns the gradients of `gradient_arrays`, and `counts`, which microbatches sum as they sum gradients."""
         arrays = gradient_arrays(self.derived)
-        return {name: env[arrays[name]] for name in self.weights} | {n: env[a] for n, a in self.counts.items()}
+        own = {name: env[arrays[name]] for name in self.weights if name in arrays}
+        return own | {n: env[a] for n, a in self.counts.items()}
 
     # -- the backward pass in two parts -------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ from meshwright.algebra.generation import (
 from meshwright.algebra.notation import check
 from meshwright.algebra.ops.cache_write import CacheWrite
 from meshwright.algebra.transformer import weight_variables
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError
+from meshwright.core.fields import checked
 from meshwright.nn import quantisation
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
@@ -33,9 +34,10 @@ from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
+from meshwright.parallel.vocabulary import Shapes, resized, without_split
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
-from meshwright.spec.strategy import Strategy, require_runnable_strategy
+from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
 
 WeightStorage = Literal["as they are", "int8"]
 Cache = dict[str, Array]
@@ -51,6 +53,7 @@ class GenerateStep:
     sequence its own.
     """
 
+    @checked
     def __init__(
         self,
         model: Model,
@@ -63,7 +66,7 @@ class GenerateStep:
         page_len: int = 0,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
-        _require_can_generate(model, strategy, max_len=max_len, weights=weights)
+        _require_can_generate(model, strategy, max_len=max_len)
         prefill, decode = (Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode"))
         self.strategy = job_strategy(decode, strategy)
         self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
@@ -77,7 +80,7 @@ class GenerateStep:
         self.table = cache_table(model, batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
         self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
         # Heads and widths divide over ``tensor``, sequences over the other axes.
-        sizes = {**model.dims, "B": batch_seqs, **self.cache_sizes}
+        sizes = {**held_dims(model.dims, strategy.mesh), "B": batch_seqs, **self.cache_sizes}
         for name, array in self.prefill_declared.declared.items():
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
                 check(array, sizes, strategy.mesh)
@@ -130,8 +133,19 @@ class GenerateStep:
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shapes and dtypes of the weights."""
-        shapes = param_shapes(self.model, dtype=self.dtype)
-        return quantisation.param_shapes(self.model, shapes) if self.quantised else shapes
+        held = self._float_shapes[1]
+        return quantisation.param_shapes(self.model, held) if self.quantised else dict(held)
+
+    @property
+    def _float_shapes(self) -> tuple[Shapes, Shapes]:
+        """Shapes of weights that are not int8: the model's own, and those with what fills the vocabulary up."""
+        own, held = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
+        return own, held
+
+    @property
+    def loaded_shardings(self) -> dict[str, NamedSharding]:
+        """The sharding of each weight of a checkpoint, before `place` fills the vocabulary up."""
+        return shardings(self.mesh, without_split(*self._float_shapes, self.param_specs))
 
     @cached_property
     def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -141,13 +155,18 @@ class GenerateStep:
     # -- what a user calls -------------------------------------------------------------------------
 
     def place(self, params: Mapping[str, Any]) -> Params:
-        """Puts weights on their devices in the step's dtype; quantises float weights there if the step uses int8."""
+        """Puts weights on their devices in the step's dtype, with what fills the vocabulary up; quantises float weights
+        there if the step uses int8."""
+        params = resized(dict(params), *self._float_shapes, self.param_specs)
         if "embed_scale" in params or not self.quantised:
             placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
             return jax.device_put(placed, {name: self.param_shardings[name] for name in placed})
         placed = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
+        plain = param_shapes(self.model, dtype=self.dtype)
         quantise = jax.jit(
-            lambda given: quantisation.quantise_params(self.model, {n: p.astype(self.dtype) for n, p in given.items()}),
+            lambda given: quantisation.quantise_params(
+                self.model, {n: p.astype(plain[n].dtype) for n, p in given.items()}
+            ),
             out_shardings=self.param_shardings,
         )
         return quantise(placed)
@@ -266,14 +285,17 @@ class GenerateStep:
             check_vma=False,
         )
 
+        def of_tokens(logits: Array, cache: Cache) -> tuple[Array, Cache]:
+            return logits[:, : self.model.vocab_size], cache
+
         def prefill(params: Params, cache: Cache, given: dict[str, Array]) -> tuple[Array, Cache]:
             shape = given["tokens"].shape
             positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
-            return mapped(params, cache, {**given, "positions": positions})
+            return of_tokens(*mapped(params, cache, {**given, "positions": positions}))
 
         def generate(params: Params, cache: Cache, given: dict[str, Array]) -> tuple[Array, Cache]:
             columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
-            return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
+            return of_tokens(*mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])}))
 
         return jax.jit(
             prefill if length else generate,
@@ -306,12 +328,10 @@ class GenerateStep:
         return run_stack(context, stack, params, given, layer, cache)
 
 
-def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, weights: str) -> None:
+def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int) -> None:
     """Raises InputError or CannotRunError for what cannot generate, whatever its mesh."""
     require_runnable(model)
     require_runnable_strategy(strategy)
-    if weights not in get_args(WeightStorage):
-        raise InputError(f"weights {weights!r} are not known.{nearest(weights, get_args(WeightStorage))}")
     if max_len < 1:
         raise InputError(f"max_len={max_len} must be at least 1.")
     if model.learned_positions and max_len > model.max_positions:

@@ -19,10 +19,10 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.fields import checked
 from meshwright.core.labels import OPTIMIZER
 from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
-from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives
@@ -31,8 +31,10 @@ from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partiti
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
+from meshwright.parallel.routers import FromCounts, without_counts
+from meshwright.parallel.vocabulary import resized, without_split
 from meshwright.spec.model import Model, require_runnable
-from meshwright.spec.strategy import Strategy, require_runnable_strategy
+from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
 
 Form = Literal["shard_map", "gspmd"]
 Batch = dict[str, Array]
@@ -40,8 +42,8 @@ Batch = dict[str, Array]
 several documents; num_labels, a float32 scalar: the labels of the whole batch that count (none: the loss is 0)."""
 
 
-StepGradients = tuple[Array, Params, Array, Params]
-"""Mean loss of the global batch, gradients reduced, the squared norm of these, and the routers' metrics."""
+StepGradients = tuple[Array, Params, Array, FromCounts]
+"""Mean loss of the global batch, gradients reduced, the squared norm of these, and what the routers' counts give."""
 
 
 class State(NamedTuple):
@@ -72,6 +74,7 @@ class TrainStep:
     for comparison.
     """
 
+    @checked
     def __init__(
         self,
         model: Model,
@@ -88,8 +91,12 @@ class TrainStep:
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if form == "gspmd" and self.pipeline:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
+        if form == "gspmd" and held_dims(model.dims, strategy.mesh) != model.dims:
+            raise CannotRunError(f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size}.")
         if optimizer is None and strategy.state != "fp32":
-            raise AssertionError("optax.adamw keeps its moments in the weights' dtype: give an optimizer")
+            raise InputError(
+                f"state {strategy.state!r} needs an optimizer, as optax.adamw keeps moments in the weights' dtype."
+            )
         given = optimizer if optimizer is not None else optax.adamw(3e-4)
         self.optimizer = plain_optimizer(given) if isinstance(given, optax.GradientTransformation) else given
         self.max_grad_norm = max_grad_norm
@@ -114,8 +121,12 @@ class TrainStep:
 
     def _specs(self, arrays: Mapping[str, ShardedArray]) -> dict[str, PartitionSpec]:
         layers = "pipeline" if self.pipeline else None
-        names = weight_variables(self.model)
+        names = (name for name in weight_variables(self.model) if name in arrays)
         return {name: partition_spec(arrays[name], stacked=name in self.stacked, layers=layers) for name in names}
+
+    def _trained(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Leaves buffers out: the optimizer does not update them."""
+        return {name: array for name, array in params.items() if name in self.shards}
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
@@ -136,16 +147,36 @@ class TrainStep:
 
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the weights."""
-        return param_shapes(self.model, dtype=self.dtype)
+        """Global shapes and dtypes of the weights, with what fills the vocabulary up."""
+        return param_shapes(self.model, dtype=self.dtype, mesh=self.strategy.mesh)
+
+    @cached_property
+    def canonical(self) -> tuple[State, State]:
+        """Shapes and shardings of the state in the form of every mesh, which `to_canonical` gives."""
+        shapes = param_shapes(self.model, dtype=self.dtype)
+        specs, of_state = (
+            without_split(shapes, self.param_shapes, each) for each in (self.param_specs, self.shard_specs)
+        )
+        trained = self._trained(shapes)
+        found = State(shapes, jax.eval_shape(self.optimizer.init, trained))
+        return found, self._shardings(State(specs, self.optimizer.specs(trained, of_state)))
+
+    @cached_property
+    def state_shapes(self) -> State:
+        """Global shapes and dtypes of the state."""
+        return State(self.param_shapes, jax.eval_shape(self.optimizer.init, self._trained(self.param_shapes)))
 
     @cached_property
     def state_shardings(self) -> State:
         """The sharding of each array of the state on the mesh."""
-        found = shardings(self.mesh, self.optimizer.specs(self.param_shapes, self.shard_specs))
+        specs = self.optimizer.specs(self._trained(self.param_shapes), self.shard_specs)
+        return self._shardings(State(self.param_specs, specs))
+
+    def _shardings(self, specs: State) -> State:
+        found = shardings(self.mesh, specs.opt_state)
         if "optimizer" in self.strategy.offload:
             found = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), found)
-        return State(shardings(self.mesh, self.param_specs), found)
+        return State(shardings(self.mesh, specs.params), found)
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -206,17 +237,20 @@ class TrainStep:
         return jax.jit(make, out_shardings=self.state_shardings.params)
 
     def from_canonical(self, params: Params) -> Params:
-        """Reorders the layers of weights, or of arrays like them, from the order of the model to that of a pipeline's
-        stages."""
-        return self.pipeline.stored(params) if self.pipeline else params
+        """Returns weights, or arrays like them, as this mesh holds them: with layers in the order of a pipeline's
+        stages, and the vocabulary filled up."""
+        filled = resized(params, self.canonical[0].params, self.param_shapes, self.param_specs)
+        return self.pipeline.stored(filled) if self.pipeline else filled
 
     def to_canonical(self, params: Params) -> Params:
-        """Reorders layers from the order of a pipeline's stages to that of the model."""
-        return self.pipeline.in_order(params) if self.pipeline else params
+        """Returns weights, or arrays like them, in the order and the shapes of the model."""
+        ordered = self.pipeline.in_order(params) if self.pipeline else params
+        shapes = self.canonical[0].params
+        return resized(ordered, self.param_shapes, shapes, without_split(shapes, self.param_shapes, self.param_specs))
 
     def init_optimizer(self, params: Params) -> Any:
         """Returns the first state of the optimizer for given weights."""
-        return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(params)
+        return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(self._trained(params))
 
     def step(self, state: State, batch: Mapping[str, Any]) -> tuple[State, Metrics]:
         """One optimizer step on a global batch; the state given is consumed."""
@@ -235,8 +269,9 @@ class TrainStep:
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
         """Traces the step for a batch size without data; on an abstract mesh for ``platform``."""
-        state = State(self.param_shapes, jax.eval_shape(self.optimizer.init, self.param_shapes))
-        return lower(self.compile, self.mesh, state, self.batch_shapes(batch_seqs, seq_len), platform=platform)
+        return lower(
+            self.compile, self.mesh, self.state_shapes, self.batch_shapes(batch_seqs, seq_len), platform=platform
+        )
 
     def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[Array, Params]:
         """Returns the mean loss of a global batch and its gradients, sharded for the optimizer (no update)."""
@@ -288,25 +323,17 @@ class TrainStep:
         )
 
     def _local_gradients(self, params: Params, batch: Batch) -> StepGradients:
-        """Returns global loss, reduced gradients, squared norm and the routers' metrics, from one device's shards."""
+        """Returns global loss, reduced gradients, squared norm and what the counts give, from one device's shards."""
         dloss = _per_label(batch)
         if self.pipeline:
             loss, grads = self.pipeline.gradients(params, _inputs(batch), dloss)
             grads = once_per_step(self.declared, grads, stacked=self.stacked)
         else:
             loss, grads = self._summed(self._passes, params, batch, dloss)
-        grads, extras = self._apart(grads)
+        grads, of_routers = without_counts(self.declared, grads, self.model, self.options)
         squared = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
         norm = self._over_devices("grad_norm", squared)
-        return self._over_devices("loss", loss) * dloss, grads, norm, extras
-
-    def _apart(self, grads: Params) -> tuple[Params, Params]:
-        """Separates gradients from the counts of routers, [layers, Er, E], and returns these as metrics."""
-        counts = [grads[name] for name in sorted(grads.keys() - self.shards.keys())]
-        of_weights = {name: grads[name] for name in self.shards}
-        if not counts:
-            return of_weights, {}
-        return of_weights, routing_metrics(jnp.concatenate(counts), experts_per_token=self.model.experts_per_token)
+        return self._over_devices("loss", loss) * dloss, grads, norm, of_routers
 
     def _summed(self, passes: Passes, params: Params, batch: Batch, dloss: Array) -> tuple[Array, Params]:
         return step_gradients(passes, params, _inputs(batch), dloss, strategy=self.strategy, stacked=self.stacked)
@@ -324,15 +351,17 @@ class TrainStep:
         return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out)(params, batch)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        loss, grads, squared, extras = self._gradients(state.params, batch)
+        loss, grads, squared, (extras, moves) = self._gradients(state.params, batch)
         norm = jnp.sqrt(squared)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        shards = self._moved(state.params, before=True)
+        shards = self._moved(self._trained(state.params), before=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
-        return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm, extras)
+        params = {**state.params, **self._moved(shards, before=False)}
+        params |= {name: params[name] + jnp.where(finite, move, 0.0) for name, move in moves.items()}
+        return State(params, opt_state), Metrics(loss, norm, extras)
 
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: Array) -> tuple[Params, Any]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
@@ -349,7 +378,8 @@ class TrainStep:
 
     def _moved(self, params: Params, *, before: bool) -> Params:
         """Reshards weights as the optimizer's state before its update, or back after it (ZeRO-1 and 2)."""
-        if self.param_specs == self.shard_specs or self.form == "gspmd":
+        specs = self._trained(self.param_specs)
+        if specs == self.shard_specs or self.form == "gspmd":
             return params
         moves: dict[str, list[Step]] = {name: [] for name in params}
         done: set[str] = set()
@@ -363,7 +393,7 @@ class TrainStep:
         def body(params: Params) -> Params:
             return {n: apply_collectives(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
 
-        source, target = (self.param_specs, self.shard_specs)[:: 1 if before else -1]
+        source, target = (specs, self.shard_specs)[:: 1 if before else -1]
         return self._mapped(body, (source,), target)(params)
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
@@ -380,9 +410,9 @@ class TrainStep:
         context = Context(model=self.model, derived=whole, mesh=mesh, options=self.options, constrain=constrain)
         dloss = _per_label(batch)
         loss, grads = self._summed(Passes(context), params, batch, dloss)
-        grads, extras = self._apart(grads)
+        grads, of_routers = without_counts(self.declared, grads, self.model, self.options)
         grads = lax.with_sharding_constraint(grads, shardings(self.mesh, self.shard_specs))
-        return loss * dloss, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), extras
+        return loss * dloss, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), of_routers
 
 
 def _inputs(batch: Batch) -> Inputs:

@@ -124,7 +124,8 @@ def splits(derived: Derived) -> tuple[DimSplit, ...]:
     for step in (*passes, *(step for step in derived.update if not derived.is_stacked(step))):
         for array in (*step.inputs, step.result, *step.more):
             for dim, axes in zip(array.dims, array.axes, strict=True):
-                if axes and dim != "C":  # slots C need not divide: their number is a mean
+                # slots C need not divide: their number is a mean; V is filled up
+                if axes and dim != "C" and (dim, axes) != ("V", ("tensor",)):
                     found[dim, axes] = None
     return tuple(
         (dim, axes) for dim, axes in found if not any(dim == other and set(axes) < set(wider) for other, wider in found)
@@ -317,13 +318,9 @@ def _split_message(facts: StrategySizes, dim: str, axes: tuple[str, ...], every:
     size, count = facts.dims[dim], int(facts.devices(axes))
     chosen = [axis for axis in axes if facts.mesh[axis] > 1]
     values = legal_axis_sizes(every, chosen[0], facts.dims) if len(chosen) == 1 else divisors(size)
-    padded = ""
-    if dim == "V":
-        unit = 128 * count
-        padded = f" Or pad the vocabulary: --set model.vocab_size={-(-int(size) // unit) * unit}."
     return (
         f"{facts.named(axes)} does not divide {dim}={size} {NOUNS[dim]} of {facts.model}. "
-        f"Use {'*'.join(chosen)} in {_choices(values, count)}.{padded}"
+        f"Use {'*'.join(chosen)} in {_choices(values, count)}."
     )
 
 

@@ -63,7 +63,7 @@ def rank_plans(
     whole = outcome.found[0] if outcome.found else None
     if not outcome.found:
         if not outcome.num_meshes:
-            _refuse_given(space)
+            refuse_given(space)
         outcome = _largest_part(space, top)
     outcome = _without_stages(space, top, outcome)
     near = None
@@ -123,9 +123,6 @@ def space_of(
     Fields that are neither given nor searched are those of ``template``, by name, or the usual ones.
     """
     make_mesh(axes)
-    for axis, size in axes.items():
-        if size < 1:
-            raise InputError(f"mesh axis {axis}={size} must be at least 1. Leave it out if it is not wanted.")
     given = {name.removeprefix("strategy."): value for name, value in overrides.items()}
     for name in given:
         if name not in FIELDS:
@@ -154,14 +151,19 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(setting.memory_limit):
         notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
-    assumed = setting.assumptions
-    if assumed.holds_empty_slots and setting.model.num_experts and assumed.imbalance == 1.0:
-        notes.append(
-            "an expert has a slot for every token where slots move between devices; a bound, as of "
-            "strategy.imbalance=1.25 and train.capacity_factor=1.25, sends and holds fewer"
-        )
+    notes += slots_note(setting, space.template)
     notes.append(f"training state {space.template.state}{optimizer_words(setting.job)}")
     return tuple(notes)
+
+
+def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
+    """Returns what it means that nothing bounds the slots of experts; [] where something does or there are none."""
+    if not setting.model.num_experts or strategy.capacity_factor or not setting.assumptions.holds_empty_slots:
+        return []
+    return [
+        "an expert has a slot for every token where slots move between devices; a bound, such as "
+        "strategy.capacity_factor=1.25, sends and holds fewer"
+    ]
 
 
 # -- when the chips do not divide the work -------------------------------------------------------------
@@ -214,7 +216,7 @@ def _part_notes(
     return tuple(notes)
 
 
-def _refuse_given(space: Space) -> None:
+def refuse_given(space: Space) -> None:
     """Raises CannotRunError when what is given cannot run whatever else is chosen."""
     cluster, total = space.setting.cluster, math.prod(space.fixed.values())
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())

@@ -133,7 +133,7 @@ def _rate(row: TimeRow, case: AdviceCase) -> float:
 def _fewer_flops(case: AdviceCase) -> str:
     """Returns what avoids products that were not derived."""
     if any(name.endswith("=dispatch") for name in case.expected):
-        return "a bound on the slots of experts (train.capacity_factor) leaves fewer empty ones"
+        return "a bound on the slots of experts (strategy.capacity_factor) leaves fewer empty ones"
     if case.strategy.mesh.get("pipeline", 1) > 1:
         return "fewer stages or more microbatches leave fewer passes over nothing"
     return "look for padding in the operands of the longest ones"

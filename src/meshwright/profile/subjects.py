@@ -53,7 +53,7 @@ class Training:
         step, shapes, places = self.step, self.step.param_shapes, self.step.state_shardings
         return [
             *state_owners(shapes, places.params, "weights"),
-            *state_owners(jax.eval_shape(step.optimizer.init, shapes), places.opt_state, "optimizer"),
+            *state_owners(step.state_shapes.opt_state, places.opt_state, "optimizer"),
             *state_owners(step.batch_shapes(self.job.batch_seqs, self.job.seq_len), step.batch_shardings, "batch"),
         ]
 

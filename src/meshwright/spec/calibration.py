@@ -127,15 +127,17 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured rates of a machine. Anything not measured falls back on the chip's data sheet.
 
-    Rates are per device. ``matmul_flops_per_s`` are of products as a step has them, ``peak_flops_per_s`` of the best
-    product that was found, which utilisation is a share of where there is no data sheet. ``sources`` says where each
-    figure came from; a figure that was measured names the command or the paper.
+    Rates are per device; where ``devices`` share one machine they are of so many at once. ``matmul_flops_per_s`` are of
+    products as a step has them, ``peak_flops_per_s`` of the best product that was found, which utilisation is a share
+    of where there is no data sheet. ``sources`` says where each figure came from; a figure that was measured names the
+    command or the paper.
     """
 
     name: str
     chip: str
     machine: str | None = None
     date: str | None = None
+    devices: int | None = None
     matmul_flops_per_s: dict[str, float] = {}
     peak_flops_per_s: dict[str, float] = {}
     attention_flops_per_s: dict[str, float] = {}
@@ -172,9 +174,9 @@ def datasheet_calibration(chip: Chip) -> Calibration:
     return Calibration(name="datasheet", chip=chip.name, sources={"efficiency": "1.0: data-sheet rates"})
 
 
-def load_calibration(path: Path) -> Calibration:
+def load_calibration(path: Path | str) -> Calibration:
     """Reads a calibration from a TOML file. Raises InputError with file:line."""
-    return load_toml(path, Calibration)
+    return load_toml(Path(path), Calibration)
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
@@ -190,7 +192,8 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
     if not chip.peak_flops and calibration.matmul_flops_per_s:
         have = ", ".join(sorted(calibration.matmul_flops_per_s))
         raise InputError(
-            f"calibration {calibration.name!r} measured {have} products, not {dtype}. Choose one of these."
+            f"calibration {calibration.name!r} measured {have} products, not {dtype}. Choose one of these, or measure "
+            f"the other: bench --on cpu:N --dtypes {dtype},{have.replace(' ', '')} -o FILE, then --calibration FILE."
         )
     return peak(chip, dtype) * calibration.efficiency.compute * calibration.efficiency.narrow.get(dtype, 1.0)
 

@@ -51,13 +51,27 @@ def _catalogue_model(name: str) -> Model:
     return model_from_config(entry(name).config, name)
 
 
-def load_model(name: str) -> Model:
+def has_weights(folder: Path) -> bool:
+    """True if a folder has a model's config and files of its weights."""
+    patterns = ("*.safetensors", "model.safetensors.index.json", "pytorch_model.bin*")
+    return (folder / "config.json").is_file() and any(file for one in patterns for file in folder.glob(one))
+
+
+def weights_of(name: str) -> str:
+    """Returns the folder of the weights of a model that is given as for `load_model`; "" where it has none."""
+    path = Path(name).expanduser()
+    folder = path.parent if path.name == "config.json" else path
+    return str(folder.absolute()) if name not in models() and has_weights(folder) else ""
+
+
+def load_model(name: str | Path) -> Model:
     """The model of a catalogue name, or of a path to a config.json or to the folder that holds one.
 
     A catalogue name wins over a folder of the same name; write ``./name`` for the folder.
     """
+    name = str(name)
     if name in models():
         return _catalogue_model(name)
-    if "/" in name or "\\" in name or name.endswith(".json") or Path(name).exists():
+    if "/" in name or "\\" in name or name.endswith(".json") or (name and Path(name).exists()):
         return model_from_config(Path(name))
     return _catalogue_model(name)

@@ -2,9 +2,8 @@
 
 from typing import Literal, get_args
 
-import msgspec
-
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.fields import Checked
 from meshwright.core.units import format_count, parse_count
 from meshwright.spec.strategy import MAX_SEQUENCES
 
@@ -15,13 +14,13 @@ JobKind = Literal["train", "prefill", "decode"]
 JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Job(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The work of one step on ``batch_seqs`` sequences.
 
     A step of kind "train" trains on ``seq_len`` tokens of each, ``train_tokens`` in all steps, and updates the weights
-    by the ``optimizer``. "prefill" runs prompts
-    of ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one more token of each sequence
-    against a cache of ``seq_len`` positions.
+    by the ``optimizer``; ``weights`` is the folder of those that it starts from, "" for random ones. "prefill" runs
+    prompts of ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one more token of each
+    sequence against a cache of ``seq_len`` positions.
     """
 
     kind: str = "train"
@@ -29,8 +28,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     seq_len: int
     train_tokens: int | None = None
     optimizer: str = "adamw"
+    weights: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in JOB_KINDS:
             options = ", ".join(JOB_KINDS)
             raise InputError(
@@ -84,6 +85,8 @@ def parse_batch(text: str, *, seq_len: int) -> int:
     if text.strip().endswith("seq"):
         return parse_count(text.strip().removesuffix("seq"), what="batch")
     tokens = parse_count(text, what="batch")
+    if tokens > MAX_SEQUENCES * seq_len:
+        raise InputError(f"batch {text} is {tokens:.3g} tokens. Give at most {MAX_SEQUENCES} sequences of {seq_len}.")
     if tokens < seq_len:
         raise InputError(
             f"batch {text} is {tokens} tokens, less than one sequence of {seq_len}. Use at least {seq_len} tokens."

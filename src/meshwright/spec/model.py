@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.fields import check_figures, shown
+from meshwright.core.fields import Checked, check_figures, shown
 
 Family = Literal[
     "llama",
@@ -24,6 +24,10 @@ Family = Literal[
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
+    "olmo2",
+    "smollm3",
+    "glm4",
+    "granite",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says which also run."""
@@ -78,7 +82,7 @@ MAX_SIZE = 2**40
 """Far above any size of a model, so that products of sizes stay floats."""
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and switches of one decoder, and of the encoder that it may have. Defaults are those of a plain llama; 0,
     () or None means the part is absent.
 
@@ -104,18 +108,25 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     norm_eps: float = 1e-6
     norm_unit_offset: bool = False  # gemma stores w and multiplies by 1 + w
-    post_norms: bool = False  # a second norm after attention and after the feed-forward block
+    pre_norms: bool = True  # before attention and before the feed-forward block
+    post_norms: bool = False  # after attention and after the feed-forward block
     qk_norm: bool = False
+    wide_qk_norm: bool = False  # the norms of queries and keys are over all heads together
 
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rope_fraction: float = 1.0
+    rope_interleaved: bool = False  # pairs are (2 i, 2 i + 1), as they always are with latent attention
+    unrotated_layers: tuple[int, ...] = ()
     rope_local_theta: float | None = None  # theta of the sliding layers where it differs
     learned_positions: bool = False
 
     activation: str = "silu"
     gated: bool = True
     embed_scale: bool = False  # gemma multiplies embeddings by sqrt(D)
+    embed_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # on what attention and the feed-forward block add to the stream
+    logit_divisor: float = 1.0
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -124,6 +135,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sliding_layers: tuple[int, ...] = ()
     attention_sinks: bool = False
     query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None  # on the attention scores, in place of 1 / sqrt(H)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 
@@ -141,6 +153,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     groups_per_token: int = 0
     dense_layers: tuple[int, ...] = ()  # layers without experts, in a model that has experts
 
+    num_mtp_layers: int = 0  # layers that predict tokens after the next: counted beside the model, not read or trained
+
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -153,6 +167,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         """Raises InputError for impossible sizes and figures."""
+        counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
+        may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim"}
+        check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
+        super().__post_init__()
         for field in self._positive_fields():
             if getattr(self, field) < 1:
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
@@ -161,7 +179,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise InputError(f"{self.name}: {field}={shown(size)} must be at least 0 and at most 2^40.")
         if self.num_layers > MAX_LAYERS:
             raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
-        for field in ("sliding_layers", "dense_layers"):
+        for field in ("sliding_layers", "dense_layers", "unrotated_layers"):
             beyond = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
             if beyond:
                 raise InputError(f"{self.name}: {field} has layer {beyond[0]} of {self.num_layers}, counted from 0.")
@@ -177,9 +195,20 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
                 f"Use 1 to {self.num_experts}."
             )
-        counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
-        may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim"}
-        check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
+        groups, chosen = self.expert_groups, self.groups_per_token
+        in_group = self.num_experts // max(groups, 1)
+        needed = 2 if self.router_scores == "sigmoid" else 1  # a group is as good as its two best
+        if groups and (
+            self.num_experts % groups
+            or in_group < needed
+            or not 1 <= chosen <= groups
+            or chosen * in_group < self.experts_per_token
+        ):
+            raise InputError(
+                f"{self.name}: expert_groups={groups} and groups_per_token={chosen} do not suit "
+                f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups of "
+                f"at least {needed}, and enough of them for the experts of a token."
+            )
 
     def _positive_fields(self) -> tuple[str, ...]:
         """Lists the sizes that must be at least 1 in this model."""
@@ -235,8 +264,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def attention_scale(self) -> float:
-        """Factor on the attention scores, ``1 / sqrt(query_pre_attn_scalar or H)``; DeepSeek's yarn adds its own."""
-        scale = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        """Factor on the attention scores, the model's own or ``1 / sqrt(query_pre_attn_scalar or H)``; DeepSeek's yarn
+        adds its own."""
+        scale = self.attention_multiplier or (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         scaling = self.rope_scaling
         if self.latent_attention and scaling is not None and scaling.mscale_all_dim:
             scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
@@ -250,8 +280,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def missing_to_run(self) -> str:
         """Names the feature that `nn` cannot run; empty if it runs."""
-        if self.router_scores != "softmax":
-            return f"a router with {self.router_scores} scores and a correction that is no weight"
         if self.activation not in RUNNABLE_ACTIVATIONS:
             return f"activation {self.activation}"
         return ""

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from meshwright.core.fields import check_figures
+from meshwright.core.fields import Checked, check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import TomlFile, decode_toml, parse_toml, read_toml, sealed_toml, warn_of_changes
 from meshwright.spec.calibration import Calibration
@@ -53,7 +53,7 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
         return found.mfu * found.step_s / step_s, found.hfu * found.step_s / step_s
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Plan(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model, the chips it runs on, the job, how it is split, and the prediction with its rates and assumptions."""
 
     version: int = VERSION
@@ -66,12 +66,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     predicted: Prediction[float]
 
 
-def save_plan(plan: Plan, path: Path) -> None:
+def save_plan(plan: Plan, path: Path | str) -> None:
     """Writes the plan atomically."""
     write_text_whole(Path(path), sealed_toml(plan))
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path | str) -> Plan:
     """Reads a plan. Raises one InputError for all faults, each with file:line and a remedy."""
     file = read_toml(Path(path))
     warn_of_changes(file)
@@ -97,10 +97,19 @@ def _decode(file: TomlFile) -> Plan:
             f"Make the plan again with plan -o.",
         )
     _move_assumptions(file)
+    _move_bound(file)
     plan = decode_toml(file, Plan)
     with file.at(("predicted",)):
         check_figures(plan.predicted, "predicted", may_be_zero=Prediction.__struct_fields__)
     return plan
+
+
+def _move_bound(file: TomlFile) -> None:
+    """Gives the strategy the bound on the slots of experts that an imbalance stood for in older files."""
+    strategy, assumed = file.data.get("strategy"), file.data.get("assumptions")
+    load = assumed.get("imbalance") if isinstance(assumed, dict) else None
+    if isinstance(strategy, dict) and isinstance(load, int | float) and load > 1:
+        strategy.setdefault("capacity_factor", load)
 
 
 def _move_assumptions(file: TomlFile) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from meshwright.core.dims import DTYPE_BYTES, MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.fields import Checked
 
 Rules = dict[str, tuple[str, ...]]
 """Dim -> mesh axes, in order of precedence: an axis goes to the first listed dim that an array has."""
@@ -124,7 +125,7 @@ DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
 """The standard assignment with everything sharded (ZeRO-3)."""
 
 
-class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one job is split: plain data, made once, then costed, executed, verified and drawn.
 
     ``mesh`` lists the axes major to minor with their sizes. ``placement`` says where each axis lies on the
@@ -136,11 +137,12 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``prefetch`` the weights of the next layer are gathered while one computes, and those of the last layer stay
     gathered until its backward pass. ``collective_matmul`` says how products of a layer hide the collectives of
     activations over ``tensor``. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix
-    products, or "" for the state's own.
+    products, or "" for the state's own. ``capacity_factor`` bounds the slots of an expert at so many times the mean
+    load, and drops what finds none; 0 is no bound.
     """
 
     mesh: dict[str, int]
-    placement: dict[str, str] = {}
+    placement: dict[str, str] = msgspec.field(default_factory=dict)
     assignment: dict[str, Rules] = msgspec.field(default_factory=lambda: DEFAULT_ASSIGNMENT)
     slice_axes: tuple[str, ...] = ()
     context_attention: ContextAttention = "gather"
@@ -155,8 +157,10 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     collective_matmul: CollectiveMatmul = "none"
     precision: Precision | Literal[""] = ""
     offload: tuple[Offload, ...] = ()
+    capacity_factor: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for role in self.assignment:
             if role not in ROLES:
                 raise InputError(f"strategy.assignment has the unknown role {role!r}.{nearest(role, ROLES)}")
@@ -168,18 +172,13 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in ("chunks", "bucket_bytes"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
+        if not 0 <= self.capacity_factor <= MAX_SEQUENCES:
+            raise InputError(f"strategy.capacity_factor={self.capacity_factor} must be at least 0, which is no bound.")
         if self.state not in STATE_BYTES:
             raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
-        if self.collective_matmul not in COLLECTIVE_MATMULS:
-            raise InputError(
-                f"collective_matmul {self.collective_matmul!r} is not known."
-                f"{nearest(str(self.collective_matmul), COLLECTIVE_MATMULS)}"
-            )
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
             raise InputError(f"num_microbatches={self.num_microbatches} must be between 1 and {MAX_SEQUENCES}.")
-        for axis, size in self.mesh.items():
-            if size < 1:
-                raise InputError(f"mesh axis {axis}={size} must be at least 1. Leave it out if it is not wanted.")
+        require_mesh(self.mesh)
 
     @property
     def num_chips(self) -> int:
@@ -248,12 +247,12 @@ IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021")
 """Software without overlap of communication and compute."""
 
 
-class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Assumptions of a prediction beside the strategy; no run reads them.
 
     ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
-    over the mean. ``empty_slots`` says that compiled software gives an expert without a bound a slot for every token,
-    as arrays of fixed size need where slots move between devices.
+    over the mean where nothing bounds it. ``empty_slots`` says that compiled software gives an expert without a bound a
+    slot for every token, as arrays of fixed size need where slots move between devices.
     """
 
     software: Software = "compiled"
@@ -262,6 +261,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     empty_slots: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.imbalance <= MAX_SEQUENCES:
             raise InputError(f"assumptions.imbalance={self.imbalance} must be at least 1.")
 
@@ -335,12 +335,26 @@ def short_mesh(mesh: Mapping[str, int]) -> str:
 def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
     """Returns a mesh with every axis in its order, 1 where not given.
 
-    Raises InputError for an axis that does not exist.
+    Raises InputError for an axis that does not exist, and for one of no devices.
     """
     for axis in axes:
         if axis not in MESH_AXES:
             raise InputError(f"mesh axis {axis!r} is not known.{nearest(axis, MESH_AXES)}")
+    require_mesh(axes)
     return {axis: int(axes.get(axis, 1)) for axis in MESH_AXES}
+
+
+def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sizes of a model's dims as devices hold them: V filled up to what ``tensor`` divides."""
+    parts = mesh.get("tensor", 1)
+    return {**dims, "V": -(-dims["V"] // parts) * parts}
+
+
+def require_mesh(mesh: Mapping[str, int]) -> None:
+    """Raises InputError for an axis of no devices."""
+    for axis, size in mesh.items():
+        if size < 1:
+            raise InputError(f"mesh axis {axis}={size} must be at least 1. Leave it out if it is not wanted.")
 
 
 def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = None) -> tuple[Any, ...]:

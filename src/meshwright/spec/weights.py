@@ -14,7 +14,10 @@ from msgspec.structs import replace
 from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
 
-WeightPart = Literal["embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding"]
+WeightPart = Literal[
+    "embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding", "buffer"
+]
+"""Buffers are read and written with the weights; no gradient trains them, and they are no parameters."""
 
 _FILE = Path(__file__).parent / "data" / "weights.toml"
 _Row = tuple[str, str, str, WeightPart, str]
@@ -49,8 +52,8 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def num_params(self) -> int:
-        """Elements over all layers; 0 for a tied row."""
-        return 0 if self.tied_to else math.prod(self.shape) * self.repeat
+        """Elements over all layers; 0 for a tied row and a buffer."""
+        return 0 if self.tied_to or self.part == "buffer" else math.prod(self.shape) * self.repeat
 
     @property
     def num_active_params(self) -> int:
@@ -68,8 +71,7 @@ def _tables() -> dict[str, tuple[_Row, ...]]:
 def weight_table(model: Model) -> tuple[Weight, ...]:
     """Every weight of the model, in the order of the forward pass.
 
-    Buffers that are no parameters (DeepSeek-V3's routing correction) and extra heads (its multi-token
-    prediction layer, a vision tower) are left out.
+    Extra parts (layers that predict tokens after the next, see `mtp_params`; a vision tower) are left out.
     """
     encoder = _encoder(model) if model.encoder else ()
     return (*_rows(model, "first"), *encoder, *_layers(model), *_rows(model, "last"))
@@ -88,16 +90,27 @@ def num_active_params(model: Model) -> int:
 def params_by_part(model: Model) -> dict[str, int]:
     """Counts parameters by part of the model, in the order of the table; they add up to `num_params`."""
     parts: dict[str, int] = {}
-    for row in weight_table(model):
+    for row in (row for row in weight_table(model) if row.part != "buffer"):
         parts[row.part] = parts.get(row.part, 0) + row.num_params
     return parts
+
+
+def mtp_params(model: Model) -> int:
+    """Counts the parameters of the layers that predict tokens after the next, beside `num_params`: each is a layer like
+    the model's last with three norms and a projection from 2 D to D; embedding and head are the model's.
+
+    Source: DeepSeek-V3, section 2.2.
+    """
+    rows = [row for row in weight_table(model) if model.num_layers - 1 in row.layers]
+    of_layer = sum(row.num_params // row.repeat for row in rows)
+    return model.num_mtp_layers * (of_layer + 2 * model.d_model**2 + 3 * model.d_model)
 
 
 def _layers(model: Model) -> list[Weight]:
     """Returns the rows of the layers. In a decoder beside an encoder cross-attention follows self-attention."""
     every = tuple(range(model.num_layers))
     layers = dict.fromkeys(get_args(WeightPart), every)
-    layers |= dict.fromkeys(("router", "experts", "shared_experts"), model.moe_layers)
+    layers |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
     layers["mlp"] = model.dense_layers if model.num_experts else every
     rows = _rows(model, "layers", layers=layers)
     if model.encoder is None:
@@ -114,6 +127,7 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
     sizes = model.dims
     facts = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
+        "sigmoid_router": model.router_scores == "sigmoid",
         "latent": model.latent_attention,
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }
@@ -127,7 +141,7 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
             dims=tuple(dims.split()),
             shape=tuple(sizes[letter] for letter in dims.split()),
             part=part,
-            kind="vector" if len(dims.split()) == 1 or _VECTOR.search(name) else "matrix",
+            kind="vector" if len(dims.split()) == 1 or part == "norm" or _VECTOR.search(name) else "matrix",
             layers=layers.get(part, ()),
             active_fraction=model.experts_per_token / model.num_experts if part == "experts" else 1.0,
             tied_to="embed" if part == "unembedding" and model.tied_embeddings else None,

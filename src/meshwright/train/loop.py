@@ -48,8 +48,8 @@ from meshwright.train.record.metrics import (
 from meshwright.train.record.result import MemoryUse, Stopwatch, TrainResult, measured_memory, peak_bytes
 from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_folder, held_alone, require_same_model
 from meshwright.train.record.tracking import Tracking, require_trackers
-from meshwright.train.settings import TrainSettings, with_absolute_paths
-from meshwright.train.setup import Setup, prepare, require_same_tokenizer, start_state
+from meshwright.train.settings import TrainSettings, with_whole_paths
+from meshwright.train.setup import Setup, prepare, require_same_tokenizer, start_state, start_words
 from meshwright.train.weights import save_weights
 
 OnStep = Callable[[StepRecord], None]
@@ -236,8 +236,9 @@ class Run:
             self._save()
             with self.watch.timed("checkpoint"):
                 self.checkpoints.wait()
-        weights = self.setup.step.to_canonical(self._evaluated_weights())
-        save_weights(self.setup.step.model, weights, self.folder.path)
+        with self.watch.timed("checkpoint"):
+            weights = self.setup.step.to_canonical(self._evaluated_weights())
+            save_weights(self.setup.step.model, weights, self.folder.path)
         result = self._result()
         self.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
         return result
@@ -266,6 +267,7 @@ class Run:
             resumed_from=self.resumed_from,
             epochs=self.setup.batches.epochs(self.position.samples),
             processes=jax.process_count(),
+            skipped_records=self.setup.data.skipped_records,
         )
 
     def _give_up(self, flight: _Flight, record: StepRecord) -> None:
@@ -306,7 +308,7 @@ def train(
     watch = Stopwatch()
     keep_compiled_programs(cache_folder())
     require_trackers(settings.track)
-    settings = with_absolute_paths(settings)
+    settings = with_whole_paths(settings)
     if resume:
         require_same_model(resume, model)
     setup = prepare(model, strategy, job, settings)
@@ -328,7 +330,8 @@ def train(
         tracked = settings.track if is_first() else ()
         tracking = stack.enter_context(Tracking(tracked, path, msgspec.to_builtins(resolved)))
         request = stack.enter_context(stop_on_signals(live.say))
-        for line in (*kept.passed_over, *folder.notes, *setup.batches.notes):
+        begun = [] if position.step else [start_words(settings)]
+        for line in (*kept.passed_over, *folder.notes, *begun, *setup.batches.notes):
             live.say(line)
         if is_first() and setup.data.tokenizer:
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)

@@ -10,7 +10,9 @@ import msgspec
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import figure_faults
+from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.spec.job import OptimizerKind
+from meshwright.spec.strategy import Strategy
 
 PYDOC = "pydoc"
 """The name of the default text: the topics of Python's own documentation."""
@@ -22,7 +24,7 @@ TrackerKind = Literal["tensorboard", "wandb"]
 
 _NOT_NEGATIVE = (
     *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss", "router_z_loss"),
-    *("capacity_factor", "checkpoint_every", "keep_every", "evaluate_every"),
+    *("correction_rate", "capacity_factor", "checkpoint_every", "keep_every", "evaluate_every"),
 )
 _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("steps", "log_every", "keep_checkpoints", "evaluate_batches"), lambda n: n >= 1, "be at least 1"),
@@ -38,14 +40,17 @@ _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Choices of a run besides its model, strategy and job.
 
+    ``weights`` is a folder of weights to start from, "" for random ones of ``seed``.
+
     Data: ``data`` is "pydoc", a file or a folder of them, or several such with their shares of the samples,
-    "a.jsonl:0.7,b.parquet:0.3"; ``tokenizer`` a tokenizer's file, "" for one that is
+    "a.jsonl:0.7,b.parquet:0.3"; ``tokenizer`` a tokenizer's file, "" for that of the ``weights``, or one that is
     trained on the text; with ``packing`` no attention crosses from one document into the next, and every token is in
-    one row; without it rows are cut blindly, for which GPUs have a faster attention; ``held_out`` is the
-    share of the tokens that is only evaluated on. Records that are chats (``messages``), or a ``prompt`` and its
-    ``completion``, stay whole: as many as fit lie in one row, or one without ``packing``, and what is beyond the row is
-    cut. ``loss_on`` says which of their tokens are predicted: with "completion" those of completions, and all of chats
-    without one; with "assistant" only what the assistant says, by the template's ``{% generation %}``; or "all".
+    one row; without it rows are cut blindly, for which GPUs have a faster attention; ``skip_bad_records`` leaves out
+    what cannot be read, and counts it; ``held_out`` is the share of the tokens that is only evaluated on. Records that
+    are chats (``messages``), or a ``prompt`` and its ``completion``, stay whole: as many as fit lie in one row, or one
+    without ``packing``, and what is beyond the row is cut. ``loss_on`` says which of their tokens are predicted: with
+    "completion" those of completions, and all of chats without one; with "assistant" only what the assistant says, by
+    the template's ``{% generation %}``; or "all".
 
     Rate: it rises over ``warmup_steps`` to ``learning_rate``, then follows ``schedule`` to
     ``min_learning_rate_ratio`` of it, which the update after the last would have; "wsd" stays at the top and falls
@@ -56,8 +61,9 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     usual; Lion wants some tenth of AdamW's rate. ``weight_decay`` is of matrices only. Gradients are scaled down
     to ``max_grad_norm``. ``rounding`` is that of two-byte weights that have no float32 copy. ``average`` is the decay
     of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the logits, ``balance_loss``
-    the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores. ``capacity_factor`` bounds
-    the slots of an expert over the mean load, and drops what finds none; 0 drops nothing.
+    the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores. ``correction_rate`` moves
+    the correction of DeepSeek-V3's routers towards equal load after each step (the paper: 0.001); 0 keeps it as it is.
+    ``capacity_factor`` bounds the slots of an expert over the mean load, and drops what finds none; 0 drops nothing.
 
     Run: a checkpoint every ``checkpoint_every`` steps (0: only at the end), of which the newest
     ``keep_checkpoints`` stay, and for good those at multiples of ``keep_every`` (0: none). Evaluation on at most
@@ -67,10 +73,12 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     steps: int = 100
     seed: int = 0
+    weights: str = ""
     data: str = PYDOC
     tokenizer: str = ""
     packing: bool = True
     loss_on: LossOn = "completion"
+    skip_bad_records: bool = False
     held_out: float = 0.05
     learning_rate: float = 3e-3
     schedule: ScheduleKind = "cosine"
@@ -89,6 +97,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     z_loss: float = 0.0
     balance_loss: float = 0.01
     router_z_loss: float = 0.0
+    correction_rate: float = 0.0
     capacity_factor: float = 0.0
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
@@ -131,15 +140,26 @@ def data_sources(data: str) -> dict[str, float]:
     return found
 
 
-def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
-    """Returns the settings with paths that name the same files from every folder."""
+def with_whole_paths(settings: TrainSettings) -> TrainSettings:
+    """Returns the settings with paths that name the same files from every folder, and the tokenizer of the weights.
+
+    Raises InputError for weights without a tokenizer: that of other text numbers other tokens.
+    """
 
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute()) if path else path
 
     sources = {PYDOC if name == PYDOC else absolute(name): share for name, share in settings.sources.items()}
     data = ",".join(f"{name}:{share:g}" if len(sources) > 1 else name for name, share in sources.items())
-    return msgspec.structs.replace(settings, data=data, tokenizer=absolute(settings.tokenizer))
+    weights, tokenizer = absolute(settings.weights), absolute(settings.tokenizer)
+    if weights and not tokenizer:
+        tokenizer = str(Path(weights) / TOKENIZER)
+        if Path(weights).is_dir() and not Path(tokenizer).is_file():
+            raise InputError(
+                f"{weights} has weights and no {TOKENIZER}. Name the one they were trained with, --set "
+                f"train.tokenizer=FILE, or leave the weights: --from-scratch."
+            )
+    return msgspec.structs.replace(settings, data=data, weights=weights, tokenizer=tokenizer)
 
 
 def _require_words(name: str, given: Any, known: tuple[str, ...]) -> None:
@@ -184,8 +204,14 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
         raise InputError(f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}.") from None
 
 
-def program_options(settings: TrainSettings, *, several_documents: bool) -> ProgramOptions:
-    """Returns the options of the model's program. With one document per row attention needs no document numbers."""
+def program_options(settings: TrainSettings, strategy: Strategy, *, several_documents: bool) -> ProgramOptions:
+    """Returns the options of the model's program. With one document per row attention needs no document numbers.
+
+    Slots of experts have the bound of the strategy where the settings have none.
+    """
     documents = settings.packing and several_documents
-    same = ("z_loss", "balance_loss", "router_z_loss", "capacity_factor")
-    return ProgramOptions(documents=documents, **{name: getattr(settings, name) for name in same})
+    same = ("z_loss", "balance_loss", "router_z_loss", "correction_rate")
+    capacity = settings.capacity_factor or strategy.capacity_factor
+    return ProgramOptions(
+        documents=documents, capacity_factor=capacity, **{name: getattr(settings, name) for name in same}
+    )

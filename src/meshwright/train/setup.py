@@ -13,6 +13,7 @@ from jaxtyping import Array
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
 from meshwright.nn.hf.tokenizer import TOKENIZER
+from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
@@ -126,7 +127,7 @@ def make_step(
         strategy,
         optimizer=make_optimizer(model, settings, strategy.state, layout=layout),
         max_grad_norm=settings.max_grad_norm,
-        options=program_options(settings, several_documents=several_documents),
+        options=program_options(settings, strategy, several_documents=several_documents),
         mesh=mesh,
     )
     return step
@@ -144,17 +145,29 @@ def require_divides(step: TrainStep, job: Job) -> None:
 
 
 def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State]:
-    """Returns the newest checkpoint, sharded over this run's mesh; new weights without one."""
+    """Returns the newest checkpoint, sharded over this run's mesh; without one the weights of the settings."""
     step, found = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
     if found is None:
-        return Position(step=0, samples=0, tokens=0, phase=setup.batches.phase, **tables), step.init(
-            setup.settings.seed
-        )
-    shapes = State(step.param_shapes, jax.eval_shape(step.optimizer.init, step.param_shapes))
-    state = checkpoints.restore(shapes, step.state_shardings, from_canonical=step.from_canonical)
+        begun = Position(step=0, samples=0, tokens=0, phase=setup.batches.phase, **tables)
+        return begun, _first_state(step, setup.settings)
+    state = checkpoints.restore(*step.canonical, from_canonical=step.from_canonical)
     setup.batches.go_on(found.phase, found.samples)
     return msgspec.structs.replace(found, phase=setup.batches.phase, **tables), state
+
+
+def _first_state(step: TrainStep, settings: TrainSettings) -> State:
+    if not settings.weights:
+        return step.init(settings.seed)
+    stored = load_params(step.model, settings.weights, step.canonical[1].params, step.dtype)
+    params = jax.device_put(step.from_canonical(stored), step.state_shardings.params)
+    return State(params, step.init_optimizer(params))
+
+
+def start_words(settings: TrainSettings) -> str:
+    """Returns which weights a new run starts from."""
+    rate = f"at learning_rate {settings.learning_rate:g}"
+    return f"starts from {f'the weights in {settings.weights}, {rate}' if settings.weights else 'random weights'}"
 
 
 def require_same_tokenizer(run: Path, data: Data) -> None:

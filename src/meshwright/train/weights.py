@@ -15,9 +15,8 @@ from jax.sharding import SingleDeviceSharding
 
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import CannotRunError, InputError, first_line
-from meshwright.nn.hf.files import INDEX
 from meshwright.nn.hf.tokenizer import TOKENIZER
-from meshwright.nn.hf.weights import CONFIG, Fetch, save_hf
+from meshwright.nn.hf.weights import Fetch, save_hf
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.spec.model import Model
 from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE, Stored
@@ -105,8 +104,3 @@ def end_of_text(model: Model, folder: Path) -> dict[str, int]:
         require_intact(folder, [TOKENIZER])
         return {}
     return {"eos_token_id": open_tokenizer(folder, vocab_size=model.vocab_size).end_id}
-
-
-def has_weights(folder: Path) -> bool:
-    """True if a folder has weights that can be read."""
-    return (folder / CONFIG).is_file() and ((folder / INDEX).is_file() or any(folder.glob("*.safetensors")))

@@ -25,7 +25,7 @@ from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import slots_move
 from meshwright.nn.experts.slots import expert_capacity
 from meshwright.parallel.pipeline.stages import strategy_schedule
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import Strategy, held_dims
 from meshwright.verify.request import Request
 
 
@@ -169,7 +169,12 @@ class StepDerivation:
     def dims(self) -> dict[str, int]:
         """Sizes of all dims for the whole batch; an expert has a slot for every token, or as many as its capacity."""
         model, job = self.setting.model, self.job
-        sizes = {**model.dims, **layer_dims(model), "B": job.batch_seqs, "T": job.step_len}
+        sizes = {
+            **held_dims(model.dims, self.strategy.mesh),
+            **layer_dims(model),
+            "B": job.batch_seqs,
+            "T": job.step_len,
+        }
         if not job.trains:
             sizes |= cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len)
         if model.num_experts:

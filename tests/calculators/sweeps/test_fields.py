@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.calculators.sweeps.fields import as_pairs, growing, read_fields, sweep_clusters
+from meshwright.calculators.sweeps.fields import growing, read_fields, sweep_clusters
 from meshwright.core.errors import InputError
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.strategy import REMAT_POLICIES
@@ -67,12 +67,12 @@ def test_usual_values():
 
 @pytest.mark.parametrize("texts", [["remat"], ["batch=4Mi", "micro=1"]])
 def test_a_batch_or_a_microbatch_is_given(texts):
-    with pytest.raises(InputError, match="give batch=4Mi for the best plans, or micro=1"):
+    with pytest.raises(InputError, match="give --batch 4Mi for the best plans, or micro=1"):
         read_fields("llama3-8b", "h100:8x2", texts)
 
 
-def test_fields_stand_in_the_section_of_set_that_has_them():
-    at = {"model": 1, "batch": "1Mi", "remat": "block", "software": "eager", "optimizer": "lion", "model.d_ff": "8"}
-    assert as_pairs(at) == [
-        "strategy.remat=block", "assumptions.software=eager", "job.optimizer=lion", "model.d_ff=8",
-    ]  # fmt: skip
+def test_a_field_has_one_name_with_and_without_its_section():
+    found = read_fields("tiny", "h100:8x1", ["batch=1Mi", "strategy.remat", "strategy.mesh.tensor=2", "model.d_ff=8"])
+    assert list(found) == ["seq_len", "model", "on", "batch", "remat", "tensor", "d_ff"]
+    with pytest.raises(InputError, match="remat is given twice"):
+        read_fields("tiny", "h100:8x1", ["batch=1Mi", "strategy.remat=block", "remat=full"])

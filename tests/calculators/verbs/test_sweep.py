@@ -51,7 +51,24 @@ def test_it_says_where_nothing_fits(call):
     assert "chips 8: does not fit: " in said.words
     none = call("sweep", "llama3-405b", "--on", "h100:8x1..8x2", "batch=64seq")
     assert (none.code, none.out) == (3, "")
-    assert "llama3-405b runs on none of the 2 points: does not fit" in none.err
+    assert "llama3-405b: 2 of 2 points do not run: does not fit (2, nearest on 16: " in none.err
+
+
+def test_every_reason_is_said_with_the_nearest(call):
+    said = call(
+        "sweep", "llama3-70b", "--on", "h100:8x1", "--batch", "64seq", "--seq", "4Ki", "remat=none,full", "tensor=4,3"
+    )
+    assert said.code == 3
+    assert "4 of 4 points do not run: does not fit (2, nearest remat full, tensor 4: " in said.err
+    assert "does not divide (2, such as remat none, tensor 3: tensor=3 does not divide the 8 chips" in said.err
+    grid = call("sweep", "llama3-70b", "--on", "h100:8x1,h100:8x4", "--batch", "64seq", "tensor=4,8")
+    assert "2 of 4 points do not run: does not fit (2, nearest on 8, tensor " in grid.words
+
+
+def test_experts_without_a_bound_have_a_note(call):
+    asked = ("sweep", "mixtral-8x7b", "--on", "h100:8x4", "--batch", "64seq", "remat=full")
+    assert "strategy.capacity_factor=1.25" in call(*asked).words
+    assert "capacity_factor" not in call(*asked, "capacity_factor=1.25").words
 
 
 def test_fixed_choices_are_kept(call):
@@ -152,7 +169,7 @@ def test_streams(call):
     ("args", "message"),
     [
         (("sweep", "llama3", "--on", "h100:8x1", "batch=64seq"), "model 'llama3' is neither in the catalogue"),
-        (CHIPS[:4], "give batch=4Mi for the best plans, or micro=1"),
+        (CHIPS[:4], "give --batch 4Mi for the best plans, or micro=1"),
         ((*CHIPS, "remat", "zero"), "on, remat, zero are 3 fields. Sweep at most two at a time"),
         ((*CHIPS, "some"), "'some' is not FIELD=VALUES"),
         ((*CHIPS, "remats=block"), "sweep has no field 'remats'. Did you mean 'remat'?"),

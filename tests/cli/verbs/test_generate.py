@@ -12,7 +12,7 @@ from meshwright.serve.sampling import LIKELIEST
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 from tests.serve.test_model_folder import byte_tokenizer
 
-MODEL = replace(LLAMA, name="bytes", vocab_size=264, d_model=16, d_ff=16)
+MODEL = replace(LLAMA, name="bytes", vocab_size=263, d_model=16, d_ff=16)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,8 @@ def test_the_keys_of_json(call):
     found = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T", "--top", "3", "--json").json
     assert (found["model"], found["cluster"]) == ("llama3-70b", "v5p:16x16x32")
     assert found["job"] == {
-        "kind": "train", "batch_seqs": 1024, "seq_len": 4096, "train_tokens": 15 * 10**12, "optimizer": "adamw"
+        "kind": "train", "batch_seqs": 1024, "seq_len": 4096, "train_tokens": 15 * 10**12, "optimizer": "adamw",
+        "weights": "",
     }  # fmt: skip
     assert len(found["strategies"]) == 3
     for one in found["strategies"]:

@@ -6,13 +6,17 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 from meshwright.cli.asked import read_fields
 from meshwright.cli.main import run
+from meshwright.nn.hf.weights import save_hf
+from meshwright.nn.weights import init_params
 from meshwright.spec.calibration import load_calibration
 from meshwright.spec.plan_file import load_plan
 from tests.cli.made_rates import write_rates
+from tests.train.small import MODEL
 
 SMALL = [
     "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
@@ -57,6 +61,25 @@ def test_a_plan_file_and_a_changed_field(rates, tmp_path, capsys):
     assert {"step", "MFU", "HFU", "memory of a device"} <= rows
     assert "predicted" in said.out
     assert re.search(r"goodput \d+%: .* of .* in steps, compiling", said.out)
+
+
+def test_a_folder_with_weights_from_scratch_on_records_of_which_some_are_bad(rates, tmp_path, capsys):
+    folder = tmp_path / "mini"
+    save_hf(MODEL, jax.jit(lambda: init_params(MODEL, 0))(), folder)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"text": "record {number} of some"}}\n' for number in range(99)) + "{\n3\n")
+    arguments = ["train", str(folder), "--on", "cpu:1", "--batch", "4seq", "--seq", "16", "--calibration", rates]
+    arguments += ["--data", str(data), "--steps", "1", "--runs", str(tmp_path), "--set", "strategy.state=fp32"]
+    assert run([*arguments, "--from-scratch"]) == 2
+    assert "line 100 is not a JSON object" in (said := capsys.readouterr().err)
+    assert "--skip-bad-records leaves such out" in said
+    assert run([*arguments, "--from-scratch", "--skip-bad-records"]) == 0
+    said = capsys.readouterr()
+    assert "starts from random weights" in said.err
+    assert "left out 2 bad records of the data" in said.out
+    assert json.loads((tmp_path / "mini-001" / "summary.json").read_text())["skipped_records"] == 2
+    assert run([*arguments, "--skip-bad-records"]) == 2
+    assert "has weights and no tokenizer.json" in capsys.readouterr().err
 
 
 def test_a_finished_run_says_so_and_goes_on_when_asked(rates, tmp_path, capsys):
@@ -140,13 +163,14 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, capsys):
     assert "64 chips of v5p and this machine has" in capsys.readouterr().err
 
 
-def test_a_bound_on_slots_is_priced_unless_another_imbalance_is_given():
-    def imbalance(*pairs):
-        return read_fields(pairs)["assumptions"].get("imbalance")
+def test_a_bound_on_slots_is_priced_unless_the_strategy_has_another():
+    def bound(*pairs):
+        return read_fields(pairs)["strategy"].get("capacity_factor")
 
-    assert imbalance() is None
-    assert imbalance("train.capacity_factor=1.25") == 1.25
-    assert imbalance("train.capacity_factor=1.25", "assumptions.imbalance=2.0") == 2.0
+    assert bound() is None
+    assert bound("train.capacity_factor=1.25") == 1.25
+    assert bound("train.capacity_factor=1.25", "strategy.capacity_factor=2.0") == 2.0
+    assert bound("assumptions.imbalance=2.0") is None
 
 
 def test_a_plan_of_other_software_does_not_run(tmp_path, capsys):

@@ -12,15 +12,16 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def choose(scores, *, num_chosen, shares="softmax", sum_to_one=True, scale=1.0, groups=0, groups_per_token=0):
-    """(experts, weights) of one token."""
+def choose(scores, correction=0.0, *, num_chosen, shares="softmax", sum_to_one=True, scale=1.0, **grouped):
+    """(experts, weights) of one token; ``correction`` is added to the shares that choose."""
     share = softmax(scores) if shares == "softmax" else sigmoid(scores)
+    groups, worth_of = grouped.get("groups", 0), share + correction
     allowed = set(range(len(scores)))
     if groups:
         parts = np.split(np.arange(len(scores)), groups)
-        worth = [share[p].max() if shares == "softmax" else np.sort(share[p])[-2:].sum() for p in parts]
-        allowed = {expert for g in np.argsort(worth)[::-1][:groups_per_token] for expert in parts[g]}
-    experts = sorted(allowed, key=lambda expert: -share[expert])[:num_chosen]
+        worth = [worth_of[p].max() if shares == "softmax" else np.sort(worth_of[p])[-2:].sum() for p in parts]
+        allowed = {expert for g in np.argsort(worth)[::-1][: grouped["groups_per_token"]] for expert in parts[g]}
+    experts = sorted(allowed, key=lambda expert: -worth_of[expert])[:num_chosen]
     weights = share[experts]
     return experts, scale * (weights / weights.sum() if sum_to_one else weights)
 

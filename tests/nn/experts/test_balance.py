@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.nn.experts.balance import balance_backward, routing_counts, routing_metrics
+from meshwright.nn.experts.balance import balance_backward, correction_move, routing_counts, routing_metrics
 from meshwright.nn.ops.route import route
 from meshwright.spec import catalogue
 from tests.nn.arrays import close
@@ -75,3 +75,10 @@ def test_counts_of_parts_add_up_to_those_of_the_whole():
     scores = draw_scores()
     halves = [COUNTS(scores[i : i + 1], LENGTH) for i in range(2)]
     np.testing.assert_allclose(halves[0] + halves[1], COUNTS(scores, TOKENS), rtol=1e-5)
+
+
+def test_a_correction_moves_against_the_load():
+    scores = draw_scores()
+    load = np.bincount(np.argsort(-scores.reshape(TOKENS, EXPERTS), -1)[:, :CHOSEN].ravel(), minlength=EXPERTS)
+    expected = [1 if number < load.mean() else -1 if number > load.mean() else 0 for number in load]
+    np.testing.assert_array_equal(correction_move(COUNTS(scores, TOKENS)), expected)

@@ -54,6 +54,18 @@ def through_slots(x, router, gate, up, down, *, form, capacity):
     return experts.combine(ye, gates, chosen), (scores, gates, chosen, ye)
 
 
+def test_a_correction_chooses_and_does_not_weigh():
+    form, scores = FORMS["deepseek_v3"], draw(BATCH, LENGTH, EXPERTS)
+    correction = np.linspace(0.4, -0.4, EXPERTS).astype(np.float32)
+    gates, chosen = route(scores, form, correction, capacity=TOKENS)
+    numbers = np.asarray(chosen) // TOKENS
+    assert (numbers != np.asarray(route(scores, form, capacity=TOKENS)[1]) // TOKENS).any()
+    for place in np.ndindex(BATCH, LENGTH):
+        picked, weights = plain_experts.choose(scores[place].astype(np.float64), correction, **plain_form(form))
+        assert numbers[place].tolist() == list(picked)
+        close(gates[place], weights)
+
+
 @pytest.mark.parametrize("family", FORMS)
 def test_the_layer_is_what_a_loop_over_tokens_gives(family):
     x, given = draw(BATCH, LENGTH, WIDTH), weights()

@@ -48,11 +48,15 @@ REQUIRED = {
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "deepseek_v3": {
         "num_attention_heads": 128,
-        "n_routed_experts": 8,
+        "n_routed_experts": 16,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
     "gpt_oss": {"num_attention_heads": 8, "num_local_experts": 4},
+    "olmo2": {},
+    "smollm3": {"pad_token_id": 0},
+    "glm4": {"pad_token_id": 0},
+    "granite": {},
 }
 
 
@@ -61,6 +65,8 @@ def test_absent_keys_mean_what_transformers_means(model_type):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     keys = {**LLAMA, **REQUIRED[model_type]}
     keys.pop("model_type")
+    if model_type == "gpt2":
+        keys.pop("intermediate_size")
     theirs = transformers.AutoConfig.for_model(model_type, **keys)
     ours = model_from_config({"model_type": model_type, **keys})
     assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", ours.num_heads)

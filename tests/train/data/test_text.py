@@ -144,7 +144,7 @@ def test_an_identity_is_another_for_other_texts_names_and_fields(tmp_path, monke
         ("list.jsonl", b'["text"]', "line 1 is not a JSON object"),
         ("latin.jsonl", b'{"text": "caf\xe9"}', "line 1 is not a JSON object"),
         ("plain.jsonl.gz", b'{"text": "a"}', "plain.jsonl.gz cannot be read"),
-        ("short.jsonl.gz", gzip.compress(b'{"text": "a"}')[:-9], "short.jsonl.gz cannot be read"),
+        ("short.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-9], "short.jsonl.gz cannot be read"),
         ("text.parquet", b"text", "is not a Parquet file"),
     ],
 )
@@ -181,3 +181,35 @@ def test_a_record_that_is_too_large_is_not_held(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "' + b"a" * 10_000 + b'"}'))
     with pytest.raises(InputError, match=r"a\.jsonl\.gz line 2 is a record of more than 0 MiB"):
         read_documents(str(tmp_path / "a.jsonl.gz"))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])
+def test_bad_records_are_left_out_and_counted(suffix, tmp_path):
+    """Where asked for; otherwise the first one ends the reading, with a line that names the option."""
+    file = tmp_path / f"data.{suffix}"
+    if suffix == "jsonl":
+        lines = [b'{"text": "one"}', b'{"text": "b\xffd"}', b"{", b'{"other": 1}', b'{"text": 3}', b'{"text": "two"}']
+        file.write_bytes(b"\n".join(lines) + b"\n")
+    elif suffix == "txt":
+        file.write_bytes(b"one\xff\xfetwo")
+    else:
+        good = pyarrow.array([b"one", b"b\xffd", b"two"], pyarrow.binary())
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 3, good.buffers())}), file
+        )
+    with pytest.raises(InputError):
+        list(open_corpus(str(file)).pieces())
+    corpus = open_corpus(str(file), skip_bad=True)
+    assert "".join(piece.text for piece in corpus.pieces()) == "onetwo"
+    list(corpus.sample(1000))
+    assert len(corpus.bad) == {"jsonl": 4, "txt": 1, "parquet": 1}[suffix]
+    assert corpus.identity() != open_corpus(str(file)).identity()
+
+
+def test_the_rest_of_a_record_that_is_too_long_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "RECORD_BYTES", 20)
+    file = tmp_path / "data.jsonl"
+    file.write_text(f'{{"text": "a"}}\n{{"text": "{"x" * 100}"}}\n{{"text": "b"}}\n')
+    corpus = open_corpus(str(file), skip_bad=True)
+    assert [piece.text for piece in corpus.pieces()] == ["a", "b"]
+    assert corpus.bad == {f"{file} line 2"}

@@ -58,7 +58,7 @@ def test_each_document_ends_with_its_token_and_the_index_says_where_it_starts(tm
 
 def test_text_is_tokenised_once_and_comes_back_unchanged(tmp_path, monkeypatch):
     corpus, documents = open_corpus("pydoc"), read_documents("pydoc")
-    store, tokenizer, end_id = open_store(corpus, None, vocab_size=300, folder=tmp_path)
+    store, tokenizer, end_id, _ = open_store(corpus, None, vocab_size=300, folder=tmp_path)
     text = tokenizer.decode(store.read(np.arange(len(store))).tolist(), skip_special_tokens=False)
     assert text == "".join(f"{document}<|endoftext|>" for document in documents)
     assert end_id == END_ID
@@ -131,6 +131,7 @@ def test_what_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch, beyond):
 
     class Stopping:
         total_bytes = corpus.total_bytes
+        bad = None
 
         def pieces(self):
             for number, piece in enumerate(corpus.pieces()):

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from meshwright.algebra.layers import ProgramOptions
+from meshwright.spec.strategy import Strategy
 from meshwright.train.record.metrics import StepRecord, describe, on_host, over_layers
 from meshwright.train.settings import TrainSettings
 from meshwright.train.setup import program_options
@@ -51,6 +52,8 @@ def test_arrays_split_over_devices_come_whole():
 def test_documents_are_told_apart_where_there_are_several():
     packed = TrainSettings(router_z_loss=0.5, capacity_factor=1.5)
     expected = ProgramOptions(documents=True, balance_loss=0.01, router_z_loss=0.5, capacity_factor=1.5)
-    assert program_options(packed, several_documents=True) == expected
-    assert not program_options(packed, several_documents=False).documents
-    assert not program_options(TrainSettings(packing=False), several_documents=True).documents
+    alone = Strategy(mesh={}, capacity_factor=2.0)
+    assert program_options(packed, alone, several_documents=True) == expected
+    assert not program_options(packed, alone, several_documents=False).documents
+    assert program_options(TrainSettings(), alone, several_documents=True).capacity_factor == 2.0
+    assert not program_options(TrainSettings(packing=False), alone, several_documents=True).documents

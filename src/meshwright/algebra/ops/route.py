@@ -1,7 +1,7 @@
 """Routing: each token's experts and their weights from the scores of all experts.
 
-With a loss on the router, or a bound on the slots, each device counts its choices, and one AllReduce in the backward
-pass sums the counts: the losses' gradients need them.
+With a loss on the router, a bound on the slots, or a correction that follows the load, each device counts its choices,
+and one AllReduce in the backward pass sums the counts: the losses' gradients and the correction need them.
 """
 
 import msgspec
@@ -19,12 +19,14 @@ ROUTING = ShardedArray("routing", ("Er", "E"), ((), ()), dtype="fp32")
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Details: weights of the losses on how the router spreads its tokens (load balance, squared log-sum of scores),
-    the bound on an expert's slots over the mean load (0: none), and the microbatches that the losses are means over."""
+    the bound on an expert's slots over the mean load (0: none), the microbatches that the losses are means over, and
+    the rate of the correction, which the training step applies."""
 
     balance: float = 0.0
     z: float = 0.0
     capacity: float = 0.0
     microbatches: int = 1
+    correction_rate: float = 0.0
 
 
 def chosen_of(gates: ShardedArray) -> ShardedArray:
@@ -45,7 +47,10 @@ def forward(tape: Tape) -> None:
     """Makes the weights of each token's chosen experts from the scores of all experts."""
     gates = tape.out
     scores = tape.move(tape.inputs[0], _scores(tape.inputs[0], gates))
-    tape.run("route", (scores,), gates, chosen_of(gates), *_counts(tape), details=tape.details(Routing))
+    # further inputs are numbers of the experts that correct their choice
+    tape.run(
+        "route", (scores, *tape.inputs[1:]), gates, chosen_of(gates), *_counts(tape), details=tape.details(Routing)
+    )
 
 
 def backward(tape: Tape) -> None:

@@ -9,6 +9,9 @@ from meshwright.algebra.program import WEIGHTS
 from meshwright.algebra.rewrites.pipeline import SplitBackward
 from meshwright.algebra.steps import Phase, Step
 
+HELD = (*WEIGHTS, "buffer")
+"""Roles of variables that a model holds; no gradient trains a buffer."""
+
 
 def cotangent_of(derived: Derived, name: str) -> ShardedArray:
     """Returns the cotangent of a variable that is no weight, split as the variable is."""
@@ -34,8 +37,8 @@ def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
 
 
 def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
-    """Returns the names of the weights that a block uses."""
-    return tuple(name for name in block.block.reads if derived.program.variables[name].role in WEIGHTS)
+    """Returns the names of the weights and buffers that a block uses."""
+    return tuple(name for name in block.block.reads if derived.program.variables[name].role in HELD)
 
 
 def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
@@ -51,7 +54,8 @@ def meetings(derived: Derived) -> tuple[Step, ...]:
     gradients = gradient_arrays(derived)
     arrays: list[tuple[ShardedArray, Phase]] = []
     for name in dict.fromkeys(n for block in derived.blocks if block.is_layer for n in weights_of(derived, block)):
-        arrays += [(derived.declared[name], "update"), (gradients[name], "backward")]
+        arrays += [(derived.declared[name], "update")]
+        arrays += [(gradients[name], "backward")] if name in gradients else []
     for block in derived.blocks:
         arrays += [(array.replace(name=name), "backward") for name, array in counts_of(block).items()]
     return tuple(
@@ -90,6 +94,7 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     known = {array for step in steps for array in step.results}
     known |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
     gradients = gradient_arrays(derived)
-    used = (*(a for step in steps for a in step.inputs), *(gradients[name] for name in weights_of(derived, block)))
+    own_gradients = (gradients[name] for name in weights_of(derived, block) if name in gradients)
+    used = (*(a for step in steps for a in step.inputs), *own_gradients)
     handed = tuple(array for array in dict.fromkeys(used) if array not in known)
     return SplitBackward(tuple(first), tuple(own), handed)

@@ -78,7 +78,7 @@ class SweptWork(msgspec.Struct, frozen=True, kw_only=True):
             seq_len=self.seq_len,
             microbatch_seqs=tokens / self.seq_len,
             mesh=mesh,
-            state="bf16-adam",
+            strategy=Strategy(mesh={}),
             scores=attention_scores(cluster),
             assumptions=Assumptions(empty_slots=False),  # as the closed forms beside it count
         )

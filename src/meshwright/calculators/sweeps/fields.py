@@ -1,22 +1,19 @@
 """The fields of a sweep and their values as a person writes them: ``batch=1Mi..16Mi``, ``h100:8x1..8x512``."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.calculators.sweeps.llama_like import llama_like
-from meshwright.cli.fields import split_values
-from meshwright.core.dims import MESH_AXES
+from meshwright.cli.fields import SECTION_OF, field_name, split_values
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_count
 from meshwright.plan.legal import divisors
-from meshwright.plan.planner import FIELDS
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
-from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Assumptions, ContextAttention
+from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, ContextAttention
 
 SweptFields = dict[str, dict[str, Any]]
 """Field -> value as it is shown -> the value."""
@@ -34,10 +31,7 @@ _USUAL: dict[str, Iterable[str]] = {
     "context_attention": get_args(ContextAttention),
     "seq_len": [f"{1 << power}Ki" for power in range(8)],
 }
-_KNOWN = {
-    *(*OWN[2:], *_USUAL, *MESH_AXES, *FIELDS, "sequence_parallel"),
-    *(*Assumptions.__struct_fields__, *Job.__struct_fields__),
-}
+_KNOWN = {*OWN[2:], *SECTION_OF}
 
 
 def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
@@ -47,7 +41,7 @@ def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
     where nothing else is said. Raises InputError for a field that is given twice, for one without values that has no
     usual ones, and where there is not either ``batch`` or ``micro``.
     """
-    chosen = [_model(name.strip()) for name in models.split(",")]
+    chosen = [_model(name) for name in _listed(models)]
     clusters = sweep_clusters(on)
     fields: SweptFields = {
         "model": {one.name: one for one in chosen},
@@ -55,7 +49,8 @@ def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
     }
     for text in texts:
         name, sep, _ = text.partition("=")
-        name = name.strip().removeprefix("mesh.")
+        section, field = field_name(name)
+        name = field if SECTION_OF.get(field, "") == section else name.strip()
         if sep and "." not in name and name not in _KNOWN:
             raise InputError(f"sweep has no field {name!r}.{nearest(name, _KNOWN)} Models and clusters are lists too.")
         values = split_values(text, what="sweep") if sep else _usual(name, chosen[0], clusters[-1])
@@ -63,8 +58,16 @@ def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
             raise InputError(f"{name} is given twice. Give all its values in one list.")
         fields[name] = {_shown(value): value for value in values}
     if ("batch" in fields) == ("micro" in fields):
-        raise InputError("give batch=4Mi for the best plans, or micro=1 for the strategy as it is given.")
+        raise InputError("give --batch 4Mi for the best plans, or micro=1 for the strategy as it is given.")
     return {"seq_len": {"4096": "4096"}} | fields
+
+
+def _listed(text: str) -> list[str]:
+    """The parts of a list with commas. Raises InputError for an empty one."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise InputError(f"{text!r} has an empty part. Write names with one comma between two.")
+    return parts
 
 
 def _model(name: str) -> Model:
@@ -93,19 +96,6 @@ def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:
     return _USUAL[name]
 
 
-def as_pairs(at: Mapping[str, Any]) -> list[str]:
-    """The texts of ``--set`` that say the same: ``remat`` is ``strategy.remat``."""
-    return [f"{_section(name)}{name}={value}" for name, value in at.items() if name not in OWN]
-
-
-def _section(name: str) -> str:
-    if "." in name:
-        return ""
-    if name in Assumptions.__struct_fields__:
-        return "assumptions."
-    return "job." if name in Job.__struct_fields__ else "strategy."
-
-
 # -- clusters -------------------------------------------------------------------------------------------
 
 
@@ -117,8 +107,8 @@ def sweep_clusters(text: str) -> tuple[Cluster, ...]:
     """
     found: list[Cluster] = []
     chip = ""
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip())
+    for part in _listed(text):
+        match = _RANGE.fullmatch(part)
         ends = match.groups() if match else (part, part)
         chip = ends[0].rpartition(":")[0].rpartition("*")[2].strip() or chip
         first, last = (_named(one, chip) for one in ends)

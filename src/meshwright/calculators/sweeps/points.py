@@ -8,17 +8,18 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.notation import product
-from meshwright.calculators.sweeps.fields import SweptFields, as_pairs
+from meshwright.calculators.sweeps.fields import OWN, SweptFields
 from meshwright.cli.fields import PLANNED, parse_fields, take_axes, with_fields
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, parse_count
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.legal import MEMORY_RULE, legal
-from meshwright.plan.planner import space_of
+from meshwright.plan.planner import refuse_given, space_of
 from meshwright.plan.result import PlannedStrategy, planned
 from meshwright.plan.search import search
+from meshwright.plan.space import Space
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch, require_training
@@ -36,7 +37,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One setting with its strategy; ``values`` are the swept fields as they are shown.
 
     Where nothing runs ``best`` is None and ``reason`` says why. A strategy that was given whole is priced even where it
-    does not fit.
+    does not fit. ``least_bytes`` is the least memory of a chip that any plan needs where none fits.
     """
 
     values: Mapping[str, str]
@@ -44,6 +45,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     best: PlannedStrategy | None
     priced: PricedStrategy | None
     reason: str
+    least_bytes: float | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -71,6 +73,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
             "exposed_share": parts and parts.exposed_share,
             "bubble_share": parts and parts.bubble_s / parts.step_s,
             "usd_per_token": found and found.usd_per_token,
+            "least_bytes": self.least_bytes,
             "limit_bytes": None if math.isinf(limit) else limit,
             "fits": at and at.hbm_bytes_per_chip <= limit,
             **{name: getattr(at, name, None) for name in _OF_ESTIMATE},
@@ -120,7 +123,7 @@ def _point(
 ) -> SweepPoint:
     """The point of one combination of values; the batch per chip is that of the ``first`` cluster."""
     cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len")
-    given = parse_fields(as_pairs(at), sections=PLANNED)
+    given = parse_fields([f"{name}={value}" for name, value in at.items() if name not in OWN], sections=PLANNED)
     axes = take_axes(None, given["strategy"])
     strategy: Strategy | None = None
     if "micro" in at:
@@ -139,27 +142,36 @@ def _point(
         assumptions=with_fields(AS_RUN, "assumptions", given["assumptions"]),
     )
     if strategy is None:
-        best, reason = best_plan(setting, axes, given["strategy"])
-        priced = price_strategy(setting, best.strategy) if best else None
-    else:
-        reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE), "")
-        priced = None if reason else price_strategy(setting, strategy)
-        best = planned(setting, job.batch_seqs, strategy, priced.estimate) if priced else None
+        return _searched(values, setting, space_of(setting, axes, given["strategy"]))
+    reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE), "")
+    if reason:
+        return SweepPoint(values=values, setting=setting, best=None, priced=None, reason=reason)
+    priced = price_strategy(setting, strategy)
+    best, need = planned(setting, job.batch_seqs, strategy, priced.estimate), priced.estimate.hbm_bytes_per_chip
+    reason = _too_large(need, setting) if need > setting.memory_limit else ""
     return SweepPoint(values=values, setting=setting, best=best, priced=priced, reason=reason)
 
 
-def best_plan(
-    setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any]
-) -> tuple[PlannedStrategy | None, str]:
-    """The fastest strategy on all chips with these axes and fields, or None and why nothing runs."""
-    outcome = search(space_of(setting, axes, overrides), setting.cluster, setting.job.batch_seqs, top=1)
-    if outcome.found:
-        return outcome.found[0], ""
+def _searched(values: Mapping[str, str], setting: Setting, space: Space) -> SweepPoint:
+    """The fastest strategy of a space on all chips, or why nothing runs."""
+    outcome = search(space, setting.cluster, setting.job.batch_seqs, top=1)
+    best = next(iter(outcome.found), None)
+    if best:
+        priced = price_strategy(setting, best.strategy)
+        return SweepPoint(values=values, setting=setting, best=best, priced=priced, reason="")
+    least = outcome.least_bytes if math.isfinite(outcome.least_bytes) else None
+    reason = "cannot be laid" if least is None else _too_large(least, setting)
     if not outcome.num_meshes:
-        return None, "does not divide"
-    if math.isinf(outcome.least_bytes):
-        return None, "cannot be laid"
-    return None, f"does not fit: {format_bytes(outcome.least_bytes)} of {format_bytes(setting.memory_limit)}"
+        try:
+            refuse_given(space)
+            reason = "does not divide"
+        except CannotRunError as error:
+            reason = f"does not divide: {error}"
+    return SweepPoint(values=values, setting=setting, best=None, priced=None, reason=reason, least_bytes=least)
+
+
+def _too_large(need: float, setting: Setting) -> str:
+    return f"does not fit: {format_bytes(need)} of {format_bytes(setting.memory_limit)}"
 
 
 def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
@@ -171,7 +183,7 @@ def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
     if math.prod(mesh.values()) != cluster.num_chips:
         raise InputError(
             f"axes {mesh_words(make_mesh(axes), ' x ', alone='one chip')} do not make up the {cluster.num_chips} chips "
-            f"of {cluster.short_name}. Leave fsdp out to let it take the rest."
+            f"of {cluster.short_name}. Use sizes that divide them, and leave fsdp out to let it take the rest."
         )
     return mesh
 

@@ -13,7 +13,7 @@ from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import entry, models
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
-from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
+from meshwright.spec.weights import mtp_params, num_active_params, num_params, params_by_part, weight_table
 
 PREFILL_POSITIONS = 4096
 MIN_SHARE = 5e-4
@@ -60,6 +60,7 @@ def model_facts(m: Model) -> dict[str, Any]:
         "dims": m.dims,
         "params": count,
         "active_params": num_active_params(m),
+        "mtp_params": mtp_params(m),
         "params_by_part": params_by_part(m),
         "vocabulary_params": sum(params_by_part(m).get(part, 0) for part in VOCABULARY),
         "published_params": published.params if published else None,
@@ -179,6 +180,10 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
     yield Fact("", f"{', '.join(told)}; vocabulary {facts['vocabulary_params'] / facts['params']:.1%}")
     if active != facts["params"]:
         yield Fact("active per token", f"{active:,} ({format_params(active)})")
+    if more := facts["mtp_params"]:
+        yield Fact(
+            "besides", f"{more:,} ({format_params(more)}) that predict tokens after the next, not read or trained"
+        )
     yield Fact(
         "training",
         f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 N, N = active, look-up included)",
@@ -264,7 +269,8 @@ def _zero_text(zero: dict[str, Any]) -> Iterator[Piece]:
     yield Table(
         ["", "split over the devices", *(f"{n:,} devices" for n in zero["num_devices"])],
         rows,
-        f"Training state of a device, {zero['state']} (bytes a parameter: {each})",
+        f"Training state of a device, {zero['state']} (bytes a parameter: {each}); a plan of one microbatch scatters "
+        f"gradients as they are made: there ZeRO-1 holds as few as ZeRO-2",
     )
 
 

@@ -17,6 +17,7 @@ from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
+from meshwright.plan.planner import slots_note
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.bars import memory_figure
 from meshwright.report.figure import Figure, si_scale
@@ -39,6 +40,21 @@ class Figures(msgspec.Struct, frozen=True):
     show: Callable[[Any], str]
     unit: str | None = None
     times: float = 1.0
+
+
+def refusals(rows: Sequence[Mapping[str, Any]]) -> str:
+    """``"2 of 8 points do not run: does not fit (2, nearest remat full: 130 GB of 80 GB)"``; "" where all do."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["reason"]:
+            kinds.setdefault(row["reason"].partition(":")[0], []).append(row)
+    said = []
+    for kind, found in kinds.items():
+        nearest = min(found, key=lambda row: row["least_bytes"] or 0)
+        word = "such as" if nearest["least_bytes"] is None else "nearest"
+        why = nearest["reason"].removeprefix(kind).rstrip(".")
+        said.append(f"{kind} ({len(found)}, {word} {nearest['label']}{why})")
+    return f"{sum(map(len, kinds.values()))} of {len(rows)} points do not run: {'; '.join(said)}" if said else ""
 
 
 def _percent(share: float) -> str:
@@ -92,6 +108,8 @@ class Given(Options):
     models: str = argument(metavar="MODEL[,MODEL...]")
     texts: tuple[str, ...] = argument(metavar="[FIELD=VALUES]...")
     on: str = option("Clusters: h100:8x1..8x512 (doubling), or h100:8x4,8x8.")
+    batch: str | None = option("Tokens a step (4Mi) or sequences (1024seq), as batch=4Mi; several for a sweep.")
+    seq_len: str | None = option("Tokens of a sequence, as seq_len=8Ki; several for a sweep.", "--seq")
     weak: bool = option("Keep the batch per chip of the first cluster, not the batch.")
     figure: Literal["mfu", "step_s", "tokens_per_s", "hbm_bytes_per_chip", "usd_per_token", "memory"] = option(
         "What a grid of two fields and the picture show; memory: by item.", default="mfu"
@@ -110,18 +128,19 @@ def command(given: Given) -> Answer:
     the chips that are left, each replica on so many sequences at a time. Numbers double in batch=1Mi..16Mi. remat,
     state, schedule, zero, context_attention, seq_len and tensor have usual values and may stand alone.
     """
-    fields = read_fields(given.models, given.on, given.texts)
+    options = {"batch": given.batch, "seq_len": given.seq_len}
+    texts = (*(f"{name}={text}" for name, text in options.items() if text is not None), *given.texts)
+    fields = read_fields(given.models, given.on, texts)
     varied = [name for name, values in fields.items() if len(values) > 1] or ["on"]
     if len(varied) > 2:
         raise InputError(f"{', '.join(varied)} are {len(varied)} fields. Sweep at most two at a time.")
     largest = {cluster.chip.name: cluster for cluster in fields["on"].values()}
     rates = {name: rates_for(cluster, given.calibration, fitted=True) for name, cluster in largest.items()}
-    rows = records(sweep_points(fields, varied, rates, weak=given.weak))
-    last = rows[-1]
+    points = sweep_points(fields, varied, rates, weak=given.weak)
+    rows = records(points)
     if all(row["axes"] is None for row in rows):
-        raise CannotRunError(
-            f"{last['model']} runs on none of the {len(rows)} points: {last['reason']} on {last['cluster']}."
-        )
+        raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
+    notes = dict.fromkeys(note for one in points if one.best for note in slots_note(one.setting, one.best.strategy))
     figure = "hbm_bytes_per_chip" if len(varied) > 1 and given.figure == "memory" else given.figure
     swept = _Swept(rows=rows, varied=varied, figure=figure, weak=given.weak)
     models = [{"name": name, "params": num_params(model)} for name, model in fields["model"].items()]
@@ -134,7 +153,7 @@ def command(given: Given) -> Answer:
         "clusters": [cluster.short_name for cluster in fields["on"].values()],
         "points" if len(varied) == 1 else "cells": rows,
     }
-    text = [*swept.text(), *map(describe, fields["model"].values())]
+    text = [*swept.text(), *notes, *map(describe, fields["model"].values())]
     return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [swept.raw()])
 
 
@@ -227,7 +246,7 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
         for start in range(0, len(across), per_table):
             names = across[start : start + per_table]
             yield Table([self.header(second), *names], [[one, *(cells[name, one] for name in names)] for one in down])
-        yield f"columns are values of {self.header(first)}; {ABBREVIATED}; why not: see --json"
+        yield f"columns are values of {self.header(first)}; {ABBREVIATED}; {refusals(self.rows) or 'all run'}"
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
         """A figure and, below, the mesh in short form, broken between axes; or why nothing runs."""

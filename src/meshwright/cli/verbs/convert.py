@@ -11,6 +11,7 @@ from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.report.answer import Answer, Fact
+from meshwright.spec.catalogue import has_weights
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 from meshwright.spec.weights import num_params
@@ -76,7 +77,7 @@ def command(given: Given) -> Answer:
 def _convert(given: Given) -> tuple[Model, int | None, list[Path]]:
     """Write the weights: their model, the step of the checkpoint that was read, if it was one, and the files."""
     from meshwright.nn.hf.weights import convert_hf, write_hf
-    from meshwright.train.weights import checkpoint_steps, end_of_text, has_weights, open_run_checkpoint
+    from meshwright.train.weights import checkpoint_steps, end_of_text, open_run_checkpoint
 
     source = given.source
     options: dict[str, Any] = {"dtype": given.dtype, "max_shard_bytes": int(given.file_size)}

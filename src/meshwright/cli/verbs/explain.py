@@ -253,13 +253,19 @@ def _term_words(term: Term, told: Explanation) -> str:
 def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
     """The bound and the figure beside it, which is not a number where its letters are not known."""
     show = {"bytes": format_bytes, "s": format_seconds, "": _number_words}[limit.unit]
-    return Quantity(limit.limit, show), Quantity(limit.here, lambda here: "-" if math.isnan(here) else show(here))
+    bound = (lambda most: "below one device") if _below_one(limit) else show
+    return Quantity(limit.limit, bound), Quantity(limit.here, lambda here: "-" if math.isnan(here) else show(here))
+
+
+def _below_one(limit: Limit) -> bool:
+    """True for a most number of devices that none has: the limit never holds."""
+    return limit.formula[0] == "<" and not limit.unit and limit.limit < 1
 
 
 def limit_words(limit: Limit) -> str:
     """``"tokens/chip, weights hide: > 850, here 1,024: 1.2 times above"``."""
     bound, here = limit_amounts(limit)
-    sign = f"{limit.formula[0]} " if limit.formula[0] in "<>" else ""
+    sign = f"{limit.formula[0]} " if limit.formula[0] in "<>" and not _below_one(limit) else ""
     said = f"{limit.name}: {sign}{bound}, here {here}"
     if min(limit.limit, limit.here) <= 0:
         return said

@@ -28,7 +28,7 @@ from meshwright.plan.why.setup_changes import CHANGES, parse_what_if
 from meshwright.plan.why.what_if import what_if
 from meshwright.plan.why.why_not import why_not
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns, tables_of
-from meshwright.spec.catalogue import load_model
+from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.job import require_training
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
@@ -77,7 +77,8 @@ def command(given: Given) -> Answer:
     if given.price is not None:
         chip = clusters[0].chip.priced(given.price)
         clusters = tuple(msgspec.structs.replace(cluster, chip=chip) for cluster in clusters)
-    job = job_of(given.batch, given.seq_len, fields["job"], given.tokens)
+    of_job = {"weights": weights_of(given.model), **fields["job"]}
+    job = job_of(given.batch, given.seq_len, of_job, given.tokens)
     require_training(job, "plan")
     if given.collective_matmul is not None:
         if "collective_matmul" in fields["strategy"]:

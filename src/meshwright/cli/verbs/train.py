@@ -43,7 +43,9 @@ class Given(PlanOptions):
         "A text, JSON lines or Parquet file, or a folder of them; FILE#FIELD names the field of the text. "
         "Python's own documentation by default."
     )
+    skip_bad_records: bool = option("Leave out records of the data that cannot be read, and count them.")
     seed: int | None = option("Of the first weights and of the order of the data.")
+    from_scratch: bool = option("Start from random weights, also where the model's folder has some.")
     runs: Path = option("Folder of all runs.", default=Path("runs"))
     resume: str | None = option(
         "Go on with the run in this folder, or with the model's newest run, from its newest checkpoint.",
@@ -68,8 +70,11 @@ def command(given: Given) -> Answer | None:
     another one for the same model: on other devices and another number of processes.
     """
     fields = read_fields(given.pairs)
+    if given.from_scratch and given.resume:
+        raise InputError("--resume goes on from a checkpoint, --from-scratch from random weights. Leave one out.")
     plan = _plan(given, fields)
     options = {"steps": given.steps, "data": given.data, "seed": given.seed}
+    options |= {"skip_bad_records": given.skip_bad_records or None, "weights": "" if given.from_scratch else None}
     settings = {**fields["train"], **{name: value for name, value in options.items() if value is not None}}
     if given.resume:
         return _resumed(plan, settings, given)
@@ -167,7 +172,7 @@ def _run_profiled(
     from meshwright.parallel.processes import is_first
     from meshwright.profile.run import TracedSteps, warmup_steps
     from meshwright.profile.summary import analyse
-    from meshwright.train.settings import settings_from_table
+    from meshwright.train.settings import settings_from_table, with_whole_paths
     from meshwright.train.setup import prepare
 
     given.runs.mkdir(parents=True, exist_ok=True)
@@ -176,7 +181,8 @@ def _run_profiled(
             result = run_training(
                 plan, settings, runs=given.runs, resume=resume, on_step=lambda record: traced.step_done(record.step_s)
             )
-        setup = prepare(plan.model, plan.strategy, plan.job, settings_from_table(settings))
+        table = {"weights": plan.job.weights, **settings}
+        setup = prepare(plan.model, plan.strategy, plan.job, with_whole_paths(settings_from_table(table)))
         # Compiled by every process: compilers of GPUs share the search for the fastest kernels among them.
         recording = traced.recording(setup.step, plan.job)
         if not is_first():

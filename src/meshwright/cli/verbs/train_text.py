@@ -42,6 +42,8 @@ def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
     yield Paragraph(
         f"{rate} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}", None
     )
+    if result.skipped_records:
+        yield f"left out {result.skipped_records} bad records of the data"
     if result.goodput:
         yield goodput_words(result.goodput)
 

@@ -27,8 +27,8 @@ def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -
     """The dim C, slots of one expert for the tokens of a microbatch on all devices, and Er, rows of the router's
     counts; nothing for a dense model.
 
-    tokens x experts per token / experts, times the load of the busiest expert device over the mean: a step waits
-    for that device, so each is counted with its load.
+    tokens x experts per token / experts, times a bound on the slots or else the load of the busiest expert device over
+    the mean: a step waits for that device, so each is counted with its load.
     """
     if not model.num_experts:
         return {}

@@ -50,6 +50,15 @@ def balance_backward(
     return from_balance + shares * log_total * (2 * z / num_tokens)
 
 
+def correction_move(routing: RoutingCounts) -> Float[Array, "*layers E"]:
+    """Returns ``sign(mean load - load)`` of each expert, which a step adds at some rate to its correction.
+
+    Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, algorithm 1.
+    """
+    load = routing[..., ROUTING_ROWS.index("load"), :]
+    return jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+
+
 def _softmax(scores: RouterScores) -> tuple[RouterScores, Float[Array, "B T 1"]]:
     wide = scores.astype(jnp.float32)
     return jax.nn.softmax(wide, axis=-1), jax.nn.logsumexp(wide, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Reads parts of tensors from the safetensors files of a folder, and writes such files one tensor at a time."""
+"""Reads parts of tensors from the files of weights of a folder, and writes safetensors files one tensor at a time."""
 
 import json
 import struct
@@ -16,9 +16,12 @@ from safetensors import SafetensorError, safe_open
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_json, write_text_whole, write_whole
+from meshwright.nn.hf.pickled import unpickled
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+"""What folders of before safetensors have; read only where there are none."""
 
 DTYPES: dict[str, np.dtype] = {
     "fp32": np.dtype(np.float32),
@@ -63,11 +66,15 @@ class StoredTensor:
 
 
 @contextmanager
-def open_checkpoint(folder: Path) -> Iterator[dict[str, StoredTensor]]:
-    """Yields the tensors of a folder's safetensors files by name; only the parts that are indexed are read."""
+def open_checkpoint(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """Yields the tensors of a folder's files by name; only the parts that are indexed are read."""
     with ExitStack() as stack:
         opened = cache(lambda path: stack.enter_context(_opened(path)))
-        yield {name: StoredTensor(name, partial(opened, path)) for name, path in _files(folder).items()}
+        pickled = cache(unpickled)
+        yield {
+            name: pickled(path)[name] if path.suffix == ".bin" else StoredTensor(name, partial(opened, path))
+            for name, path in _files(folder).items()
+        }
 
 
 def _opened(path: Path) -> Any:
@@ -77,23 +84,38 @@ def _opened(path: Path) -> Any:
         raise InputError(f"{path} is no whole safetensors file ({error}). Fetch or write it again.") from None
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor, from the index if there is one, else from the files themselves.
+def _names(path: Path) -> set[str]:
+    if path.suffix == ".bin":
+        return set(unpickled(path))
+    with _opened(path) as file:
+        return set(file.keys())
 
-    Raises InputError where files and index do not belong together: a part is missing, cut short or another one's.
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Returns the file of each tensor: of those that an index names if there is one, else of all.
+
+    Raises InputError where files and index do not belong together: a part is missing, cut short or another one's, or
+    two files have the same tensor.
     """
-    index = folder / INDEX
-    if index.is_file():
-        return _indexed(folder, index)
-    # Some folders hold the same weights again under other names; transformers reads this file.
-    single = folder / SINGLE
-    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    safe = sorted(folder.glob("*.safetensors"))
+    # Some folders hold the same weights again under other names; transformers reads these files.
+    index_name, single_name = (INDEX, SINGLE) if safe or (folder / INDEX).is_file() else (PICKLED_INDEX, PICKLED)
+    index, single = folder / index_name, folder / single_name
+    placed = _indexed(folder, index) if index.is_file() else {}
+    paths = sorted({*placed.values()}) or ([single] if single.is_file() else safe)
     if not paths:
-        raise InputError(f"{folder} has no *.safetensors file. Give the folder of a model or of a finished run.")
-    named = {}
+        raise InputError(
+            f"{folder} has neither *.safetensors nor {PICKLED}. Give the folder of a model or of a finished run."
+        )
+    named: dict[str, Path] = {}
     for path in paths:
-        with _opened(path) as file:
-            named.update(dict.fromkeys(file.keys(), path))
+        for tensor in _names(path):
+            if tensor in named:
+                raise InputError(f"{named[tensor]} and {path} both have the tensor {tensor}. Remove one of the files.")
+            named[tensor] = path
+    for tensor, path in placed.items():
+        if named.get(tensor) != path:
+            raise InputError(f"{path} has no tensor {tensor}, which its index places there. Fetch both again.")
     return named
 
 
@@ -101,16 +123,10 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     try:
         found = msgspec.convert(read_json(index, "Fetch it again."), _Index)
     except msgspec.ValidationError:
-        raise InputError(f"{index} is no index of safetensors files: it needs a weight_map.") from None
-    held = {}
-    for name in sorted(set(found.weight_map.values())):
+        raise InputError(f"{index} is no index of files of weights: it needs a weight_map.") from None
+    for name in found.weight_map.values():
         if Path(name).name != name:
             raise InputError(f"{index} names {name!r}, which is not a file of its folder. Fetch the index again.")
-        with _opened(folder / name) as file:
-            held[name] = set(file.keys())
-    for tensor, name in found.weight_map.items():
-        if tensor not in held[name]:
-            raise InputError(f"{folder / name} has no tensor {tensor}, which {INDEX} places there. Fetch both again.")
     return {tensor: folder / name for tensor, name in found.weight_map.items()}
 
 

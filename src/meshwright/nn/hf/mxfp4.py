@@ -43,10 +43,11 @@ class Packed:
 
 
 def with_unpacked(tensors: Tensors) -> Tensors:
-    """Adds packed tensors under their plain names."""
+    """Returns the tensors with packed ones under their plain names."""
     stems = (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS))
     packed = {s: Packed(tensors[s + BLOCKS], tensors[s + SCALES]) for s in stems if s + SCALES in tensors}
-    return {**tensors, **packed}
+    parts = {s + end for s in packed for end in (BLOCKS, SCALES)}
+    return {**{name: tensor for name, tensor in tensors.items() if name not in parts}, **packed}
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Loads and saves Hugging Face checkpoints: devices read their own shards, tensors are written one at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxtyping import Array
 
 from meshwright.core.digests import require_intact, write_sums
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.core.files import read_json, write_json_whole
-from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensors, open_checkpoint, write_checkpoint
+from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensor, Tensors, open_checkpoint, write_checkpoint
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
 from meshwright.nn.hf.mxfp4 import with_unpacked
 from meshwright.nn.weights import Params, rows, stacked_shape
@@ -25,6 +26,7 @@ from meshwright.spec.weights import Weight
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 """Size of one file, as transformers has it."""
+ROWS_AT_ONCE = 4096
 
 Fetch = Callable[[str, tuple[int, ...]], np.ndarray]
 """(variable, leading indices) -> one layer, or one expert of one layer, on the host."""
@@ -59,17 +61,14 @@ def read_params(
     params = {}
     for variable, weight in rows(model).items():
         sharding = shardings[variable] if shardings else one_device
-        params[variable] = _array(weight, table[variable], tensors, sharding, dtype)
+        own = np.float32 if dtype is not None and weight.part == "buffer" else dtype
+        params[variable] = _array(weight, table[variable], tensors, sharding, own)
     return params
 
 
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
     """Returns the stored parts by variable and leading indices; raises InputError if one is missing or misshapen."""
     found: dict[str, dict[tuple[int, ...], StoredPart]] = {}
-    # DeepSeek-V3 adds numbers to the router's scores that no gradient trains; here they can only be zero.
-    for name in tensors:
-        if name.endswith(".e_score_correction_bias") and tensors[name][slice(0, None),].any():
-            raise CannotRunError(f"{name} is not zero: a corrected router is not run in this version.")
     for place in stored_parts(model, tensors):
         if place.tensor not in tensors:
             forms = ("_blocks", "_scale_inv", ".qweight", ".SCB")
@@ -80,7 +79,42 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
         if shape != place.shape:
             raise InputError(f"{place.tensor} has shape {shape}; {model.name} needs {place.shape}. Is it its config?")
         found.setdefault(place.variable, {})[place.leading] = place
+    _require_all_used(model, tensors, {place.tensor for places in found.values() for place in places.values()})
     return found
+
+
+IGNORED = ("*.rotary_emb.inv_freq", "*.e_score_correction_bias")
+"""Tensors that follow from the config, and those that are checked above."""
+IGNORED_OF = {
+    "gpt2": ("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
+    "gemma3": ("*vision_tower.*", "*multi_modal_projector.*"),
+    "deepseek_v3": ("model.layers.{num_layers}.*",),  # its multi-token prediction layer
+}
+"""Tensors of a family that are no weights of its decoder."""
+
+
+def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
+    """Raises InputError for a tensor that has no place in the model, or is a copy of the embedding that differs."""
+    ignored = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
+    for name in tensors.keys() - used:
+        if name.endswith("lm_head.weight") and model.tied_embeddings:
+            embed = next(place.tensor for place in stored_parts(model, tensors) if place.variable == "embed")
+            if not _equal(tensors[name], tensors[embed]):
+                raise InputError(
+                    f"{name} differs from {embed}, to which the config ties it. Set tie_word_embeddings to false."
+                )
+        elif not any(fnmatchcase(name, form) for form in ignored):
+            raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Is it its config?")
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors are equal; they are read some rows at a time."""
+    if tuple(one.shape) != tuple(other.shape):
+        return False
+    rows, width = one.shape
+    starts = range(0, rows, ROWS_AT_ONCE)
+    boxes = ((slice(at, min(at + ROWS_AT_ONCE, rows)), slice(0, width)) for at in starts)
+    return all(np.array_equal(one[box], other[box]) for box in boxes)
 
 
 def _array(
@@ -175,7 +209,8 @@ def write_hf(
     """
     model = text_model(model)
     if dtype:
-        dtypes = dict.fromkeys(dtypes, DTYPES[dtype])
+        buffers = {name for name, weight in rows(model).items() if weight.part == "buffer"}
+        dtypes = {name: own if name in buffers else DTYPES[dtype] for name, own in dtypes.items()}
     entries = list(hf_entries(model, fetch, dtypes))
     if jax.process_index() != 0:
         for entry in entries:

@@ -13,8 +13,8 @@ from meshwright.spec.model import Model
 
 
 def embed_scale(model: Model, dtype: Any) -> float:
-    """Returns sqrt(D) rounded to the dtype of the weights, as in training (gemma); 1 for other families."""
-    return float(np.asarray(model.d_model**0.5, dtype)) if model.embed_scale else 1.0
+    """Returns sqrt(D) rounded to the dtype of the weights, as in training (gemma); else the model's multiplier."""
+    return float(np.asarray(model.d_model**0.5, dtype)) if model.embed_scale else model.embed_multiplier
 
 
 def embed(

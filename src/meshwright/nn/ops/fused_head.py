@@ -18,7 +18,6 @@ from meshwright.nn.contract import contract
 from meshwright.nn.experts.slots import ResidualStream
 from meshwright.nn.ops import of_arrays
 from meshwright.nn.ops.linear_cross_entropy import (
-    FirstRow,
     Labels,
     PerToken,
     Statistics,
@@ -61,14 +60,12 @@ def _over_chunks(one: Callable[[Any, Any], tuple[Any, Any]], start: Any, *arrays
     return carry, jax.tree.map(joined, found)
 
 
-def chunked_logits_statistics(
-    x: ResidualStream, table: VocabularyTable, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0
-) -> Statistics:
-    """Returns the statistics of the logits ``x * table``."""
+def chunked_logits_statistics(x: ResidualStream, table: VocabularyTable, labels: Labels, **head: Any) -> Statistics:
+    """Returns the statistics of the logits ``x * table``; ``head`` are those of `head_arguments`."""
 
     def one(_: None, given: tuple[Array, Array]) -> tuple[None, Statistics]:
         here, of_here = given
-        return None, logits_statistics(_logits(here, table), of_here, first_row=first_row, softcap=softcap)
+        return None, logits_statistics(_logits(here, table), of_here, **head)
 
     found: Statistics = _over_chunks(one, None, x, labels)[1]
     return found
@@ -89,14 +86,14 @@ def chunked_logits_backward(
     table: VocabularyTable,
     labels: Labels,
     *rows: PerToken,
-    first_row: FirstRow,
-    softcap: float = 0.0,
+    **head: Any,
 ) -> tuple[ResidualStream, VocabularyTable]:
-    """Returns cotangents of the stream and the table; ``rows`` are the per-token inputs of `logits_backward`."""
+    """Returns cotangents of the stream and the table; ``rows`` are the per-token inputs of `logits_backward`,
+    ``head`` those of `head_arguments`."""
 
     def one(dtable: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
         here, *rows = given
-        dlogits = logits_backward(_logits(here, table), *rows, first_row=first_row, softcap=softcap)
+        dlogits = logits_backward(_logits(here, table), *rows, **head)
         dx, added = _cotangents(here, table, dlogits)
         return dtable + added, dx
 
@@ -105,20 +102,22 @@ def chunked_logits_backward(
 
 
 def fused_head(
-    x: ResidualStream, table: VocabularyTable, labels: Labels, *, softcap: float = 0.0, z_loss: float = 0.0
+    x: ResidualStream, table: VocabularyTable, labels: Labels, *, z_loss: float = 0.0, **head: Any
 ) -> tuple[Float[Array, ""], ResidualStream, VocabularyTable]:
     """Returns the summed loss and its slopes in the stream and in the whole table.
 
     All three use the same logits. Under `jax.jit` a caller of the loss alone pays for the loss alone.
     """
 
+    head = {"first_row": 0, **head}
+
     def one(carry: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
         (loss, dtable), (here, of_here) = carry, given
         logits = _logits(here, table)
-        peak, total, picked = logits_statistics(logits, of_here, first_row=0, softcap=softcap)
+        peak, total, picked = logits_statistics(logits, of_here, **head)
         added = sum_loss(peak, total, picked, of_here, z_loss=z_loss)
         slopes = sum_loss_backward(jnp.float32(1), peak, total, of_here, z_loss=z_loss)
-        dlogits = logits_backward(logits, of_here, peak, *slopes, first_row=0, softcap=softcap)
+        dlogits = logits_backward(logits, of_here, peak, *slopes, **head)
         dx, dtable_here = _cotangents(here, table, dlogits)
         return (loss + added, dtable + dtable_here), dx
 
@@ -133,18 +132,18 @@ def _as_dv(step: Step, table: Array) -> Array:
 
 
 def _statistics(context: Context, step: Step, x: Array, table: Array, labels: Array) -> Statistics:
-    return chunked_logits_statistics(x, _as_dv(step, table), labels, **head_arguments(step, 1, table))
+    return chunked_logits_statistics(x, _as_dv(step, table), labels, **head_arguments(context, step, 1, table))
 
 
 def _backward(context: Context, step: Step, *given: Array) -> tuple[Array, Array]:
     x, table, *per_token = given
-    dx, dtable = chunked_logits_backward(x, _as_dv(step, table), *per_token, **head_arguments(step, 1, table))
+    dx, dtable = chunked_logits_backward(x, _as_dv(step, table), *per_token, **head_arguments(context, step, 1, table))
     return dx, _as_dv(step, dtable)
 
 
 def _fused(context: Context, step: Step, x: Array, table: Array, labels: Array) -> tuple[Array, ...]:
-    softcap, z_loss = step.details.softcap, step.details.z_loss
-    loss, dx, dtable = fused_head(x, _as_dv(step, table), labels, softcap=softcap, z_loss=z_loss)
+    head = head_arguments(context, step, 1, table)
+    loss, dx, dtable = fused_head(x, _as_dv(step, table), labels, z_loss=step.details.z_loss, **head)
     return loss, dx, _as_dv(step, dtable)
 
 

@@ -2,11 +2,13 @@
 
 Where the vocabulary is split over devices, each computes statistics of its own part of the logits, from ``first_row``
 on, which are reduced before the loss. The backward pass reads the logits; heads that keep none are in `fused_head`.
+Logits from ``vocab_size`` on belong to rows that fill the table up: they count as minus infinity.
 
 The loss of a token is ``lse - logit[label] + z_loss * lse**2`` with ``lse = log(sum(exp(logits)))`` of capped logits;
 0 for labels below 0. ``first_row`` is the token of a device's first row of the table, its first logit.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from meshwright.algebra.steps import Step
 from meshwright.nn.activations import capped
 from meshwright.nn.collectives import first_index, own_entries
+from meshwright.nn.context import Context
 from meshwright.nn.ops import of_arrays
 
 PerToken = Float[Array, "B T"]
@@ -25,9 +28,19 @@ FirstRow = Int[Array, ""] | int
 Statistics = tuple[PerToken, PerToken, PerToken]
 
 
-def logits_statistics(logits: TokenLogits, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0) -> Statistics:
+def is_token(logits: TokenLogits, first_row: FirstRow, vocab_size: int) -> Array:
+    """True for the logits [B, T, V] of tokens, False for those of rows that fill the table up."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) < vocab_size - first_row
+
+
+def logits_statistics(
+    logits: TokenLogits, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0, vocab_size: int = 0
+) -> Statistics:
     """Returns per token, over the local part of V: largest logit, sum of exp(logit - largest), label's logit or 0."""
     logits = capped(logits, softcap)
+    if vocab_size:
+        # Not infinite, since a device may have no token's logit: its largest one would give NaN.
+        logits = jnp.where(is_token(logits, first_row, vocab_size), logits, jnp.finfo(logits.dtype).min)
     peak = jnp.max(logits, axis=-1)
     total = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)
     local, inside = own_entries(labels, first_row, logits.shape[-1])
@@ -66,28 +79,33 @@ def logits_backward(
     *,
     first_row: FirstRow,
     softcap: float = 0.0,
+    vocab_size: int = 0,
 ) -> TokenLogits:
     """Returns the logits' cotangents: ``dscaled * exp(capped - peak)``, plus ``dpicked`` at the label, times the cap's
     slope."""
     soft = capped(logits, softcap)
     at = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
     found = dscaled[..., None] * jnp.exp(soft - peak[..., None]) + jnp.where(at, dpicked[..., None], 0.0)
-    return found * (1 - (soft / softcap) ** 2) if softcap else found
+    found = found * (1 - (soft / softcap) ** 2) if softcap else found
+    return jnp.where(is_token(logits, first_row, vocab_size), found, 0.0) if vocab_size else found
 
 
-def head_arguments(step: Step, position: int, value: Array) -> dict[str, Any]:
-    """Returns ``first_row`` and ``softcap`` for a step whose input at ``position``, the block ``value``, has V."""
-    array = step.inputs[position]
-    first_row = first_index(array.axes_of("V"), value.shape[array.dims.index("V")])
-    return {"first_row": first_row, "softcap": step.details.softcap}
+def head_arguments(context: Context, step: Step, position: int, value: Array) -> dict[str, Any]:
+    """Returns ``first_row``, ``softcap`` and ``vocab_size``, 0 where nothing is filled up, for a step whose input at
+    ``position``, the block ``value``, has V."""
+    array, vocab_size = step.inputs[position], context.model.vocab_size
+    size = value.shape[array.dims.index("V")]
+    is_filled = size * math.prod(context.mesh[axis] for axis in array.axes_of("V")) > vocab_size
+    first_row = first_index(array.axes_of("V"), size)
+    return {"first_row": first_row, "softcap": step.details.softcap, "vocab_size": vocab_size if is_filled else 0}
 
 
 STEPS = {
     "logits_statistics": lambda context, step, logits, labels: logits_statistics(
-        logits, labels, **head_arguments(step, 0, logits)
+        logits, labels, **head_arguments(context, step, 0, logits)
     ),
     "logits_backward": lambda context, step, logits, *given: logits_backward(
-        logits, *given, **head_arguments(step, 0, logits)
+        logits, *given, **head_arguments(context, step, 0, logits)
     ),
     "rescale": of_arrays(rescale),
     "sum_loss": lambda context, step, *given: sum_loss(*given, z_loss=step.details.z_loss),

@@ -37,7 +37,7 @@ class RmsForm(NamedTuple):
 def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
     """Returns the variant of a model's norms; ``latent`` norms of latent attention have an eps that no config holds."""
     eps = LATENT_NORM_EPS if latent else model.norm_eps
-    wide = model.norm_unit_offset or model.family == "gpt_oss"
+    wide = model.norm_unit_offset or model.family in ("gpt_oss", "olmo2")
     return RmsForm(eps=eps, unit_offset=model.norm_unit_offset, wide_scale=wide)
 
 

@@ -59,7 +59,7 @@ def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation
         frequencies, factor = _longrope(frequencies, scaling, model.max_positions, seq_len)
     else:
         raise AssertionError(f"rope scaling {kind} is not known")
-    return Rotation(frequencies.astype(np.float32), factor, interleaved=latent, last=latent)
+    return Rotation(frequencies.astype(np.float32), factor, interleaved=latent or model.rope_interleaved, last=latent)
 
 
 def _frequencies(width: int, theta: float) -> np.ndarray:

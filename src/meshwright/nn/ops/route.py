@@ -11,18 +11,24 @@ from meshwright.nn.experts.slots import Chosen, Gates, RouterScores, assign_slot
 from meshwright.spec.model import Model
 
 
-def route(scores: RouterScores, model: Model, *, capacity: int) -> tuple[Gates, Chosen]:
+def route(
+    scores: RouterScores, model: Model, correction: Float[Array, " E"] | None = None, *, capacity: int
+) -> tuple[Gates, Chosen]:
     """Returns the weights of each token's experts in float32, and the token's slots (see `nn.experts.slots`).
 
     Shares of all experts are the softmax over a token's scores, or the sigmoid of each. The experts with the highest
-    are chosen, of a token's best groups where there are groups, and weighed by their shares. Of equal scores the expert
+    are chosen, of a token's best groups where there are groups, and weighed by their shares; a ``correction`` is added
+    to the shares that choose, not to those that weigh. Of equal scores the expert
     with the lower number is chosen. Later tokens are dropped where an expert is asked for more than ``capacity`` slots;
     the weights of a token's other experts stay as they are. Sources: Mixtral and Qwen3-MoE (softmax, sum to one),
     gpt-oss (the same: a softmax over the chosen), Qwen2-MoE (softmax), DeepSeek-V2 (softmax, groups by their best
     expert), DeepSeek-V3 (sigmoid, groups by their best two, sum to one).
     """
     wide = scores.astype(jnp.float32)
-    experts = jax.lax.top_k(_in_best_groups(wide, model), model.experts_per_token)[1]
+    choice = jax.nn.sigmoid(wide) if model.router_scores == "sigmoid" else wide
+    if correction is not None:
+        choice = choice + correction[None, None]
+    experts = jax.lax.top_k(_in_best_groups(choice, model), model.experts_per_token)[1]
     gates = _gates(wide, experts, model)
     return gates, assign_slots(experts, num_experts=scores.shape[-1], capacity=capacity)
 
@@ -51,14 +57,15 @@ def route_backward(dgates: Gates, scores: RouterScores, chosen: Chosen, model: M
 
 
 def _in_best_groups(scores: RouterScores, model: Model) -> RouterScores:
-    """Sets the scores of experts outside of a token's best groups to -inf."""
+    """Sets the scores of experts outside of a token's best groups to -inf: the groups with the best expert or, where
+    shares are sigmoids, with the largest sum of two."""
     if not model.expert_groups:
         return scores
     grouped = scores.reshape(*scores.shape[:-1], model.expert_groups, -1)
     if model.router_scores == "softmax":
         of_group = jnp.max(grouped, axis=-1)
     else:
-        of_group = jnp.sum(jax.lax.top_k(jax.nn.sigmoid(grouped), 2)[0], axis=-1)
+        of_group = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
     best = jax.lax.top_k(of_group, model.groups_per_token)[1]
     is_best = jnp.any(best[..., None] == jnp.arange(model.expert_groups)[None, None, None], axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
@@ -94,10 +101,10 @@ def slot_capacity(context: Context, step: Step, tokens: Array) -> int:
     return expert_capacity(context.model, tokens.shape[0] * tokens.shape[1], step.details.capacity)
 
 
-def _route(context: Context, step: Step, scores: Array) -> tuple[Array, ...]:
+def _route(context: Context, step: Step, scores: Array, *correction: Array) -> tuple[Array, ...]:
     """Returns weights and slots of each token and, if the step has a result for them, the device's counts."""
     capacity = slot_capacity(context, step, scores)
-    gates, chosen = route(scores, context.model, capacity=capacity)
+    gates, chosen = route(scores, context.model, *correction, capacity=capacity)
     if len(step.more) == 1:
         return gates, chosen
     return gates, chosen, routing_counts(scores, chosen, capacity=capacity)

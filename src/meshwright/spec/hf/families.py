@@ -28,13 +28,24 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keys: dict[str, str]
     defaults: dict[str, Any]
     nullable: tuple[str, ...]
-    unwritten: tuple[str, ...]
+    harmless: tuple[str, ...]
+    without: tuple[str, ...] = ()
     fixed: dict[str, Any] = {}
     only: dict[str, Any] = {}
     computed: tuple[str, ...] = ()
     aliases: dict[str, str] = {}
     rope: dict[str, Any] = {}
     weights: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        for field in (*self.fixed, *self.without):
+            self.keys.pop(field, None)
+
+    @property
+    def known(self) -> set[str]:
+        """The keys that are read; another has no meaning here."""
+        rotary = ("rope_scaling", "rope_parameters") if "rope_theta" in self.keys.values() else ()
+        return {"model_type", *rotary, *self.keys.values(), *self.aliases, *self.computed}
 
 
 @functools.cache
@@ -62,10 +73,3 @@ def formats() -> dict[str, Format]:
 def aliases() -> dict[str, str]:
     """Maps every family's own spellings of keys to the keys."""
     return {alias: key for form in formats().values() for alias, key in form.aliases.items()}
-
-
-@functools.cache
-def known_keys() -> set[str]:
-    """Returns every key that is not a misspelt name of another."""
-    found = {"model_type", "rope_scaling", "rope_parameters", *aliases(), *ROPE_KEYS.values()}
-    return found.union(*((*form.defaults, *form.keys.values(), *form.computed) for form in formats().values()))

@@ -6,15 +6,20 @@ no default, except where published files leave them out (gpt2, gemma3).
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields, figure_faults
 from meshwright.core.files import read_json
-from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, formats, known_keys
+from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, formats
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
+
+SAME = {"gemma3_text": "gemma3", "kimi_k2": "deepseek_v3"}
+"""A ``model_type`` -> the family that it is another name of."""
 
 ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3"}
 _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
@@ -49,12 +54,36 @@ class _Config:
         """Returns ``rope_scaling`` or the newer ``rope_parameters``, which may differ between kinds of layers."""
         tables = (self.read(key, dict) for key in ("rope_scaling", "rope_parameters") if self.has(key))
         found: dict[str, Any] = next(filter(None, tables), {})
-        local = found.get("sliding_attention")
-        if isinstance(local, Mapping) and local.get("rope_theta"):
-            self.keys["rope_local_base_freq"] = local["rope_theta"]
-        if isinstance(found.get("full_attention"), Mapping):
-            return dict(found["full_attention"])
-        return found or self.form.rope
+        full, local = found.get("full_attention"), found.get("sliding_attention")
+        if self.family != "gemma3" or not isinstance(full, Mapping):
+            return found or self.form.rope
+        if isinstance(local, Mapping):
+            for key in local.keys() - {"rope_theta"}:
+                if local[key] not in (None, "default"):
+                    raise InputError(f"{self.what}: {key} of sliding layers is {local[key]!r}. Leave it out.")
+            self.keys["rope_local_base_freq"] = local.get("rope_theta", self.keys["rope_local_base_freq"])
+        return dict(full)
+
+    def require_understood(self) -> None:
+        """Raises InputError for a key that would change what the model computes, and does not here."""
+        known = self.form.known
+        rotary = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
+        for key, value in (*self.given.items(), *rotary.items()):
+            if key == "quantization_config" and isinstance(value, Mapping):
+                value = value.get("quant_method")
+            allowed = self.form.only.get(key)
+            if value is None or allowed == []:
+                continue
+            if allowed is not None:
+                values = allowed if isinstance(allowed, list) else [allowed]
+                if value not in values:
+                    words = " or ".join(map(repr, filter(lambda one: one != "", values))) or "no value"
+                    raise InputError(f"{self.what}: {key} is {value!r}. Only {words} is known here.")
+            elif value and key not in known and not any(fnmatchcase(key, one) for one in self.form.harmless):
+                raise InputError(
+                    f"{self.what}: the key {key!r} of a {self.family} config is not known, so that its {value!r} may "
+                    f"change what the model computes. Remove it if it has no effect.{similar(key, known)}"
+                )
 
     def read(self, key: str, kind: type, of: type = object) -> Any:
         """Returns the value of a key, a list ``of`` values of one type. Raises InputError if it is missing or mistyped,
@@ -89,10 +118,22 @@ class _Config:
         return range(self.read("num_hidden_layers", int))
 
     def _missing_hint(self, key: str) -> str:
-        misspelt = difflib.get_close_matches(key, {*self.given, *self.keys} - known_keys(), n=1, cutoff=0.8)
+        misspelt = difflib.get_close_matches(key, {*self.given, *self.rope} - self.form.known, n=1, cutoff=0.8)
         if misspelt:
             return f"The file has {misspelt[0]!r}: rename it to {key!r}."
         return f"A {self.family} config needs it: add it to the file."
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean ...?" for a known name in another spelling, or with one letter that is left out here."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[\W_]", "", text.lower())
+
+    def spellings(text: str) -> set[str]:
+        return {text, *(text[:at] + text[at + 1 :] for at in range(len(text)) if not text[at].isdigit())}
+
+    return next((f" Did you mean {one!r}?" for one in known if plain(name) in spellings(plain(one))), "")
 
 
 def model_from_config(config: str | Path | Mapping[str, Any], name: str | None = None) -> Model:
@@ -115,13 +156,14 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
     if not isinstance(family, str):
         raise InputError(f"{what}: the key 'model_type' is missing. Add one of: {', '.join(FAMILIES)}.")
     prefix = "transformer." if family == "gpt2" else "model."
-    if family in ("gemma3", "gemma3_text"):
+    family = SAME.get(family, family)
+    if family == "gemma3" and isinstance(keys.get("text_config"), Mapping):
         # The multimodal file nests the decoder; its published checkpoints name it after the nesting.
-        family = "gemma3"
-        if isinstance(keys.get("text_config"), Mapping):
-            keys, prefix = keys["text_config"], "language_model.model."
+        quantised = {name: keys[name] for name in ("quantization_config",) if name in keys}
+        keys, prefix = {**keys["text_config"], **quantised}, "language_model.model."
     if family not in FAMILIES:
-        raise InputError(f"{what}: model_type {family!r} is not known.{nearest(family, FAMILIES)}")
+        hint = similar(family, FAMILIES) or f" Known: {', '.join(FAMILIES)}."
+        raise InputError(f"{what}: model_type {family!r} is not known.{hint}")
     fields = _fields(_Config(keys, family=family, what=what))
     return convert_fields({"name": name, "family": family, "weights_prefix": prefix, **fields}, Model, section=what)
 
@@ -129,9 +171,6 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
 def _fields(config: _Config) -> dict[str, Any]:
     """Returns the fields of rows, the fixed fields, and those computed from several keys."""
     family, form = config.family, config.form
-    for key, value in form.only.items():
-        if config.keys.get(key, value) != value:
-            raise InputError(f"{config.what}: {key} is {config.keys[key]!r}. Only {value!r} is known here.")
     in_groups = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
     rows = form.keys | (GROUP_KEYS if in_groups else {})
     fields = {"rope_scaling": _rope_scaling(config)} | config.fields(rows) | _window(config) | form.fixed
@@ -150,8 +189,11 @@ def _fields(config: _Config) -> dict[str, Any]:
         fields["head_dim"] = _equal_heads(config)
     if family in ("qwen2_moe", "qwen3_moe"):
         fields["dense_layers"] = _layers_without_experts(config)
+    if family == "smollm3":
+        fields["unrotated_layers"] = _unrotated(config)
     if family == "qwen2_moe" and fields["d_ff_shared"]:
         fields |= {"num_shared_experts": 1, "shared_expert_gate": True}
+    config.require_understood()
     return fields
 
 
@@ -166,8 +208,7 @@ def _equal_heads(config: _Config) -> int:
 
 
 def _first_dense(config: _Config) -> tuple[int, ...]:
-    first, every = config.read("first_k_dense_replace", int), max(config.read("moe_layer_freq", int), 1)
-    return tuple(layer for layer in config.layers() if layer < first or layer % every)
+    return tuple(config.layers()[: config.read("first_k_dense_replace", int)])
 
 
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:
@@ -175,6 +216,26 @@ def _layers_without_experts(config: _Config) -> tuple[int, ...]:
     step = max(config.read("decoder_sparse_step", int), 1)
     only = config.read("mlp_only_layers", tuple, int) if config.has("mlp_only_layers") else ()
     return tuple(layer for layer in config.layers() if layer in only or (layer + 1) % step)
+
+
+def _unrotated(config: _Config) -> tuple[int, ...]:
+    """Returns SmolLM3's layers without rope: those with a 0 in ``no_rope_layers``, else every fourth or so."""
+    if not config.has("no_rope_layers"):
+        every = max(config.read("no_rope_layer_interval", int), 1)
+        return tuple(layer for layer in config.layers() if (layer + 1) % every == 0)
+    flags = _of_every_layer(config, "no_rope_layers", int)
+    return tuple(layer for layer in config.layers() if not flags[layer])
+
+
+def _of_every_layer(config: _Config, key: str, of: type) -> tuple[Any, ...]:
+    """Returns a list of one value for each layer."""
+    found: tuple[Any, ...] = config.read(key, tuple, of)
+    if len(found) != len(config.layers()):
+        raise InputError(
+            f"{config.what}: {key} has {len(found)} entries for num_hidden_layers={len(config.layers())}. "
+            f"Give one entry per layer."
+        )
+    return found
 
 
 def _rope_scaling(config: _Config) -> RopeScaling | None:
@@ -202,7 +263,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
 
 def _window(config: _Config) -> dict[str, Any]:
     """Returns the sliding window and its layers; {} if no layer has one."""
-    switched_off = config.family.startswith("qwen") and not config.read("use_sliding_window", bool)
+    switched_off = "use_sliding_window" in config.form.defaults and not config.read("use_sliding_window", bool)
     if switched_off or not config.has("sliding_window"):
         return {}
     layers = tuple(_sliding_layers(config, config.layers()))
@@ -212,15 +273,12 @@ def _window(config: _Config) -> dict[str, Any]:
 def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
     """Returns the layers with a window: as listed in ``layer_types``, else by the family's pattern."""
     if config.has("layer_types"):
-        kinds = config.read("layer_types", tuple, str)
-        if len(kinds) != len(layers):
-            raise InputError(
-                f"{config.what}: layer_types has {len(kinds)} entries for num_hidden_layers={len(layers)}. "
-                f"Give one entry per layer."
-            )
+        kinds = _of_every_layer(config, "layer_types", str)
         return [layer for layer in layers if kinds[layer] == "sliding_attention"]
     if config.family in ("qwen2", "qwen3"):
         return layers[config.read("max_window_layers", int) :]
+    if config.family == "smollm3":
+        return _unrotated(config)
     if config.family == "qwen2_moe":
         return layers[: config.read("max_window_layers", int) : 2]
     if config.family in ("gemma2", "gpt_oss"):

@@ -19,7 +19,7 @@ def config_from_model(model: Model) -> dict[str, Any]:
     A decoder that was nested in a model of several kinds of input is written as the text model it is (`text_model`).
     """
     form = formats()[model.family]
-    camel = model.family.title().replace("_", "")
+    camel = {"smollm3": "SmolLM3"}.get(model.family, model.family.title().replace("_", ""))
     config: dict[str, Any] = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel}ForCausalLM"],
         "model_type": "gemma3_text" if model.family == "gemma3" else model.family,
@@ -28,17 +28,18 @@ def config_from_model(model: Model) -> dict[str, Any]:
     }
     spelled = {key: alias for alias, key in form.aliases.items()}
     for field, key in form.keys.items():
-        if field not in form.fixed and field not in form.unwritten:
-            value = getattr(model, field)
-            config.setdefault(spelled.get(key, key), (value or None) if key in form.nullable else value)
+        value = getattr(model, field)
+        config.setdefault(spelled.get(key, key), (value or None) if key in form.nullable else value)
     if model.family != "gpt2":
         config |= _rope(model)
     return config | {key: _COMPUTED[key](model) for key in form.computed}
 
 
 def text_model(model: Model) -> Model:
-    """Returns the model with the weight names of a text-only checkpoint, as it is written."""
-    return replace(model, weights_prefix="model.") if model.family == "gemma3" else model
+    """Returns the model as it is written: with the weight names of a text-only checkpoint, and without layers that
+    predict tokens after the next, whose weights are not read."""
+    prefix = "model." if model.family == "gemma3" else model.weights_prefix
+    return replace(model, weights_prefix=prefix, num_mtp_layers=0)
 
 
 def _rope(model: Model) -> dict[str, Any]:
@@ -78,6 +79,8 @@ def _query_scalar(model: Model) -> float:
 _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "sliding_window": _sliding_window,
     "layer_types": _layer_types,
+    "no_rope_layers": lambda model: [int(n not in model.unrotated_layers) for n in range(model.num_layers)],
+    "no_rope_layer_interval": lambda model: 0,  # the list counts
     "use_sliding_window": lambda model: bool(model.sliding_layers),
     "max_window_layers": lambda model: min(model.sliding_layers, default=model.num_layers),
     "hidden_act": lambda model: model.activation,
@@ -88,6 +91,7 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "first_k_dense_replace": lambda model: len(model.dense_layers),
     "moe_layer_freq": lambda model: 1,
     "norm_topk_prob": lambda model: model.gates_sum_to_one,
+    "num_nextn_predict_layers": lambda model: 0,
     "n_group": lambda model: model.expert_groups or None,
     "topk_group": lambda model: model.groups_per_token or None,
     "topk_method": lambda model: "group_limited_greedy" if model.expert_groups else "greedy",

@@ -76,12 +76,13 @@ class Data(NamedTuple):
     """The data of a run.
 
     ``held_out`` shares no document with ``train`` unless they are few; it has no source where nothing is held out.
-    Without a tokenizer all of it came as tokens.
+    Without a tokenizer all of it came as tokens. ``skipped_records`` could not be read.
     """
 
     tokenizer: Tokenizer | None
     train: tuple[Source, ...]
     held_out: tuple[Source, ...]
+    skipped_records: int = 0
 
     @property
     def several_documents(self) -> bool:
@@ -96,22 +97,24 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data
     one makes the store while the others wait. Raises InputError for data or a tokenizer that cannot be read, or that
     ``vocab_size`` does not fit.
     """
-    path = Path(settings.tokenizer)
+    path, skipped = Path(settings.tokenizer), 0
     given = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
     train, held_out = list[Source](), list[Source]()
     for name, share in settings.sources.items():
         store = open_tokens(Path(name), vocab_size=vocab_size)
         if store is None:
-            corpus = open_corpus(name)
+            corpus = open_corpus(name, skip_bad=settings.skip_bad_records)
             if not settings.tokenizer and (corpus.is_chat or (train and not given)):
                 raise InputError(f"data {name!r} needs train.tokenizer: {NEEDS_TOKENIZER[corpus.is_chat]}.")
             chats = open_chat_tokenizer(path, given, loss_on=settings.loss_on) if given and corpus.is_chat else None
             found = open_store(corpus, chats or given, vocab_size=vocab_size, folder=folder)
             given, store = given or TextTokenizer(found.tokenizer, found.end_id), found.store
+            skipped += found.skipped_records
         parts = split(store, settings.held_out)
         train.append(Source(parts.train, settings.packing, name, share))
         held_out.append(Source(parts.held_out, settings.packing, name, share))
-    return Data(given.tokenizer if given else None, tuple(train), tuple(one for one in held_out if len(one.store)))
+    kept = tuple(one for one in held_out if len(one.store))
+    return Data(given.tokenizer if given else None, tuple(train), kept, skipped)
 
 
 class Batches:

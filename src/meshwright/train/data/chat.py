@@ -76,12 +76,20 @@ class ChatTokenizer(NamedTuple):
     dtype: str = "int32"
     """Of the tokens in a store, where those without a loss are kept as their complement, ``~token``."""
 
-    def encode(self, pieces: Sequence[TextPiece]) -> list[list[int]]:
+    def encode(self, pieces: Sequence[TextPiece], *, skip_bad: bool = False) -> list[list[int] | None]:
         """Returns the tokens of each record, the complement of those without a loss.
 
-        Raises InputError for a record that is none of the known forms, or that the template refuses.
+        Of a record that is none of the known forms, or that the template refuses, raises InputError, or gives None.
         """
-        return [self._of_record(msgspec.json.decode(piece.text), piece.text, piece.where) for piece in pieces]
+        return [self._tokens(piece, skip_bad) for piece in pieces]
+
+    def _tokens(self, piece: TextPiece, skip_bad: bool) -> list[int] | None:
+        try:
+            return self._of_record(msgspec.json.decode(piece.text), piece.text, piece.where)
+        except InputError:
+            if not skip_bad:
+                raise
+            return None
 
     def _of_record(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
         if BEGIN in raw or END in raw:

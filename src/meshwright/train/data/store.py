@@ -54,19 +54,21 @@ AnyTokenizer = TextTokenizer | ChatTokenizer
 
 
 class Tokenised(NamedTuple):
-    """A text as tokens, its tokenizer, and the token that ends each document."""
+    """A text as tokens, its tokenizer, the token that ends each document, and the bad records that were left out."""
 
     store: TokenStore
     tokenizer: Tokenizer
     end_id: int
+    skipped_records: int = 0
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """Counts of the tokens and documents in the files, and of the pieces of text that they come from."""
+    """Counts of tokens and documents in the files, of pieces of text read for them, and of chats that were refused."""
 
     tokens: int = 0
     documents: int = 0
     pieces: int = 0
+    refused: int = 0
     in_document: bool = False
 
     def files(self, folder: Path, dtype: str) -> tuple[tuple[Path, int], tuple[Path, int]]:
@@ -81,6 +83,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dtype: str
     end_id: int
     written: Written
+    skipped_records: int = 0
 
 
 def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, folder: Path) -> Tokenised:
@@ -133,7 +136,12 @@ def _build(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int, part: Pa
         save_tokenizer(given.tokenizer, file)
     encoder = given or TextTokenizer(load_tokenizer(file), END_ID)
     written = tokenise(corpus, encoder, folder=part)
-    meta = Meta(dtype=encoder.dtype, end_id=encoder.end_id, written=written)
+    if not written.documents:
+        raise InputError(
+            "no record can be used: each was left out as bad. Without --skip-bad-records the first says why."
+        )
+    skipped = len(corpus.bad or ()) + written.refused
+    meta = Meta(dtype=encoder.dtype, end_id=encoder.end_id, written=written, skipped_records=skipped)
     write_json_whole(part / META, meta)
     checksums(part / TOKENS).tofile(part / CHECKSUMS)
     write_sums(part, [part / name for name in (TOKENS, STARTS, CHECKSUMS, META, TOKENIZER)])
@@ -192,7 +200,9 @@ def _open(path: Path) -> Tokenised:
     sizes = {tokens: size, starts: index_size + START_BYTES}
     if not all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()):
         raise InputError(f"{path} is damaged: its files have other than {meta.written.tokens} tokens. Remove it.")
-    return Tokenised(TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER), meta.end_id)
+    return Tokenised(
+        TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER), meta.end_id, meta.skipped_records
+    )
 
 
 # -- the files of a store --------------------------------------------------------------------------------
@@ -209,13 +219,16 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
         tokens, starts = (stack.enter_context(_opened(*file)) for file in written.files(folder, dtype))
         show = stack.enter_context(_progress(corpus.total_bytes))
         for pieces in _batches(islice(corpus.pieces(), written.pieces, None)):
-            for piece, ids in zip(pieces, encoder.encode(pieces), strict=True):
+            for piece, ids in zip(pieces, encoder.encode(pieces, skip_bad=corpus.bad is not None), strict=True):
+                written.pieces += 1
+                if ids is None:
+                    written.refused += 1
+                    continue
                 if not written.in_document:
                     starts.write(np.uint64(written.tokens).tobytes())
                     written.documents += 1
                 tokens.write(np.array(ids, dtype).tobytes())
                 written.tokens += len(ids)
-                written.pieces += 1
                 written.in_document = not piece.ends_document
             # The journal must not claim more than the files have.
             tokens.flush()

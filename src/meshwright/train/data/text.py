@@ -35,6 +35,8 @@ CHAT_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwarg
 RECORD_BYTES = 2**26
 """Size of a JSON record at most, unpacked: it is held whole, several times over."""
 HASHED_BYTES = 2**26
+SKIP = "--skip-bad-records leaves such out"
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
 _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
@@ -51,12 +53,16 @@ class TextPiece(NamedTuple):
 
 
 class FileCorpus(NamedTuple):
-    """Files in a fixed order, read as a stream, and the field of a record that has its text; "" for chats."""
+    """Files in a fixed order, read as a stream, and the field of a record that has its text; "" for chats.
+
+    ``bad`` collects where records that cannot be read are, which are then skipped; None refuses the first one.
+    """
 
     data: str
     folder: Path
     files: tuple[Path, ...]
     field: str
+    bad: set[str] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -73,7 +79,7 @@ class FileCorpus(NamedTuple):
 
         A large file that is rewritten with equal size and time is not noticed.
         """
-        digest = hashlib.sha256(self.field.encode())
+        digest = hashlib.sha256(self.field.encode() + (b"" if self.bad is None else b" without bad records"))
         whole = self.total_bytes <= HASHED_BYTES
         for file in self.files:
             found = file.stat()
@@ -85,7 +91,7 @@ class FileCorpus(NamedTuple):
         """Yields all documents; ``bytes_read`` counts over all files. Raises InputError when none has text."""
         before, found = 0, False
         for file in self.files:
-            for piece in read_pieces(file, self.field):
+            for piece in read_pieces(file, self.field, self.bad):
                 found = True
                 yield piece._replace(bytes_read=before + piece.bytes_read)
             before += file.stat().st_size
@@ -97,7 +103,7 @@ class FileCorpus(NamedTuple):
         share = max_chars / max(self.total_bytes, 1)
         for file in self.files:
             left = max_chars if share >= 1 else share * file.stat().st_size
-            for piece in read_pieces(file, self.field):
+            for piece in read_pieces(file, self.field, self.bad):
                 yield piece.text[: math.ceil(left)]
                 left -= len(piece.text)
                 if left <= 0:
@@ -108,6 +114,7 @@ class PydocCorpus(NamedTuple):
     """The reference texts of Python's ``help()``, one document per topic: 465 kB in CPython 3.11."""
 
     texts: tuple[str, ...]
+    bad: None = None
     is_chat: bool = False
 
     @property
@@ -131,7 +138,7 @@ class PydocCorpus(NamedTuple):
 Corpus = FileCorpus | PydocCorpus
 
 
-def open_corpus(data: str) -> Corpus:
+def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
     """Opens the documents that ``TrainSettings.data`` names: "pydoc", a file, or a folder that is searched for files.
 
     ``path#name`` names the field of JSON records or the column of Parquet files that holds the text ("text" where
@@ -151,15 +158,23 @@ def open_corpus(data: str) -> Corpus:
     if not path.exists():
         raise InputError(f"data {data!r} is not there. {_WHAT}")
     files = _files(path)
-    records = [file for file in files if file.name.lower().endswith(RECORD_SUFFIXES)]
-    first: dict[str, Any] = {}
+    if not field:
+        records = [file for file in files if file.name.lower().endswith(RECORD_SUFFIXES)]
+        first = _first_fields(records, skip_bad)
+        field = FIELD if FIELD in first or not first else ""
+        files = files if field else records
+    return FileCorpus(data, path if path.is_dir() else path.parent, tuple(files), field, set() if skip_bad else None)
+
+
+def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
+    """Returns which of `FIELD`, messages and prompt the first record has: with ``skip_bad``, the first that has any."""
     with suppress(InputError, CannotRunError, OSError, EOFError):  # said when the file is read
-        first = next((record for file in records[:1] for record, _, _ in _records(file, field)), {})
-    if field or FIELD in first or not {"messages", "prompt"} & first.keys():
-        field = field or FIELD
-    else:
-        files = records
-    return FileCorpus(data, path if path.is_dir() else path.parent, tuple(files), field)
+        for file in files:
+            for record, _, _ in _records(file, "", set() if skip_bad else None):
+                found = {FIELD, "messages", "prompt"} & record.keys()
+                if found or not skip_bad:
+                    return found
+    return set()
 
 
 def _content(file: Path) -> bytes:
@@ -183,32 +198,62 @@ def _files(path: Path) -> list[Path]:
 # -- documents of one file -------------------------------------------------------------------------------
 
 
-def read_pieces(file: Path, field: str) -> Iterator[TextPiece]:
+def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator[TextPiece]:
     """Yields the documents of a file in order, except blank ones.
 
     A text file is one document. Of JSON lines and Parquet each record is one, in ``field``, or as a whole if that is
-    "". Raises InputError for what is not UTF-8, not JSON, or without the field.
+    "". Raises InputError for what is not UTF-8, not JSON, or without the field; with a set ``bad`` leaves such a record
+    out, of a text file the bytes, and adds where it is.
     """
     try:
         if not file.name.lower().endswith(RECORD_SUFFIXES):
-            yield from _text(file)
+            yield from _text(file, bad)
             return
-        for record, where, bytes_read in _records(file, field):
-            if not field:
+        for record, where, bytes_read in _records(file, field, bad):
+            if field:
+                yield from (TextPiece(piece, last, bytes_read) for piece, last in in_pieces([record[field] or ""]))
+            else:
                 yield TextPiece(msgspec.json.encode(record).decode(), True, bytes_read, where)
-                continue
-            for piece, last in in_pieces([_field(record, field, where)]):
-                yield TextPiece(piece, last, bytes_read)
     except (OSError, EOFError) as error:
         raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
-FoundRecord = tuple[dict[str, Any], str, int]
-"""The fields of a record, its place in words, and the bytes of the file read so far."""
+def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Yields the fields of each record, its place in words, and the bytes of the file read so far.
+
+    ``field`` is text, or nothing, in each. A record that cannot be read is refused, or left out and added to ``bad``.
+    """
+    is_table = file.name.lower().endswith(".parquet")
+    for raw, where, bytes_read in _rows(file, field) if is_table else _lines(file):
+        try:
+            record = _record(raw, where)
+            if field:
+                _require_text(record, field, where)
+        except InputError:
+            if bad is None:
+                raise
+            bad.add(where)
+        else:
+            yield record, where, bytes_read
 
 
-def _records(file: Path, field: str) -> Iterator[FoundRecord]:
-    return _parquet(file, field) if file.name.lower().endswith(".parquet") else _json_lines(file)
+def _record(raw: Any, where: str) -> dict[str, Any]:
+    """Returns the fields of a line, or of a table of one row."""
+    if isinstance(raw, bytes) and len(raw) > RECORD_BYTES:
+        raise InputError(f"{where} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it; {SKIP}.")
+    try:
+        return _OBJECT.decode(raw) if isinstance(raw, bytes) else raw.to_pylist()[0]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        kind = "a JSON object" if isinstance(raw, bytes) else "text"
+        raise InputError(f"{where} is not {kind}: {error}. Mend it; {SKIP}.") from None
+
+
+def _require_text(record: dict[str, Any], field: str, where: str) -> None:
+    if field not in record:
+        raise InputError(f"{where} has no field {field!r}.{nearest(field, record)} Name it: data=FILE#FIELD.")
+    text = record[field]
+    if text is not None and not isinstance(text, str):
+        raise InputError(f"{where}: field {field!r} is {type(text).__name__}, not text. Name another: data=FILE#FIELD.")
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -229,13 +274,13 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
         yield held, True
 
 
-def _text(file: Path) -> Iterator[TextPiece]:
+def _text(file: Path, bad: set[str] | None) -> Iterator[TextPiece]:
     with file.open("rb") as raw:
-        for text, last in in_pieces(_decoded(raw, file)):
+        for text, last in in_pieces(_decoded(raw, file, bad)):
             yield TextPiece(text, last, raw.tell())
 
 
-def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
+def _decoded(raw: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:
     """Yields the text of a file with every end of line as "\\n"."""
     utf8 = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(utf8, translate=True)
@@ -245,37 +290,26 @@ def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
         try:
             yield lines.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise InputError(
-                f"{file} is not UTF-8 text (byte {start + error.start}). Convert it, or leave it out of the folder."
-            ) from None
+            if bad is None:
+                raise InputError(
+                    f"{file} is not UTF-8 text (byte {start + error.start}). Convert it, or leave it out of the "
+                    f"folder; {SKIP}."
+                ) from None
+            bad.add(str(file))
+            utf8.errors = "ignore"
+            yield lines.decode(block, final=not block)
         if not block:
             return
 
 
-def _json_lines(file: Path) -> Iterator[FoundRecord]:
-    decode = msgspec.json.Decoder(dict[str, Any]).decode
+def _lines(file: Path) -> Iterator[tuple[bytes, str, int]]:
+    """Yields the lines of a file; of one of more than `RECORD_BYTES` only its beginning."""
     with file.open("rb") as raw, _unpacked(file, raw) as lines:
         for number, line in enumerate(iter(partial(lines.readline, RECORD_BYTES + 1), b""), start=1):
-            if len(line) > RECORD_BYTES:
-                raise InputError(
-                    f"{file} line {number} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it, or leave it out."
-                )
-            if not line.strip():
-                continue
-            try:
-                record = decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise InputError(f"{file} line {number} is not a JSON object: {error}.") from None
-            yield record, f"{file} line {number}", raw.tell()
-
-
-def _field(record: dict[str, Any], field: str, where: str) -> str:
-    if field not in record:
-        raise InputError(f"{where} has no field {field!r}.{nearest(field, record)} Name it: data=FILE#FIELD.")
-    text = record[field]
-    if text is not None and not isinstance(text, str):
-        raise InputError(f"{where}: field {field!r} is {type(text).__name__}, not text. Name another: data=FILE#FIELD.")
-    return text or ""
+            if line.strip():
+                yield line, f"{file} line {number}", raw.tell()
+            while len(line) > RECORD_BYTES and not line.endswith(b"\n"):
+                line = lines.readline(RECORD_BYTES + 1) or b"\n"
 
 
 def _unpacked(file: Path, raw: BinaryIO) -> Any:
@@ -292,7 +326,7 @@ def _unpacked(file: Path, raw: BinaryIO) -> Any:
     return raw
 
 
-def _parquet(file: Path, field: str) -> Iterator[FoundRecord]:
+def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -306,8 +340,8 @@ def _parquet(file: Path, field: str) -> Iterator[FoundRecord]:
                 raise InputError(f"{file} has no column {field!r}.{nearest(field, names)} Name it: data=FILE#COLUMN.")
             size, done = file.stat().st_size, 0
             for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-                for number, record in enumerate(batch.to_pylist(), start=done + 1):
-                    yield record, f"{file} row {number}", size * (done + len(batch)) // table.metadata.num_rows
-                done += len(batch)
+                for place in range(len(batch)):
+                    done += 1
+                    yield batch.slice(place, 1), f"{file} row {done}", size * done // table.metadata.num_rows
     except pyarrow.ArrowException as error:
         raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}.") from None

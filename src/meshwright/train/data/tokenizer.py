@@ -43,7 +43,7 @@ class TextTokenizer(NamedTuple):
         """The dtype of tokens in a store. Up to 65536 tokens fit two bytes, which halves the file."""
         return "uint16" if num_ids(self.tokenizer) <= 2**16 else "uint32"
 
-    def encode(self, pieces: Sequence[TextPiece]) -> list[list[int]]:
+    def encode(self, pieces: Sequence[TextPiece], *, skip_bad: bool = False) -> Sequence[list[int] | None]:
         """Returns the tokens of each piece, and the end token after the last of a document."""
         found = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         ends = ([self.end_id] if piece.ends_document else [] for piece in pieces)

@@ -115,10 +115,9 @@ def from_optax(
 
 
 def averaged(state: OptState, params: Params) -> Params:
-    """Returns the running mean in the dtypes of the weights, or the weights where none is kept."""
-    if not state.average:
-        return params
-    return {name: round_to(state.average[name], array.dtype) for name, array in params.items()}
+    """Returns the running mean in the dtypes of the weights; the weights, and buffers, where none is kept."""
+    means = {name: round_to(mean, params[name].dtype) for name, mean in state.average.items()}
+    return {**params, **means} if means else params
 
 
 def _float32(tree: Any) -> Any:

@@ -35,10 +35,10 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one start of a run, from the first thing it did to its summary.
 
-    ``steps_s`` is the time in training steps; ``checkpoint_s`` the time that steps waited for checkpoints, without
-    writing in the background; ``data_s`` the time that they waited for batches. ``lost_s`` are steps of an earlier
-    start that this one repeats, since no checkpoint has them. The rest of ``wall_s`` is start-up, logging and files.
-    ``digest_s`` is part of the others: digests of checkpoints, mostly in the background, and of the weights.
+    ``steps_s`` is the time in training steps; ``checkpoint_s`` the time that the loop waited for checkpoints and
+    weights, without writing in the background, and ``digest_s`` the part of it in which digests were made; ``data_s``
+    the time that steps waited for batches. ``lost_s`` are steps of an earlier start that this one repeats, since no
+    checkpoint has them. The rest of ``wall_s`` is start-up, logging and files.
     """
 
     wall_s: float
@@ -67,7 +67,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The result of a run. ``step_s`` is the median after the first two steps; compiling is in ``compile_s``.
 
     ``steps`` and ``losses`` are of the whole run, ``resumed_from`` the step at which this start took over (None for
-    the first); times and ``goodput`` are of this start. ``epochs`` says how often each source of the data was seen.
+    the first); times and ``goodput`` are of this start. ``epochs`` says how often each source of the data was seen,
+    ``skipped_records`` how many records could not be read.
     """
 
     run: str
@@ -87,6 +88,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     resumed_from: int | None = None
     processes: int = 1
     epochs: dict[str, float] = {}
+    skipped_records: int = 0
 
 
 def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
@@ -119,17 +121,19 @@ class Stopwatch:
     """Adds up the seconds of each part, from its creation on."""
 
     def __init__(self) -> None:
-        self._start, self._digests = time.perf_counter(), digest_seconds()
+        self._start, self._digest_s = time.perf_counter(), 0.0
         self._spent: Counter[GoodputPart] = Counter()
 
     @contextmanager
     def timed(self, part: GoodputPart) -> Iterator[None]:
-        """Counts the time of its context as ``part``."""
-        start = time.perf_counter()
+        """Counts the time of its context as ``part``; of checkpoints also how long digests were made meanwhile."""
+        start, digest_s = time.perf_counter(), digest_seconds()
         try:
             yield
         finally:
             self.add(part, time.perf_counter() - start)
+            if part == "checkpoint":
+                self._digest_s += digest_seconds() - digest_s
 
     def add(self, part: GoodputPart, seconds: float) -> None:
         """Counts these seconds as ``part``."""
@@ -142,5 +146,7 @@ class Stopwatch:
     def goodput(self, *, steps_s: float, lost_steps: int = 0, lost_s: float = 0.0) -> Goodput:
         """Returns all parts so far."""
         parts = {f"{part}_s": float(seconds) for part, seconds in self._spent.items()}
-        wall, digests = time.perf_counter() - self._start, digest_seconds() - self._digests
-        return Goodput(wall_s=wall, steps_s=steps_s, lost_steps=lost_steps, lost_s=lost_s, digest_s=digests, **parts)
+        wall = time.perf_counter() - self._start
+        return Goodput(
+            wall_s=wall, steps_s=steps_s, lost_steps=lost_steps, lost_s=lost_s, digest_s=self._digest_s, **parts
+        )

@@ -1,0 +1,52 @@
+"""RMS norm over all dims of its scale, any of which may be split: sums over a row are reduced between devices."""
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.tape import Tape
+
+
+def forward(tape: Tape) -> None:
+    """Sums the squares of a row's part on each device, reduces them, and normalises the part."""
+    x, scale = tape.inputs
+    sums = _sums(tape, "squares")
+    tape.run("sum_squares", (x,), sums)
+    whole = tape.move(sums, sums.replace(unreduced=()))
+    here = tape.out.like(x)
+    tape.run("wide_rms_norm", (x, tape.move(scale, _scale(x, scale)), whole), here)
+    tape.move(here, tape.out)
+
+
+def backward(tape: Tape) -> None:
+    """Reduces the sum over a row of its scaled cotangent times the row, then makes the cotangents of the part."""
+    x, scale = tape.inputs
+    dx, dscale = tape.dinputs
+    squares, sums = _sums(tape, "squares").replace(unreduced=()), _sums(tape, "along")
+    dout, own = tape.move(tape.dout, tape.dout.like(x)), _scale(x, scale)
+    tape.run("wide_rms_norm_along", (dout, x, own), sums)
+    whole = tape.move(sums, sums.replace(unreduced=()))
+    rows = tuple(axis for axis in x.spread if axis not in own.spread)
+    dscale = dscale.like(own).replace(unreduced=rows)
+    cotangents = zip(tape.op.inputs, (dx.like(x), dscale), strict=True)
+    tape.run_backward((x, own, squares, whole), cotangents, dout=dout)
+
+
+def _scale(x: ShardedArray, scale: ShardedArray) -> ShardedArray:
+    """Returns the scale, split as the row is."""
+    return scale.resharded({dim: x.axes_of(dim) for dim in scale.dims})
+
+
+def _sums(tape: Tape, name: str) -> ShardedArray:
+    """Returns a sum over each row, of the device's part of it."""
+    x, scale = tape.inputs
+    rows = tuple(dim for dim in x.dims if dim not in scale.dims)
+    parts = tuple(axis for dim in scale.dims for axis in x.axes_of(dim))
+    return ShardedArray(f"{tape.out.name}_{name}", rows, tuple(x.axes_of(dim) for dim in rows), parts, "fp32")
+
+
+_NORM = StepKind(group="normalisation")
+
+OP = OpKind(
+    forward=forward,
+    backward=backward,
+    steps=dict.fromkeys(("sum_squares", "wide_rms_norm", "wide_rms_norm_along", "wide_rms_norm_backward"), _NORM),
+)

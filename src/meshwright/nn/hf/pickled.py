@@ -1,0 +1,120 @@
+"""Reads ``pytorch_model.bin`` files without PyTorch, and runs nothing that a file names: tensors, dicts and no more.
+
+Such a file is a zip archive of one pickle and the bytes of every storage, which are mapped into memory.
+"""
+
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from meshwright.core.errors import InputError, first_line
+
+MOST_PICKLE_BYTES = 2**26
+_LOCAL_HEADER = 30
+"""Bytes of a zip entry's own header before its name."""
+_STORAGES: dict[str, Any] = {
+    "FloatStorage": np.float32,
+    "HalfStorage": np.float16,
+    "BFloat16Storage": ml_dtypes.bfloat16,
+    "DoubleStorage": np.float64,
+    "LongStorage": np.int64,
+    "IntStorage": np.int32,
+    "ByteStorage": np.uint8,
+    "BoolStorage": np.bool_,
+}
+
+
+class _Storage(NamedTuple):
+    """The dtype that a pickle names as the class of a storage."""
+
+    dtype: np.dtype
+
+
+def unpickled(path: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file by name, mapped into memory.
+
+    Raises InputError, in one line, for a file of before PyTorch 1.6, a damaged one, and one whose pickle names anything
+    but tensors and dicts.
+    """
+    if not zipfile.is_zipfile(path):
+        raise InputError(
+            f"{path} is no zip archive: it is cut short, or of before PyTorch 1.6. Convert it with PyTorch: "
+            f"torch.save(torch.load(FILE, weights_only=True), FILE)."
+        )
+    try:
+        found = _read(path)
+    except InputError:
+        raise
+    except Exception as error:  # a pickle may fail in any way
+        raise InputError(f"{path} is damaged: {first_line(error)}. Fetch it again.") from None
+    for name, tensor in found.items() if isinstance(found, dict) else [("all of it", found)]:
+        if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
+            raise InputError(f"{path}: {name!r} is no tensor. Give a file of weights alone.")
+    return dict(found)
+
+
+def _read(path: Path) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        if entries["data.pkl"].file_size > MOST_PICKLE_BYTES:
+            raise InputError(f"{path}: its pickle has more than {MOST_PICKLE_BYTES >> 20} MiB.")
+        if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+            raise InputError(f"{path} is not little-endian. Convert it to safetensors.")
+        text = archive.read(entries["data.pkl"])
+
+    def storage(key: str, dtype: np.dtype, size: int) -> np.ndarray:
+        entry = entries[f"data/{key}"]
+        with path.open("rb") as file:
+            file.seek(entry.header_offset)
+            header = file.read(_LOCAL_HEADER)
+        start = entry.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<HH", header, 26))
+        if entry.compress_type != zipfile.ZIP_STORED or size * dtype.itemsize > entry.file_size:
+            raise ValueError(f"storage {key} is compressed or too short")
+        mapped = np.memmap(path, np.uint8, "r", start, (size * dtype.itemsize,)) if size else np.empty(0, np.uint8)
+        return mapped.view(dtype)
+
+    return _Reader(BytesIO(text), path, storage).load()
+
+
+class _Reader(pickle.Unpickler):
+    """An unpickler that knows five names, and refuses all others."""
+
+    def __init__(self, file: BytesIO, path: Path, storage: Callable[[str, np.dtype, int], np.ndarray]) -> None:
+        super().__init__(file)
+        self._path, self._storage = path, storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and name in _STORAGES:
+            return _Storage(np.dtype(_STORAGES[name]))
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
+            # of its own, since a pickle may set attributes of what it gets
+            return (lambda *given: _tensor(*given)) if name == "_rebuild_tensor_v2" else (lambda tensor, *_: tensor)
+        raise InputError(
+            f"{self._path} names {module}.{name}, which is neither tensor nor dict, and is not run. Give safetensors."
+        )
+
+    def persistent_load(self, given: Any) -> np.ndarray:
+        kind, storage, key, _, size = given
+        if kind != "storage" or not isinstance(storage, _Storage):
+            raise ValueError("what it keeps beside the pickle is no storage")
+        return self._storage(str(key), storage.dtype, int(size))
+
+
+def _tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> np.ndarray:
+    """Returns a part of a storage as an array; the strides count elements."""
+    steps = list(zip(shape, strides, strict=True))
+    last = offset + sum((size - 1) * step for size, step in steps)
+    if min((offset, *shape, *strides)) < 0 or (all(shape) and last >= len(storage)):
+        raise ValueError("a tensor reaches beyond its storage")
+    width = storage.itemsize
+    return np.lib.stride_tricks.as_strided(storage[offset:], shape, [step * width for step in strides], writeable=False)

@@ -1,0 +1,60 @@
+"""RMS norm of rows that are split over devices, given the sums over whole rows; in float32."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from meshwright.algebra.steps import Step
+from meshwright.nn.context import Context
+
+SplitRows = Float[Array, "B T N H"]
+RowSums = Float[Array, "B T"]
+HeadScale = Float[Array, "N H"]
+
+
+def sum_squares(x: SplitRows) -> RowSums:
+    """Sums the squares of each row's part."""
+    wide = x.astype(jnp.float32)
+    return jnp.sum(wide * wide, axis=(2, 3))
+
+
+def wide_rms_norm(x: SplitRows, scale: HeadScale, squares: RowSums, *, width: int, eps: float) -> SplitRows:
+    """Returns ``x / sqrt(squares / width + eps) * scale``; ``squares`` are sums over rows of ``width``."""
+    inverse = lax.rsqrt(squares / width + eps)[..., None, None]
+    return (x.astype(jnp.float32) * inverse * scale.astype(jnp.float32)[None, None]).astype(x.dtype)
+
+
+def along(dout: SplitRows, x: SplitRows, scale: HeadScale) -> RowSums:
+    """Sums ``dout * scale * x`` over each row's part."""
+    wide = dout.astype(jnp.float32) * scale.astype(jnp.float32)[None, None]
+    return jnp.sum(wide * x.astype(jnp.float32), axis=(2, 3))
+
+
+def wide_rms_norm_backward(
+    dout: SplitRows, x: SplitRows, scale: HeadScale, *sums: RowSums, width: int, eps: float
+) -> tuple[SplitRows, HeadScale]:
+    """Returns cotangents of the rows and the scale; ``sums`` are the squares and `along`, over whole rows.
+
+    With i = 1 / rms: dx = i (dout scale - x i^2 along / width), dscale = sum over rows of dout x i.
+    """
+    squares, total = (array[..., None, None] for array in sums)
+    inverse = lax.rsqrt(squares / width + eps)
+    out, rows = dout.astype(jnp.float32), x.astype(jnp.float32)
+    dx = inverse * (out * scale.astype(jnp.float32)[None, None] - rows * inverse**2 * total / width)
+    return dx.astype(x.dtype), jnp.sum(out * rows * inverse, axis=(0, 1)).astype(scale.dtype)
+
+
+def _sizes(context: Context, step: Step, scale: int) -> dict[str, Any]:
+    width = math.prod(context.model.dims[dim] for dim in step.inputs[scale].dims)
+    return {"width": width, "eps": context.model.norm_eps}
+
+
+STEPS = {
+    "sum_squares": lambda context, step, x: sum_squares(x),
+    "wide_rms_norm": lambda context, step, *given: wide_rms_norm(*given, **_sizes(context, step, 1)),
+    "wide_rms_norm_along": lambda context, step, *given: along(*given),
+    "wide_rms_norm_backward": lambda context, step, *given: wide_rms_norm_backward(*given, **_sizes(context, step, 2)),
+}

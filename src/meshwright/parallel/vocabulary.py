@@ -1,0 +1,57 @@
+"""The vocabulary as devices hold it: filled up with zeros to equal parts (`spec.strategy.held_dims`).
+
+The loss head gives what was added no probability (`nn.ops.linear_cross_entropy`), so its gradients are zero.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.nn.weights import Params
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+
+
+def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """Returns the specs of arrays in the model's own ``shapes``: dims that are ``held`` larger are not split."""
+    return {
+        name: PartitionSpec(
+            *(
+                part if own == larger else None
+                for part, own, larger in zip(specs[name], shapes[name].shape, held[name].shape, strict=True)
+            )
+        )
+        for name in specs
+    }
+
+
+def resized(params: Params, before: Shapes, after: Shapes, specs: Mapping[str, PartitionSpec]) -> Params:
+    """Returns weights, or an optimizer's arrays by their names, cut or filled up with zeros from one shape to another.
+
+    An array on devices keeps its sharding, but for the dims that change, which get that of ``specs``.
+    """
+    changed = {
+        name: _resized(array, before[name].shape, after[name].shape, specs[name])
+        for name, array in params.items()
+        if before[name].shape != after[name].shape and len(before[name].shape) == array.ndim
+    }
+    return params | changed
+
+
+def _resized(array: Any, before: tuple[int, ...], after: tuple[int, ...], spec: PartitionSpec) -> Any:
+    here = zip(array.shape, before, after, strict=True)
+    # an optimizer's mean over a dim has one entry there
+    shape = tuple(new if size == old else size for size, old, new in here)
+
+    def resize(array: Any) -> Any:
+        kept = array[tuple(slice(0, size) for size in shape)]
+        return jnp.pad(kept, [(0, size - old) for size, old in zip(shape, kept.shape, strict=True)])
+
+    if not isinstance(getattr(array, "sharding", None), NamedSharding) or isinstance(array, jax.core.Tracer):
+        return resize(array)
+    own = (*array.sharding.spec, *[None] * array.ndim)
+    parts = (part if new == old else given for part, given, new, old in zip(own, spec, after, before, strict=False))
+    return jax.jit(resize, out_shardings=NamedSharding(array.sharding.mesh, PartitionSpec(*parts)))(array)

@@ -1,0 +1,166 @@
+"""Every name of the front door with values of wrong types and out of range: one clear line of the package's own."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import meshwright as mw
+from meshwright.core.errors import CannotRunError, InputError
+
+MODEL, CLUSTER = mw.load_model("tiny"), mw.parse_cluster("h100:8x1")
+SETTING = mw.make_setting(MODEL, CLUSTER, batch="64seq", seq_len=512)
+WHOLE = mw.Strategy(mesh=mw.make_mesh({"fsdp": 8}))
+ALONE = mw.Strategy(mesh=mw.make_mesh({}), state="fp32")
+PLAN = mw.rank_plans(SETTING, axes={"fsdp": 8}, overrides={"remat": "block"}, top=1).plan()
+SIZES = {"num_layers": 1, "d_model": 8, "d_ff": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "vocab_size": 8}
+
+
+def setting(**given):
+    return mw.make_setting(**{"model": MODEL, "cluster": CLUSTER, "batch": "64seq", "seq_len": 512} | given)
+
+
+def model(**given):
+    return mw.Model(**{"name": "toy", "family": "llama"} | SIZES | given)
+
+
+def generation(**given):
+    return mw.GenerateStep(MODEL, ALONE, **{"max_len": 8, "batch_seqs": 1} | given)
+
+
+CALLS = {
+    "make_setting": [
+        (lambda: setting(batch=1e6), "not a whole number of sequences of 512"),
+        (lambda: setting(batch=float("nan")), "make_setting: batch is nan. Give a whole number or text."),
+        (lambda: setting(batch=None), "batch is None. Give"),
+        (lambda: setting(batch=64), "batch 64 is 64 tokens, less than one sequence of 512"),
+        (lambda: setting(batch=-4), "batch '-4' is below 0"),
+        (lambda: setting(batch=True), "batch is True"),
+        (lambda: setting(seq_len=1.5), "seq_len is 1.5"),
+        (lambda: setting(cluster=None), "cluster is None. Give text or a Cluster."),
+        (lambda: setting(model=""), "model '' is neither in the catalogue"),
+        (lambda: setting(calibration="/"), "Is a directory"),
+        (lambda: setting(optimizer=None), "job.optimizer"),
+        (lambda: setting(rows=3), "unknown field `rows`"),
+    ],
+    "load_calibration": [
+        (lambda: mw.load_calibration("/"), "Is a directory"),
+        (lambda: mw.load_calibration(3), "is 3"),
+    ],
+    "load_model": [(lambda: mw.load_model(None), "name is None"), (lambda: mw.load_model("/tmp/no"), "cannot be read")],
+    "parse_cluster": [(lambda: mw.parse_cluster(8), "text is 8"), (lambda: mw.parse_cluster("h100:0x8"), "below 1")],
+    "make_mesh": [
+        (lambda: mw.make_mesh({"fsdp": 0}), "fsdp=0 must be at least 1"),
+        (lambda: mw.make_mesh("fsdp=8"), "axes is 'fsdp=8'. Give a table {text: a whole number}."),
+        (lambda: mw.make_mesh({"fsdp": "8"}), "Give a table"),
+        (lambda: mw.make_mesh({"fsp": 8}), "'fsp' is not known"),
+    ],
+    "Job": [
+        (lambda: mw.Job(batch_seqs="x", seq_len=8), "Job.batch_seqs is 'x'"),
+        (lambda: mw.Job(batch_seqs=8, seq_len=8, kind=7), "Job.kind is 7"),
+        (lambda: mw.Job(batch_seqs=0, seq_len=8), "must be between 1"),
+    ],
+    "Model": [
+        (lambda: model(num_layers="a"), "Model.num_layers is 'a'"),
+        (lambda: model(family="lama"), "Model.family is 'lama'"),
+        (lambda: model(rope_theta=float("nan")), "rope_theta is nan"),
+    ],
+    "Strategy": [
+        (lambda: mw.Strategy(mesh={"fsdp": 1.5}), "Strategy.mesh is {'fsdp': 1.5}"),
+        (lambda: msgspec.structs.replace(WHOLE, remat=7), "Strategy.remat is 7. Give text or a list of text."),
+        (lambda: msgspec.structs.replace(WHOLE, offload="optimizer"), "Strategy.offload is 'optimizer'"),
+        (lambda: msgspec.structs.replace(WHOLE, assignment={"weight": 3}), "Strategy.assignment is"),
+    ],
+    "Setting": [(lambda: mw.Setting("tiny", CLUSTER, SETTING.job), "Setting.model is 'tiny'. Give a Model.")],
+    "setting_of": [(lambda: mw.setting_of("q.toml"), "plan is 'q.toml'. Give a Plan.")],
+    "derive": [
+        (lambda: mw.derive(3), "model is 3"),
+        (lambda: mw.derive("tiny", "fsdp"), "strategy is 'fsdp'"),
+        (lambda: mw.derive("tiny", optimizer="sgd"), "optimizer 'sgd' is not known"),
+    ],
+    "price_strategy": [
+        (lambda: mw.price_strategy("tiny", WHOLE), "setting is 'tiny'"),
+        (lambda: mw.price_strategy(SETTING, None), "strategy is None"),
+        (lambda: mw.price_strategy(SETTING, mw.Strategy(mesh={"rows": 8})), "'rows' is not known"),
+        (lambda: mw.price_strategy(SETTING, ALONE), "1 devices and h100:8x1 8 chips"),
+    ],
+    "rank_plans": [
+        (lambda: mw.rank_plans(PLAN), "setting is a Plan. Give a Setting."),
+        (lambda: mw.rank_plans(SETTING, axes={"fsdp": 0}), "fsdp=0 must be at least 1"),
+        (lambda: mw.rank_plans(SETTING, axes={"fsdp": 3}), "does not divide the 8 chips"),
+        (lambda: mw.rank_plans(SETTING, overrides={"remat": 7}), "strategy.remat"),
+        (lambda: mw.rank_plans(SETTING, overrides={"rows": 7}), "strategy.rows cannot be set here"),
+        (lambda: mw.rank_plans(SETTING, top="a"), "top is 'a'"),
+    ],
+    "explain": [(lambda: mw.explain("q.toml"), "explain: plan is 'q.toml'. Give a Plan.")],
+    "changed_plan": [
+        (lambda: mw.changed_plan(PLAN, job=None), "Plan.job is None. Give a Job."),
+        (lambda: mw.changed_plan(PLAN, jobs=None), "'jobs' is no part of a plan. Did you mean 'job'?"),
+        (lambda: mw.changed_plan(PLAN, strategy=mw.Strategy(mesh={"rows": 8})), "'rows' is not known"),
+    ],
+    "Plan": [
+        (lambda: msgspec.structs.replace(PLAN, cluster="h100:8x1"), "Plan.cluster is 'h100:8x1'. Give a Cluster.")
+    ],
+    "load_plan": [(lambda: mw.load_plan("/"), "Is a directory"), (lambda: mw.load_plan(None), "path is None")],
+    "save_plan": [
+        (lambda: mw.save_plan(PLAN, "/tmp"), "/tmp: Is a directory"),
+        (lambda: mw.save_plan(None, "a.toml"), "plan is None"),
+    ],
+    "ProofOptions": [
+        (lambda: mw.ProofOptions(depth="deep"), "ProofOptions.depth is 'deep'. Give lower, partition or full."),
+        (lambda: mw.ProofOptions(timeout_s="x"), "ProofOptions.timeout_s is 'x'. Give a finite number."),
+    ],
+    "prove_strategy": [
+        (lambda: mw.prove_strategy(None, WHOLE), "setting is None"),
+        (lambda: mw.prove_strategy(SETTING, ALONE), "the mesh has 1 devices"),
+    ],
+    "TextOptions": [
+        (lambda: mw.TextOptions(max_tokens=-1), "max_tokens is -1"),
+        (lambda: mw.TextOptions(mesh="tensor=8"), "TextOptions.mesh is 'tensor=8'"),
+    ],
+    "generate_text": [
+        (lambda: mw.generate_text(None, ["a"]), "folder is None"),
+        (lambda: mw.generate_text("/", "a prompt"), "prompts is 'a prompt'. Give a list of text."),
+        (lambda: mw.generate_text("/", ["a"]), "has no config.json"),
+    ],
+    "run_training": [
+        (lambda: mw.run_training("q.toml"), "plan is 'q.toml'"),
+        (lambda: mw.run_training(PLAN, 3), "settings is 3"),
+        (lambda: mw.run_training(PLAN), "the plan is for 8 chips of h100"),
+    ],
+    "TrainStep": [
+        (lambda: mw.TrainStep("tiny", ALONE), "TrainStep: model is 'tiny'"),
+        (lambda: mw.TrainStep(MODEL, ALONE, optimizer=3), "optimizer is 3"),
+        (lambda: mw.TrainStep(MODEL, mw.Strategy(mesh=mw.make_mesh({}))), "needs an optimizer"),
+    ],
+    "GenerateStep": [
+        (lambda: generation(max_len="a"), "GenerateStep: max_len is 'a'"),
+        (lambda: generation(batch_seqs=0), "must be between 1"),
+        (lambda: generation(weights="int3"), "weights is 'int3'"),
+    ],
+}
+"""Public name -> calls, and what each says."""
+
+
+def test_the_table_has_every_name():
+    assert set(CALLS) == set(mw.__all__)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hostile_values_get_one_line(name):
+    for call, words in CALLS[name]:
+        with pytest.raises((InputError, CannotRunError), match=re.escape(words)) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+def test_what_is_clear_is_taken(tmp_path):
+    assert setting(batch=2.0**20, seq_len="4Ki").job == mw.Job(batch_seqs=256, seq_len=4096)
+    assert setting(batch=2**20).job == setting(batch="1Mi").job
+    assert mw.Job(batch_seqs=1e6, seq_len=8).batch_seqs == 1_000_000
+    mw.save_plan(PLAN, str(tmp_path / "plan.toml"))
+    assert mw.load_plan(tmp_path / "plan.toml") == mw.load_plan(str(tmp_path / "plan.toml"))
+    assert mw.load_model(Path("tiny")) == MODEL
+    assert mw.make_mesh({"fsdp": 8.0}) == WHOLE.mesh
+    assert msgspec.structs.replace(WHOLE, offload=["optimizer"]).offload == ("optimizer",)

@@ -1,0 +1,34 @@
+"""Families with ops of their own, on meshes: values and gradients of one device, collectives as derived."""
+
+import pytest
+from msgspec.structs import replace
+
+from tests.nn.families import FAMILIES
+from tests.parallel.cases import assert_equal, on_one_device, run, strategy_of
+
+MODELS = {
+    "olmo2": replace(FAMILIES["olmo2"], num_layers=4, rope_scaling=None),
+    "granite": replace(FAMILIES["granite"], num_layers=4, tied_embeddings=False),
+    "glm4": replace(FAMILIES["glm4"], num_layers=4),
+    "smollm3": replace(
+        FAMILIES["smollm3"], num_layers=4, unrotated_layers=(1, 3), sliding_layers=(), tied_embeddings=False
+    ),
+    "deepseek_v3": replace(FAMILIES["deepseek_v3"], num_layers=4, dense_layers=()),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("olmo2", {"tensor": 2}),
+        *(pytest.param(name, {"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow) for name in MODELS),
+        pytest.param("olmo2", {"pipeline": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_gives_what_one_device_does_and_sends_what_is_derived(family, axes):
+    model = MODELS[family]
+    found = run(model, strategy_of(axes, num_microbatches=2 if "pipeline" in axes else 1))
+    assert_equal(found, on_one_device(model))
+    if "pipeline" not in axes:
+        assert found.compiled == found.derived

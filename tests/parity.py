@@ -1,0 +1,215 @@
+"""A family against transformers on a mesh: logits, three AdamW steps, the weights written back, greedy text.
+
+Random weights everywhere, float32; what a mesh or a shape does not support is an outcome in words.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from meshwright.algebra.notation import check
+from meshwright.core.errors import UserError
+from meshwright.nn.forward import logits_fn
+from meshwright.nn.hf.weights import read_params, save_hf
+from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.train_step import State, TrainStep
+from meshwright.serve.generate import generate
+from meshwright.spec.hf.read import model_from_config
+from meshwright.spec.model import FAMILIES, Model
+from meshwright.spec.strategy import Strategy, make_mesh
+from tests.nn.families import CONFIGS
+
+__all__ = ["FAMILIES", "MESHES", "SHAPES", "Outcome", "run"]
+
+ROWS, LENGTH, PROMPT, NUM_TOKENS, NUM_STEPS = 8, 32, 20, 6, 3
+ADAMW = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
+RATE = 1e-3
+
+MESHES: dict[str, dict[str, Any]] = {
+    "one device": {"axes": {}},
+    "data 2, fsdp 2, tensor 2": {"axes": {"data": 2, "fsdp": 2, "tensor": 2}},
+    "fsdp 2, context 2, tensor 2": {"axes": {"fsdp": 2, "context": 2, "tensor": 2}, "context_attention": "gather"},
+    "pipeline 2, data 2, tensor 2": {"axes": {"pipeline": 2, "data": 2, "tensor": 2}, "num_microbatches": 2},
+}
+"""Meshes of the table: one device, and three of eight."""
+
+PIPELINE = "pipeline 2, data 2, tensor 2"
+BASE = tuple(name for name in MESHES if name != PIPELINE)
+"""Meshes of the shape that a case has; on the pipeline it needs layers that make two equal stages."""
+
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "one kv head": ({"num_key_value_heads": 1}, "data 2, fsdp 2, tensor 2"),
+    "vocabulary 50257": ({"vocab_size": 50257}, "data 2, fsdp 2, tensor 2"),
+    "4 layers, 2 stages": ({"num_hidden_layers": 4}, PIPELINE),
+    "7 layers, 2 stages": ({"num_hidden_layers": 7}, PIPELINE),
+}
+"""Further shapes: keys of the config, and the mesh that they are trained on. Positions of every case are far beyond the
+context that its rope was stretched from, where it is stretched."""
+
+# The frequencies of dynamic scaling follow the length of what is there: in transformers the present one of a text that
+# grows, here the longest that the cache has room for.
+CHANGED = {"qwen2": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 64}}
+
+
+class Outcome(NamedTuple):
+    """Greatest differences, over the largest entry; None where the mesh does not do it. ``refused`` is why not."""
+
+    logits: float | None = None
+    losses: float | None = None
+    weights: float | None = None
+    is_written_back: bool | None = None
+    is_same_text: bool | None = None
+    refused: str = ""
+
+
+def config_of(case: str, shape: str = "") -> dict[str, Any]:
+    """The config of a case in an odd shape."""
+    config = {**CONFIGS[case], **CHANGED.get(case, {})}
+    given = dict(SHAPES[shape][0]) if shape else {}
+    if "n_embd" in config:
+        given = {{"num_hidden_layers": "n_layer"}.get(key, key): value for key, value in given.items()}
+    if "kv_lora_rank" in config:
+        given.pop("num_key_value_heads", None)  # latent attention has as many as heads
+    for key, value in given.items():
+        if key == "num_hidden_layers":
+            for lists in {"layer_types", "no_rope_layers"} & config.keys():
+                config[lists] = (list(config[lists])[:2] * value)[:value]
+        config[key] = value
+    return config
+
+
+def model_of(case: str, shape: str = "") -> Model:
+    """The model of a case."""
+    return model_from_config(config_of(case, shape), case)
+
+
+def theirs_of_case(case: str, shape: str = "") -> "Theirs":
+    """What transformers makes of a case."""
+    return theirs_of(config_of(case, shape), model_of(case, shape))
+
+
+def their_model(config: Mapping[str, Any]) -> Any:
+    """The model of transformers with random values everywhere, so that no bias, norm or sink hides."""
+    import torch
+    import transformers
+
+    keys = dict(config)
+    torch.manual_seed(0)
+    found = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    model = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="eager").eval()
+    for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))):
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def state_of(theirs: Any) -> dict[str, np.ndarray]:
+    """A state dict as NumPy arrays."""
+    return {name: tensor.detach().numpy().copy() for name, tensor in theirs.state_dict().items()}
+
+
+class Theirs(NamedTuple):
+    """What transformers makes of a case."""
+
+    weights: dict[str, np.ndarray]
+    logits: np.ndarray
+    text: list[list[int]]
+    losses: list[float]
+    trained: dict[str, np.ndarray]
+
+
+def tokens_of(model: Model) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, model.vocab_size, (NUM_STEPS, ROWS, LENGTH + 1)).astype(np.int32)
+
+
+def theirs_of(config: Mapping[str, Any], model: Model) -> Theirs:
+    import torch
+
+    theirs, batches = their_model(config), torch.tensor(tokens_of(model), dtype=torch.long)
+    weights, prompts = state_of(theirs), batches[0, :, :PROMPT]
+    with torch.no_grad():
+        logits = theirs(batches[0, :, :-1]).logits.numpy()
+        length = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
+        text = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, **length)
+    beta = (ADAMW["b1"], ADAMW["b2"])
+    step = torch.optim.AdamW(
+        theirs.parameters(), lr=RATE, betas=beta, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"]
+    )
+    losses = []
+    for rows in batches:
+        step.zero_grad()
+        found = theirs(rows[:, :-1]).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(found, rows[:, 1:].flatten())
+        loss.backward()
+        step.step()
+        losses.append(float(loss.detach()))
+    return Theirs(weights, logits, text[:, PROMPT:].tolist(), losses, state_of(theirs))
+
+
+def difference(found: Any, expected: Any) -> float:
+    """The greatest difference over the largest entry."""
+    expected = np.asarray(expected)
+    return float(np.abs(np.asarray(found) - expected).max() / max(np.abs(expected).max(), 1e-30))
+
+
+def run(case: str, mesh: str, shape: str = "", *, theirs: Theirs | None = None) -> Outcome:
+    """One case on one mesh."""
+    model, theirs = model_of(case, shape), theirs or theirs_of_case(case, shape)
+    choices = dict(MESHES[mesh])
+    strategy = Strategy(mesh=make_mesh(choices.pop("axes")), state="fp32", **choices)
+    try:
+        outcome = _trained(model, strategy, theirs)
+        return outcome if shape else _generated(model, strategy, theirs, outcome)
+    except UserError as error:
+        return Outcome(refused=str(error))
+
+
+def _trained(model: Model, strategy: Strategy, theirs: Theirs) -> Outcome:
+    step = TrainStep(model, strategy, optimizer=optax.adamw(RATE, **ADAMW))
+    for name in step.shards:
+        check(step.declared.declared[name], model.dims, strategy.mesh)
+    params = step.from_canonical(read_params(model, theirs.weights))
+    params = jax.device_put(params, step.state_shardings.params)
+    state, losses = State(params, step.init_optimizer(params)), []
+    for rows in tokens_of(model):
+        state, metrics = step.step(state, {"tokens": rows[:, :-1], "labels": rows[:, 1:]})
+        losses.append(float(metrics.loss))
+    trained = step.to_canonical(state.params)
+    expected = read_params(model, theirs.trained)
+    largest = max(difference(trained[name], array) for name, array in expected.items())
+    return Outcome(
+        losses=difference(losses, theirs.losses), weights=largest, is_written_back=_comes_back(model, trained)
+    )
+
+
+def _comes_back(model: Model, params: Mapping[str, Any]) -> bool:
+    """True if transformers reads what is written, bit for bit."""
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_hf(model, dict(params), Path(folder))
+        back = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        found = read_params(model, state_of(back))
+    return all(np.array_equal(np.asarray(found[name]), np.asarray(array)) for name, array in params.items())
+
+
+def _generated(model: Model, strategy: Strategy, theirs: Theirs, outcome: Outcome) -> Outcome:
+    """Adds logits and text: on a mesh those after each row, on one device those of every position too."""
+    params, tokens = read_params(model, theirs.weights), tokens_of(model)[0]
+    alone = 0.0
+    if not strategy.active_axes:
+        alone = difference(jax.jit(logits_fn(model))(params, jnp.asarray(tokens[:, :-1])), theirs.logits)
+    step = GenerateStep(model, strategy, max_len=LENGTH + 8, batch_seqs=ROWS, cache_dtype="fp32")
+    placed = step.place(params)
+    found, _ = step.prefill(placed, step.init_cache(), tokens[:, :-1], np.full(ROWS, LENGTH))
+    prompts = [list(map(int, row[:PROMPT])) for row in tokens]
+    text = generate(step, placed, prompts, max_tokens=NUM_TOKENS).completions
+    return outcome._replace(
+        logits=max(alone, difference(found, theirs.logits[:, -1])),
+        is_same_text=[list(one.tokens) for one in text] == theirs.text,
+    )

@@ -1,0 +1,148 @@
+"""Every key of a config is honoured, declared to be without effect, or refused by name."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.spec.hf.families import formats
+from meshwright.spec.hf.read import model_from_config
+from meshwright.spec.model import FAMILIES
+from tests.nn.families import CONFIGS
+from tests.spec.hf.test_read import LLAMA, REQUIRED
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
+
+CASES = {name.removesuffix("_text"): LLAMA | keys | {"model_type": name} for name, keys in REQUIRED.items()}
+CASES["gpt2"].pop("intermediate_size")
+
+
+def refused(family: str, **keys) -> str:
+    with pytest.raises(InputError) as caught:
+        model_from_config(CASES[family] | keys, "toy")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("gemma3", "use_bidirectional_attention", True),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("llama", "sliding_window", 8),
+        ("llama", "attention_dropout", 0.1),
+        ("llama", "n_inner", 12),
+        ("llama", "quantization_config", {"quant_method": "awq", "bits": 4}),
+        ("gpt_oss", "quantization_config", {"quant_method": "awq"}),
+        ("gpt2", "head_dim", 8),
+        ("gpt2", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("gpt2", "add_cross_attention", True),
+        ("mistral", "attention_bias", True),
+        ("mixtral", "router_jitter_noise", 0.1),
+        ("deepseek_v2", "moe_layer_freq", 2),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v3", "rope_interleave", False),
+        ("gpt_oss", "swiglu_limit", 5.0),
+    ],
+)
+def test_keys_without_a_meaning_here_are_refused_by_name(family, key, value):
+    text = refused(family, **{key: value})
+    assert key in text.split(" is ")[0]
+    assert "Only" in text or "Remove it" in text
+    if key != "topk_method":
+        assert model_from_config(CASES[family] | {key: None}) == model_from_config(CASES[family])
+
+
+def test_a_message_says_what_to_write():
+    assert refused("llama", num_atention_heads=4) == (
+        "toy: the key 'num_atention_heads' of a llama config is not known, so that its 4 may change what the model "
+        "computes. Remove it if it has no effect. Did you mean 'num_attention_heads'?"
+    )
+    assert refused("llama", quantization_config={"quant_method": "awq"}) == (
+        "toy: quantization_config is 'awq'. Only no value is known here."
+    )
+    assert refused("llama", rope_scaling={"rope_type": "linear", "factor": 2.0, "ramp": 3}).startswith(
+        "toy: the key 'ramp' of a llama config is not known"
+    )
+
+
+def test_a_scaling_of_sliding_layers_is_refused():
+    rope = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+    assert "of sliding layers is" in refused("gemma3", rope_parameters=rope)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("lama", "llama"), ("GPT-OSS", "gpt_oss"), ("deepseek-v3", "deepseek_v3")]
+    + [(name, "") for name in ("stablelm", "opt", "gpt_neox", "gemma3n", "llama4", "phi", "ministral", "qwen3_next")],
+)
+def test_only_a_spelling_of_a_family_is_suggested(name, meant):
+    with pytest.raises(InputError) as caught:
+        model_from_config(LLAMA | {"model_type": name}, "toy")
+    hint = f"Did you mean {meant!r}?" if meant else f"Known: {', '.join(FAMILIES)}."
+    assert str(caught.value) == f"toy: model_type {name!r} is not known. {hint}"
+
+
+def other(value):
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return value[1:]
+    return {"gelu": "silu"}.get(value, "gelu") if isinstance(value, str) else (value or 1) * 2 + 1
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_keys_of_transformers_are_decided(family):
+    """A key of theirs that is not declared harmless changes the model or is refused."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    form, base = formats()[family], transformers.PretrainedConfig().to_dict()
+    theirs = transformers.AutoConfig.for_model(CASES[family]["model_type"]).to_dict()
+    plain = model_from_config(CASES[family])
+    silent = set()
+    for key in theirs.keys() - base.keys() - {"rope_parameters", "layer_types"}:
+        harmless = form.only.get(key) == [] or any(fnmatchcase(key, one) for one in form.harmless)
+        value = theirs[key] if theirs[key] is not None else CASES[family].get(key, 8)
+        try:
+            changed = harmless or any(
+                model_from_config(CASES[family] | on | {key: other(value)}) != plain for on in ({}, SWITCHES)
+            )
+        except InputError:
+            changed = True
+        silent |= set() if changed else {key}
+    assert silent <= WITHOUT_EFFECT.get(family, set())
+
+
+SWITCHES = {"use_sliding_window": True, "topk_method": "group_limited_greedy"}
+"""Keys that switch others on."""
+WITHOUT_EFFECT = {
+    "gemma2": {"hidden_act"},
+    "deepseek_v2": {"num_key_value_heads"},
+    "deepseek_v3": {"num_key_value_heads"},
+}
+"""Keys that no code of transformers' model reads."""
+
+
+BY_GETATTR = {"qwen2", "qwen2_moe", "qwen3_moe", "phi3", "olmo2", "smollm3", "granite"}
+"""Families whose layers take ``head_dim`` though their configuration class does not have it."""
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_is_honoured_that_transformers_ignores(family):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.AutoConfig.for_model(CASES[family]["model_type"])
+    older = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "num_experts"}
+    by_getattr = {"head_dim"} if family in BY_GETATTR else set()
+    names = {*config.to_dict(), *config.attribute_map, "partial_rotary_factor"} | older | by_getattr
+    honoured = formats()[family].known - names
+    assert honoured <= {key for key, values in formats()[family].only.items()} | {"moe_layer_freq"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_transformers_saves_is_read(name):
+    """With every key at its default, as `save_pretrained` of version 5 writes them."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    keys = dict(CONFIGS[name])
+    saved = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys).to_dict()
+    assert model_from_config(saved, name) == model_from_config(CONFIGS[name], name)
