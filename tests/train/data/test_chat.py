@@ -10,7 +10,7 @@ from meshwright.train.data.batches import Batches, open_data
 from meshwright.train.data.chat import open_chat_tokenizer
 from meshwright.train.data.text import TextPiece, open_corpus
 from meshwright.train.data.tokenizer import open_tokenizer
-from meshwright.train.settings import TrainSettings
+from meshwright.train.settings import TrainSettings, with_whole_paths
 from tests.train.data.chats import CHATS, FORMS, PAIRS, PLAIN, TEMPLATES, write_records, write_tokenizer
 
 
@@ -140,3 +140,32 @@ def test_chats_need_a_tokenizer(tmp_path):
     data = write_records(tmp_path / "chats.jsonl", CHATS)
     with pytest.raises(InputError, match=r"needs train\.tokenizer: chats are rendered by its template"):
         open_data(TrainSettings(data=data), vocab_size=300, folder=tmp_path)
+
+
+def test_the_tokenizer_of_the_weights_renders_chats(tmp_path):
+    folder = write_tokenizer(tmp_path / "published", TEMPLATES["qwen"])
+    data = write_records(tmp_path / "chats.jsonl", CHATS)
+    weights = with_whole_paths(TrainSettings(data=data, weights=str(folder), held_out=0.0))
+    found = open_data(weights, vocab_size=300, folder=tmp_path / "kept")
+    assert len(found.train[0].store) == sum(len(encoded(folder, one)[0]) for one in CHATS)
+
+
+def test_bad_chats_are_left_out_and_counted(tmp_path):
+    """What is not JSON, what is no chat, also where it comes first, and what the template refuses."""
+    folder = write_tokenizer(tmp_path / "gemma", TEMPLATES["gemma"])
+    bad = [{"id": 1}, {"messages": "x"}, {"messages": [{"role": "system", "content": "x"}]}]
+    data = write_records(tmp_path / "chats.jsonl", [bad[0], CHATS[0], *bad[1:], CHATS[1]])
+    with open(data, "r+") as file:
+        lines = file.read()
+        file.seek(0)
+        file.write("{\n" + lines)
+    given = TrainSettings(data=data, tokenizer=str(folder), skip_bad_records=True, held_out=0.0)
+    for _ in range(2):  # the second reads what the first has kept
+        found = open_data(given, vocab_size=300, folder=tmp_path / "kept")
+        assert found.skipped_records == 4
+        assert found.train[0].store.num_documents == 2
+    with pytest.raises(InputError, match="line 1 is not a JSON object"):
+        open_data(msgspec.structs.replace(given, skip_bad_records=False), vocab_size=300, folder=tmp_path / "kept")
+    write_records(tmp_path / "chats.jsonl", bad[1:])
+    with pytest.raises(InputError, match="no record can be used"):
+        open_data(given, vocab_size=300, folder=tmp_path / "kept")
