@@ -107,11 +107,6 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     log_every: int = 10
     track: tuple[TrackerKind, ...] = ()
 
-    @property
-    def sources(self) -> dict[str, float]:
-        """The share of each source of ``data``."""
-        return data_sources(self.data)
-
     def __post_init__(self) -> None:
         for name, known in _WORDS.items():
             _require_words(name, getattr(self, name), known)
@@ -149,7 +144,7 @@ def with_whole_paths(settings: TrainSettings) -> TrainSettings:
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute()) if path else path
 
-    sources = {PYDOC if name == PYDOC else absolute(name): share for name, share in settings.sources.items()}
+    sources = {PYDOC if name == PYDOC else absolute(name): share for name, share in data_sources(settings.data).items()}
     data = ",".join(f"{name}:{share:g}" if len(sources) > 1 else name for name, share in sources.items())
     weights, tokenizer = absolute(settings.weights), absolute(settings.tokenizer)
     if weights and not tokenizer:

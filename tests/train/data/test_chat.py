@@ -167,5 +167,5 @@ def test_bad_chats_are_left_out_and_counted(tmp_path):
     with pytest.raises(InputError, match="line 1 is not a JSON object"):
         open_data(msgspec.structs.replace(given, skip_bad_records=False), vocab_size=300, folder=tmp_path / "kept")
     write_records(tmp_path / "chats.jsonl", bad[1:])
-    with pytest.raises(InputError, match="no record can be used"):
+    with pytest.raises(InputError, match="every record is bad and left out"):
         open_data(given, vocab_size=300, folder=tmp_path / "kept")

@@ -22,7 +22,7 @@ from meshwright.train.data.text import open_corpus
 from meshwright.train.data.token_files import open_tokens
 from meshwright.train.data.token_store import split
 from meshwright.train.data.tokenizer import TextTokenizer, open_tokenizer
-from meshwright.train.settings import TrainSettings
+from meshwright.train.settings import TrainSettings, data_sources
 
 READ_AHEAD = 2
 NEEDS_TOKENIZER = {True: "chats are rendered by its template", False: "what stands before it came as tokens"}
@@ -100,7 +100,7 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data
     path, skipped = Path(settings.tokenizer), 0
     given = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
     train, held_out = list[Source](), list[Source]()
-    for name, share in settings.sources.items():
+    for name, share in data_sources(settings.data).items():
         store = open_tokens(Path(name), vocab_size=vocab_size)
         if store is None:
             corpus = open_corpus(name, skip_bad=settings.skip_bad_records)

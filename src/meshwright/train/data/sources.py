@@ -72,13 +72,8 @@ class Source(NamedTuple):
     share: float = 1.0
 
     def rows(self, seq_len: int) -> Rows:
-        """Returns the rows of ``seq_len`` tokens; none if the text does not fill one."""
-        return cut(self.store, seq_len, self.packing)
-
-
-def cut(store: TokenStore, seq_len: int, packing: bool) -> Rows:
-    """Returns the rows of a store: whole records, or text cut anywhere."""
-    return (WholeRows if store.is_records else Rows)(store, seq_len, packing=packing)
+        """Returns the rows of ``seq_len`` tokens, of whole records or of text cut anywhere; none if none is full."""
+        return (WholeRows if self.store.is_records else Rows)(self.store, seq_len, packing=self.packing)
 
 
 class Samples:
@@ -92,8 +87,8 @@ class Samples:
         before = Samples(store, drawn[-1], drawn[:-1], number=number) if drawn else None
         self._before = before.epochs(drawn[-1].samples) if before else 0.0
         left = before.left(drawn[-1].samples) if before else ()
-        self.rest = cut(store.part(left), draw.seq_len, draw.packing)
-        self.rows = cut(store, draw.seq_len, draw.packing)
+        self.rest = Source(store.part(left), draw.packing).rows(draw.seq_len)
+        self.rows = Source(store, draw.packing).rows(draw.seq_len)
         # Grain adds the epoch to the seed, so the seed is hashed first: epochs of neighbouring seeds would repeat.
         hashed = np.random.SeedSequence(draw.seed, spawn_key=(number,) if number else ())
         self._seed = int(hashed.generate_state(1)[0])

@@ -137,9 +137,7 @@ def _build(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int, part: Pa
     encoder = given or TextTokenizer(load_tokenizer(file), END_ID)
     written = tokenise(corpus, encoder, folder=part)
     if not written.documents:
-        raise InputError(
-            "no record can be used: each was left out as bad. Without --skip-bad-records the first says why."
-        )
+        raise InputError("every record is bad and left out. Without --skip-bad-records the first is named.")
     skipped = len(corpus.bad or ()) + written.refused
     meta = Meta(dtype=encoder.dtype, end_id=encoder.end_id, written=written, skipped_records=skipped)
     write_json_whole(part / META, meta)

@@ -27,15 +27,11 @@ class CheckedTokens:
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
-        self.path, self.file = path, _mapped(path, dtype)
+        self.path, self.file, self.dtype = path, _mapped(path, dtype), np.dtype(dtype)
         sums = path.with_name(CHECKSUMS)
         self.sums = _mapped(sums, "uint32") if sums.is_file() else None  # older stores have none
         self.checked = np.zeros(-(-self.file.nbytes // CHUNK_BYTES), bool)
         self.chunk = CHUNK_BYTES // self.file.itemsize
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.file.dtype
 
     def __len__(self) -> int:
         return len(self.file)
