@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_text
 from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG, read_table
-from meshwright.train.data.text import TextPiece
+from meshwright.train.data.text import SKIP, TextPiece
 from meshwright.train.data.tokenizer import TextTokenizer
 from meshwright.train.settings import LossOn
 
@@ -86,9 +86,9 @@ class ChatTokenizer(NamedTuple):
     def _tokens(self, piece: TextPiece, skip_bad: bool) -> list[int] | None:
         try:
             return self._of_record(msgspec.json.decode(piece.text), piece.text, piece.where)
-        except InputError:
+        except InputError as error:
             if not skip_bad:
-                raise
+                raise InputError(f"{str(error).removesuffix('.')}; {SKIP}.") from None
             return None
 
     def _of_record(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
