@@ -5,12 +5,12 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 UV     := $(VENV)/bin/uv
-TORCH  := torch==2.13.0 peft==0.21.2
+TORCH  := torch==2.13.0 trl==1.16.0 peft==0.21.2
 
 HAS_UV      := $(VENV)/.has-uv
 HAS_DEPS    := $(VENV)/.has-dependencies
 HAS_PACKAGE := $(VENV)/.has-package
-HAS_TORCH   := $(VENV)/.has-torch
+HAS_TORCH   := $(VENV)/.has-torch-trl-peft
 HAS_TPU     := $(VENV)/.has-tpu-compiler
 HAS_GPU     := $(VENV)/.has-gpu-compiler
 
@@ -97,12 +97,12 @@ $(HAS_PACKAGE): pyproject.toml $(HAS_DEPS)
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# torch is only the comparison partner in tests, so it is not in the lock: pip takes the CPU build where one is
+# torch, with trl, is only the comparison partner in tests, so it is not in the lock: pip takes the CPU build where one is
 # offered, while uv's universal resolution would bring the CUDA libraries. Without it those tests skip, saying so.
 .PHONY: torch
 torch: $(HAS_PACKAGE)
 	@test -e $(HAS_TORCH) || { $(PY) -m pip install --quiet --retries 2 $(TORCH) && touch $(HAS_TORCH); } \
-		|| echo "$(TORCH) could not be installed: tests that compare with transformers will skip." >&2
+		|| echo "$(TORCH) could not be installed: tests that compare with transformers and TRL will skip." >&2
 
 # The compilers that `verify` uses, as large as they are, come with the version of JAX that is installed. They are
 # not in the lock: libtpu and the CUDA libraries are proprietary, and only these targets want them.

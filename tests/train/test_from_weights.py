@@ -120,9 +120,9 @@ def stop(step: int) -> None:
 
 def test_a_plan_keeps_where_weights_come_from(folder, text, tmp_path):
     rates = write_rates(tmp_path)
-    setting = make_setting(str(folder), "cpu:1", batch=8, seq_len=32, calibration=rates)
+    setting = make_setting(str(folder), "cpu:1", batch="8seq", seq_len=32, calibration=rates)
     assert setting.job.weights == weights_of(str(folder / "config.json")) == str(folder)
-    assert make_setting("tiny", "cpu:1", batch=8, seq_len=32, calibration=rates).job.weights == ""
+    assert make_setting("tiny", "cpu:1", batch="8seq", seq_len=32, calibration=rates).job.weights == ""
     plan = plan_of(setting, Strategy(mesh=make_mesh({}), state="fp32"))
     save_plan(plan, tmp_path / "plan.toml")
     plan = load_plan(tmp_path / "plan.toml")

@@ -22,6 +22,7 @@ from orbax.checkpoint.path import atomicity
 from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.parallel.processes import first_error, is_first, wait_for_all
+from meshwright.train.data.sources import DataPhase
 
 CHECKPOINTS = "checkpoints"
 STATE, POSITION = "state", "position"
@@ -41,8 +42,8 @@ def unchanged(named: dict[str, Array]) -> dict[str, Array]:
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``.
 
-    ``model`` and ``settings`` are those of the run as plain tables. ``base`` is the fingerprint of frozen weights,
-    which no checkpoint holds; "" without any.
+    ``model`` and ``settings`` are those of the run as plain tables; ``phase`` says how samples are drawn. ``base`` is
+    the fingerprint of frozen weights, which no checkpoint holds; "" without any.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokens: int
     model: dict[str, Any] = {}
     settings: dict[str, Any] = {}
+    phase: DataPhase | None = None
     base: str = ""
 
 

@@ -266,6 +266,7 @@ class Run:
             goodput=goodput,
             evaluations=list(self.evaluations),
             resumed_from=self.resumed_from,
+            epochs=self.setup.batches.epochs(self.position.samples),
             processes=jax.process_count(),
             skipped_records=self.setup.data.skipped_records,
         )
@@ -330,9 +331,10 @@ def train(
         tracked = settings.track if is_first() else ()
         tracking = stack.enter_context(Tracking(tracked, path, msgspec.to_builtins(resolved)))
         request = stack.enter_context(stop_on_signals(live.say))
-        for line in (*kept.passed_over, *folder.notes, *([] if position.step else [start_words(settings)])):
+        begun = [] if position.step else [start_words(settings)]
+        for line in (*kept.passed_over, *folder.notes, *begun, *setup.batches.notes):
             live.say(line)
-        if is_first():
+        if is_first() and setup.data.tokenizer:
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
         if model.lora and not settings.weights and position.step == 0:
             save_base(model, setup.step.to_canonical(state.params), path)

@@ -19,6 +19,7 @@ PYDOC = "pydoc"
 
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "rsqrt"]
 Rounding = Literal["nearest", "stochastic"]
+LossOn = Literal["completion", "assistant", "all"]
 TrackerKind = Literal["tensorboard", "wandb"]
 
 _NOT_NEGATIVE = (
@@ -41,11 +42,15 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     ``weights`` is a folder of weights to start from, "" for random ones of ``seed``.
 
-    Data: ``data`` is "pydoc", a file or a folder of them; ``tokenizer`` a tokenizer's file, "" for that of the
-    ``weights``, or one that is trained on the text; with ``packing`` no attention crosses from one document into the
-    next, and every token is in one row; without it rows are cut blindly, for which GPUs have a faster attention;
-    ``skip_bad_records`` leaves out what cannot be read, and counts it; ``held_out`` is the share of the tokens that is
-    only evaluated on.
+    Data: ``data`` is "pydoc", a file or a folder of them, or several such with their shares of the samples,
+    "a.jsonl:0.7,b.parquet:0.3"; ``tokenizer`` a tokenizer's file, "" for that of the ``weights``, or one that is
+    trained on the text; with ``packing`` no attention crosses from one document into the next, and every token is in
+    one row; without it rows are cut blindly, for which GPUs have a faster attention; ``skip_bad_records`` leaves out
+    what cannot be read, and counts it; ``held_out`` is the share of the tokens that is only evaluated on. Records that
+    are chats (``messages``), or a ``prompt`` and its ``completion``, stay whole: as many as fit lie in one row, or one
+    without ``packing``, and what is beyond the row is cut. ``loss_on`` says which of their tokens are predicted: with
+    "completion" those of completions, and all of chats without one; with "assistant" only what the assistant says, by
+    the template's ``{% generation %}``; or "all".
 
     Rate: it rises over ``warmup_steps`` to ``learning_rate``, then follows ``schedule`` to
     ``min_learning_rate_ratio`` of it, which the update after the last would have; "wsd" stays at the top and falls
@@ -72,6 +77,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     data: str = PYDOC
     tokenizer: str = ""
     packing: bool = True
+    loss_on: LossOn = "completion"
     skip_bad_records: bool = False
     held_out: float = 0.05
     learning_rate: float = 3e-3
@@ -110,6 +116,25 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     raise InputError(f"train.{name}={getattr(self, name)} must {what}.")
 
 
+def data_sources(data: str) -> dict[str, float]:
+    """Returns the share of each source that ``data`` names: "FILE" or "FILE:0.7,FILE:0.3"; 1 where it says none.
+
+    A file whose name has a comma is one source. Raises InputError for a share that is not above 0.
+    """
+    found: dict[str, float] = {}
+    for part in [data] if Path(data).expanduser().exists() else data.split(","):
+        name, colon, share = part.strip().rpartition(":")
+        try:
+            given = float(share) if colon else 1.0
+        except ValueError:
+            name, given = part.strip(), 1.0
+        name = name if colon else share
+        if name in found or not 0 < given < math.inf:
+            raise InputError(f"train.data {data!r} names a source twice or with a share that is not above 0: {part!r}.")
+        found[name] = given
+    return found
+
+
 def with_whole_paths(settings: TrainSettings) -> TrainSettings:
     """Returns the settings with paths that name the same files from every folder, and the tokenizer of the weights.
 
@@ -119,7 +144,8 @@ def with_whole_paths(settings: TrainSettings) -> TrainSettings:
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute()) if path else path
 
-    data = settings.data if settings.data == PYDOC else absolute(settings.data)
+    sources = {PYDOC if name == PYDOC else absolute(name): share for name, share in data_sources(settings.data).items()}
+    data = ",".join(f"{name}:{share:g}" if len(sources) > 1 else name for name, share in sources.items())
     weights, tokenizer = absolute(settings.weights), absolute(settings.tokenizer)
     if weights and not tokenizer:
         tokenizer = str(Path(weights) / TOKENIZER)

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 from meshwright.spec.weights import frozen_base
 from meshwright.train.checkpoint import Checkpoints, Position
-from meshwright.train.data.batches import Batches, Data, Source, open_data
+from meshwright.train.data.batches import Batches, Data, open_data
+from meshwright.train.data.sources import Source
 from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.optimizers.sharded import WeightLayout
 from meshwright.train.optimizers.table import make_optimizer
@@ -59,18 +61,20 @@ class HeldOut:
         return self._batches.global_batch(index * self._batches.batch_seqs, self._step.batch_shardings)
 
 
-def held_out(step: TrainStep, source: Source | None, job: Job, *, max_batches: int) -> HeldOut | None:
-    """Returns at most ``max_batches`` batches of ``source``, no row twice; None when it has too few rows for the mesh.
+def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batches: int) -> HeldOut | None:
+    """Returns at most ``max_batches`` batches of all sources, no row twice; None where rows are too few for the mesh.
 
     The batch size is the job's, or the largest that the rows fill and the mesh divides.
     """
-    found = len(source.rows(job.seq_len)) if source else 0
+    rows = ((source, len(source.rows(job.seq_len))) for source in sources)
+    kept = [source._replace(share=count) for source, count in rows if count]
+    found = int(sum(source.share for source in kept))
     _, parts = batch_parts(step, "B")
     size = min(job.batch_seqs, found) // parts * parts
-    if source is None or size == 0:
+    if size == 0:
         return None
     order = step.token_order(job.seq_len)
-    batches = Batches(source, batch_seqs=size, seq_len=job.seq_len, seed=0, order=order)
+    batches = Batches(kept, batch_seqs=size, seq_len=job.seq_len, seed=0, order=order)
     return HeldOut(step, batches, min(max_batches, found // size))
 
 
@@ -156,7 +160,8 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     base = fingerprint(step.to_canonical({name: first.params[name] for name in sorted(of_base)})) if first else ""
     if found is None:
         assert first is not None
-        return Position(step=0, samples=0, tokens=0, base=base, **tables), first
+        begun = Position(step=0, samples=0, tokens=0, phase=setup.batches.phase, base=base, **tables)
+        return begun, first
     if of_base and base != found.base:
         raise InputError(
             f"{checkpoints.folder.parent} trains an adapter of other weights than {setup.settings.weights or 'these'} "
@@ -166,7 +171,8 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     state = checkpoints.restore(shapes, places, from_canonical=step.from_canonical)
     if first is not None:
         state = state._replace(params=first.params | state.params)
-    return msgspec.structs.replace(found, **tables), state
+    setup.batches.go_on(found.phase, found.samples)
+    return msgspec.structs.replace(found, phase=setup.batches.phase, **tables), state
 
 
 def _first_state(step: TrainStep, settings: TrainSettings) -> State:
@@ -198,7 +204,7 @@ def fingerprint(params: Params) -> str:
 def require_same_tokenizer(run: Path, data: Data) -> None:
     """Raises InputError when the text of a resumed run gives another tokenizer than that of its start."""
     path = run / TOKENIZER
-    if path.is_file() and load_tokenizer(path).to_str() != data.tokenizer.to_str():
+    if path.is_file() and data.tokenizer and load_tokenizer(path).to_str() != data.tokenizer.to_str():
         raise InputError(
             f"{run} was trained with another tokenizer than this text gives. "
             f"Give its own: --set train.tokenizer={path}, or the text that it began with."

@@ -214,4 +214,6 @@ def test_a_model_with_options_is_explained_as_its_plan_file_is(call):
     changed = call("explain", "plan.toml", "--set", "strategy.remat=full")
     assert (changed.err, "remat full" in changed.out) == ("", True)
     call("explain", "llama3-8b").assert_refused(2, "explain llama3-8b needs --on, or name a plan file")
-    call("plan", "plan.toml", *model[1:]).assert_refused(2, "plan.toml is no model. Name one, or its config.json; explain, verify")
+    call("plan", "plan.toml", *model[1:]).assert_refused(
+        2, "plan.toml is no model. Name one, or its config.json; explain, verify"
+    )

@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.core.errors import InputError
 from meshwright.parallel.mesh import device_mesh
-from meshwright.train.data.batches import Ahead, Batches, Source, open_data
+from meshwright.train.data.batches import Ahead, Batches, open_data
+from meshwright.train.data.sources import Source
 from meshwright.train.data.token_store import TokenStore
 from meshwright.train.settings import TrainSettings
 from tests.train.small import read_documents
@@ -35,12 +36,12 @@ class SpyStore(TokenStore):
 
 def batches(store=None, *, packing=True, **changes):
     options = {"batch_seqs": BATCH_SEQS, "seq_len": SEQ_LEN, "seed": 0, **changes}
-    return Batches(Source(store or SpyStore(), packing), **options)
+    return Batches((Source(store or SpyStore(), packing),), **options)
 
 
 def taken(reader, first, count):
     """Numbers of the rows that samples ``first`` and on read."""
-    return [reader.row_numbers(i, slice(0, 1))[0] for i in range(first, first + count)]
+    return [reader.find(i)[1] for i in range(first, first + count)]
 
 
 def assert_equal(found, expected):
@@ -91,7 +92,7 @@ def test_processes_together_read_the_batch_and_nothing_twice(packing, processes)
         mine_rows = slice(process * share, (process + 1) * share)
         parts.append(mine.rows(NUM_ROWS, mine_rows))
         # A label of the row's last token is the only place that is of another row.
-        rows = set(mine.row_numbers(NUM_ROWS, mine_rows))
+        rows = {mine.find(NUM_ROWS + row)[1] for row in range(BATCH_SEQS)[mine_rows]}
         assert {place // SEQ_LEN for place in store.reads} <= rows | {row + 1 for row in rows}
         assert {place // SEQ_LEN for place in store.reads if place % SEQ_LEN} == rows
         rows_read.extend(rows)
@@ -151,7 +152,7 @@ def test_a_position_shard_reads_only_its_positions():
     store = SpyStore()
     reader = batches(store, order=ZIGZAG)
     reader.rows(0, slice(0, 1), slice(0, 8))
-    (row,) = reader.row_numbers(0, slice(0, 1))
+    row = reader.find(0)[1]
     asked = {row * SEQ_LEN + position for position in ZIGZAG[:8]}
     last = NUM_ROWS * SEQ_LEN - 1
     assert set(store.reads) == asked | {min(place + 1, last) for place in asked}
@@ -205,17 +206,17 @@ def test_too_little_text_is_refused():
 def test_data_is_opened_with_its_tokenizer_and_both_parts(tmp_path):
     data = open_data(TrainSettings(packing=True, held_out=0.1), vocab_size=300, folder=tmp_path)
     texts = read_documents("pydoc")
-    assert data.train.store.tokens[-1] == data.tokenizer.token_to_id("<|endoftext|>")
-    assert data.train.store.num_documents + data.held_out.store.num_documents == len(texts)
+    assert data.train[0].store.tokens[-1] == data.tokenizer.token_to_id("<|endoftext|>")
+    assert data.train[0].store.num_documents + data.held_out[0].store.num_documents == len(texts)
     assert data.several_documents
-    total = len(data.train.store) + len(data.held_out.store)
+    total = len(data.train[0].store) + len(data.held_out[0].store)
     assert total == sum(len(encoding.ids) + 1 for encoding in data.tokenizer.encode_batch(list(texts)))
-    assert 0.05 < len(data.held_out.store) / total < 0.2
+    assert 0.05 < len(data.held_out[0].store) / total < 0.2
     # Another share or packing is another view of the same files.
     rest = open_data(TrainSettings(packing=False, held_out=0.0), vocab_size=300, folder=tmp_path)
-    assert rest.held_out is None
-    assert len(rest.train.store) == total
-    assert not rest.train.packing
+    assert rest.held_out == ()
+    assert len(rest.train[0].store) == total
+    assert not rest.train[0].packing
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -243,7 +244,7 @@ def test_a_given_tokenizer_is_used(tmp_path):
     (given,) = (tmp_path / "own").glob("*/tokenizer.json")
     found = open_data(TrainSettings(tokenizer=str(given)), vocab_size=50_000, folder=tmp_path / "given")
     assert found.tokenizer.to_str() == first.tokenizer.to_str()
-    np.testing.assert_array_equal(found.train.store.tokens, first.train.store.tokens)
+    np.testing.assert_array_equal(found.train[0].store.tokens, first.train[0].store.tokens)
     with pytest.raises(InputError, match="has 300 tokens, the model vocab_size=299"):
         open_data(TrainSettings(tokenizer=str(given)), vocab_size=299, folder=tmp_path / "given")
 

@@ -25,7 +25,7 @@ from meshwright.train.data.token_store import TokenStore
 
 def work(rank, size, first, batch_seqs):
     source = Source(TokenStore.open(folder, dtype="uint32"))
-    batches = Batches(source, batch_seqs=batch_seqs, seq_len=16, seed=3)
+    batches = Batches((source,), batch_seqs=batch_seqs, seq_len=16, seed=3)
     mine = slice(rank * batch_seqs // size, (rank + 1) * batch_seqs // size)
     with Ahead(lambda first: batches.rows(first, mine), start=first, stride=batch_seqs) as ahead:
         for first, rows in ahead:
@@ -106,7 +106,7 @@ def test_no_sample_is_repeated_or_skipped_when_processes_are_killed(tmp_path):
     finally:
         starter.communicate()
     count, rows = committed(tmp_path)
-    reader = Batches(source, batch_seqs=1, seq_len=SEQ_LEN, seed=3)
+    reader = Batches((source,), batch_seqs=1, seq_len=SEQ_LEN, seed=3)
     assert len(rows) == count > reader.num_samples
     # Just what one process without a crash reads.
     assert rows == [reader.rows(sample)["tokens"][0].tolist() for sample in range(count)]

@@ -131,6 +131,7 @@ def test_what_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch, beyond):
 
     class Stopping:
         total_bytes = corpus.total_bytes
+        bad = None
 
         def pieces(self):
             for number, piece in enumerate(corpus.pieces()):
@@ -142,14 +143,14 @@ def test_what_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch, beyond):
     folder.mkdir()
     for stop in (25, 60):
         with pytest.raises(StopError):
-            tokenise(Stopping(), word_tokenizer(), dtype="uint16", folder=folder)
+            tokenise(Stopping(), word_tokenizer(), folder=folder)
         journal = json.loads((folder / "journal.json").read_bytes())
         assert seen < journal["pieces"] <= stop
         seen = journal["pieces"]
         for name in ("tokens", "starts"):
             with (folder / name).open("ab") as file:
                 file.write(b"\xff" * beyond)
-    written = tokenise(corpus, word_tokenizer(), dtype="uint16", folder=folder)
+    written = tokenise(corpus, word_tokenizer(), folder=folder)
     found = TokenStore.open(folder, dtype="uint16")
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_array_equal(found.starts, expected.starts)
@@ -162,9 +163,7 @@ def test_a_journal_that_its_files_do_not_reach_is_not_believed(tmp_path):
     (tmp_path / "tokens").write_bytes(b"\x01\x00" * 4)
     (tmp_path / "starts").write_bytes(bytes(8))
     corpus = write_lines(tmp_path / "x.jsonl", ["a b", "a"])
-    assert tokenise(corpus, word_tokenizer(), dtype="uint16", folder=tmp_path) == Written(
-        tokens=5, documents=2, pieces=2
-    )
+    assert tokenise(corpus, word_tokenizer(), folder=tmp_path) == Written(tokens=5, documents=2, pieces=2)
     assert TokenStore.open(tmp_path, dtype="uint16").tokens.file.tolist() == [1, 0, END, 1, END]
 
 

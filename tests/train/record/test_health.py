@@ -103,7 +103,7 @@ def state(step):
 @pytest.fixture(scope="module")
 def batch(step):
     text: Source = source(4)
-    return Batches(text, batch_seqs=4, seq_len=32, seed=0).global_batch(0, step.batch_shardings)
+    return Batches((text,), batch_seqs=4, seq_len=32, seed=0).global_batch(0, step.batch_shardings)
 
 
 def with_weight(state, name, change):

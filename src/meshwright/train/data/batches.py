@@ -1,16 +1,12 @@
-"""The batches of a run: a pure function of the seed and the number of the first sample.
-
-Rows of a fixed length are cut from a store of tokens, with the label, the position and the document of each token.
-"""
+"""The batches of a run: a pure function of the seed and the number of the first sample."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import Sharding
@@ -18,75 +14,18 @@ from jaxtyping import Array
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
+from meshwright.train.data.chat import open_chat_tokenizer
+from meshwright.train.data.rows import Row, Rows, WholeRows
+from meshwright.train.data.sources import DataPhase, Draw, Samples, Source, SourcePattern
 from meshwright.train.data.store import open_store
 from meshwright.train.data.text import open_corpus
-from meshwright.train.data.token_store import TokenStore, split
-from meshwright.train.data.tokenizer import open_tokenizer
-from meshwright.train.settings import TrainSettings
+from meshwright.train.data.token_files import open_tokens
+from meshwright.train.data.token_store import split
+from meshwright.train.data.tokenizer import TextTokenizer, open_tokenizer
+from meshwright.train.settings import TrainSettings, data_sources
 
 READ_AHEAD = 2
-NO_LABEL = -1
-"""Label of a position without a prediction."""
-PADDING = 0
-"""Token after the end of the last row; it has no label, and a document number of its own."""
-
-
-class Row(NamedTuple):
-    """Some positions of a row, each array int32: tokens, their labels, positions within the document's piece, and the
-    number of that piece in the row."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
-    documents: np.ndarray
-
-
-class Rows:
-    """The rows of ``seq_len`` tokens of a store, in the order of the text.
-
-    With ``packing`` documents are concatenated, and each token is in exactly one row. Document numbers keep attention
-    within documents; positions count from the start of the document's piece in the row. The last token of a document
-    (its end-of-text token) has no label; the last token of a row has one if its document continues in the next row. The
-    last row is padded, and omitted if it has no label. Fewer tokens than one row give no rows.
-
-    Without, rows ignore documents: every position has the next token as its label, and the last label of a row is the
-    first token of the next. Tokens that do not fill a row are omitted.
-    """
-
-    def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:
-        self.store, self.seq_len, self.packing = store, seq_len, packing
-        whole, rest = divmod(len(store), seq_len)
-        if packing:
-            self._length = whole + (whole > 0 and rest > 0 and self.num_labels(whole) > 0)
-        else:
-            self._length = max(0, len(store) - 1) // seq_len
-
-    def __len__(self) -> int:
-        return self._length
-
-    def _boundaries(self, number: int) -> np.ndarray:
-        """Returns the indices in the row at which a document starts or the tokens end."""
-        start = number * self.seq_len
-        found = self.store.boundaries(start, start + self.seq_len) if self.packing else np.empty(0, np.int64)
-        return found - start
-
-    def read(self, number: int, positions: np.ndarray) -> Row:
-        """Reads these positions of a row, and no others, from disk."""
-        inner = self._boundaries(number)
-        documents = np.searchsorted(inner, positions, side="right")
-        begins = np.concatenate([[0], inner])[documents]
-        # Padding and last tokens read some token that lies within the store, and are masked.
-        places, last = number * self.seq_len + positions, len(self.store) - 1
-        tokens = np.where(places <= last, self.store.read(np.minimum(places, last)), PADDING)
-        following = self.store.read(np.minimum(places + 1, last))
-        goes_on = (np.searchsorted(inner, positions + 1, side="right") == documents) & (places < last)
-        arrays = (tokens, np.where(goes_on, following, NO_LABEL), positions - begins, documents)
-        return Row(*(np.asarray(array, np.int32) for array in arrays))
-
-    def num_labels(self, number: int) -> int:
-        """Counts positions with a label: those whose document continues after them."""
-        size = min(self.seq_len, len(self.store) - number * self.seq_len)
-        return size - len(self._boundaries(number))
+NEEDS_TOKENIZER = {True: "chats are rendered by its template", False: "what stands before it came as tokens"}
 
 
 class Ahead:
@@ -133,104 +72,126 @@ class Ahead:
 # -- batches ---------------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
-    """Tokens, and how they are cut into `Rows`: packed by document or not."""
-
-    store: TokenStore
-    packing: bool = True
-
-    def rows(self, seq_len: int) -> Rows:
-        """Returns the rows of ``seq_len`` tokens; none if the text does not fill one."""
-        return Rows(self.store, seq_len, packing=self.packing)
-
-
 class Data(NamedTuple):
     """The data of a run.
 
-    ``held_out`` shares no document with ``train`` unless they are few, and is None where nothing is held out.
-    ``skipped_records`` of the text could not be read.
+    ``held_out`` shares no document with ``train`` unless they are few; it has no source where nothing is held out.
+    Without a tokenizer all of it came as tokens. ``skipped_records`` could not be read.
     """
 
-    tokenizer: Tokenizer
-    train: Source
-    held_out: Source | None
+    tokenizer: Tokenizer | None
+    train: tuple[Source, ...]
+    held_out: tuple[Source, ...]
     skipped_records: int = 0
 
     @property
     def several_documents(self) -> bool:
         """True if a row of either part may have more than one."""
-        parts = (self.train, self.held_out) if self.held_out else (self.train,)
-        return any(part.store.num_documents > 1 for part in parts)
+        return any(part.store.num_documents > 1 for part in self.train + self.held_out)
 
 
 def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data:
-    """Tokenises the text of ``settings.data``, once, and keeps the tokens in ``folder``.
+    """Opens ``settings.data``: tokenises texts and chats, once, and keeps their tokens in ``folder``.
 
-    Safe to call from many processes at once: one makes the store while the others wait.
-    Raises InputError for data or a tokenizer that cannot be read, or that ``vocab_size`` does not fit.
+    Without a tokenizer one is trained on the first source, for all of them. Safe to call from many processes at once:
+    one makes the store while the others wait. Raises InputError for data or a tokenizer that cannot be read, or that
+    ``vocab_size`` does not fit.
     """
-    corpus = open_corpus(settings.data, skip_bad=settings.skip_bad_records)
-    given = open_tokenizer(Path(settings.tokenizer), vocab_size=vocab_size) if settings.tokenizer else None
-    found = open_store(corpus, given, vocab_size=vocab_size, folder=folder)
-    train, held_out = split(found.store, settings.held_out)
-    rest = Source(held_out, settings.packing) if len(held_out) else None
-    return Data(found.tokenizer, Source(train, settings.packing), rest, found.skipped_records)
+    path, skipped = Path(settings.tokenizer), 0
+    given = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
+    train, held_out = list[Source](), list[Source]()
+    for name, share in data_sources(settings.data).items():
+        store = open_tokens(Path(name), vocab_size=vocab_size)
+        if store is None:
+            corpus = open_corpus(name, skip_bad=settings.skip_bad_records)
+            if not settings.tokenizer and (corpus.is_chat or (train and not given)):
+                raise InputError(f"data {name!r} needs train.tokenizer: {NEEDS_TOKENIZER[corpus.is_chat]}.")
+            chats = open_chat_tokenizer(path, given, loss_on=settings.loss_on) if given and corpus.is_chat else None
+            found = open_store(corpus, chats or given, vocab_size=vocab_size, folder=folder)
+            given, store = given or TextTokenizer(found.tokenizer, found.end_id), found.store
+            skipped += found.skipped_records
+        parts = split(store, settings.held_out)
+        train.append(Source(parts.train, settings.packing, name, share))
+        held_out.append(Source(parts.held_out, settings.packing, name, share))
+    kept = tuple(one for one in held_out if len(one.store))
+    return Data(given.tokenizer if given else None, tuple(train), kept, skipped)
 
 
 class Batches:
     """The global batches of a run. The only state of a run is the number of samples before a batch.
 
-    A sample is a row of the source. Every epoch has its own shuffled order of all rows, and sample i of the run is
-    row ``i mod num_samples`` of epoch ``i // num_samples``; batches may span epochs. Samples do not depend on mesh,
-    processes or batch size, so a run continues exactly from its count of samples on any others. Another seed, text or
-    ``seq_len`` gives other samples.
+    A sample is a row of a source; the sources alternate by their shares. Every epoch of a source has its own shuffled
+    order of all rows: with one source, sample i of the run is row ``i mod num_samples`` of epoch ``i // num_samples``.
+    Batches may span epochs. Samples do not depend on mesh, processes or batch size, so a run continues exactly from
+    its count of samples on any others. Where it continues with another seed, ``seq_len``, packing or other sources
+    (`go_on`), a new phase begins with what the earlier ones have left of each source's epoch.
 
     ``order`` permutes the positions of every array before it is sharded (zigzag, for ring attention).
     """
 
     def __init__(
-        self, source: Source, *, batch_seqs: int, seq_len: int, seed: int, order: np.ndarray | None = None
+        self, sources: Sequence[Source], *, batch_seqs: int, seq_len: int, seed: int, order: np.ndarray | None = None
     ) -> None:
-        """Raises InputError where the source does not fill one row."""
-        self.batch_seqs, self.seq_len, self.seed = batch_seqs, seq_len, seed
-        self.source = source.rows(seq_len)
+        """Raises InputError where a source does not fill one row."""
+        self.batch_seqs, self.seq_len, self.sources = batch_seqs, seq_len, sources
         self.order = np.arange(seq_len) if order is None else np.asarray(order, np.int64)
-        if len(self.source) == 0:
-            have, needed = len(source.store), "" if source.packing else " and its labels"
-            raise InputError(
-                f"the text has {have} tokens, not one sequence of {seq_len}{needed}. Give more text, or sequences of "
-                f"at most {max(1, have - (not source.packing))} tokens."
-            )
+        draw = Draw(seq_len=seq_len, packing=all(one.packing for one in sources), seed=seed)
+        shares, tokens = {one.name: one.share for one in sources}, {one.name: len(one.store) for one in sources}
+        self._begin(DataPhase(shares=shares, tokens=tokens, draw=draw))
+        for source, samples in zip(sources, self.samples, strict=True):
+            require_row(source, samples.rows)
+
+    def _begin(self, phase: DataPhase) -> None:
+        self.phase, self._mixture = phase, SourcePattern(list(phase.shares.values()))
+        self.samples = [
+            Samples(one.store, phase.draw, phase.drawn.get(one.name, ()), number=number)
+            for number, one in enumerate(self.sources)
+        ]
+
+    def go_on(self, phase: DataPhase | None, samples: int) -> None:
+        """Goes on after ``samples`` of a run whose last batches were of ``phase``; None for a run of before phases."""
+        if phase is not None:
+            self._begin(phase.followed_by(self.phase, samples))
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for a person: that a phase has begun, and how the records of each source lie in rows."""
+        begun = f"goes on after sample {self.phase.first} with what is left of each source, in rows of {self.seq_len}"
+        named = zip(self.sources, self.samples, strict=True)
+        records = [f"{one.name}: {found.rows.summary}" for one, found in named if isinstance(found.rows, WholeRows)]
+        return ([begun] if self.phase.first else []) + records
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in an epoch."""
-        return len(self.source)
+        """Number of samples in an epoch of all sources."""
+        return sum(len(one.rows) for one in self.samples)
 
-    @cached_property
-    def samples(self) -> "grain.MapDataset[int]":
-        """Grain's endless pipeline from the number of a sample in the run to the number of its row.
+    def epochs(self, samples: int) -> dict[str, float]:
+        """Returns how often each source has been seen after so many samples of the run."""
+        counts = self._mixture.drawn(samples - self.phase.first)
+        return {
+            name: one.epochs(count) for name, one, count in zip(self.phase.shares, self.samples, counts, strict=True)
+        }
 
-        Grain adds the epoch to the seed, so the seed is hashed first: epochs of neighbouring seeds would repeat.
-        """
-        seed = int(np.random.SeedSequence(self.seed).generate_state(1)[0])
-        return grain.MapDataset.range(self.num_samples).shuffle(seed=seed).repeat()
+    def find(self, sample: int) -> tuple[Rows, int]:
+        """Returns the rows that a sample of the run is one of, and its number there."""
+        source, number = self._mixture.find(sample - self.phase.first)
+        return self.samples[source].find(number)
 
-    def row_numbers(self, first_sample: int, row_slice: slice = slice(None)) -> list[int]:
-        """Returns the source's rows in the global batch that starts at ``first_sample``, by number."""
-        return [int(self.samples[first_sample + row]) for row in range(self.batch_seqs)[row_slice]]
+    def _found(self, first_sample: int, row_slice: slice = slice(None)) -> list[tuple[Rows, int]]:
+        return [self.find(first_sample + row) for row in range(self.batch_seqs)[row_slice]]
 
     def rows(
         self, first_sample: int, row_slice: slice = slice(None), position_slice: slice = slice(None)
     ) -> dict[str, np.ndarray]:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch."""
         positions = self.order[position_slice]
-        parts = [self.source.read(number, positions) for number in self.row_numbers(first_sample, row_slice)]
+        parts = [rows.read(number, positions) for rows, number in self._found(first_sample, row_slice)]
         return {name: np.stack(arrays) for name, arrays in zip(Row._fields, zip(*parts, strict=True), strict=True)}
 
     def num_labels(self, first_sample: int) -> int:
         """Counts the labels of the whole global batch, from the index of documents alone."""
-        return sum(map(self.source.num_labels, self.row_numbers(first_sample)))
+        return sum(rows.num_labels(number) for rows, number in self._found(first_sample))
 
     def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
         """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
@@ -257,3 +218,16 @@ class Batches:
     def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead:
         """Returns global batches from ``first_sample`` on, each read while the previous one is in use."""
         return Ahead(lambda first: self.global_batch(first, shardings), start=first_sample, stride=self.batch_seqs)
+
+
+def require_row(source: Source, rows: Rows) -> None:
+    """Raises InputError where the rows of a source are none."""
+    have, seq_len, named = len(source.store), rows.seq_len, f" of {source.name}" if source.name else ""
+    if not len(rows) and source.store.is_records:
+        raise InputError(f"none of the records{named} has anything to predict in its first {seq_len} tokens.")
+    if not len(rows):
+        needed = "" if source.packing else " and its labels"
+        raise InputError(
+            f"the text{named} has {have} tokens, not one sequence of {seq_len}{needed}. Give more text, or sequences "
+            f"of at most {max(1, have - (not source.packing))} tokens."
+        )

@@ -27,6 +27,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.core.units import format_count
 from meshwright.nn.hf.tokenizer import TOKENIZER
+from meshwright.train.data.chat import ChatTokenizer
 from meshwright.train.data.text import Corpus, TextPiece
 from meshwright.train.data.token_store import CHECKSUMS, START_BYTES, STARTS, TOKENS, TokenStore, checksums
 from meshwright.train.data.tokenizer import (
@@ -34,7 +35,6 @@ from meshwright.train.data.tokenizer import (
     SMALLEST_VOCAB,
     TextTokenizer,
     load_tokenizer,
-    num_ids,
     save_tokenizer,
     train_tokenizer,
 )
@@ -49,6 +49,10 @@ BATCH_CHARS = 2**22
 """Characters per call of the tokenizer's threads; the most work that an interruption loses."""
 
 
+AnyTokenizer = TextTokenizer | ChatTokenizer
+"""What makes tokens of pieces of text, or of chats."""
+
+
 class Tokenised(NamedTuple):
     """A text as tokens, its tokenizer, the token that ends each document, and the bad records that were left out."""
 
@@ -59,11 +63,12 @@ class Tokenised(NamedTuple):
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """Counts of the tokens and documents in the files, and of the pieces of text that they come from."""
+    """Counts of tokens and documents in the files, of pieces of text read for them, and of chats that were refused."""
 
     tokens: int = 0
     documents: int = 0
     pieces: int = 0
+    refused: int = 0
     in_document: bool = False
 
     def files(self, folder: Path, dtype: str) -> tuple[tuple[Path, int], tuple[Path, int]]:
@@ -81,7 +86,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     skipped_records: int = 0
 
 
-def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, folder: Path) -> Tokenised:
+def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, folder: Path) -> Tokenised:
     """Tokenises documents, each with an end token, by ``given`` or by a BPE trained on them.
 
     The store is made once, in a folder named by a hash of the texts (`FileCorpus.identity`) and the tokenizer. One
@@ -113,15 +118,15 @@ def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, 
     return _open(path)
 
 
-def _key(corpus: Corpus, given: TextTokenizer | None, vocab_size: int) -> str:
+def _key(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int) -> str:
     if given is None:
         encoder = f"bpe {tokenizers.__version__} {vocab_size} {TRAINED_CHARS}"
     else:
-        encoder = f"{hashlib.sha256(given.tokenizer.to_str().encode()).hexdigest()} {given.end_id}"
+        encoder = given.identity
     return hashlib.sha256(f"{FORMAT} {encoder} {corpus.identity()}".encode()).hexdigest()[:24]
 
 
-def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: Path) -> None:
+def _build(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int, part: Path) -> None:
     """Builds a whole store in the folder ``part``, and continues an earlier try there."""
     part.mkdir(exist_ok=True)
     file = part / TOKENIZER
@@ -130,10 +135,11 @@ def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: P
     elif given is not None:
         save_tokenizer(given.tokenizer, file)
     encoder = given or TextTokenizer(load_tokenizer(file), END_ID)
-    # Up to 65536 tokens fit two bytes, which halves the file.
-    dtype = "uint16" if num_ids(encoder.tokenizer) <= 2**16 else "uint32"
-    written = tokenise(corpus, encoder, dtype=dtype, folder=part)
-    meta = Meta(dtype=dtype, end_id=encoder.end_id, written=written, skipped_records=len(corpus.bad or ()))
+    written = tokenise(corpus, encoder, folder=part)
+    if not written.documents:
+        raise InputError("every record is bad and left out. Without --skip-bad-records the first is named.")
+    skipped = len(corpus.bad or ()) + written.refused
+    meta = Meta(dtype=encoder.dtype, end_id=encoder.end_id, written=written, skipped_records=skipped)
     write_json_whole(part / META, meta)
     checksums(part / TOKENS).tofile(part / CHECKSUMS)
     write_sums(part, [part / name for name in (TOKENS, STARTS, CHECKSUMS, META, TOKENIZER)])
@@ -200,26 +206,27 @@ def _open(path: Path) -> Tokenised:
 # -- the files of a store --------------------------------------------------------------------------------
 
 
-def tokenise(corpus: Corpus, encoder: TextTokenizer, *, dtype: str, folder: Path) -> Written:
-    """Writes all documents, each with an end-of-text token, and returns the counts.
+def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
+    """Writes all documents as ``encoder`` makes them, and returns the counts.
 
     Continues an earlier call for the same folder that was stopped at any point.
     """
+    dtype = encoder.dtype
     written = _journal(folder, dtype)
     with ExitStack() as stack:
         tokens, starts = (stack.enter_context(_opened(*file)) for file in written.files(folder, dtype))
         show = stack.enter_context(_progress(corpus.total_bytes))
         for pieces in _batches(islice(corpus.pieces(), written.pieces, None)):
-            texts = [piece.text for piece in pieces]
-            encodings = encoder.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for piece, encoding in zip(pieces, encodings, strict=True):
+            for piece, ids in zip(pieces, encoder.encode(pieces, skip_bad=corpus.bad is not None), strict=True):
+                written.pieces += 1
+                if ids is None:
+                    written.refused += 1
+                    continue
                 if not written.in_document:
                     starts.write(np.uint64(written.tokens).tobytes())
                     written.documents += 1
-                ids = [*encoding.ids, encoder.end_id] if piece.ends_document else encoding.ids
                 tokens.write(np.array(ids, dtype).tobytes())
                 written.tokens += len(ids)
-                written.pieces += 1
                 written.in_document = not piece.ends_document
             # The journal must not claim more than the files have.
             tokens.flush()

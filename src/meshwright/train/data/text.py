@@ -8,7 +8,8 @@ import gzip
 import hashlib
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -29,23 +30,30 @@ PARQUET_ROWS, PARQUET_BYTES = 64, 2**20
 """Rows and bytes read at once: a column of a row group may be larger than memory."""
 FIELD = "text"
 """Field of a JSON record or column of a Parquet file, where ``data`` names no other."""
+CHAT_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+"""Fields of a chat, or a prompt with its completion: a record without `FIELD`, where ``data`` names no other."""
 RECORD_BYTES = 2**26
 """Size of a JSON record at most, unpacked: it is held whole, several times over."""
 HASHED_BYTES = 2**26
 SKIP = "--skip-bad-records leaves such out"
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
 _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document, whether it is the last, and the bytes of the file read so far."""
+    """A piece of a document, whether it is the last, the bytes of the file read so far, and the record it is of.
+
+    The text of a chat is its whole record as JSON, in one piece.
+    """
 
     text: str
     ends_document: bool
     bytes_read: int
+    where: str = ""
 
 
 class FileCorpus(NamedTuple):
-    """Files in a fixed order, read as a stream, and the field of a record that has its text.
+    """Files in a fixed order, read as a stream, and the field of a record that has its text; "" for chats.
 
     ``bad`` collects where records that cannot be read are, which are then skipped; None refuses the first one.
     """
@@ -55,6 +63,11 @@ class FileCorpus(NamedTuple):
     files: tuple[Path, ...]
     field: str
     bad: set[str] | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """True if each record is a chat, or a prompt with its completion."""
+        return not self.field
 
     @property
     def total_bytes(self) -> int:
@@ -102,6 +115,7 @@ class PydocCorpus(NamedTuple):
 
     texts: tuple[str, ...]
     bad: None = None
+    is_chat: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -128,7 +142,8 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
     """Opens the documents that ``TrainSettings.data`` names: "pydoc", a file, or a folder that is searched for files.
 
     ``path#name`` names the field of JSON records or the column of Parquet files that holds the text ("text" where
-    left out). Raises InputError for a path that is missing or a folder without such files.
+    left out). Without one, files whose first record has no text but `CHAT_FIELDS` are chats; what else is in their
+    folder is not read. Raises InputError for a path that is missing or a folder without such files.
     """
     if data == PYDOC:
         try:
@@ -136,15 +151,30 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
         except ImportError:
             raise InputError(f"this Python comes without pydoc_data. {_WHAT}") from None
         return PydocCorpus(tuple(topics[name] for name in sorted(topics)))
-    path, field = Path(data).expanduser(), FIELD
+    path, field = Path(data).expanduser(), ""
     if not path.exists() and "#" in data:
         name, _, field = data.rpartition("#")
         path = Path(name).expanduser()
     if not path.exists():
         raise InputError(f"data {data!r} is not there. {_WHAT}")
-    return FileCorpus(
-        data, path if path.is_dir() else path.parent, tuple(_files(path)), field, set() if skip_bad else None
-    )
+    files = _files(path)
+    if not field:
+        records = [file for file in files if file.name.lower().endswith(RECORD_SUFFIXES)]
+        first = _first_fields(records, skip_bad)
+        field = FIELD if FIELD in first or not first else ""
+        files = files if field else records
+    return FileCorpus(data, path if path.is_dir() else path.parent, tuple(files), field, set() if skip_bad else None)
+
+
+def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
+    """Returns which of `FIELD`, messages and prompt the first record has: with ``skip_bad``, the first that has any."""
+    with suppress(InputError, CannotRunError, OSError, EOFError):  # said when the file is read
+        for file in files:
+            for record, _, _ in _records(file, "", set() if skip_bad else None):
+                found = {FIELD, "messages", "prompt"} & record.keys()
+                if found or not skip_bad:
+                    return found
+    return set()
 
 
 def _content(file: Path) -> bytes:
@@ -171,20 +201,59 @@ def _files(path: Path) -> list[Path]:
 def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator[TextPiece]:
     """Yields the documents of a file in order, except blank ones.
 
-    A text file is one document. Of JSON lines and Parquet each record is one, in ``field``. Raises InputError
-    for what is not UTF-8, not JSON, or without the field; with a set ``bad`` leaves such a record out, of a text file
-    the bytes, and adds where it is.
+    A text file is one document. Of JSON lines and Parquet each record is one, in ``field``, or as a whole if that is
+    "". Raises InputError for what is not UTF-8, not JSON, or without the field; with a set ``bad`` leaves such a record
+    out, of a text file the bytes, and adds where it is.
     """
-    name = file.name.lower()
     try:
-        if name.endswith(".parquet"):
-            yield from _parquet(file, field, bad)
-        elif name.endswith(RECORD_SUFFIXES):
-            yield from _json_lines(file, field, bad)
-        else:
+        if not file.name.lower().endswith(RECORD_SUFFIXES):
             yield from _text(file, bad)
+            return
+        for record, where, bytes_read in _records(file, field, bad):
+            if field:
+                yield from (TextPiece(piece, last, bytes_read) for piece, last in in_pieces([record[field] or ""]))
+            else:
+                yield TextPiece(msgspec.json.encode(record).decode(), True, bytes_read, where)
     except (OSError, EOFError) as error:
         raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Yields the fields of each record, its place in words, and the bytes of the file read so far.
+
+    ``field`` is text, or nothing, in each. A record that cannot be read is refused, or left out and added to ``bad``.
+    """
+    is_table = file.name.lower().endswith(".parquet")
+    for raw, where, bytes_read in _rows(file, field) if is_table else _lines(file):
+        try:
+            record = _record(raw, where)
+            if field:
+                _require_text(record, field, where)
+        except InputError:
+            if bad is None:
+                raise
+            bad.add(where)
+        else:
+            yield record, where, bytes_read
+
+
+def _record(raw: Any, where: str) -> dict[str, Any]:
+    """Returns the fields of a line, or of a table of one row."""
+    if isinstance(raw, bytes) and len(raw) > RECORD_BYTES:
+        raise InputError(f"{where} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it; {SKIP}.")
+    try:
+        return _OBJECT.decode(raw) if isinstance(raw, bytes) else raw.to_pylist()[0]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        kind = "a JSON object" if isinstance(raw, bytes) else "text"
+        raise InputError(f"{where} is not {kind}: {error}. Mend it; {SKIP}.") from None
+
+
+def _require_text(record: dict[str, Any], field: str, where: str) -> None:
+    if field not in record:
+        raise InputError(f"{where} has no field {field!r}.{nearest(field, record)} Name it: data=FILE#FIELD.")
+    text = record[field]
+    if text is not None and not isinstance(text, str):
+        raise InputError(f"{where}: field {field!r} is {type(text).__name__}, not text. Name another: data=FILE#FIELD.")
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -233,48 +302,14 @@ def _decoded(raw: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:
             return
 
 
-def _json_lines(file: Path, field: str, bad: set[str] | None) -> Iterator[TextPiece]:
-    decoder = msgspec.json.Decoder(dict[str, Any])
-
-    def decode(line: bytes, where: str) -> dict[str, Any]:
-        if len(line) > RECORD_BYTES:
-            raise InputError(f"{where} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it; {SKIP}.")
-        return decoder.decode(line)
-
+def _lines(file: Path) -> Iterator[tuple[bytes, str, int]]:
+    """Yields the lines of a file; of one of more than `RECORD_BYTES` only its beginning."""
     with file.open("rb") as raw, _unpacked(file, raw) as lines:
         for number, line in enumerate(iter(partial(lines.readline, RECORD_BYTES + 1), b""), start=1):
-            if not line.strip():
-                continue
-            where = f"{file} line {number}"
-            text = _text_of(partial(decode, line, where), field, where, bad)
-            while bad is not None and len(line) > RECORD_BYTES and not line.endswith(b"\n"):
+            if line.strip():
+                yield line, f"{file} line {number}", raw.tell()
+            while len(line) > RECORD_BYTES and not line.endswith(b"\n"):
                 line = lines.readline(RECORD_BYTES + 1) or b"\n"
-            for piece, last in in_pieces([text]):
-                yield TextPiece(piece, last, raw.tell())
-
-
-def _text_of(read: Callable[[], dict[str, Any]], field: str, where: str, bad: set[str] | None) -> str:
-    """Returns the text of a record; nothing for one that cannot be read, where such are left out."""
-    try:
-        try:
-            record = read()
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(f"{where} is not a JSON object: {error}. Mend it; {SKIP}.") from None
-        return _field(record, field, where)
-    except InputError:
-        if bad is None:
-            raise
-        bad.add(where)
-        return ""
-
-
-def _field(record: dict[str, Any], field: str, where: str) -> str:
-    if field not in record:
-        raise InputError(f"{where} has no field {field!r}.{nearest(field, record)} Name it: data=FILE#FIELD.")
-    text = record[field]
-    if text is not None and not isinstance(text, str):
-        raise InputError(f"{where}: field {field!r} is {type(text).__name__}, not text. Name another: data=FILE#FIELD.")
-    return text or ""
 
 
 def _unpacked(file: Path, raw: BinaryIO) -> Any:
@@ -291,11 +326,7 @@ def _unpacked(file: Path, raw: BinaryIO) -> Any:
     return raw
 
 
-def _as_record(field: str, value: Any) -> dict[str, Any]:
-    return {field: value.as_py()}
-
-
-def _parquet(file: Path, field: str, bad: set[str] | None) -> Iterator[TextPiece]:
+def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -304,14 +335,13 @@ def _parquet(file: Path, field: str, bad: set[str] | None) -> Iterator[TextPiece
     try:
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=PARQUET_BYTES) as table:
             names = table.schema_arrow.names
-            if field not in names:
+            columns = [field] if field else [name for name in (FIELD, *CHAT_FIELDS) if name in names]
+            if not set(columns) <= set(names):
                 raise InputError(f"{file} has no column {field!r}.{nearest(field, names)} Name it: data=FILE#COLUMN.")
             size, done = file.stat().st_size, 0
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[field]):
-                for value in batch.column(0):
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+                for place in range(len(batch)):
                     done += 1
-                    text = _text_of(partial(_as_record, field, value), field, f"{file} row {done}", bad)
-                    for piece, last in in_pieces([text]):
-                        yield TextPiece(piece, last, size * done // table.metadata.num_rows)
+                    yield batch.slice(place, 1), f"{file} row {done}", size * done // table.metadata.num_rows
     except pyarrow.ArrowException as error:
         raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}.") from None

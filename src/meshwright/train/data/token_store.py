@@ -7,13 +7,15 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import CannotRunError, InputError
 
 TOKENS, STARTS, CHECKSUMS = "tokens", "starts", "checksums"
 """The files of a store: tokens, where documents start (uint64, the number of tokens as last entry), and the CRC-32
 (uint32) of every `CHUNK_BYTES` of the tokens."""
 START_BYTES = 8
 CHUNK_BYTES = 2**16
+CHECKED = 2**16
+"""Tokens of each file that are checked when it is opened; the others are when they are read."""
 TokenSpan = tuple[int, int]
 """(start, stop): tokens from start up to, not including, stop."""
 
@@ -25,15 +27,11 @@ class CheckedTokens:
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
-        self.path, self.file = path, _mapped(path, dtype)
+        self.path, self.file, self.dtype = path, _mapped(path, dtype), np.dtype(dtype)
         sums = path.with_name(CHECKSUMS)
         self.sums = _mapped(sums, "uint32") if sums.is_file() else None  # older stores have none
         self.checked = np.zeros(-(-self.file.nbytes // CHUNK_BYTES), bool)
         self.chunk = CHUNK_BYTES // self.file.itemsize
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.file.dtype
 
     def __len__(self) -> int:
         return len(self.file)
@@ -63,6 +61,38 @@ def checksums(path: Path) -> np.ndarray:
         return np.array([zlib.crc32(chunk) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")], np.uint32)
 
 
+class TokenFiles:
+    """The tokens of several files as one array. Each is compared with the vocabulary when it is read."""
+
+    def __init__(self, arrays: dict[Path, np.ndarray], *, vocab_size: int) -> None:
+        self.paths, self.arrays, self.vocab_size = list(arrays), list(arrays.values()), vocab_size
+        self.edges = np.cumsum([0, *map(len, self.arrays)])
+        # Other tokens than int32: int32 is for records, some of which are below 0.
+        self.dtype = np.dtype(np.uint32)
+        for start, array in zip(self.edges, self.arrays, strict=False):
+            self[np.arange(start, start + min(len(array), CHECKED))]
+
+    def __len__(self) -> int:
+        return int(self.edges[-1])
+
+    def __getitem__(self, indices: np.ndarray | int) -> np.ndarray:
+        """Returns the tokens at these indices. Raises InputError for one that the model does not embed."""
+        at = np.asarray(indices) % len(self)
+        files = np.searchsorted(self.edges, at, side="right") - 1
+        found = np.zeros(at.shape, np.int64)
+        for number in np.unique(files):
+            here = files == number
+            tokens = np.asarray(self.arrays[number][at[here] - self.edges[number]], np.int64)
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+            if len(wrong):
+                raise InputError(
+                    f"{self.paths[number]} has the token {wrong[0]}, and the model vocab_size={self.vocab_size}. It is "
+                    "of another tokenizer, or not a file of tokens of this dtype. Give the model's own."
+                )
+            found[here] = tokens
+        return found
+
+
 class TokenStore:
     """Tokens of consecutive documents, read on demand.
 
@@ -73,7 +103,7 @@ class TokenStore:
 
     def __init__(
         self,
-        tokens: np.ndarray | CheckedTokens,
+        tokens: np.ndarray | CheckedTokens | TokenFiles,
         starts: np.ndarray | None = None,
         spans: Iterable[TokenSpan] | None = None,
     ) -> None:
@@ -97,6 +127,18 @@ class TokenStore:
 
     def __len__(self) -> int:
         return int(self._edges[-1])
+
+    @property
+    def is_records(self) -> bool:
+        """True if documents are records that stay whole; tokens below 0 are the complement of those without loss."""
+        return self.tokens.dtype == np.int32
+
+    def in_file(self, start: int, stop: int) -> Iterator[TokenSpan]:
+        """Yields the spans of the file that are the tokens from ``start`` to ``stop`` of the store."""
+        first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
+        for number in range(int(first), int(last) + 1):
+            shift, (begin, end) = int(self._shifts[number]), self.spans[number]
+            yield max(start + shift, begin), min(stop + shift, end)
 
     @property
     def num_documents(self) -> int:
@@ -161,7 +203,7 @@ def split(store: TokenStore, share: float) -> Split:
     """Splits a store without spans: holds out about ``share`` of the tokens, in evenly spread runs of whole documents.
 
     If documents are so few or uneven that this would be less than half or more than twice the share, the last tokens
-    are held out, whatever documents they are in. The same store and share give the same parts.
+    are held out, whatever documents they are in; of records, whole ones. The same store and share give the same parts.
     """
     whole = (0, len(store.tokens))
     assert store.spans in ((), (whole,)), "a store with spans is not split: spans are indices of the file"
@@ -169,7 +211,8 @@ def split(store: TokenStore, share: float) -> Split:
     held = _whole_documents(store, wanted, num_runs=min(max(int(store.num_documents * share), 1), MAX_RUNS))
     total = sum(stop - start for start, stop in held)
     if not wanted / 2 <= total <= min(2 * wanted, len(store) - 1):
-        held = [(len(store) - wanted, len(store))]
+        start = len(store) - wanted
+        held = [(store.nearest_start(start) if store.is_records else start, len(store))]
     edges = [0, *(edge for span in held for edge in span), len(store)]
     return Split(store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held))
 

@@ -1,6 +1,7 @@
 """Tokenizers: a byte-level BPE trained on the run's own text, or one given as a file."""
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from meshwright.nn.hf.tokenizer import (
     read_table,
     read_tokenizer,
 )
+from meshwright.train.data.text import TextPiece
 
 END_ID = 0
 """The trainer numbers special tokens first."""
@@ -30,6 +32,22 @@ class TextTokenizer(NamedTuple):
 
     tokenizer: Tokenizer
     end_id: int
+
+    @property
+    def identity(self) -> str:
+        """A digest: texts have the same tokens by two tokenizers with equal ones."""
+        return f"{hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest()} {self.end_id}"
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of tokens in a store. Up to 65536 tokens fit two bytes, which halves the file."""
+        return "uint16" if num_ids(self.tokenizer) <= 2**16 else "uint32"
+
+    def encode(self, pieces: Sequence[TextPiece], *, skip_bad: bool = False) -> Sequence[list[int] | None]:
+        """Returns the tokens of each piece, and the end token after the last of a document."""
+        found = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
+        ends = ([self.end_id] if piece.ends_document else [] for piece in pieces)
+        return [one.ids + end for one, end in zip(found, ends, strict=True)]
 
 
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:

@@ -67,7 +67,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The result of a run. ``step_s`` is the median after the first two steps; compiling is in ``compile_s``.
 
     ``steps`` and ``losses`` are of the whole run, ``resumed_from`` the step at which this start took over (None for
-    the first); times and ``goodput`` are of this start. ``skipped_records`` of the data could not be read.
+    the first); times and ``goodput`` are of this start. ``epochs`` says how often each source of the data was seen,
+    ``skipped_records`` how many records could not be read.
     """
 
     run: str
@@ -86,6 +87,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     evaluations: list[EvaluationRecord] = []
     resumed_from: int | None = None
     processes: int = 1
+    epochs: dict[str, float] = {}
     skipped_records: int = 0
 
 

@@ -23,6 +23,8 @@ from meshwright.train.record.metrics import EvaluationRecord, StepRecord
 
 METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
 RESOLVED, PLAN = "resolved.toml", "plan.toml"
+POSITIONS = {"name", "max_positions", "rope_theta", "rope_scaling"}
+"""Fields of a model that say nothing of its weights, unless it learns positions: then the checkpoint differs."""
 
 
 def create_run_folder(root: Path, name: str) -> Path:
@@ -110,13 +112,13 @@ def read_resolved(run: Path) -> dict[str, Any]:
 def require_same_model(run: Path, model: Model) -> None:
     """Raises InputError that names the first field in which the run's model differs.
 
-    A field that is newer than the run counts as its default.
+    A field that is newer than the run counts as its default; those of `POSITIONS` may differ, for longer sequences.
     """
     ours = _table_of(model)
     theirs = read_resolved(run).get("model", {})
     with contextlib.suppress(msgspec.ValidationError):
         theirs = _table_of(msgspec.convert(theirs, Model))
-    for field in sorted(ours.keys() | theirs.keys()):
+    for field in sorted((ours.keys() | theirs.keys()) - POSITIONS):
         if ours.get(field) != theirs.get(field):
             raise InputError(
                 f"{run} trains a model with {field}={theirs.get(field)} and this one has {field}={ours.get(field)}. "

@@ -1,0 +1,187 @@
+"""Chats, and prompts with completions, as tokens of which some count in the loss.
+
+A record is rendered and masked as TRL's SFTTrainer does it: chats by the tokenizer's template, in Jinja's sandbox.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from meshwright.core.errors import InputError
+from meshwright.core.files import read_text
+from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG, read_table
+from meshwright.train.data.text import SKIP, TextPiece
+from meshwright.train.data.tokenizer import TextTokenizer
+from meshwright.train.settings import LossOn
+
+TEMPLATE = "chat_template.jinja"
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; templates read the first or the second."""
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Around what a template renders in a generation block: two codes that no text has."""
+
+
+class _Generation(Extension):
+    """``{% generation %} ... {% endgeneration %}``: what the assistant wrote."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _compiled(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    # Jinja's own filter escapes HTML.
+    environment.filters["tojson"] = lambda found, ensure_ascii=False, **how: json.dumps(
+        found, ensure_ascii=ensure_ascii, **how
+    )
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment.from_string(source)
+
+
+class ChatTokenizer(NamedTuple):
+    """A tokenizer with its chat templates and special tokens by name, and what of a record the loss is on."""
+
+    tokenizer: Tokenizer
+    end_id: int
+    templates: Mapping[str, Template]
+    special: Mapping[str, str]
+    loss_on: LossOn
+    identity: str
+    dtype: str = "int32"
+    """Of the tokens in a store, where those without a loss are kept as their complement, ``~token``."""
+
+    def encode(self, pieces: Sequence[TextPiece], *, skip_bad: bool = False) -> list[list[int] | None]:
+        """Returns the tokens of each record, the complement of those without a loss.
+
+        Of a record that is none of the known forms, or that the template refuses, raises InputError, or gives None.
+        """
+        return [self._tokens(piece, skip_bad) for piece in pieces]
+
+    def _tokens(self, piece: TextPiece, skip_bad: bool) -> list[int] | None:
+        try:
+            return self._of_record(msgspec.json.decode(piece.text), piece.text, piece.where)
+        except InputError as error:
+            if not skip_bad:
+                raise InputError(f"{str(error).removesuffix('.')}; {SKIP}.") from None
+            return None
+
+    def _of_record(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
+        if BEGIN in raw or END in raw:
+            raise InputError(f"{where} has the code {BEGIN!a} or {END!a}, which is no character. Take it out.")
+        prompt, completion, before = record.get("prompt"), record.get("completion"), list[int]()
+        if prompt is None:
+            ids, counted = self._rendered(record, _messages(record.get("messages"), where), where)
+        elif isinstance(prompt, str) and isinstance(completion, str) and self.loss_on != "assistant":
+            end = self.tokenizer.id_to_token(self.end_id) or ""
+            text = prompt + completion.removesuffix(end) + end
+            before, ids = self.tokenizer.encode(prompt).ids, self.tokenizer.encode(text).ids
+            counted = np.ones(len(ids), bool)
+        else:
+            asked = _messages(prompt, where)
+            before, _ = self._rendered(record, asked, where, add_generation_prompt=True)
+            ids, counted = self._rendered(record, asked + _messages(completion, where), where)
+        if prompt is not None and self.loss_on != "all":
+            # Tokens may merge where the completion begins: it counts from the first token that differs.
+            same = [one == other for one, other in zip(before, ids, strict=False)]
+            counted[: (*same, False).index(False)] = False
+        if self.loss_on == "assistant" and not counted.any():
+            raise InputError(
+                f"{where} has nothing that the assistant says. Leave out the record, or train.loss_on=assistant."
+            )
+        tokens = np.array(ids, np.int64)
+        return np.where(counted, tokens, ~tokens).tolist()
+
+    def _rendered(
+        self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **asked: bool
+    ) -> tuple[list[int], np.ndarray]:
+        """Returns the tokens of messages, and which of them count: the assistant's, or all."""
+        tools, given = record.get("tools"), {"messages": messages, "documents": None, "add_generation_prompt": False}
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            template = self.templates.get("tool_use" if tools else "default", self.templates["default"])
+            more = record.get("chat_template_kwargs") or {}
+            text = template.render({**self.special, **given, **asked, "tools": tools, **more})
+        except Exception as error:  # a template is a program of other people's
+            raise InputError(f"{where}: the chat template refuses it: {error}. Mend the record.") from None
+        parts = re.split(f"[{BEGIN}{END}]", text)
+        encoding = self.tokenizer.encode("".join(parts), add_special_tokens=False)
+        counted = np.full(len(encoding.ids), self.loss_on != "assistant")
+        ends = np.cumsum([len(part) for part in parts])
+        for begin, end in zip(ends[0::2], ends[1::2], strict=False):
+            first, last = (encoding.char_to_token(int(place)) for place in (begin, end - 1))
+            if begin < end and first is not None:
+                counted[first : None if last is None else last + 1] = True
+        return encoding.ids, counted
+
+
+def _messages(found: Any, where: str) -> list[dict[str, Any]]:
+    """Returns messages without fields that are null, and with reasoning under the names that templates read."""
+    if not (isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)):
+        raise InputError(
+            f"{where} is no chat. Give messages=[{{role, content}}, ...], or prompt and completion, both texts or both "
+            "such lists (lists for train.loss_on=assistant)."
+        )
+    kept = [{name: value for name, value in one.items() if value is not None} for one in found]
+    for one in kept:
+        reasoning = next((one[name] for name in REASONING if name in one), None)
+        if reasoning is not None:
+            one |= {"thinking": one.get("thinking", reasoning), "reasoning_content": reasoning}
+    return kept
+
+
+def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) -> ChatTokenizer:
+    """Returns the tokenizer with the chat template of its folder: `TEMPLATE`, or that of its configuration.
+
+    Raises InputError for a folder without one, or whose template does not mark the assistant where the loss is on that.
+    """
+    folder = path.expanduser() if path.expanduser().is_dir() else path.expanduser().parent
+    config = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
+    sources = config.get("chat_template")
+    file = folder / TEMPLATE
+    if file.is_file():
+        sources = read_text(file, "Mend it.")
+    listed = sources if isinstance(sources, list) else [{"name": "default", "template": sources}]
+    pairs = ((one.get("name"), one.get("template")) for one in listed if isinstance(one, dict))
+    sources = {name: source for name, source in pairs if isinstance(source, str)}
+    if "default" not in sources:
+        raise InputError(f"{folder} has no chat template: neither {TEMPLATE} nor one in {TOKENIZER_CONFIG}. Add it.")
+    if loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", sources["default"]):
+        raise InputError(
+            f"the chat template of {folder} does not mark what the assistant says, as train.loss_on=assistant needs. "
+            "Put {% generation %} and {% endgeneration %} around it, or leave that setting out."
+        )
+    try:
+        templates = {name: _compiled(source) for name, source in sources.items()}
+    except TemplateError as error:
+        raise InputError(f"the chat template of {folder} is not one: {error}. Mend it.") from None
+    named = {name: config.get(name) for name in SPECIAL}
+    texts = {name: str(one.get("content")) if isinstance(one, dict) else one for name, one in named.items() if one}
+    identity = json.dumps([given.identity, sources, texts, loss_on])
+    digest = hashlib.sha256(identity.encode()).hexdigest()
+    return ChatTokenizer(given.tokenizer, given.end_id, templates, texts, loss_on, digest)

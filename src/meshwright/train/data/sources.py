@@ -1,0 +1,148 @@
+"""Where each sample of a run comes from: the shares of several sources, and the phases of a run that goes on otherwise.
+
+A sample is a row of a source. Its number says all: there is no other state.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import grain
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.train.data.rows import Rows, WholeRows
+from meshwright.train.data.token_store import TokenSpan, TokenStore
+
+PATTERN = 1000
+"""Samples in which shares that are no whole numbers are kept, each at least once."""
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a phase took of a source: its first ``samples`` rows of this length in the order of ``seed``."""
+
+    seq_len: int
+    packing: bool
+    seed: int
+    samples: int = 0
+
+
+class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a run over which samples are drawn in one way: from ``shares`` by name, after ``first`` of the run.
+
+    ``draw`` is that way; ``tokens`` are those of each source, without what is held out; ``drawn`` is what earlier
+    phases took of each source, in their order.
+    """
+
+    shares: dict[str, float]
+    tokens: dict[str, int]
+    draw: Draw
+    first: int = 0
+    drawn: dict[str, list[Draw]] = {}
+
+    def followed_by(self, new: "DataPhase", samples: int) -> "DataPhase":
+        """Returns the phase after ``samples`` of the run: this one, or ``new`` with what has been drawn.
+
+        Raises InputError for a source that has other tokens than the run has drawn from.
+        """
+        tokens = {**self.tokens, **new.tokens}
+        for name, before in self.tokens.items():
+            if tokens[name] != before:
+                raise InputError(
+                    f"the run draws from {before} tokens of {name!r}, and now they are {tokens[name]}: the text, "
+                    "train.held_out or train.loss_on is another. Put it back, or give the new text another name."
+                )
+        new = msgspec.structs.replace(new, tokens=tokens)
+        if msgspec.structs.replace(new, first=self.first, drawn=self.drawn) == self:
+            return self
+        drawn, counts = dict(self.drawn), SourcePattern(list(self.shares.values())).drawn(samples - self.first)
+        for name, count in zip(self.shares, counts, strict=True):
+            drawn[name] = [*drawn.get(name, ()), msgspec.structs.replace(self.draw, samples=count)]
+        return msgspec.structs.replace(new, first=samples, drawn=drawn)
+
+
+class Source(NamedTuple):
+    """Documents with their name and share, and how they are cut into rows: packed or not."""
+
+    store: TokenStore
+    packing: bool = True
+    name: str = ""
+    share: float = 1.0
+
+    def rows(self, seq_len: int) -> Rows:
+        """Returns the rows of ``seq_len`` tokens, of whole records or of text cut anywhere; none if none is full."""
+        return (WholeRows if self.store.is_records else Rows)(self.store, seq_len, packing=self.packing)
+
+
+class Samples:
+    """The samples of one source in a phase, without end.
+
+    First what earlier phases ``drawn`` left of an epoch, then whole epochs; each in a shuffled order of its own. Of
+    what is left, tokens that do not fill a row are omitted.
+    """
+
+    def __init__(self, store: TokenStore, draw: Draw, drawn: Sequence[Draw] = (), *, number: int = 0) -> None:
+        before = Samples(store, drawn[-1], drawn[:-1], number=number) if drawn else None
+        self._before = before.epochs(drawn[-1].samples) if before else 0.0
+        left = before.left(drawn[-1].samples) if before else ()
+        self.rest = Source(store.part(left), draw.packing).rows(draw.seq_len)
+        self.rows = Source(store, draw.packing).rows(draw.seq_len)
+        # Grain adds the epoch to the seed, so the seed is hashed first: epochs of neighbouring seeds would repeat.
+        hashed = np.random.SeedSequence(draw.seed, spawn_key=(number,) if number else ())
+        self._seed = int(hashed.generate_state(1)[0])
+
+    @cached_property
+    def _orders(self) -> tuple["grain.MapDataset[int]", "grain.MapDataset[int]"]:
+        rest, rows = (grain.MapDataset.range(len(part)).shuffle(seed=self._seed) for part in (self.rest, self.rows))
+        return rest, rows.repeat()
+
+    def find(self, sample: int) -> tuple[Rows, int]:
+        """Returns the rows that a sample is one of, and its number there."""
+        if sample < len(self.rest):
+            return self.rest, int(self._orders[0][sample])
+        return self.rows, int(self._orders[1][sample - len(self.rest)])
+
+    def epochs(self, samples: int) -> float:
+        """Returns how often the source has been seen after so many samples, earlier phases included."""
+        begun = math.ceil(self._before)
+        if samples < len(self.rest):
+            return self._before + (begun - self._before) * samples / len(self.rest)
+        return begun + (samples - len(self.rest)) / max(1, len(self.rows))
+
+    def left(self, samples: int) -> list[TokenSpan]:
+        """Returns the tokens of the present epoch that so many samples leave, as spans of the file; none at its end."""
+        rest = len(self.rest)
+        first = 0 if samples < rest else samples - (samples - rest) % max(1, len(self.rows))
+        if first == samples >= rest:
+            return []
+        rows = self.find(first)[0]
+        taken = sorted(span for one in range(first, samples) for span in rows.spans(self.find(one)[1]))
+        edges = [0, *(edge for span in taken for edge in span), len(rows.store)]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        return [span for start, stop in gaps if start < stop for span in rows.store.in_file(start, stop)]
+
+
+class SourcePattern:
+    """A fixed pattern of sources, repeated, in which each has its share of the samples at even distances."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        scale = 1 if all(share == int(share) for share in shares) else PATTERN / sum(shares)
+        self.counts = [max(1, round(share * scale)) for share in shares]
+        times = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
+        order = np.argsort(times, kind="stable")
+        self.pattern = np.repeat(np.arange(len(shares)), self.counts)[order]
+        self._number = np.concatenate([np.arange(count) for count in self.counts])[order]
+
+    def find(self, sample: int) -> tuple[int, int]:
+        """Returns the source of a sample, and its number among the samples of that source."""
+        turn, at = divmod(sample, len(self.pattern))
+        source = int(self.pattern[at])
+        return source, turn * self.counts[source] + int(self._number[at])
+
+    def drawn(self, samples: int) -> list[int]:
+        """Returns how many of the first ``samples`` are of each source."""
+        turns, at = divmod(samples, len(self.pattern))
+        found = np.bincount(self.pattern[:at], minlength=len(self.counts))
+        return [turns * count + int(one) for count, one in zip(self.counts, found, strict=True)]
