@@ -25,7 +25,11 @@ FAMILIES = {
     "mixtral-8x7b": SMALL | EXPERTS,
     "qwen1.5-moe-a2.7b": SMALL | EXPERTS | {"d_ff_shared": 8},
     "gpt-oss-20b": SMALL | EXPERTS | {"sliding_window": 3, "sliding_layers": (0,)},
-    "deepseek-v2": SMALL | EXPERTS | LATENT | {"num_kv_heads": 8, "q_lora_rank": 8, "d_ff_shared": 8},
+    "deepseek-v2": SMALL
+    | EXPERTS
+    | LATENT
+    | {"num_kv_heads": 8, "q_lora_rank": 8, "d_ff_shared": 8}
+    | {"expert_groups": 2, "groups_per_token": 1},
 }
 """Catalogue model -> sizes that divide by every mesh below."""
 

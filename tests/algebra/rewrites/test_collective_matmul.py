@@ -207,5 +207,5 @@ def test_a_sum_with_an_addend_that_is_no_product_stays():
 
 def test_what_is_asked_for_is_one_of_three():
     assert [strategy(collective_matmul=ways).ring_ways for ways in ("none", "one-way", "two-way")] == [0, 1, 2]
-    with pytest.raises(InputError, match=r"collective_matmul is 'twoway'\. Give 'none' or 'one-way' or 'two-way'"):
+    with pytest.raises(InputError, match=r"collective_matmul is 'twoway'\. Give none, one-way or two-way"):
         strategy(collective_matmul="twoway")

@@ -84,7 +84,7 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
     return found
 
 
-IGNORED = ("*.rotary_emb.inv_freq", "*.e_score_correction_bias")
+IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
 """Tensors that follow from the config, and those that are checked above."""
 IGNORED_OF = {
     "gpt2": ("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
