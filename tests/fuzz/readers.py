@@ -156,7 +156,9 @@ def readers(folder: Path) -> dict[str, Reader]:
         "sizes": of_words(["4Mi", "15T", "1e6", "4096", "80 GB", "16 GiB", "1024seq"], _sizes),
         "shard": of_words(["In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]", "A[I_{X,Y}, J]{U_Z} -> A[I,J_Z]"], _asked),
         "mesh": of_words(["X=4,Y=2", "B=1024,D=4096,F=16Ki"], lambda text: (parse_mesh(text), dim_sizes(text))),
-        "values": of_words(["B=1..4096", "offload=[],[optimizer]", "batch=1Mi,4Mi"], split_values),
+        "values": of_words(
+            ["B=1..4096", "offload=[],[optimizer]", "batch=1Mi,4Mi"], partial(split_values, what="sweep")
+        ),
         "sweep": of_words(["batch=4Mi", "micro=1,2", "tensor=1,2,4", "remat=block,full", "seq_len=4Ki"], _swept),
         "times": of_words(["1.2ms", "1,1,1.5", "3", "2us,4us"], _times),
         "set": of_words(sets, _set, 25),

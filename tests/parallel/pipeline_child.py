@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from meshwright.algebra.schedules.registry import build, default_chunks
 from meshwright.parallel.mesh import device_mesh
-from meshwright.parallel.pipeline.stages import layer_permutation
+from meshwright.parallel.pipeline.stages import layer_rows
 from meshwright.parallel.processes import start_processes
 from tests.parallel.pipeline_toy import SPECS, data, lowered, plain_loss, reordered
 
@@ -30,7 +30,7 @@ def error_of(name: str) -> float:
     schedule = build(name, stages=jax.device_count(), microbatches=8, chunks=default_chunks(name))
     weights, inputs = data(schedule.num_virtual_stages, 8)
     loss, wanted = jax.value_and_grad(plain_loss)(weights, inputs)
-    order = layer_permutation(schedule, schedule.num_virtual_stages)
+    order = layer_rows(schedule, ("layer",) * schedule.num_virtual_stages)["layer"]
     stored = placed(reordered(weights, order), SPECS, mesh)
     everywhere = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), inputs)
     rows = placed(inputs, everywhere, mesh)

@@ -13,7 +13,7 @@ from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import forward_tables, tick_tables
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.pipeline.executor import StageFunctions, StageWeights, run_schedule
-from meshwright.parallel.pipeline.stages import layer_permutation
+from meshwright.parallel.pipeline.stages import layer_rows
 
 SEQS, LENGTH, WIDTH, WORDS, OUT = 2, 4, 8, 11, 3
 
@@ -132,6 +132,6 @@ def compiled(schedule: Schedule, layers_each: int):
 def gradients(schedule: Schedule, weights: StageWeights, inputs: dict) -> tuple[dict, StageWeights]:
     """Sums and gradients of a pipeline, the layers in their order again."""
     num_layers = len(weights.layers["w"])
-    order = layer_permutation(schedule, num_layers)
+    order = layer_rows(schedule, ("layer",) * num_layers)["layer"]
     sums, grads = compiled(schedule, num_layers // schedule.num_virtual_stages)(reordered(weights, order), inputs)
     return sums, reordered(grads, np.argsort(order))

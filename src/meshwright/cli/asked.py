@@ -19,7 +19,6 @@ from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.parallel.process_env import find_processes
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.result import PlanResult, plan_in
-from meshwright.plan.space import USUAL
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -131,9 +130,8 @@ def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
 
 
 def _planned(setting: Setting, axes: dict[str, int], fields: dict[str, Any], verb: str) -> Asked:
-    choices = msgspec.structs.replace(USUAL, equal_stages=verb == "verify")
     try:
-        result: PlanResult = rank_plans(setting, axes=axes, overrides=fields, choices=choices, top=1)
+        result: PlanResult = rank_plans(setting, axes=axes, overrides=fields, top=1)
     except CannotRunError:
         if verb != "verify" or math.prod(axes.values()) != setting.cluster.num_chips:
             raise

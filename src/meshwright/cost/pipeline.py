@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.rewrites.pipeline import stage_layers
 from meshwright.algebra.schedules.definition import LockstepForms, StageForms
 from meshwright.algebra.schedules.forms import is_legal, lockstep_forms, stage_forms, too_many_passes
 from meshwright.algebra.schedules.registry import definition
@@ -18,7 +19,8 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     Layers that do not divide are shared out so that no run is more than one layer longer than another. "compiled"
     ``software`` is one program on all devices, as the executor runs it: in lockstep, with embedding and head on every
-    stage, and all buffers as large as the worst device needs them. Other software has a program for each stage.
+    stage, and all buffers as large as the worst device needs them; ``names``, the blocks of the model's layers, say how
+    many layers such a stage has (`stage_layers`). Other software has a program for each stage.
     """
 
     schedule: str = "1f1b"
@@ -26,6 +28,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     chunks: Number = 1
     microbatches: Number = 1
     software: Software = "compiled"
+    names: tuple[str, ...] = ()
 
     @property
     def is_one(self) -> Any:
@@ -39,7 +42,12 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     def layers_held(self, num_layers: int) -> Number:
         """Layers of the device with the most layers."""
-        return np.ceil(num_layers / (self.stages * self.chunks)) * self.chunks
+        runs = np.asarray(self.stages * self.chunks)
+        if not self.in_lockstep or len({*self.names}) < 2:
+            return np.ceil(num_layers / runs) * self.chunks
+        counts, places = np.unique(runs, return_inverse=True)
+        held = np.array([len(stage_layers(self.names, int(count)).pattern) for count in counts])
+        return held[places].reshape(runs.shape) * self.chunks
 
     def share(self, num_layers: int) -> Number:
         """Share of all layers on the device with the most layers."""
@@ -163,12 +171,15 @@ def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: i
     return refusal or too_many_passes(found, stages, microbatches, chunks)
 
 
-def strategy_pipeline(strategy: Strategy, software: Software = "compiled") -> PipelineCost:
-    """The pipeline of one strategy, as software runs it."""
+def strategy_pipeline(
+    strategy: Strategy, software: Software = "compiled", *, names: tuple[str, ...] = ()
+) -> PipelineCost:
+    """The pipeline of one strategy, as software runs it; ``names`` are the blocks of the model's layers."""
     return PipelineCost(
         schedule=strategy.schedule,
         stages=strategy.mesh.get("pipeline", 1),
         chunks=strategy.chunks,
         microbatches=strategy.num_microbatches,
         software=software,
+        names=names,
     )

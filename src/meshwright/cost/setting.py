@@ -11,7 +11,7 @@ from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes, deri
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import Number, OpSizes
-from meshwright.algebra.transformer import transformer
+from meshwright.algebra.transformer import layer_names, transformer
 from meshwright.core.fields import Checked
 from meshwright.cost.memory import memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
@@ -118,7 +118,7 @@ class Setting(Checked, frozen=True, dict=True):
 
     def pipeline(self, strategy: Strategy) -> PipelineCost:
         """The pipeline of a strategy."""
-        return strategy_pipeline(strategy, self.assumptions.software)
+        return strategy_pipeline(strategy, self.assumptions.software, names=layer_names(self.model))
 
     def require_runnable(self, strategy: Strategy) -> None:
         """Raises CannotRunError for what this machine's own devices would not run in this version."""

@@ -328,7 +328,7 @@ def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
     operands = [computation.by_name[name] for name in one.operands if name in computation.by_name]
     if one.opcode != "get-tuple-element" or not operands:
         return operands
-    whole, index = operands[0], int(one.attribute("index"))
+    whole, index = operands[0], one.number(one.attribute("index"))
     if whole.opcode == "tuple":
         return [computation.by_name[whole.operands[index]]]
     if whole.opcode not in ("while", "parameter"):

@@ -50,12 +50,12 @@ class _Value(NamedTuple):
                 value = _Value(self.module, self.module.body(one).root, (*value.fusions, one))
             elif one.opcode == "parameter" and value.fusions:
                 *outer, fusion = value.fusions
-                value = _Value(self.module, fusion, tuple(outer)).operand(int(one.literal))
+                value = _Value(self.module, fusion, tuple(outer)).operand(one.number(one.literal))
             elif one.opcode == "get-tuple-element":
                 whole = value.settled(0)
                 if whole.at.opcode != "tuple":
                     return value
-                value = whole.operand(int(one.attribute("index")))
+                value = whole.operand(one.number(one.attribute("index")))
             else:
                 return value
 
@@ -65,7 +65,9 @@ class _Value(NamedTuple):
         if self.at.opcode != "get-tuple-element":
             return None
         whole = self.settled(0)
-        return int(self.at.attribute("index")) if whole.at.opcode == "parameter" and not whole.fusions else None
+        return (
+            self.at.number(self.at.attribute("index")) if whole.at.opcode == "parameter" and not whole.fusions else None
+        )
 
     @property
     def number(self) -> int | None:

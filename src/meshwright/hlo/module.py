@@ -65,6 +65,12 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
     is_root: bool = False
     literal: str = ""
 
+    def number(self, text: str) -> int:
+        """Returns the whole number that ``text``, a part of the instruction, is. Raises InputError for another text."""
+        if not text.isdecimal():
+            raise InputError(f"{self.opcode} {self.name} has {text[:40]!r} for a number. Give the whole text.")
+        return int(text)
+
     def attribute(self, key: str) -> str:
         """Returns one attribute as written, with braces and quotes; the empty text if it is not set."""
         start = f", {self.attributes}".find(f", {key}=")
@@ -138,7 +144,7 @@ class Computation(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
         """Parameter by number."""
-        return {int(one.literal): one for one in self.instructions if one.opcode == "parameter" and one.literal}
+        return {one.number(one.literal): one for one in self.instructions if one.opcode == "parameter" and one.literal}
 
 
 class Module(msgspec.Struct, frozen=True, dict=True):

@@ -33,8 +33,8 @@ from meshwright.nn.context import Context
 from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
+from meshwright.parallel.held import Shapes, resized, without_split
 from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
-from meshwright.parallel.vocabulary import Shapes, resized, without_split
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy

@@ -28,12 +28,12 @@ from meshwright.nn.quantisation import quantise_base
 from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives
 from meshwright.parallel.gradients import microbatch_loss, once_per_step, squared_norm, step_gradients
+from meshwright.parallel.held import resized, without_split
 from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.parallel.routers import FromCounts, without_counts
-from meshwright.parallel.vocabulary import resized, without_split
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
 
@@ -152,8 +152,9 @@ class TrainStep:
 
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the weights, with what fills the vocabulary up."""
-        return param_shapes(self.model, dtype=self.dtype, mesh=self.strategy.mesh)
+        """Global shapes and dtypes of the weights, with what fills up the vocabulary and the stages."""
+        shapes = param_shapes(self.model, dtype=self.dtype, mesh=self.strategy.mesh)
+        return self.pipeline.held(shapes) if self.pipeline else shapes
 
     @cached_property
     def canonical(self) -> tuple[State, State]:
@@ -249,7 +250,7 @@ class TrainStep:
 
     def from_canonical(self, params: Params) -> Params:
         """Returns weights, or arrays like them, as this mesh holds them: with layers in the order of a pipeline's
-        stages, and the vocabulary filled up."""
+        stages, and the stages and the vocabulary filled up with zeros."""
         filled = resized(params, self.canonical[0].params, self.param_shapes, self.param_specs)
         return self.pipeline.stored(filled) if self.pipeline else filled
 
@@ -372,7 +373,7 @@ class TrainStep:
         shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
         params = state.params | self._moved(shards, before=False)
         params |= {name: params[name] + jnp.where(finite, move, 0.0) for name, move in moves.items()}
-        return State(params, opt_state), Metrics(loss, norm, extras)
+        return State(params, opt_state), Metrics(loss, norm, self.pipeline.counted(extras) if self.pipeline else extras)
 
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: Array) -> tuple[Params, Any]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.

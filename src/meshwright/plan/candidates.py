@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.transformer import layer_names
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory import memory_parts, total_bytes
@@ -15,7 +16,6 @@ from meshwright.cost.network.placement import factorings
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.plan.legal import (
     DEVICES_RULE,
-    MAX_IDLE_SHARE,
     StrategySizes,
     divisors,
     few_idle_places,
@@ -93,7 +93,7 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
         return (space.fixed[axis],)
     if axis == "pipeline":
         layers = space.patterns[0].derived.num_layers
-        return stage_counts(layers, idle=space.idle_share) if axis in space.axes else (1,)
+        return stage_counts(layers) if axis in space.axes else (1,)
     if axis not in space.axes or (axis == "expert" and not space.setting.model.num_experts):
         return (1,)
     if axis == "expert":
@@ -102,9 +102,9 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
     return tuple(sorted({size for sizes in found for size in sizes}))
 
 
-def stage_counts(num_layers: int, *, idle: float = MAX_IDLE_SHARE) -> tuple[int, ...]:
-    """Returns the stage counts that leave at most ``idle`` times the layers as empty places."""
-    return tuple(count for count in range(1, num_layers + 1) if few_idle_places(num_layers, count, idle=idle))
+def stage_counts(num_layers: int) -> tuple[int, ...]:
+    """Returns the stage counts that leave few places for layers empty."""
+    return tuple(count for count in range(1, num_layers + 1) if few_idle_places(num_layers, count))
 
 
 def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
@@ -192,6 +192,7 @@ def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b
         chunks=chunks,
         microbatches=found.microbatches,
         software=space.setting.assumptions.software,
+        names=layer_names(space.setting.model),
     )
 
 

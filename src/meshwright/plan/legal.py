@@ -295,9 +295,9 @@ def layer_places(num_layers: int, runs: Number) -> Number:
     return -(-num_layers // runs) * runs
 
 
-def few_idle_places(num_layers: int, runs: Number, *, idle: float = MAX_IDLE_SHARE) -> Any:
-    """True if at most ``idle`` times the number of layers stay empty of the places in ``runs``."""
-    return layer_places(num_layers, runs) <= (1 + idle) * num_layers
+def few_idle_places(num_layers: int, runs: Number) -> Any:
+    """True if at most `MAX_IDLE_SHARE` times the number of layers stay empty of the places in ``runs``."""
+    return layer_places(num_layers, runs) <= (1 + MAX_IDLE_SHARE) * num_layers
 
 
 def _places_used(facts: StrategySizes, num_layers: int) -> Any:

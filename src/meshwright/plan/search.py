@@ -239,7 +239,7 @@ class _Bench:
             fits = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
             fits = fits & ((stages > 1) | (first & (count == 1)))
             # the one rule on sizes that chunks change: `variants` has applied the others
-            fits = fits & ((count == 1) | few_idle_places(num_layers, stages * count, idle=self.space.idle_share))
+            fits = fits & ((count == 1) | few_idle_places(num_layers, stages * count))
             found = np.flatnonzero(fits)
             numbers.append(found)
             chunks.append(count[found])

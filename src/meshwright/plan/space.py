@@ -11,7 +11,7 @@ from meshwright.algebra.rewrites.remat import keeps_logits
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.cost.setting import Setting
-from meshwright.plan.legal import MAX_IDLE_SHARE, DimSplit, LegalRule, size_rules, splits
+from meshwright.plan.legal import DimSplit, LegalRule, size_rules, splits
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
@@ -26,10 +26,7 @@ Remat = str | tuple[str, ...]
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """The values that are tried for every choice beside the mesh, the placement and the microbatches.
-
-    With ``equal_stages`` only pipelines of equally many layers a stage are: those that this version runs.
-    """
+    """The values that are tried for every choice beside the mesh, the placement and the microbatches."""
 
     remats: tuple[Remat, ...] = REMAT_POLICIES
     zeros: tuple[int, ...] = (3, 1)
@@ -37,7 +34,6 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     context_attention: tuple[str, ...] = ("ring", "ulysses")
     schedules: tuple[str, ...] = searched_schedules(every=False)
     offloads: tuple[tuple[str, ...], ...] = ((),)
-    equal_stages: bool = False
 
 
 USUAL = Choices()
@@ -85,8 +81,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     """All strategies that are searched, for jobs and clusters that differ from the setting's in size only.
 
     ``fixed`` are mesh axes whose size is given; ``num_microbatches`` and ``chunks`` are None for any that divide.
-    ``template`` carries the choices that are the same for all; ``idle_share`` are the places for layers that may stay
-    empty in a pipeline, as a share of the number of layers.
+    ``template`` carries the choices that are the same for all.
     """
 
     setting: Setting
@@ -98,7 +93,6 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int | None = None
     fixed: dict[str, int] = {}
     axes: tuple[str, ...] = MESH_AXES
-    idle_share: float = MAX_IDLE_SHARE
 
     def dims(self, batch_seqs: Any) -> dict[str, Any]:
         """Returns the sizes of all dims, B of the whole batch."""
@@ -152,7 +146,6 @@ def open_space(
         chunks=template.chunks if "chunks" in held else None,
         fixed=fixed,
         axes=axes_to_try(setting.cluster, fixed),
-        idle_share=0.0 if choices.equal_stages else MAX_IDLE_SHARE,
     )
 
 

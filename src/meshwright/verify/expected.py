@@ -12,6 +12,7 @@ from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.ops.route import ROUTING_ROWS
+from meshwright.algebra.rewrites.pipeline import stage_layers
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
@@ -117,12 +118,12 @@ def expected_of_pipeline(
 def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[_Counted]:
     used = ((block, name) for block in derived.blocks for name in block.block.reads)
     counted = ((block, name) for block in derived.blocks for name in counts_of(block))
-    rows = {name: _rows(block, tables) for block, name in (*used, *counted)}
+    rows = {name: _rows(derived, block, tables) for block, name in (*used, *counted)}
     for block in derived.blocks:
         for step in (*block.forward, *block.backward):
             if step.is_collective:
-                times = runs_in_text(step, block, tables)
-                yield (step, 1, _rows(block, tables)) if step.scope == "step" else (step, times, times)
+                times = runs_in_text(derived, step, block, tables)
+                yield (step, 1, _rows(derived, block, tables)) if step.scope == "step" else (step, times, times)
     ways = {"forward": tables.x_channels, "backward": tables.dx_channels}
     for step in derived.boundary:
         sends = sum(channel.offset != 0 for channel in ways[step.phase]) if step.op == "permute" else 1
@@ -135,17 +136,25 @@ def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[_Counted]
             yield step, 1, rows.get(step.result.name, 1)
 
 
-def runs_in_text(step: Step, block: BlockSteps, tables: TickTables) -> int:
+def runs_in_text(derived: Derived, step: Step, block: BlockSteps, tables: TickTables) -> int:
     """Returns how often the text of a pipeline contains a step of a block: once per tick and layer, and twice if the
     schedule has both split and whole backward passes."""
-    layers = block.repeat // tables.schedule.num_virtual_stages if block.block.carry else 1
     twice = step in block.backward and bool(block.block.carry) and tables.has_whole and tables.has_split
-    return tables.num_ticks * layers * (2 if twice else 1)
+    return tables.num_ticks * _layers(derived, block, tables) * (2 if twice else 1)
 
 
-def _rows(block: BlockSteps, tables: TickTables) -> int:
+def _layers(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
+    """Returns the number of layers of a block that a virtual stage runs, layers of zeros among them; 1 of the ends."""
+    (stack,) = derived.program.stacks
+    pattern = stage_layers(stack.layers, tables.schedule.num_virtual_stages).pattern
+    return pattern.count(block.block.name) if block.block.carry else 1
+
+
+def _rows(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
     """Returns the number of layers of a block that one device stores."""
-    return block.repeat // tables.schedule.num_devices if block.block.carry else 1
+    schedule = tables.schedule
+    stages = schedule.num_virtual_stages // schedule.num_devices if block.block.carry else 1
+    return _layers(derived, block, tables) * stages
 
 
 class StepDerivation:
@@ -220,7 +229,7 @@ class StepDerivation:
         for block in self.derived.blocks:
             for step in (*block.forward, *block.backward):
                 if not step.is_collective:
-                    yield step, runs_in_text(step, block, self._tables)
+                    yield step, runs_in_text(self.derived, step, block, self._tables)
 
     @cached_property
     def _tables(self) -> TickTables | None:

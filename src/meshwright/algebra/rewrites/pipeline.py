@@ -1,5 +1,9 @@
 """What stages of a pipeline send each other and sum; the form of a split backward pass. Schedules say when they run."""
 
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
 import msgspec
 from msgspec.structs import replace
 
@@ -25,6 +29,46 @@ class SplitBackward(msgspec.Struct, frozen=True):
     inputs: tuple[int, ...]
     weights: tuple[int, ...]
     handed: tuple[ShardedArray, ...]
+
+
+class StageLayers(NamedTuple):
+    """The layers of virtual stages. All devices run one program, so each stage runs the blocks of ``pattern``.
+
+    ``places`` has, for each stage, the layer at each place of the pattern, or -1. A layer whose weights are zero adds
+    nothing to the stream; such layers run at the places without one.
+    """
+
+    pattern: tuple[str, ...]
+    places: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=1024)
+def stage_layers(names: tuple[str, ...], stages: int) -> StageLayers:
+    """Returns the layers of each of ``stages``; ``names`` are the blocks of the model's layers, in order.
+
+    The pattern is the shortest part of ``names`` that can hold the layers of every stage, and stages are as equal as
+    it allows; of more stages than layers some have none.
+    """
+    for size in range(-(-len(names) // stages), len(names)):
+        for pattern in dict.fromkeys(names[first : first + size] for first in range(len(names) - size + 1)):
+            for even in (True, False):
+                if places := _places(names, stages, pattern, even=even):
+                    return StageLayers(pattern, places)
+    return StageLayers(names, _places(names, stages, names, even=False))
+
+
+def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: bool) -> tuple[tuple[int, ...], ...]:
+    """Returns the places of all layers, () if they do not fit: as many in each stage as fit, or an ``even`` share."""
+    layer, found = 0, []
+    for stage in range(stages):
+        end = layer + -(-(len(names) - layer) // (stages - stage)) if even else len(names)
+        places = []
+        for block in pattern:
+            fits = layer < end and names[layer] == block
+            places.append(layer if fits else -1)
+            layer += fits
+        found.append(tuple(places))
+    return tuple(found) if layer == len(names) else ()
 
 
 def is_one_stack(program: Program) -> bool:

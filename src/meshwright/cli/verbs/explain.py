@@ -137,7 +137,7 @@ def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
 def _measures(line: ListedStep) -> str:
     """FLOPs where there are any, bytes, seconds, and whether they can overlap."""
     amounts = [format_flop_count(line.flops)] if line.flops else []
-    often = {0: "not on the busiest device", 1: ""}.get(line.times, f"{line.times:,.4g} times")
+    often = {0.0: "not on the busiest device", 1.0: ""}.get(line.times, f"{line.times:,.4g} times")
     words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), often, line.overlaps)
     return ", ".join(word for word in words if word)
 

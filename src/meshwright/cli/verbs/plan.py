@@ -89,12 +89,11 @@ def command(given: Given) -> Answer:
     what_ifs = [parse_what_if(text) for text in given.what_ifs]
     rates = rates_for(clusters[0], given.calibration, fitted=True)
     assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
-    choices = FULL if given.full else USUAL
     result = rank_slices(
         [Setting(chosen, cluster, job, rates, assumptions=assumed) for cluster in clusters],
         axes=fixed,
         overrides=fields["strategy"],
-        choices=msgspec.structs.replace(choices, equal_stages=given.verify),
+        choices=FULL if given.full else USUAL,
         exhaustive=given.full,
         top=given.top,
     )

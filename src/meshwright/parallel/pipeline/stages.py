@@ -1,6 +1,6 @@
 """A derived model as stages of a pipeline: loss and gradients of one device's part of a batch, under any schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -8,10 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.einsum import reshard
+from meshwright.algebra.rewrites.pipeline import StageLayers, stage_layers
+from meshwright.algebra.rewrites.split_backward import counts_of
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import TickTables, forward_tables, tick_tables
@@ -21,7 +24,7 @@ from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
-from meshwright.parallel.pipeline.executor import StageFunctions, StageWeights, Stream, Tree, run_schedule
+from meshwright.parallel.pipeline.executor import AXIS, StageFunctions, StageWeights, Stream, Tree, run_schedule
 from meshwright.spec.strategy import Strategy
 
 
@@ -35,7 +38,7 @@ def strategy_schedule(strategy: Strategy) -> Schedule:
 class Pipeline:
     """One model on one pipeline. ``stacked`` are the weights of layers; the others are replicated over stages.
 
-    Raises CannotRunError for layers that do not make equal stages, and for options that do not run in stages.
+    Raises CannotRunError for more stages than layers, and for options that do not run in stages.
     """
 
     context: Context
@@ -49,26 +52,66 @@ class Pipeline:
             raise CannotRunError("prefetch does not run in a pipeline. Leave it out, or use pipeline=1.")
         # Devices of other stages run other passes at the same time.
         object.__setattr__(self, "context", replace(self.context, divergent=True))
-        _ = self.pattern  # refuses layers that do not make equal stages
+        (stack,) = self.context.derived.program.stacks
+        if self.schedule.num_devices > len(stack.layers):
+            raise CannotRunError(
+                f"pipeline={self.schedule.num_devices} stages are more than the {len(stack.layers)} layers. "
+                f"Use at most {len(stack.layers)}."
+            )
 
     @cached_property
-    def pattern(self) -> tuple[str, ...]:
-        """The blocks of one virtual stage; stages divide the layers of the one stack."""
+    def layers(self) -> StageLayers:
+        """The layers of the virtual stages."""
         (stack,) = self.context.derived.program.stacks
-        return layer_pattern(self.schedule, stack.layers)
+        return stage_layers(stack.layers, self.schedule.num_virtual_stages)
+
+    @cached_property
+    def _rows_of(self) -> dict[str, np.ndarray]:
+        """`layer_rows` by the name of a weight, or of a router's counts."""
+        (stack,) = self.context.derived.program.stacks
+        rows = layer_rows(self.schedule, stack.layers)
+        steps = [one for one in self.context.derived.blocks if one.block.name in rows]
+        blocks = {name: one.block.name for one in steps for op in one.block.ops for name in op.inputs}
+        counts = {name: one.block.name for one in steps for name in counts_of(one)}
+        names = self.stacked | counts.keys()
+        return {name: rows[block] for name, block in (blocks | counts).items() if name in names}
+
+    def held(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes with as many layers as devices hold, those of zeros among them."""
+        return {
+            name: shape.update(shape=(len(self._rows_of[name]), *shape.shape[1:])) if name in self.stacked else shape
+            for name, shape in shapes.items()
+        }
 
     def stored(self, params: Params) -> Params:
-        """Reorders global arrays of weights from the order of the model to that of the stages."""
-        return self._reordered(params, lambda count: layer_permutation(self.schedule, count))
+        """Reorders `held` arrays from the order of the model, layers of zeros last, to that of the stages."""
+        return self._reordered(params, lambda order: order)
 
     def in_order(self, params: Params) -> Params:
-        """Reorders weights or gradients from the order of the stages to that of the model."""
-        return self._reordered(params, lambda count: np.argsort(layer_permutation(self.schedule, count)))
+        """Reorders weights or gradients from the order of the stages to that of the model, layers of zeros last."""
+        return self._reordered(params, np.argsort)
 
-    def _reordered(self, params: Params, order: Callable[[int], np.ndarray]) -> Params:
-        orders = {name: order(len(params[name])) for name in params if name in self.stacked}
+    def _reordered(self, params: Params, order: Callable[[np.ndarray], np.ndarray]) -> Params:
+        orders = {name: order(_zeros_last(self._rows_of[name])) for name in params if name in self.stacked}
         moved = {name: found for name, found in orders.items() if (found != np.arange(len(found))).any()}
         return params | _taken({name: params[name] for name in moved}, moved)
+
+    def counted(self, extras: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the metrics of the model's layers among those of all layers with experts, device by device."""
+        routers = sorted(name for steps in self.context.derived.blocks for name in counts_of(steps))
+        parts = [self._rows_of[name].reshape(self.schedule.num_devices, -1) for name in routers]
+        return {name: found[np.flatnonzero(np.concatenate(parts, axis=1) >= 0)] for name, found in extras.items()}
+
+    def _of_layers(self, grads: Params) -> Params:
+        """Returns the gradients of a device, zero for layers of zeros, which stay so."""
+
+        def own(name: str, grad: Array) -> Array:
+            if (self._rows_of[name] >= 0).all():
+                return grad
+            rows = jnp.asarray(self._rows_of[name].reshape(self.schedule.num_devices, -1) >= 0)[lax.axis_index(AXIS)]
+            return jnp.where(rows.reshape(-1, *[1] * (grad.ndim - 1)), grad, 0)
+
+        return {name: own(name, grad) for name, grad in grads.items()}
 
     def gradients(self, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, Params]:
         """Returns the summed loss of this device's rows, and gradients of ``dloss`` times it, summed over microbatches.
@@ -76,7 +119,7 @@ class Pipeline:
         The collectives of a step, over the pipeline too, have yet to run. Gradients include the counts of routers.
         """
         loss, grads = self._run(tick_tables(self.schedule), params, inputs, dloss)
-        return loss, grads.layers | grads.ends
+        return loss, self._of_layers(grads.layers) | grads.ends
 
     def loss(self, params: Params, inputs: Inputs) -> Array:
         """Returns the summed loss alone, on the stage that has the loss head."""
@@ -91,7 +134,7 @@ class Pipeline:
 
     def stages(self, dloss: Array) -> StageFunctions:
         """Returns the passes of one stage; ``dloss`` is the cotangent of the summed loss."""
-        passes = Passes(self.context, self.pattern)
+        passes = Passes(self.context, self.layers.pattern)
         (send, receive), (send_back, receive_back) = (
             _boundary(self.context.derived, phase) for phase in ("forward", "backward")
         )
@@ -127,6 +170,27 @@ class Pipeline:
         )
 
 
+def layer_rows(schedule: Schedule, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Returns, for every block of layers, the model's row at each row that devices hold of its weights, -1 for zeros.
+
+    ``names`` are the blocks of the model's layers. Rows are in the order of devices, then chunks; with two routes they
+    are those of the first, as the second copy of the weights is not stored.
+    """
+    pattern, places = stage_layers(names, schedule.num_virtual_stages)
+    order = sorted((place.device, place.chunk, stage) for stage, place in enumerate(schedule.routes[0]))
+    found = {}
+    for block in dict.fromkeys(names):
+        numbers = {layer: number for number, layer in enumerate(i for i, own in enumerate(names) if own == block)}
+        of_block = [place for place, own in enumerate(pattern) if own == block]
+        found[block] = np.array([numbers.get(places[stage][place], -1) for _, _, stage in order for place in of_block])
+    return found
+
+
+def _zeros_last(rows: np.ndarray) -> np.ndarray:
+    """Returns the rows with further ones, after those of the model, for -1."""
+    return np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows)
+
+
 def _taken(arrays: Params, orders: dict[str, np.ndarray]) -> Params:
     """Reorders the first dim of arrays; those on devices keep their shardings."""
 
@@ -146,50 +210,3 @@ def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream
     sent, *steps = (step for step in derived.boundary if step.phase == phase)
     before = reshard(steps[-1].result if steps else sent.result, sent.result)
     return lambda stream: apply_collectives(before, stream), lambda part: apply_collectives(steps, part)
-
-
-# -- which layers a device holds -------------------------------------------------------------------------
-
-
-def layer_permutation(schedule: Schedule, num_layers: int) -> np.ndarray:
-    """Returns the layer at each index of the stored order, which gives equal parts to the devices, chunk by chunk.
-
-    The order is 0, 1, 2, ... where a device has one chunk. Where microbatches enter at both ends it is that of the
-    first direction: the second copy of the weights is not stored. ``num_layers`` counts the layers of one kind.
-    """
-    size = layers_per_stage(schedule, num_layers)
-    places = sorted((place.device, place.chunk, stage) for stage, place in enumerate(schedule.routes[0]))
-    return np.concatenate([np.arange(stage * size, (stage + 1) * size) for _, _, stage in places])
-
-
-def layers_per_stage(schedule: Schedule, num_layers: int) -> int:
-    """Returns the number of layers of every virtual stage. Raises CannotRunError where it is not the same."""
-    size, left = divmod(num_layers, schedule.num_virtual_stages)
-    if left or not size:
-        stages, chunks = schedule.num_devices, schedule.num_virtual_stages // schedule.num_devices
-        wanted = [n for n in range(1, num_layers + 1) if num_layers % (n * chunks) == 0]
-        instead = f"pipeline in {{{', '.join(map(str, wanted))}}}" if wanted else "fewer chunks"
-        raise CannotRunError(
-            f"pipeline={stages} with chunks={chunks} does not divide {num_layers} layers into equal stages, "
-            f"which is what runs. Use {instead}."
-        )
-    return size
-
-
-def layer_pattern(schedule: Schedule, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the blocks of one virtual stage, the same in each, from the block of every layer.
-
-    Raises CannotRunError where stages differ: every device runs one program.
-    """
-    size = layers_per_stage(schedule, len(names))
-    pattern = tuple(names[:size])
-    for first in range(size, len(names), size):
-        here = tuple(names[first : first + size])
-        if here != pattern:
-            layer = next(first + i for i in range(size) if here[i] != pattern[i])
-            raise CannotRunError(
-                f"pipeline={schedule.num_devices} gives stages of {size} layers that differ: layer {layer} is "
-                f"{names[layer]!r} where layer {layer % size} is {pattern[layer % size]!r}, and all stages run one "
-                f"program. Use stages whose number of layers the pattern of layers divides."
-            )
-    return pattern

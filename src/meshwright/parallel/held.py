@@ -1,6 +1,7 @@
-"""The vocabulary as devices hold it: filled up with zeros to equal parts (`spec.strategy.held_dims`).
+"""Arrays as devices hold them: the vocabulary and the layers filled up with zeros to equal parts.
 
-The loss head gives what was added no probability (`nn.ops.linear_cross_entropy`), so its gradients are zero.
+The loss head gives what was added to the vocabulary no probability (`nn.ops.linear_cross_entropy`), and a layer of
+zeros adds nothing to the stream: both stay zero (`spec.strategy.held_dims`, `parallel.pipeline.stages`).
 """
 
 from collections.abc import Mapping
