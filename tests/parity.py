@@ -41,7 +41,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 PIPELINE = "pipeline 2, data 2, tensor 2"
 BASE = tuple(name for name in MESHES if name != PIPELINE)
-"""Meshes of the shape that a case has; on the pipeline it needs layers that make two equal stages."""
+"""Meshes of the shape that a case has; of the pipeline the further shapes."""
 
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "one kv head": ({"num_key_value_heads": 1}, "data 2, fsdp 2, tensor 2"),

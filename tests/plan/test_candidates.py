@@ -93,10 +93,6 @@ def test_stages_share_out_layers_with_few_idle_places():
     assert all(math.ceil(80 / n) * n <= 88 for n in counts)
 
 
-def test_no_place_idle_leaves_the_divisors():
-    assert stage_counts(126, idle=0.0) == (1, 2, 3, 6, 7, 9, 14, 18, 21, 42, 63, 126)
-
-
 def test_batches_in_reach_are_the_nearest_that_each_mesh_divides():
     found = candidates_on_chips(space(), 1024, num_chips=8960, reach=0.25)
     assert len(found)
