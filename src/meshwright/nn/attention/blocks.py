@@ -1,7 +1,7 @@
 """Attention of any queries on any keys, block by block with a running softmax.
 
-The smallest and largest positions and documents of two blocks say how much one sees of the other: a block that is not
-seen costs one comparison, and one that is seen whole needs no mask.
+The smallest and largest positions and documents of a block of queries and a block of keys decide how much the queries
+see: an unseen block of keys costs one comparison, and a block that is seen whole needs no mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,17 +44,17 @@ KEY_ROWS = 512
 
 
 class BlockRows(NamedTuple):
-    """Rows of a block of queries (times the heads of a group) and of a block of keys."""
+    """Number of rows in a block of queries (positions times heads of a group) and in a block of keys."""
 
     query: int
     key: int
 
 
 def block_positions(length: int, most: int, mask: MaskKind) -> int:
-    """Returns the largest divisor of ``length`` up to ``most`` if it is at least a quarter of ``most``.
+    """Returns ``length`` up to ``most``, else its largest divisor up to ``most`` if at least a quarter of ``most``.
 
-    Otherwise returns ``most``, and the last block is padded; or the whole length where every key is seen, since a
-    padded key would be seen too.
+    Otherwise returns ``most``, and the last block is padded; but ``length`` if every query sees every key, since
+    queries would see padded keys too.
     """
     if length <= most:
         return length
@@ -165,7 +165,7 @@ def _backward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], 
         dq, dk, dv = lax.fori_loop(0, q.shape[-2] // blocks.query, step, (out[0], *zeros))
         return dq, _put(out[1], dk * rest.scale, j, -2), _put(out[2], dv, j, -2)
 
-    # Cotangents of queries as columns, see `transposed`.
+    # The cotangents of queries are columns, see `score_cotangents`.
     start = (jnp.zeros((*q.shape[:-2], q.shape[-1], q.shape[-2]), jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v))
     dq, dk, dv = lax.fori_loop(0, k.shape[-2] // blocks.key, one, start)
     return ((jnp.swapaxes(dq, -1, -2) * call.scale).astype(q.dtype),), (dk, dv)
@@ -180,7 +180,7 @@ def _visibility(call: AttentionCall, blocks: BlockRows) -> Array | None:
 def _attend_visible(
     kind: Array | None, before: _Carry, attend_block: Callable[[Array | None], _Carry], seen: Callable[[], Array]
 ) -> _Carry:
-    """Calls ``attend_block`` with the mask if a block of keys is seen in part, without one if it is seen whole."""
+    """Returns ``attend_block(mask)`` for keys seen in part, ``attend_block(None)`` if seen whole, else ``before``."""
     if kind is None:
         return attend_block(None)
     return lax.switch(kind, (lambda: before, lambda: attend_block(seen()), lambda: attend_block(None)))

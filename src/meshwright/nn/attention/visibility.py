@@ -14,7 +14,7 @@ from meshwright.nn.attention.platform import default_platform
 
 MaskKind = Literal["all", "rows", "places"]
 """How the mask is computed. "all": every query sees every key. "rows": queries and keys are the same rows in rising
-positions, so row i sees no later row, which is known while tracing. "places": positions and documents decide."""
+positions, so that it is known while tracing that row i sees no later row. "places": positions and documents decide."""
 
 NOTHING, SOME, EVERYTHING = 0, 1, 2
 """How much of a block of keys the queries of a block see."""
@@ -68,7 +68,7 @@ def mask_kind(q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], *, in_orde
 
 
 def visible(query: TokenPositions, key: TokenPositions, *, window: int | None) -> Bool[Array, "..."]:
-    """True where the key is not later, in the same document, and fewer than ``window`` positions back."""
+    """True where a key is not later than the query, in its document, and fewer than ``window`` positions back."""
     seen = key.position <= query.position
     if window is not None:
         seen &= query.position - key.position < window
@@ -111,8 +111,8 @@ def zigzag_order(length: int, num_ranks: int) -> np.ndarray:
     """
     if length % (2 * num_ranks):
         raise InputError(
-            f"a zigzag over {num_ranks} ranks deals out {2 * num_ranks} chunks, which do not divide {length} positions."
-            f" Use a length that {2 * num_ranks} divides, or fewer ranks."
+            f"a zigzag over {num_ranks} ranks needs {2 * num_ranks} equal chunks, and the length is {length}. "
+            f"Use a multiple of {2 * num_ranks}, or fewer ranks."
         )
     chunks = np.arange(length).reshape(2 * num_ranks, -1)
     pairs = [(rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)]
