@@ -57,12 +57,12 @@ class Pipeline:
         (stack,) = self.context.derived.program.stacks
         return layer_pattern(self.schedule, stack.layers)
 
-    def stored(self, params: Params) -> Params:
-        """Reorders global arrays of weights from the order of the model to that of the stages."""
+    def in_stage_order(self, params: Params) -> Params:
+        """Reorders global arrays of weights from the order of the model to the order of the stages."""
         return self._reordered(params, lambda count: layer_permutation(self.schedule, count))
 
-    def in_order(self, params: Params) -> Params:
-        """Reorders weights or gradients from the order of the stages to that of the model."""
+    def in_model_order(self, params: Params) -> Params:
+        """Reorders weights or gradients from the order of the stages to the order of the model."""
         return self._reordered(params, lambda count: np.argsort(layer_permutation(self.schedule, count)))
 
     def _reordered(self, params: Params, order: Callable[[int], np.ndarray]) -> Params:
@@ -73,13 +73,14 @@ class Pipeline:
     def gradients(self, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, Params]:
         """Returns the summed loss of this device's rows, and gradients of ``dloss`` times it, summed over microbatches.
 
-        The collectives of a step, over the pipeline too, have yet to run. Gradients include the counts of routers.
+        The loss is 0 on stages without the head. The collectives of scope "step" have not run yet. Router counts are
+        among the gradients.
         """
         loss, grads = self._run(tick_tables(self.schedule), params, inputs, dloss)
         return loss, grads.layers | grads.ends
 
     def loss(self, params: Params, inputs: Inputs) -> Array:
-        """Returns the summed loss alone, on the stage that has the loss head."""
+        """Returns the summed loss alone; 0 on stages without the loss head."""
         return self._run(forward_tables(self.schedule), params, inputs, jnp.ones(()))[0]
 
     def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: Array) -> tuple[Any, StageWeights]:
@@ -90,7 +91,7 @@ class Pipeline:
         return run_schedule(tables, self.stages(dloss), StageWeights(layers, ends), parts)
 
     def stages(self, dloss: Array) -> StageFunctions:
-        """Returns the passes of one stage; ``dloss`` is the cotangent of the summed loss."""
+        """Returns the passes of one virtual stage; ``dloss`` is the cotangent of the summed loss."""
         passes = Passes(self.context, self.pattern)
         (send, receive), (send_back, receive_back) = (
             _boundary(self.context.derived, phase) for phase in ("forward", "backward")
@@ -128,21 +129,21 @@ class Pipeline:
 
 
 def _taken(arrays: Params, orders: dict[str, np.ndarray]) -> Params:
-    """Reorders the first dim of arrays; those on devices keep their shardings."""
+    """Reorders the first dim of arrays; if all are on devices, they keep their shardings."""
 
     def take(arrays: Params) -> Params:
         return {name: array[orders[name]] for name, array in arrays.items()}
 
-    # Neither being traced nor NumPy's.
-    lie = {n: a.sharding for n, a in arrays.items() if isinstance(a, Array) and not isinstance(a, jax.core.Tracer)}
-    if not arrays or len(lie) < len(arrays):
+    # Traced and NumPy arrays have no sharding to keep.
+    placed = {n: a for n, a in arrays.items() if isinstance(a, Array) and not isinstance(a, jax.core.Tracer)}
+    if not arrays or len(placed) < len(arrays):
         return take(arrays)
-    return jax.jit(take, out_shardings=lie)(arrays)
+    return jax.jit(take, out_shardings={name: array.sharding for name, array in placed.items()})(arrays)
 
 
 def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:
-    """Returns two functions: from a stage's stream to the message that it sends, a part of the stream where other
-    devices of its group have the same; and from the message to the next stage's stream."""
+    """Returns (send, receive): ``send`` takes a device's part of the stream if devices of its group hold copies of it,
+    ``receive`` restores the stream from the part."""
     sent, *steps = (step for step in derived.boundary if step.phase == phase)
     before = reshard(steps[-1].result if steps else sent.result, sent.result)
     return lambda stream: apply_collectives(before, stream), lambda part: apply_collectives(steps, part)
@@ -152,10 +153,10 @@ def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream
 
 
 def layer_permutation(schedule: Schedule, num_layers: int) -> np.ndarray:
-    """Returns the layer at each index of the stored order, which gives equal parts to the devices, chunk by chunk.
+    """Returns the layer at each index of the stage order, which is sorted by device, then chunk.
 
-    The order is 0, 1, 2, ... where a device has one chunk. Where microbatches enter at both ends it is that of the
-    first direction: the second copy of the weights is not stored. ``num_layers`` counts the layers of one kind.
+    The order is 0, 1, 2, ... if a device has one chunk. If microbatches enter at both ends, it follows the first route:
+    the second copy of the weights is not stored. ``num_layers`` counts the layers of one kind.
     """
     size = layers_per_stage(schedule, num_layers)
     places = sorted((place.device, place.chunk, stage) for stage, place in enumerate(schedule.routes[0]))
@@ -163,7 +164,7 @@ def layer_permutation(schedule: Schedule, num_layers: int) -> np.ndarray:
 
 
 def layers_per_stage(schedule: Schedule, num_layers: int) -> int:
-    """Returns the number of layers of every virtual stage. Raises CannotRunError where it is not the same."""
+    """Returns the number of layers of a virtual stage. Raises CannotRunError if stages cannot have equally many."""
     size, left = divmod(num_layers, schedule.num_virtual_stages)
     if left or not size:
         stages, chunks = schedule.num_devices, schedule.num_virtual_stages // schedule.num_devices
@@ -171,15 +172,15 @@ def layers_per_stage(schedule: Schedule, num_layers: int) -> int:
         instead = f"pipeline in {{{', '.join(map(str, wanted))}}}" if wanted else "fewer chunks"
         raise CannotRunError(
             f"pipeline={stages} with chunks={chunks} does not divide {num_layers} layers into equal stages, "
-            f"which is what runs. Use {instead}."
+            f"as it must. Use {instead}."
         )
     return size
 
 
 def layer_pattern(schedule: Schedule, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the blocks of one virtual stage, the same in each, from the block of every layer.
+    """Returns the blocks of one virtual stage; ``names`` has the block of every layer.
 
-    Raises CannotRunError where stages differ: every device runs one program.
+    Raises CannotRunError if stages differ, since all devices run one program.
     """
     size = layers_per_stage(schedule, len(names))
     pattern = tuple(names[:size])
@@ -190,6 +191,6 @@ def layer_pattern(schedule: Schedule, names: Sequence[str]) -> tuple[str, ...]:
             raise CannotRunError(
                 f"pipeline={schedule.num_devices} gives stages of {size} layers that differ: layer {layer} is "
                 f"{names[layer]!r} where layer {layer % size} is {pattern[layer % size]!r}, and all stages run one "
-                f"program. Use stages whose number of layers the pattern of layers divides."
+                f"program. Use stages of a multiple of the layer pattern's length."
             )
     return pattern
