@@ -245,7 +245,8 @@ class GenerateStep:
         batch, length = tokens.shape
         if batch != self.batch_seqs or lengths.shape != (batch,):
             raise InputError(
-                f"{batch} prompts with {lengths.size} lengths; the step takes {self.batch_seqs} of both. Add rows of one token."
+                f"{batch} prompts with {lengths.size} lengths; the step takes {self.batch_seqs} of both. "
+                f"Add rows of one token, or make a step with another batch_seqs."
             )
         if length > self.cache_len or lengths.max() > length or lengths.min() < 1:
             raise InputError(
