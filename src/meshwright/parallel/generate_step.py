@@ -242,11 +242,10 @@ class GenerateStep:
     # -- the programs ------------------------------------------------------------------------------
 
     def _require_prompts(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        batch, length = tokens.shape
-        if batch != self.batch_seqs or lengths.shape != (batch,):
+        (batch, length), wanted = tokens.shape, self.batch_seqs
+        if batch != wanted or lengths.shape != (batch,):
             raise InputError(
-                f"{batch} prompts with {lengths.size} lengths; the step takes {self.batch_seqs} of both. "
-                f"Add rows of one token, or make a step with another batch_seqs."
+                f"{batch} prompts with {lengths.size} lengths; the step takes {wanted} of both. Give as many."
             )
         if length > self.cache_len or lengths.max() > length or lengths.min() < 1:
             raise InputError(

@@ -147,8 +147,7 @@ def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
     """Returns ``run(given)``, which starts after the gradients exist: a loop of one iteration that no compiler unrolls.
 
     Compilers unroll a loop over one microbatch before the last, and drop barriers before they schedule instructions.
-    They would then allocate the activations of the last microbatch while the activations of the previous one are still
-    live.
+    They would then allocate the last microbatch's activations while those of the previous one are still live.
     """
     one = sum(grad.reshape(-1)[0].astype(jnp.float32) for grad in grads.values())
     never = (jnp.isnan(one) & jnp.isinf(one)).astype(jnp.int32)

@@ -266,8 +266,7 @@ def merged(model: Model, fetch: Fetch) -> Fetch:
 
 
 def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> Iterator[Entry]:
-    """Yields every tensor of the published layout whose variables are in ``dtypes``; its values are made when it is
-    written."""
+    """Yields every tensor of the published layout whose variables are in ``dtypes``; values are made when written."""
     parts: dict[str, list[StoredPart]] = {}
     for place in stored_parts(model):
         if place.variable in dtypes:

@@ -13,13 +13,12 @@ def cache_write(
     context: Context, step: Step, before: LayerCache, values: Array, where: Array, *pages: Array
 ) -> LayerCache:
     """Writes prompts up to ``where`` [B], or one position of each row, ``where`` [B, 1], by the page table if given."""
+    if step.details.paged and step.details.prompt:
+        # `write_pages` drops -1: padding must not reach a page of another sequence.
+        own = jnp.arange(values.shape[1], dtype=where.dtype)[None]
+        return cache.write_pages(before, values, jnp.where(own <= where[:, None], own, -1), *pages)
     if step.details.paged:
-        positions = where
-        if step.details.prompt:
-            # `write_pages` drops -1: padding must not reach a page of another sequence.
-            own = jnp.arange(values.shape[1], dtype=where.dtype)[None]
-            positions = jnp.where(own <= where[:, None], own, -1)
-        return cache.write_pages(before, values, positions, *pages)
+        return cache.write_pages(before, values, where, *pages)
     write = cache.write_prompt if step.details.prompt else cache.write_position
     return write(before, values, where)
 

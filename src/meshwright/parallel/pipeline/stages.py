@@ -73,8 +73,7 @@ class Pipeline:
     def gradients(self, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, Params]:
         """Returns the summed loss of this device's rows, and gradients of ``dloss`` times it, summed over microbatches.
 
-        The loss is 0 on stages without the head. The collectives of scope "step" have not run yet. Router counts are
-        among the gradients.
+        The loss is 0 without the head. Collectives of scope "step" have not run. Router counts are among the gradients.
         """
         loss, grads = self._run(tick_tables(self.schedule), params, inputs, dloss)
         return loss, grads.layers | grads.ends

@@ -224,8 +224,7 @@ def require_row(source: Source, rows: Rows) -> None:
     """Raises InputError if a source has no rows."""
     have, seq_len, named = len(source.store), rows.seq_len, f" of {source.name}" if source.name else ""
     if not len(rows) and source.store.is_records:
-        message = f"none of the records{named} has anything to predict in its first {seq_len} tokens."
-        raise InputError(f"{message} Use longer sequences.")
+        raise InputError(f"no record{named} has anything to predict in its first {seq_len} tokens. Raise seq_len.")
     if not len(rows):
         needed = "" if source.packing else " and its labels"
         raise InputError(

@@ -85,8 +85,7 @@ class WholeRows(Rows):
     """Rows of whole documents, each cut after ``seq_len`` tokens; the rest of a row is padding.
 
     With ``packing`` a row has as many documents as fit: longest first, each goes into the fullest row that it fits.
-    Without, a row has one. A document without a label before its cut is in no row. ``summary`` tells how many were cut
-    and left out.
+    Without, a row has one. A document without a label before its cut is left out. ``summary`` counts what was cut.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:

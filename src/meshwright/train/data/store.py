@@ -137,9 +137,7 @@ def _build(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int, part: Pa
     encoder = given or TextTokenizer(load_tokenizer(file), END_ID)
     written = tokenise(corpus, encoder, folder=part)
     if not written.documents:
-        raise InputError(
-            "every record is bad and left out. Run without --skip-bad-records to see what is wrong with the first."
-        )
+        raise InputError("every record is bad and left out. Run without --skip-bad-records to see why.")
     skipped = len(corpus.bad or ()) + written.refused
     meta = Meta(dtype=encoder.dtype, end_id=encoder.end_id, written=written, skipped_records=skipped)
     write_json_whole(part / META, meta)

@@ -24,8 +24,7 @@ def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:
     """Opens a corpus of tokens; None for a path that is not one.
 
     A corpus is a .npy or .bin file, a folder with such files, or Megatron's pair by either name or their stem. Raises
-    InputError for a file that is damaged, or whose first tokens are not below ``vocab_size``; other tokens are checked
-    when they are read.
+    InputError for a damaged file and for first tokens from ``vocab_size`` on; others are checked when they are read.
     """
     path = path.expanduser()
     index = Path(f"{path.with_suffix('') if path.suffix in ('.bin', '.idx') else path}.idx")
@@ -49,9 +48,7 @@ def _tokens(file: Path) -> np.ndarray:
     if file.suffix == ".npy":
         array = np.lib.format.open_memmap(file, mode="r")
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError(
-                f"{file.name} has {array.dtype}{list(array.shape)}, not a one-dimensional array of integers"
-            )
+            raise ValueError(f"{file.name} has {array.dtype}{list(array.shape)}, not a 1-D array of integers")
         return array
     size = file.stat().st_size
     head = np.fromfile(file, "<i4", count=3)
