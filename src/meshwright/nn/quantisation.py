@@ -61,7 +61,7 @@ def quantise_base(model: Model, params: Params) -> Params:
 
 
 def dequantise_base(model: Model, params: Params) -> Params:
-    """Returns the weights without scales, matrices in the embedding's dtype: undoes `quantise_base` except for rounding."""
+    """Returns the weights without scales, matrices in the embedding's dtype; inverts `quantise_base` (rounded)."""
     pairs = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
     whole = {own: dequantised(params[own], params[name]).astype(params["embed"].dtype) for own, name in pairs.items()}
     return {name: array for name, array in params.items() if name not in pairs.values()} | whole

@@ -244,9 +244,7 @@ class GenerateStep:
     def _require_prompts(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         (batch, length), wanted = tokens.shape, self.batch_seqs
         if batch != wanted or lengths.shape != (batch,):
-            raise InputError(
-                f"{batch} prompts with {lengths.size} lengths; the step takes {wanted} of both. Give as many."
-            )
+            raise InputError(f"{batch} prompts with {lengths.size} lengths; the step takes {wanted} of both. Pad both.")
         if length > self.cache_len or lengths.max() > length or lengths.min() < 1:
             raise InputError(
                 f"prompts of {lengths.min()} to {lengths.max()} tokens in rows of {length}; the cache holds "

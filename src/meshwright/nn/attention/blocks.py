@@ -79,28 +79,28 @@ def _in_blocks(
     here = block_positions(length, max(16, QUERY_ROWS // group), call.mask)
     there = block_positions(num_keys, KEY_ROWS, call.mask)
     # Padding has positions that neither see nor are seen, so its document does not matter.
-    query, key = _filled_places(call.query, here, -1), _filled_places(call.key, there, NOWHERE)
+    query, key = _padded_positions(call.query, here, -1), _padded_positions(call.key, there, NOWHERE)
     by_query, by_key = by_heads(
         partial(core, BlockRows(here * group, there)),
         replace(call, query=query, key=key),
-        [_filled(x, here) for x in queries],
-        [_filled(x, there) for x in keys],
+        [_padded(x, here) for x in queries],
+        [_padded(x, there) for x in keys],
     )
     return tuple(x[:, :length] for x in by_query), tuple(x[:, :num_keys] for x in by_key)
 
 
-def _filled(x: Array, block: int, value: int = 0) -> Array:
+def _padded(x: Array, block: int, value: int = 0) -> Array:
     """Pads dim 1 to whole blocks."""
     missing = -x.shape[1] % block
     widths = [(0, missing if dim == 1 else 0) for dim in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=value) if missing else x
 
 
-def _filled_places(places: TokenPositions, block: int, position: int) -> TokenPositions:
-    document = None if places.document is None else _filled(places.document, block)
-    return (
-        NO_POSITIONS if places.position is None else TokenPositions(_filled(places.position, block, position), document)
-    )
+def _padded_positions(positions: TokenPositions, block: int, position: int) -> TokenPositions:
+    if positions.position is None:
+        return NO_POSITIONS
+    document = None if positions.document is None else _padded(positions.document, block)
+    return TokenPositions(_padded(positions.position, block, position), document)
 
 
 def _forward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
@@ -110,11 +110,11 @@ def _forward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], k
 
     def one(i: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
         tile, rest = scaled(_block(q, i, blocks.query, -2), call)
-        here = _places(call.query, i, blocks.query).over_keys()
+        here = _positions(call.query, i, blocks.query).over_keys()
 
         def step(j: Array, running: RunningSoftmax) -> RunningSoftmax:
             # Sliced outside of the branch: see `rows` on positions read at an offset.
-            there = _places(call.key, j, blocks.key).over_queries()
+            there = _positions(call.key, j, blocks.key).over_queries()
 
             def attend_block(seen: Array | None) -> RunningSoftmax:
                 return attend(running, tile, (_block(k, j, blocks.key, -2), _block(v, j, blocks.key, -2)), rest, seen)
@@ -140,12 +140,12 @@ def _backward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], 
 
     def one(j: Array, out: QkvCotangents) -> QkvCotangents:
         keys_j, values_j, columns_j = (_block(x, j, blocks.key, axis) for x, axis in ((k, -2), (v, -2), (columns, -1)))
-        there = _places(call.key, j, blocks.key).over_keys()
+        there = _positions(call.key, j, blocks.key).over_keys()
 
         def step(i: Array, before: QkvCotangents) -> QkvCotangents:
             dq, dk, dv = before
             part, sums, deltas = (_block(x, i, blocks.query, -1) for x in (dq, lse, delta))
-            here = _places(call.query, i, blocks.query).over_queries()
+            here = _positions(call.query, i, blocks.query).over_queries()
 
             def attend_block(seen: Array | None) -> QkvCotangents:
                 tile, dtile = _block(tall, i, blocks.query, -2), _block(dout, i, blocks.query, -2)
@@ -190,8 +190,8 @@ def _block(x: Array, index: Array, size: int, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, index * size, size, axis=axis % x.ndim)
 
 
-def _places(places: TokenPositions, index: Array, size: int) -> TokenPositions:
-    return jax.tree.map(lambda x: _block(x, index, size, -1), places)
+def _positions(positions: TokenPositions, index: Array, size: int) -> TokenPositions:
+    return jax.tree.map(lambda x: _block(x, index, size, -1), positions)
 
 
 def _put(x: Array, value: Array, index: Array, axis: int) -> Array:

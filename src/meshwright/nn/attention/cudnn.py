@@ -26,7 +26,7 @@ def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
     width = q.shape[-1]
     plain = call.softcap is None and call.sinks is None and call.query.document is None
     narrow = width == v.shape[-1] and width <= 128 and width % 8 == 0
-    return call.platform == "cuda" and plain and narrow and call.mask != "places" and q.dtype.name in HALVES
+    return call.platform == "cuda" and plain and narrow and call.mask != "positions" and q.dtype.name in HALVES
 
 
 def _mask(call: AttentionCall) -> Any:

@@ -62,7 +62,7 @@ class KeyRing(Ring):
         Positions rise along the rows of a zigzag too, but not by one, so a window needs positions.
         """
         rising = self.layout == "contiguous" or (self.layout == "zigzag" and call.window is None)
-        return replace(call, key=call.query, mask="rows" if rising else "places")
+        return replace(call, key=call.query, mask="rows" if rising else "positions")
 
 
 def ring_attention(
@@ -158,7 +158,7 @@ def _on_passing(
     if ring.layout == "any" or call.window is not None or call.query.document is not None:
         source = (ring.rank - step) % ring.size
         there = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source * length, length, axis=1), call.key)
-        return part(replace(call, sinks=None, key=there, mask="places"), 0, length)
+        return part(replace(call, sinks=None, key=there, mask="positions"), 0, length)
     whole = replace(call, sinks=None, query=NO_POSITIONS, key=NO_POSITIONS, mask="all")
     half = length // 2
     earlier, later = ((0, length), (length, 0)) if ring.layout == "contiguous" else ((0, half), (half, length))

@@ -93,8 +93,8 @@ def _one_by_one(core: Core, call: AttentionCall, queries: Sequence[Array], keys:
 
     def of_sequence(row: Array) -> AttentionCall:
         query, key = (
-            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), places)
-            for places in (call.query, call.key)
+            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), positions)
+            for positions in (call.query, call.key)
         )
         return replace(call, query=jax.tree.map(lambda x: jnp.repeat(x, group), query), key=key)
 

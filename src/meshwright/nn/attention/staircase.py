@@ -44,8 +44,8 @@ def last_query(end_key: int, length: int, window: int | None) -> int:
     return length if window is None else min(length, -(-(end_key - 1 + window) // size) * size)
 
 
-def _part(places: TokenPositions, first: int, end: int) -> TokenPositions:
-    return jax.tree.map(lambda x: x[..., first:end], places)
+def _part(positions: TokenPositions, first: int, end: int) -> TokenPositions:
+    return jax.tree.map(lambda x: x[..., first:end], positions)
 
 
 def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
