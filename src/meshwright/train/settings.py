@@ -63,7 +63,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ``average`` is the decay of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the
     logits, ``balance_loss`` the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores.
     ``correction_rate`` moves the correction of DeepSeek-V3's routers towards equal load after each step (the paper:
-    0.001). ``capacity_factor`` bounds an expert's slots, as a multiple of its mean load; 0: as the strategy does.
+    0.001). ``capacity_factor`` bounds an expert's slots, as a multiple of the mean load, and drops tokens beyond; 0
+    takes the strategy's bound.
 
     Run: a checkpoint is written every ``checkpoint_every`` steps (0: only at the end). The newest
     ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). Evaluation is on at most

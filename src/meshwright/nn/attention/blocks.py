@@ -51,7 +51,7 @@ class BlockRows(NamedTuple):
 
 
 def block_positions(length: int, most: int, mask: MaskKind) -> int:
-    """Returns ``length`` up to ``most``, else its largest divisor up to ``most`` if at least a quarter of ``most``.
+    """Returns ``length`` if at most ``most``, else its largest divisor from a quarter of ``most`` to ``most``.
 
     Otherwise returns ``most``, and the last block is padded; but ``length`` if every query sees every key, since
     queries would see padded keys too.

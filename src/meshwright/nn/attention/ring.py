@@ -115,7 +115,7 @@ def _around(
     *,
     first: int,
 ) -> _Carry:
-    """Returns ``start`` after `add_block` of every passing block, from ``keys`` of the rank ``first`` before on."""
+    """Adds every passing block to ``start``; the first, ``keys``, is of the rank ``first`` ranks before this one."""
 
     def step(carry: tuple[Pair, _Carry], index: Array) -> tuple[tuple[Pair, _Carry], None]:
         keys, state = carry

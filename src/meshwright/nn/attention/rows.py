@@ -34,7 +34,7 @@ def both_passes(
     """Returns the forward and backward pass on [B, T, N, H] from functions of rows.
 
     ``forward`` gets (q,) or (q, sinks) and (k, v), and returns (result, log-sum-exp) by query row. ``backward`` gets
-    (q, dout, lse, delta) and (k, v), and returns (dq,) by query row, (dk, dv) by key row. ``run``: such as `by_heads`.
+    (q, dout, lse, delta) and (k, v), and returns (dq,) by query row, (dk, dv) by key row. ``run`` is like `by_heads`.
     """
 
     def whole_forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:

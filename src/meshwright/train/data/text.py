@@ -35,7 +35,7 @@ CHAT_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwarg
 RECORD_BYTES = 2**26
 """Maximum size of an unpacked JSON record, which is in memory as a whole, several times."""
 HASHED_BYTES = 2**26
-SKIP = "--skip-bad-records leaves such out"
+SKIP = "--skip-bad-records skips bad records and bytes"
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
