@@ -301,10 +301,9 @@ def train(
 ) -> TrainResult:
     """Trains, and leaves a run folder under ``run_root``. Writes nothing to standard output.
 
-    ``resume`` is the folder of an earlier run, which continues after its newest checkpoint, in place of a new folder.
-    ``texts`` are further files for the folder by name, such as the plan. Ctrl-C or SIGTERM ends the run after the
-    current step with everything written. Raises CannotRunError, with the metrics written, when the loss or the gradient
-    is not finite; the newest checkpoint is of an earlier step.
+    ``resume`` is the folder of an earlier run, which continues there after its newest checkpoint. ``texts`` are further
+    files for the folder by name, such as the plan. Ctrl-C or SIGTERM ends the run after the current step with
+    everything written. Raises CannotRunError, after the metrics are written, for a loss or gradient that is not finite.
     """
     watch = Stopwatch()
     keep_compiled_programs(cache_folder())

@@ -57,7 +57,7 @@ def adapted_model(model: Model, folder: Path) -> Model:
     try:
         return msgspec.structs.replace(model, lora=msgspec.convert(lora, Lora))
     except msgspec.ValidationError as error:
-        raise InputError(f"{folder / ADAPTER_CONFIG}: {error}.") from None
+        raise InputError(f"{folder / ADAPTER_CONFIG}: {error}. Mend the file.") from None
 
 
 def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # `tokenizers` raises Exception, or panics with another BaseException
-        raise InputError(f"{path} is not a tokenizer file: {' '.join(str(error).split())}.") from None
+        raise InputError(f"{path} is not a tokenizer file: {' '.join(str(error).split())}. Fetch it again.") from None
     # A file may ask for both, which would truncate texts or add tokens to them.
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -182,7 +182,7 @@ def _content(file: Path) -> bytes:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").digest()
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}.") from None
+        raise InputError(f"{file} cannot be read: {error.strerror}. Mend or remove it.") from None
 
 
 def _files(path: Path) -> list[Path]:
@@ -215,7 +215,8 @@ def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator
             else:
                 yield TextPiece(msgspec.json.encode(record).decode(), True, bytes_read, where)
     except (OSError, EOFError) as error:
-        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{file} cannot be read: {why}. Mend or remove it.") from None
 
 
 def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dict[str, Any], str, int]]:
@@ -344,4 +345,4 @@ def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:
                     done += 1
                     yield batch.slice(place, 1), f"{file} row {done}", size * done // table.metadata.num_rows
     except pyarrow.ArrowException as error:
-        raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}.") from None
+        raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}. Mend it.") from None

@@ -101,7 +101,7 @@ def read_resolved(run: Path) -> dict[str, Any]:
     try:
         file = read_toml(run / RESOLVED)
     except InputError:
-        raise InputError(f"{run} is not the folder of a run: it has no readable {RESOLVED}.") from None
+        raise InputError(f"{run} is not the folder of a run: it has no readable {RESOLVED}. Give another.") from None
     if file.is_changed:
         raise InputError(
             f"{file.path} is not as it was written. Put it back, or remove its first line where the change is yours."
