@@ -42,7 +42,7 @@ def test_a_folder_without_a_tokenizer_takes_numbers(folder):
     assert found.dtype == "fp32"
     assert found.text.encode("3, 4 5") == [3, 4, 5]
     assert found.text.decode([3, 4]) == "3 4"
-    with pytest.raises(InputError, match=r"no tokenizer.json, so that a prompt is token numbers.*not 'hello'"):
+    with pytest.raises(InputError, match=r"no tokenizer.json, so a prompt must be token numbers.*not 'hello'"):
         found.text.encode("hello")
 
 

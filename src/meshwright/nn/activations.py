@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(SWIGLU_ALPHA * x),
     "relu": jax.nn.relu,
 }
-"""``hidden_act`` of a config -> the function. "gelu" is exact, "gelu_new" and "gelu_pytorch_tanh" are its tanh form."""
+"""``hidden_act`` of a config -> the function. "gelu" is exact; those on `_gelu_tanh` approximate it."""
 
 
 def capped(logits: Array, softcap: float | None) -> Array:
@@ -36,7 +36,7 @@ def capped(logits: Array, softcap: float | None) -> Array:
 
 
 def gate(model: Model) -> Gate:
-    """Returns the function of (gate, up) whose result the down projection takes."""
+    """Returns the gated activation: a function (gate, up) -> input of the down projection."""
     if model.family == "gpt_oss":
         return clamped_swiglu
     function = ACTIVATIONS[model.activation]
@@ -44,12 +44,12 @@ def gate(model: Model) -> Gate:
 
 
 def silu_mul(gated: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """``silu(gate) * up``."""
+    """Returns ``silu(gate) * up``."""
     return jax.nn.silu(gated) * up
 
 
 def clamped_swiglu(gated: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """``(up + 1) gate sigmoid(1.702 gate)`` with gate at most 7 and up within 7 of 0 (gpt-oss)."""
+    """Returns ``(up + 1) gate sigmoid(1.702 gate)`` of gate at most 7 and up between -7 and 7 (gpt-oss)."""
     gated = jnp.minimum(gated, jnp.asarray(SWIGLU_LIMIT, gated.dtype))
     up = jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (up + 1) * (gated * jax.nn.sigmoid(gated * SWIGLU_ALPHA))

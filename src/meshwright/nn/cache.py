@@ -2,8 +2,8 @@
 
 A layer of S slots holds the last S positions of each sequence, position p in slot p modulo S. No array of filled slots
 is needed: for a query at position p, slot s holds position p - (p - s) mod S, which is negative where nothing has been
-written. The cache is a ring where S is a window, and contiguous where S is the longest sequence. Pages of Pl slots, in
-the order of a sequence's row of the page table, are the contiguous slots of that sequence.
+written. The cache is a ring where S is a window, and contiguous where S is the longest sequence. In a paged cache the
+slots of a sequence are the pages, of Pl slots each, that its row of the page table lists.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ class LayerCache:
 
 
 def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"]) -> LayerCache:
-    """Writes positions 0 to ``last`` of each row of values[B, T, ...], or as many of the last ones as there are slots.
+    """Writes positions 0 to ``last`` of each row of values[B, T, ...], or the last of these that the slots hold.
 
-    Padding after ``last`` is written too where there is room: later positions overwrite it before it is read.
+    Padding after ``last`` is written too if all T positions fit: later positions overwrite it before it is read.
     """
     num_slots = cache.stack.shape[2]
     if values.shape[1] > num_slots:

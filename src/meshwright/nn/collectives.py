@@ -12,7 +12,7 @@ from meshwright.nn.attention.platform import default_platform
 
 
 def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
-    """Runs a collective or slice step on this device's block, which has ``leading`` dims more than the step's array."""
+    """Runs a collective or slice step on this device's block, which has ``leading`` more dims before the step's."""
     with jax.named_scope(str(step.label)):
         return _communicate(step, value, leading)
 
@@ -75,7 +75,7 @@ class Ring:
         return lax.axis_index(self.axes)
 
     def shift(self, value: Array, by: int) -> Array:
-        """Returns the block of the device ``by`` places before this one."""
+        """Returns the block of the device ``by`` ranks before this one."""
         size = self.size
         if by % size == 0:
             return value

@@ -26,9 +26,9 @@ class Context:
 
     ``mesh`` has the sizes of the axes. ``in_order`` promises that positions rise along a row, so that attention may
     skip keys after a query; in zigzag order they do not. ``divergent``: see `nn.collectives.Ring`. With ``offload`` the
-    results that layers keep for their backward pass are in host memory. ``seq_len`` is the maximum length of rows that
-    are generated a few positions at a time; 0 if rows are whole. ``dtype`` is the stream's where int8 weights do not
-    give it. ``constrain`` is applied to every result that has its declared sharding: the GSPMD form passes
+    results that layers keep for their backward pass are in host memory. ``seq_len`` is the maximum length of a sequence
+    in generation, 0 in training. ``dtype`` is the stream's in generation, since int8 weights do not determine it.
+    ``constrain`` is applied to every result that has its declared sharding: the GSPMD form passes
     `with_sharding_constraint`.
     """
 

@@ -1,8 +1,8 @@
 """Multiplies two arrays by the letters of their dims, in the layout that is fast on the platform.
 
-XLA's fast matrix product on CPU needs the summed dim last in its left factor. A product that sums the first dims of
-both, as the gradient of every weight does (over tokens), runs a slower one. Here the smaller factor is transposed
-first: the copy costs less than the slower product. On other platforms XLA chooses well.
+XLA's fast matrix product on CPU needs the summed dim last in its left factor. It computes a product that sums the first
+dims of both factors, such as the gradient of a weight (over tokens), more slowly. Here the smaller factor is transposed
+first: the copy costs less than the slower product. On other platforms XLA's own choice is fast.
 """
 
 import math

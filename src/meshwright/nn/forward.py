@@ -77,18 +77,18 @@ def run_stack(
     layer: Callable[[BlockSteps, Array, Mapping[str, Any], _State], tuple[Array, _State]],
     state: _State,
 ) -> tuple[Array, _State]:
-    """Runs a stack; returns its result, of a loss head the logits, and the last state.
+    """Runs a stack; returns its result (the logits if it ends in the loss) and the last state.
 
-    Between the first and the last block, every layer runs in order, a loop for each span: ``stream, state =
-    layer(block, number, values by name, state)``. A layer is numbered among those of its kind.
+    Between the first and the last block the layers run in order, a loop for each span: ``stream, state = layer(block,
+    number, values by name, state)``. ``number`` counts layers of the same kind.
     """
     blocks = {steps.block.name: steps for steps in context.derived.blocks}
 
     def iteration(span: Span, carry: tuple[Array, _State], number: Array) -> tuple[Any, None]:
         stream, state = carry
         for position, kind in enumerate(span.pattern):
-            place, per_turn = span.place(position)
-            index = span.starts[kind] + number * per_turn + place
+            place, per_iteration = span.place(position)
+            index = span.starts[kind] + number * per_iteration + place
             own = {
                 name: lax.dynamic_index_in_dim(params[name], index, keepdims=False)
                 for name in blocks[kind].block.reads

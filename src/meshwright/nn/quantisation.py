@@ -16,12 +16,12 @@ from meshwright.algebra.ops.quantised_einsum import has_groups
 from meshwright.algebra.steps import Step
 from meshwright.nn.contract import spread
 from meshwright.nn.experts.slots import Ragged
-from meshwright.nn.weights import STORED, Params, rows
+from meshwright.nn.weights import STORED_DTYPES, Params, rows
 from meshwright.spec.model import Model
 
 LARGEST = 127
 LARGEST_OF = {"int8": LARGEST, "int4": 7}
-"""Largest value of a weight in whole numbers; the ranges are symmetric."""
+"""Dtype of a quantised weight -> its largest value; the ranges are symmetric."""
 
 
 def absmax_scale(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
@@ -37,14 +37,14 @@ def quantise(x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int
 
 
 def dequantised(values: Array, scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns values times the scales of their groups, in float32; a scale has as many dims, of groups one."""
+    """Returns values times their scales, in float32; a scale has one entry per group of entries along each dim."""
     for axis, (size, groups) in enumerate(zip(values.shape, scale.shape, strict=True)):
         scale = jnp.repeat(scale, size // groups, axis)
     return values.astype(jnp.float32) * scale
 
 
 def quantise_base(model: Model, params: Params) -> Params:
-    """Quantises the frozen matrices that the model stores in whole numbers, with a scale for each group of inputs."""
+    """Quantises the frozen matrices that the model stores as int8 or int4, with a scale for each group of inputs."""
     table = rows(model)
     found = dict(params)
     for name in (name for name, row in table.items() if row.part == "scale"):
@@ -56,23 +56,22 @@ def quantise_base(model: Model, params: Params) -> Params:
         scale = jnp.max(jnp.abs(grouped), axis + 1) / largest
         scale = jnp.where(scale > 0, scale, 1.0)
         values = jnp.clip(jnp.round(grouped / jnp.expand_dims(scale, axis + 1)), -largest, largest)
-        found |= {name: scale, own: values.reshape(weight.shape).astype(STORED[table[own].dtype])}
+        found |= {name: scale, own: values.reshape(weight.shape).astype(STORED_DTYPES[table[own].dtype])}
     return found
 
 
 def dequantise_base(model: Model, params: Params) -> Params:
-    """Returns the weights without scales, matrices in the dtype of the embedding; the inverse of `quantise_base` but
-    for rounding."""
+    """Returns the weights without scales, matrices in the embedding's dtype; inverts `quantise_base` (rounded)."""
     pairs = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
     whole = {own: dequantised(params[own], params[name]).astype(params["embed"].dtype) for own, name in pairs.items()}
     return {name: array for name, array in params.items() if name not in pairs.values()} | whole
 
 
 def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: Callable[[Any, Array], Array]) -> Any:
-    """Returns ``product(lhs, weight)`` for a quantised weight; one with groups of inputs is dequantised first.
+    """Returns ``product(lhs, weight)`` for a quantised weight; a weight with groups of inputs is dequantised first.
 
     The values are multiplied in the stream's dtype, which holds them exactly, and the scale multiplies the result.
-    Rows of packed tokens have the scales of different experts, so there the weight itself is dequantised first.
+    Rows of packed tokens have the scales of different experts, so for these too the weight is dequantised first.
     """
     _, of_values, of_scale = (array.dims for array in step.inputs)
     if has_groups(step.inputs[2]):
@@ -96,7 +95,7 @@ def contracted_axes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def quantise_params(model: Model, params: Mapping[str, Array]) -> Params:
-    """Quantises matrices to values and ``<name>_scale``; other weights are unchanged."""
+    """Returns int8 values and ``<name>_scale`` for each matrix that may be int8; other weights are unchanged."""
     axes, named = contracted_axes(model), scales(model)
     found: Params = {}
     for name, weight in params.items():

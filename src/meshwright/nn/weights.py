@@ -15,17 +15,17 @@ from meshwright.spec.strategy import held_dims
 from meshwright.spec.weights import Weight
 
 Params = dict[str, Array]
-"""Variable of the program -> array; the weights of layers are stacked over those of their kind, [L, ...]."""
+"""Variable of the program -> array; weights of layers are stacked over the layers of one kind, [L, ...]."""
 
-STORED = {"fp32": jnp.float32, "int8": jnp.int8, "int4": jnp.int4}
-"""Dtypes of weights that are not stored in that of the training state."""
+STORED_DTYPES = {"fp32": jnp.float32, "int8": jnp.int8, "int4": jnp.int4}
+"""Dtypes of weights that have one of their own, whatever the training state."""
 
 INIT_STD = 0.02
 _INTO_STREAM = ("wo", "w_down", "experts_w_down", "shared_w_down", "cross_wo", "encoder_wo", "encoder_w_down")
 
 
 def rows(model: Model) -> dict[str, Weight]:
-    """Returns, for each variable of the program, its row of the weight table, with only the layers that it holds.
+    """Returns, for each weight of the program, its row of the weight table, with the layers of that variable only.
 
     Tied weights appear once.
     """
@@ -49,7 +49,7 @@ def stacked_shape(weight: Weight) -> tuple[int, ...]:
 def param_shapes(
     model: Model, *, dtype: jnp.dtype = jnp.float32, mesh: Mapping[str, int] = {}
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of all arrays without making them, as the devices of a ``mesh`` hold them if it is given."""
+    """Returns the global shapes of all arrays; with a ``mesh``, V is padded to what ``tensor`` divides."""
     size = held_dims(model.dims, mesh)["V"]
 
     def shape(weight: Weight) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def param_shapes(
         return (weight.repeat, *dims) if weight.layers else dims
 
     return {
-        name: jax.ShapeDtypeStruct(shape(weight), STORED.get(weight.dtype, dtype))
+        name: jax.ShapeDtypeStruct(shape(weight), STORED_DTYPES.get(weight.dtype, dtype))
         for name, weight in rows(model).items()
     }
 
@@ -65,8 +65,8 @@ def param_shapes(
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
     """Draws weights from ``seed``, each array from its own key, so the numbers do not depend on the mesh.
 
-    The model's own are the same with adapters, and not quantised. Under `jax.jit` with ``out_shardings`` each device
-    draws its own shards only.
+    Base weights are the same with and without adapters, and not quantised; scales are left out. Under `jax.jit` with
+    ``out_shardings`` each device draws its own shards only.
     """
     key = jax.random.key(seed)
     return {

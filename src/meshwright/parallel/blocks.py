@@ -1,8 +1,8 @@
 """Runs one block of a program forward and backward.
 
-Where a schedule gives weight gradients a pass of their own, the backward pass has two parts: the derived steps that the
-stream's cotangent needs, then all others. The second part receives its operands from the first, gathered activations
-among them, so that no collective runs twice.
+Where a schedule splits the backward pass, its first part runs the derived steps that the stream's cotangent needs, its
+second part all others (weight gradients). The first part hands operands to the second, gathered activations among them,
+so that no collective runs twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +31,7 @@ from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
 
 Inputs = dict[str, Array]
-"""Inputs of the blocks of a microbatch by name: tokens, labels, positions, documents; and the results of earlier
-stacks."""
+"""Inputs of the blocks of a microbatch by name: tokens, labels, positions, documents, results of earlier stacks."""
 
 Saved = tuple[Array, ...]
 """Forward results that the backward pass reads, in the order of the derivation."""
@@ -82,16 +81,16 @@ class BlockPasses:
 
     @cached_property
     def counts(self) -> dict[str, ShardedArray]:
-        """The router's counts, which the backward pass returns with the gradients; see `counts_of`."""
+        """The arrays of the router's counts, which the backward pass returns with the gradients; see `counts_of`."""
         return counts_of(self.steps)
 
     @cached_property
     def gathers(self) -> tuple[Step, ...]:
-        """Forward steps that only move weights, and so can run before the stream arrives."""
+        """Forward steps that only gather weights, and so can run before the stream arrives."""
         return tuple(s for s in self.steps.forward if s.result.name in self.weights)
 
     def gather(self, weights: Mapping[str, Array]) -> Ready:
-        """Runs the steps of `gathers`."""
+        """Returns the results of `gathers`."""
         env = run(self.context, self.gathers, {self.derived.declared[n]: weights[n] for n in self.weights})
         return tuple(env[step.result] for step in self.gathers)
 
@@ -147,7 +146,7 @@ class BlockPasses:
         return Cotangents(stream, {name: env[array] for name, array in sums.items()}), left
 
     def _gradients(self, env: Environment) -> Params:
-        """Returns the gradients of `gradient_arrays`, and `counts`, which microbatches sum as they sum gradients."""
+        """Returns the gradients, as `gradient_arrays` has them, and `counts`, which microbatches sum like gradients."""
         arrays = gradient_arrays(self.derived)
         own = {name: env[arrays[name]] for name in trained_of(self.derived, self.steps)}
         return own | {n: env[a] for n, a in self.counts.items()}
@@ -160,12 +159,12 @@ class BlockPasses:
         return self.steps.split
 
     def _backward_at(self, places: Sequence[int]) -> tuple[Step, ...]:
-        """Returns the backward steps of these indices, without recomputation, which belongs to the loop."""
+        """Returns the backward steps of these indices, without recomputation, which `SegmentLoop` runs."""
         return tuple(self.steps.backward[place] for place in places if place >= self.steps.num_again)
 
     @property
     def handed(self) -> tuple[ShardedArray, ...]:
-        """Operands of the second pass that the first computes, and the counts of a router, which it returns."""
+        """Operands of the second part that the first part computes, and the router's counts, which it returns."""
         counts = (array for array in self.counts.values() if array not in self._split.handed)
         return (*self._split.handed, *counts)
 

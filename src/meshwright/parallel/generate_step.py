@@ -41,16 +41,16 @@ from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strat
 
 WeightStorage = Literal["as they are", "int8"]
 Cache = dict[str, Array]
-"""Row of the cache table -> its array, the layers of its kind in front."""
+"""Row of the cache table -> its array, whose first dim is the layers of its kind."""
 
 
 class GenerateStep:
     """Generates with a model under a strategy: up to ``batch_seqs`` sequences of at most ``max_len`` positions.
 
     ``prefill`` and ``generate`` consume the cache and return the next one. With ``weights="int8"``, `place` quantises
-    weights on their devices. Rotations that depend on the length of a sequence use ``max_len``. With a ``page_len``
-    layers without a window keep their positions in pages, which a table assigns to sequences: `init_pages` gives every
-    sequence its own.
+    weights on their devices. Rotations that depend on the length of a sequence use ``max_len``. With a ``page_len``,
+    in slots, layers without a window keep their positions in pages, which a table assigns to sequences: `init_pages`
+    gives every sequence its own pages.
     """
 
     @checked
@@ -75,7 +75,7 @@ class GenerateStep:
         self.prefill_declared, self.generate_declared = (
             derive_job(model, job, strategy, storage=storage) for job in (prefill, decode)
         )
-        # room for a prompt of any length up to max_len, filled up to what the axes divide
+        # room for a prompt of any length up to max_len, padded to what the axes divide
         self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
         self.table = cache_table(model, batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
         self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
@@ -112,7 +112,7 @@ class GenerateStep:
 
     @cached_property
     def param_shardings(self) -> dict[str, NamedSharding]:
-        """The sharding of each weight on the mesh; float weights are loaded with those of their names."""
+        """The sharding of each weight, and scale, on the mesh."""
         return shardings(self.mesh, self.param_specs)
 
     @cached_property
@@ -138,13 +138,13 @@ class GenerateStep:
 
     @property
     def _float_shapes(self) -> tuple[Shapes, Shapes]:
-        """Shapes of weights that are not int8: the model's own, and those with what fills the vocabulary up."""
+        """Shapes of float weights: the model's own, and with the vocabulary padded."""
         own, held = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
         return own, held
 
     @property
     def loaded_shardings(self) -> dict[str, NamedSharding]:
-        """The sharding of each weight of a checkpoint, before `place` fills the vocabulary up."""
+        """The sharding of each weight of a checkpoint, before `place` pads the vocabulary."""
         return shardings(self.mesh, without_split(*self._float_shapes, self.param_specs))
 
     @cached_property
@@ -155,8 +155,8 @@ class GenerateStep:
     # -- what a user calls -------------------------------------------------------------------------
 
     def place(self, params: Mapping[str, Any]) -> Params:
-        """Puts weights on their devices in the step's dtype, with what fills the vocabulary up; quantises float weights
-        there if the step uses int8."""
+        """Puts weights on their devices in the step's dtype, with the vocabulary padded; quantises float weights there
+        if the step uses int8."""
         params = resized(dict(params), *self._float_shapes, self.param_specs)
         if "embed_scale" in params or not self.quantised:
             placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
@@ -185,15 +185,15 @@ class GenerateStep:
         return any("Pg" in row.dims for row in self.table)
 
     def init_pages(self) -> np.ndarray:
-        """Returns a table of pages [B, Bp] that gives every sequence its own, in its device's shard of the pool."""
+        """Returns a page table [B, Bp] that gives every sequence its own pages, numbered within its device's shard."""
         split = self.generate_declared.declared["last"].axes_of("B")
         rows = self.batch_seqs // math.prod(self.strategy.mesh[axis] for axis in split)
         each = self.cache_sizes["Bp"]
         return ((np.arange(self.batch_seqs) % rows)[:, None] * each + np.arange(each)).astype(np.int32)
 
     def padded_length(self, length: int) -> int:
-        """Returns the length for which a prompt's program is compiled: a power of two, at least 8, times the shards of
-        positions; at most the length of the cache."""
+        """Returns the length for which a prompt's program is compiled: at least 8, a power of two times the number of
+        shards of positions; at most the length of the cache."""
         parts = self._prompt_parts
         return min(parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts))), self.cache_len)
 
@@ -202,8 +202,8 @@ class GenerateStep:
     ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after each row's last token, and the cache with its keys and values.
 
-        ``tokens`` [B, T] are padded behind ``lengths`` [B], 1 at least; each T is compiled once, and `padded_length`
-        gives few. ``pages`` [B, Bp] are the pages of each row, by default those of `init_pages`.
+        ``tokens`` [B, T] are padded behind ``lengths`` [B], at least 1. Each T is compiled once; `padded_length` gives
+        few different ones. ``pages`` [B, Bp] are the pages of each row, by default `init_pages`.
         """
         given = self.prefill_inputs(tokens, lengths, pages)
         return self.compiled(given["tokens"].shape[1])(params, cache, given)
@@ -211,7 +211,7 @@ class GenerateStep:
     def generate(
         self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None
     ) -> tuple[Array, Cache]:
-        """Returns logits [B, V] after one more token of a row, ``tokens`` [B] at ``positions`` [B], and the cache."""
+        """Returns logits [B, V] after one more token per row, ``tokens`` [B] at ``positions`` [B], and the cache."""
         return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages))
 
     def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, Array]:
@@ -225,13 +225,13 @@ class GenerateStep:
         return self._placed(0, pages, tokens=tokens, positions=positions)
 
     def compiled(self, length: int) -> jax.stages.Compiled:
-        """Returns the program for prompts of a padded length, or for one more token where it is 0; compiles it once."""
+        """Returns the program for prompts of a padded length, or for one more token if 0; compiles it once."""
         if length not in self._compiled:
             self._compiled[length] = self.lower(length).compile()
         return self._compiled[length]
 
     def lower(self, length: int, *, platform: str = "") -> jax.stages.Lowered:
-        """Traces the program without data; on an abstract mesh for ``platform``."""
+        """Lowers the program without data; on an abstract mesh for ``platform``."""
         rows = jax.ShapeDtypeStruct((self.batch_seqs,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((self.batch_seqs, length), jnp.int32)
         given = {"tokens": tokens, "last": rows} if length else {"tokens": rows, "positions": rows}
@@ -242,9 +242,9 @@ class GenerateStep:
     # -- the programs ------------------------------------------------------------------------------
 
     def _require_prompts(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        batch, length = tokens.shape
-        if batch != self.batch_seqs or lengths.shape != (batch,):
-            raise InputError(f"{batch} prompts with {lengths.size} lengths; the step takes {self.batch_seqs} of both.")
+        (batch, length), wanted = tokens.shape, self.batch_seqs
+        if batch != wanted or lengths.shape != (batch,):
+            raise InputError(f"{batch} prompts with {lengths.size} lengths; the step takes {wanted} of both. Pad both.")
         if length > self.cache_len or lengths.max() > length or lengths.min() < 1:
             raise InputError(
                 f"prompts of {lengths.min()} to {lengths.max()} tokens in rows of {length}; the cache holds "
@@ -257,7 +257,7 @@ class GenerateStep:
         )
 
     def _given_specs(self, length: int) -> dict[str, PartitionSpec]:
-        """Returns the shardings of `prefill_inputs`, or for 0 of `decode_inputs`: rows of one position each."""
+        """Returns the shardings of `prefill_inputs`; if ``length`` is 0 of `decode_inputs`, which are all [B]."""
         specs = self._specs(self.prefill_declared if length else self.generate_declared)
         rows = specs.pop("positions" if length else "last")
         return specs if length else specs | {"tokens": rows, "positions": rows}
@@ -275,7 +275,7 @@ class GenerateStep:
         return jax.device_put(arrays, shardings(self.mesh, self._given_specs(length)))
 
     def _program(self, length: int) -> Any:
-        """Jitted: (weights, cache, what is given) -> logits and cache; for 0 one more token."""
+        """Returns the jitted function (weights, cache, inputs) -> (logits, cache); see `compiled`."""
         derived = self.prefill_declared if length else self.generate_declared
         mapped = jax.shard_map(
             partial(self._run, derived),
@@ -329,7 +329,7 @@ class GenerateStep:
 
 
 def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int) -> None:
-    """Raises InputError or CannotRunError for what cannot generate, whatever its mesh."""
+    """Raises InputError or CannotRunError for a model, strategy or length that cannot generate."""
     require_runnable(model)
     require_runnable_strategy(strategy)
     if max_len < 1:

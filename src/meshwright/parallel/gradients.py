@@ -1,7 +1,8 @@
-"""Loss and gradients of one device's part of a batch: microbatches summed, then what is summed once per step.
+"""Loss and gradients of one device's part of a batch: sums over microbatches, and collectives that run once per step.
 
-The routers' counts go with the gradients as `BlockPasses.counts` names them: stacked over layers and summed over
-microbatches like these, and complete on every device without any further sum.
+With ``gradient_sync`` "overlapped" these run in the backward pass of the last microbatch, else after it. The routers'
+counts go with the gradients, as `BlockPasses.counts` names them: stacked over layers and summed over microbatches like
+gradients, but already summed over devices.
 """
 
 import math
@@ -37,7 +38,7 @@ def microbatch_gradients(
     earlier: Params | None = None,
     overlapped: bool = False,
 ) -> LossAndGradients:
-    """Returns the summed loss of a microbatch, and the gradients of ``dloss`` times it.
+    """Returns the summed loss of a microbatch, and the gradients of ``dloss`` times that loss.
 
     With ``overlapped`` each layer adds its gradients to the ``earlier`` ones and runs their collectives of scope "step"
     as soon as it has computed them.
@@ -68,7 +69,7 @@ def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> Array:
 
 
 def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, list[Any]]:
-    """Returns the inputs with the result of every stack, and the activations that each stack has saved."""
+    """Returns the inputs with the results of all stacks added, and the activations that each stack saves."""
     results, saved = dict(inputs), []
     for stack in passes.stacks:
         stream, of_embed = stack.embed.forward(params, results, None)
@@ -90,9 +91,9 @@ def summed(*parts: Params) -> Params:
 def step_gradients(
     passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, strategy: Strategy, stacked: frozenset[str]
 ) -> LossAndGradients:
-    """Returns the summed loss of all microbatches, and gradients of ``dloss`` times it after the collectives of a step.
+    """Returns the summed loss of all microbatches, and the gradients of ``dloss`` times it, reduced over devices.
 
-    Gradients are summed in float32 if there are several microbatches, or the training state asks for it.
+    Gradients are summed in float32 if there are several microbatches or the training state has float32 gradients.
     """
     sync = strategy.gradient_sync
     loss, grads = _over_microbatches(
@@ -110,8 +111,8 @@ def step_gradients(
 def _over_microbatches(
     passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, count: int, overlapped: bool
 ) -> LossAndGradients:
-    """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last one adds the
-    sum of the others layer by layer."""
+    """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last microbatch
+    adds the sum of the others layer by layer."""
     one = partial(microbatch_gradients, passes, dloss=dloss)
     last = partial(one, overlapped=overlapped)
     if count == 1:
@@ -145,9 +146,8 @@ def barrier(grads: Any) -> Any:
 def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
     """Returns ``run(given)``, which starts after the gradients exist: a loop of one iteration that no compiler unrolls.
 
-    A loop over the only microbatch before the last is unrolled, and barriers are dropped before instructions are
-    scheduled. Compilers would then allocate the activations of the last microbatch while those of the previous one are
-    still live.
+    Compilers unroll a loop over one microbatch before the last, and drop barriers before they schedule instructions.
+    They would then allocate the last microbatch's activations while those of the previous one are still live.
     """
     one = sum(grad.reshape(-1)[0].astype(jnp.float32) for grad in grads.values())
     never = (jnp.isnan(one) & jnp.isinf(one)).astype(jnp.int32)
@@ -162,7 +162,7 @@ def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
 
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:
-    """Sums gradients over replicas and reshards them as the optimizer's state, as derived."""
+    """Returns gradients after their derived steps of scope "step": summed over replicas, sharded for the optimizer."""
     steps = step_steps(derived)
     ends = {step.result.name.removeprefix("d"): step for step in derived.ends}
     found = {
@@ -172,7 +172,7 @@ def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -
 
 
 def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], bucket_bytes: int) -> Params:
-    """`once_per_step`, with the gradients that need only an all-reduce concatenated in buckets of ``bucket_bytes``."""
+    """Returns what `once_per_step` does; gradients that need only an all-reduce share buckets of ``bucket_bytes``."""
     steps = step_steps(derived)
     joined: dict[tuple[str, ...], list[str]] = {}
     for name in grads:
@@ -203,9 +203,9 @@ def _buckets(names: list[str], grads: Params, bucket_bytes: int) -> list[list[st
 def squared_norm(
     shards: Mapping[str, ShardedArray], grads: Params, mesh: Mapping[str, int], *, stacked: frozenset[str]
 ) -> Array:
-    """Returns this device's share of the squared gradient norm: the squared sum of a shard over its number of replicas.
+    """Returns this device's share of the squared gradient norm: each shard's sum of squares / its number of replicas.
 
-    Layers, the ``stacked`` weights, are not replicated over the pipeline.
+    The weights of layers, ``stacked``, are not replicated over the pipeline.
     """
     total: Any = jnp.zeros((), jnp.float32)
     for name, grad in grads.items():

@@ -1,7 +1,7 @@
-"""Arrays as devices hold them: the vocabulary and the layers filled up with zeros to equal parts.
+"""Arrays as devices hold them: the vocabulary and the layers are padded with zeros to equal parts.
 
-The loss head gives what was added to the vocabulary no probability (`nn.ops.linear_cross_entropy`), and a layer of
-zeros adds nothing to the stream: both stay zero (`spec.strategy.held_dims`, `parallel.pipeline.stages`).
+The loss head gives padding no probability (`nn.ops.linear_cross_entropy`), and a layer of zeros adds nothing to the
+stream: both stay zero (`spec.strategy.held_dims`, `parallel.pipeline.stages`).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    """Returns the specs of arrays in the model's own ``shapes``: dims that are ``held`` larger are not split."""
+    """Returns the specs of arrays in the model's own ``shapes``: dims that are padded in ``held`` are not split."""
     return {
         name: PartitionSpec(
             *(
@@ -30,9 +30,9 @@ def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpe
 
 
 def resized(params: Params, before: Shapes, after: Shapes, specs: Mapping[str, PartitionSpec]) -> Params:
-    """Returns weights, or an optimizer's arrays by their names, cut or filled up with zeros from one shape to another.
+    """Returns weights, or an optimizer's arrays by weight names, cut or padded with zeros from one shape to another.
 
-    An array on devices keeps its sharding, but for the dims that change, which get that of ``specs``.
+    An array on devices keeps its sharding, except that dims that change are sharded as in ``specs``.
     """
     changed = {
         name: _resized(array, before[name].shape, after[name].shape, specs[name])
@@ -44,7 +44,7 @@ def resized(params: Params, before: Shapes, after: Shapes, specs: Mapping[str, P
 
 def _resized(array: Any, before: tuple[int, ...], after: tuple[int, ...], spec: PartitionSpec) -> Any:
     here = zip(array.shape, before, after, strict=True)
-    # an optimizer's mean over a dim has one entry there
+    # an optimizer's mean over a dim has size 1 in that dim, and keeps it
     shape = tuple(new if size == old else size for size, old, new in here)
 
     def resize(array: Any) -> Any:

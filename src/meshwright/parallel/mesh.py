@@ -19,15 +19,15 @@ _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
 def emulate_devices(count: int) -> None:
-    """Asks for ``count`` CPU devices on this machine. Works only before JAX has made its first array.
+    """Makes JAX emulate ``count`` CPU devices. Works only before JAX has made its first array.
 
-    Raises CannotRunError when JAX already runs with fewer.
+    Raises CannotRunError if JAX has fewer devices.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if _DEVICES_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_DEVICES_FLAG}={count}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Before JAX starts its threads: each has a heap of its own by then, which gives blocks back when they are freed.
+    # Called before JAX starts its threads: each then has a heap of its own, which gives back blocks that are freed.
     keep_freed_memory()
     if len(jax.devices()) < count:
         raise CannotRunError(
@@ -38,8 +38,8 @@ def emulate_devices(count: int) -> None:
 def keep_compiled_programs(folder: Path) -> None:
     """Lets JAX keep compiled programs in ``folder/xla``; a cache that is set already stays.
 
-    Programs on several CPU devices are not kept, see `device_mesh`. A folder that cannot be written only costs the time
-    of compiling again.
+    Programs on several CPU devices are not kept, see `device_mesh`. If the folder cannot be written, programs are
+    compiled again in every process.
     """
     if jax.config.values["jax_compilation_cache_dir"]:
         return
@@ -55,16 +55,16 @@ def keep_compiled_programs(folder: Path) -> None:
 def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a mesh of the given axes, major to minor, over the first devices. Axes of size 1 are kept.
 
-    Raises CannotRunError when there are too few devices.
+    Raises CannotRunError if there are too few devices.
     """
     found = list(devices) if devices is not None else jax.devices()
     needed = int(np.prod(list(axes.values()), dtype=int))
     if len(found) < needed:
         shape = " x ".join(f"{a}={n}" for a, n in axes.items())
-        raise CannotRunError(f"the mesh {shape} needs {needed} devices and there are {len(found)}.")
+        raise CannotRunError(f"the mesh {shape} needs {needed} devices and there are {len(found)}. Use smaller axes.")
     if needed > 1 and found[0].platform == "cpu" and jax.config.values["jax_enable_compilation_cache"]:
         # XLA's CPU programs lose the order of their collectives when they are read from a cache. With jaxlib 0.10.2 a
-        # pipeline aborted, stuck or gave another loss, so programs on several of its devices are always compiled.
+        # pipeline aborted, hung or gave another loss, so programs on several CPU devices are always compiled.
         jax.config.update("jax_enable_compilation_cache", False)
         reset_cache()
     grid = np.array(found[:needed]).reshape(tuple(axes.values()))
@@ -77,21 +77,21 @@ def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
 
 
 def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Any, platform: str = "") -> jax.stages.Lowered:
-    """Lowers a jitted program for the platform of its mesh; for ``platform`` where the mesh has no devices."""
+    """Lowers a jitted program for the platform of its mesh, or for ``platform`` if the mesh has no devices."""
     wanted = platform or platform_of(mesh.devices.flat[0])
     with traced_for(wanted):
         return program.trace(*arguments).lower(lowering_platforms=(wanted,) if platform else None)
 
 
 def partition_spec(array: ShardedArray, *, stacked: bool = False, layers: str | None = None) -> PartitionSpec:
-    """Returns the sharding of an array as a PartitionSpec; the first dim of ``stacked`` arrays is the layers, sharded
-    over the axis ``layers``, if given."""
+    """Returns the sharding of an array as a PartitionSpec. A ``stacked`` array has a first dim of layers, sharded over
+    the axis ``layers`` if given."""
     parts = [axes[0] if len(axes) == 1 else axes or None for axes in array.axes]
     return PartitionSpec(*([layers] if stacked else []), *parts)
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, array: ShardedArray) -> NamedSharding:
-    """`partition_spec` on a mesh."""
+    """Returns the `partition_spec` of an array on a mesh."""
     return NamedSharding(mesh, partition_spec(array))
 
 

@@ -24,7 +24,7 @@ class Optimizer(NamedTuple):
     def specs(self, param_shapes: Mapping[str, Any], param_specs: Mapping[str, PartitionSpec]) -> Any:
         """Returns the sharding of each array of the state, given the shapes and shardings of the weights.
 
-        An array that belongs to a weight (by its name) is sharded as that weight in every dim of equal size; dims of
+        An array that belongs to a weight (by its name) is sharded like the weight in every dim of equal size; dims of
         size 1, over which a mean was taken, and counters are replicated.
         """
 
@@ -40,7 +40,7 @@ class Optimizer(NamedTuple):
 
 
 def plain_optimizer(transformation: optax.GradientTransformation) -> Optimizer:
-    """Wraps an optax transformation as it is. Its update counts as AdamW's: elementwise, without communication."""
+    """Wraps an optax transformation. Its update is derived as AdamW's is: elementwise, without communication."""
 
     def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
         updates, state = transformation.update(grads, state, params)

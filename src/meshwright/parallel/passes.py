@@ -112,7 +112,7 @@ class LayerLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentLoop(LayerLoop):
-    """Saves only the stream that enters each segment of ``layers`` layers."""
+    """Saves only the stream that enters each segment of ``layers`` layers; the backward pass runs them again."""
 
     layers: int
 
@@ -202,7 +202,7 @@ def _at(tree: Any, index: int | slice | None) -> Any:
 
 
 MAX_WRITTEN_OUT = 16
-"""Most iterations that a loop is unrolled for: on two cores a step of 8 layers of 1.8M weights compiles in 12 s instead
+"""Most iterations of a loop that is unrolled: on two cores a step of 8 layers of 1.8M weights compiles in 12 s instead
 of 7 and runs a tenth faster, since nothing is copied into and out of stacked arrays (2026-11-21)."""
 
 
@@ -210,8 +210,8 @@ of 7 and runs a tenth faster, since nothing is copied into and out of stacked ar
 class Passes:
     """Forward and backward of one derivation, over all layers of a stack or over those of a pipeline stage.
 
-    ``names`` are the blocks of the layers in order; None stands for all of the stack's. With ``ahead`` the weights of
-    the next layer are gathered while one computes. ``number`` is that of the stack.
+    ``names`` are the blocks of the layers in order; None stands for all layers of the stack. With ``ahead`` the weights
+    of the next layer are gathered while one computes. ``number`` is the index of the stack.
     """
 
     context: Context
@@ -229,7 +229,7 @@ class Passes:
 
     @property
     def stack(self) -> Stack:
-        """The stack of the program."""
+        """The stack that these passes run."""
         return self.derived.program.stacks[self.number]
 
     @cached_property
@@ -249,11 +249,11 @@ class Passes:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The layers as loops."""
+        """The layers as spans, one loop each."""
         return spans(self.names if self.names is not None else self.stack.layers)
 
     def _loop(self, span: Span, inputs: Inputs, **choices: Any) -> LayerLoop:
-        """Returns the loop over a span. A segment "sqrt" has the square root of the layers that a device holds."""
+        """Returns the loop over a span. A segment "sqrt" has about sqrt(L) of a device's L layers."""
         given: dict[str, Any] = {"span": span, "blocks": self._blocks, "inputs": inputs, **choices}
         segment = next(block.segment for block in self.derived.blocks if block.block.carry)
         if segment == "sqrt":
@@ -267,7 +267,7 @@ class Passes:
 
     @property
     def _is_small_program(self) -> bool:
-        """True on one CPU device, where copies cost compute time and no loop holds collectives that are counted.
+        """True on one CPU device, where copies cost compute time and there are no collectives to count in loops.
 
         False where layers are recomputed: in an unrolled loop the compiler merges both computations, and a program of
         ten layers needs four times the memory of the loop.

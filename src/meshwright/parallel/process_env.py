@@ -1,4 +1,4 @@
-"""Which process this is of many, read from the variables that launchers set. No JAX here."""
+"""Finds this process among the processes of a run, from the variables that launchers set. Does not import JAX."""
 
 import zlib
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ COORDINATOR, PROCESSES, PROCESS = "MESHWRIGHT_COORDINATOR", "MESHWRIGHT_PROCESSE
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"
 DEFAULT_PORT = 8476
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-"""What `srun` sets and JAX reads: without all five this is a batch script, not one of its tasks."""
+"""Variables that `srun` sets and JAX reads: a process without all five is a batch script, not a task."""
 
 
 class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the environment says: this is process ``index`` of ``count``, and process 0 listens at ``coordinator``.
+    """This process is number ``index`` of ``count``; process 0 listens at ``coordinator``, host:port.
 
-    ``coordinator`` is None where JAX finds it by itself (SLURM). ``local_devices`` are the numbers of the
-    accelerators of this host that are this process's own, None for all that it sees.
+    ``coordinator`` is None where JAX finds it by itself (SLURM). ``local_devices`` are the numbers of this process's
+    accelerators on this host, None for all that it sees.
     """
 
     source: Launcher
@@ -32,10 +32,10 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def find_processes(env: Mapping[str, str]) -> Processes | None:
-    """Returns what a launcher says about processes; None for a single process.
+    """Returns the processes that a launcher has set; None for a single process.
 
-    Reads, in this order, our own variables (on Kubernetes the index is the Job's), RANK and WORLD_SIZE as
-    torchrun sets them, those of Open MPI 5, of SLURM. Raises InputError that names a missing or wrong variable.
+    Reads, in this order, our own variables (on Kubernetes the index is the Job's), RANK and WORLD_SIZE as torchrun sets
+    them, the variables of Open MPI 5, and of SLURM. Raises InputError that names a missing or wrong variable.
     """
     if any(name in env for name in (COORDINATOR, PROCESSES, PROCESS)):
         found = _own(env)
@@ -75,7 +75,7 @@ def _rank(env: Mapping[str, str]) -> Processes:
 
 
 def _open_mpi(env: Mapping[str, str]) -> Processes:
-    """Open MPI 5 no longer says where mpirun is, which is all that JAX's own detection asks for."""
+    """Reads the variables of Open MPI 5, which no longer names the address of mpirun, as JAX's own detection needs."""
     size, index, local_size, local_index = (
         f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
     )
@@ -98,10 +98,10 @@ def _processes(
     coordinator: str | None,
     local: tuple[str, str] | None = None,
 ) -> Processes:
-    """Numbers from the variables named; one accelerator for each where a host has several processes."""
+    """Returns the processes from these variables; each has one accelerator if its host has several processes."""
     total, this = _number(env, count), _number(env, index)
     if this >= total:
-        raise InputError(f"{index}={this} must be less than {count}={total}.")
+        raise InputError(f"{index}={this} must be less than {count}={total}. Number processes from 0.")
     shares_host = local is not None and local[0] in env and _number(env, local[1], total) > 1
     return Processes(
         source=source,

@@ -12,15 +12,15 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel.process_env import find_processes
 
 SHUTDOWN_TIMEOUT_S = 15
-"""How long a process that failed waits at its exit for others, which may hang in a collective that it left."""
+"""How long a failed process waits at its exit for the others, which may hang in a collective that it left."""
 LONGEST_SHARED_BYTES = 4096
 
 
 def start_processes(env: Mapping[str, str] = os.environ) -> int:
     """Joins the processes that `find_processes` names, once, and returns their number.
 
-    Must come before JAX makes its first array. Raises InputError for wrong variables, CannotRunError when the
-    others cannot be joined.
+    Must be called before JAX makes its first array. Raises InputError for wrong variables, CannotRunError if the
+    processes cannot connect.
     """
     found = find_processes(env)
     if found is None:
@@ -54,7 +54,7 @@ def is_first() -> bool:
 
 
 def wait_for_all(name: str) -> None:
-    """Waits until every process calls this. ``name`` is shown where they call it at different points."""
+    """Waits until every process calls this. JAX shows ``name`` if processes wait at different points."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
@@ -77,7 +77,7 @@ def shared(make: Callable[[], str]) -> str:
 
 
 def first_error(check: Callable[[], object]) -> str:
-    """Returns what the first process whose ``check`` raises CannotRunError says, in every process; else ``""``."""
+    """Returns, in all processes, the message of the first whose ``check`` raises CannotRunError; "" if none does."""
     said = ""
     try:
         check()
@@ -103,7 +103,7 @@ def _broadcast(text: str, *, source: int = 0) -> str:
 
 
 def stop_is_agreed(step: int) -> bool:
-    """True if all processes stop after this step, since one of them received SIGTERM: the same step in all.
+    """True if all processes stop after this step, since one of them received SIGTERM; all agree on the step.
 
     Every process calls it once a step, in order. Always False for a single process.
     """

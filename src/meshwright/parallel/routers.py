@@ -1,4 +1,4 @@
-"""What a training step makes of its routers' counts: metrics, and the moves of corrections that follow the load."""
+"""Uses the routers' counts of a training step: for metrics, and to move the corrections that follow the load."""
 
 import jax.numpy as jnp
 
@@ -13,8 +13,8 @@ FromCounts = tuple[Params, Params]
 
 
 def without_counts(derived: Derived, grads: Params, model: Model) -> tuple[Params, FromCounts]:
-    """Returns the gradients of weights, and what the counts among ``grads`` give: metrics of the layers with experts,
-    of one kind of layers after the other, and the moves of corrections, where the program has a rate.
+    """Returns the gradients of weights and, from the counts among ``grads``, metrics of the layers with experts (one
+    kind of layers after the other) and the moves of corrections (none unless the program has a rate).
 
     The counts are [layers, Er, E] of each kind, under the names of `counts_of`; without any both results are {}.
     """

@@ -39,12 +39,12 @@ from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strat
 
 Form = Literal["shard_map", "gspmd"]
 Batch = dict[str, Array]
-"""tokens and labels, both [B, T] int32 (a label of -1 counts nothing); positions and documents too where rows hold
-several documents; num_labels, a float32 scalar: the labels of the whole batch that count (none: the loss is 0)."""
+"""tokens and labels, both [B, T] int32 (a label of -1 does not count); positions, and documents if rows hold several;
+num_labels, a float32 scalar: the number of labels of the whole batch that count (if 0, the loss is 0)."""
 
 
 StepGradients = tuple[Array, Params, Array, FromCounts]
-"""Mean loss of the global batch, gradients reduced, the squared norm of these, and what the routers' counts give."""
+"""Mean loss of the global batch, reduced gradients, their squared norm, and the results of the routers' counts."""
 
 
 class State(NamedTuple):
@@ -58,8 +58,8 @@ class Metrics(NamedTuple):
     """Mean loss per counted label of the global batch, and the norm of the whole gradient before clipping.
 
     ``extras`` are `routing_metrics` of the step's batch, [layers with experts] each, in the order in which devices hold
-    them: split over the stages of a pipeline, else the same everywhere. Empty for dense models, and where neither a
-    loss on the router nor a bound on its slots has it counted.
+    the layers: split over the stages of a pipeline, else replicated. Empty for dense models, and if nothing needs the
+    router's counts: no loss on the router, no bound on slots, no correction rate.
     """
 
     loss: Any
@@ -70,8 +70,8 @@ class Metrics(NamedTuple):
 class TrainStep:
     """Trains a model under a strategy: `init`, and `step(state, batch) -> (state, metrics)`.
 
-    ``options`` are what the job asks of the program (documents, further losses). ``form="shard_map"`` runs exactly the
-    derived steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose the collectives,
+    ``options`` are choices of the program (documents, further losses). ``form="shard_map"`` runs exactly the derived
+    steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose the collectives,
     for comparison.
     """
 
@@ -93,11 +93,12 @@ class TrainStep:
         if form == "gspmd" and self.pipeline:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
         if form == "gspmd" and held_dims(model.dims, strategy.mesh) != model.dims:
-            raise CannotRunError(f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size}.")
-        if optimizer is None and strategy.state != "fp32":
-            raise InputError(
-                f"state {strategy.state!r} needs an optimizer, as optax.adamw keeps moments in the weights' dtype."
+            raise CannotRunError(
+                f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size}, and is "
+                f"{strategy.mesh['tensor']}. Use another tensor, or leave the form out."
             )
+        if optimizer is None and strategy.state != "fp32":
+            raise InputError(f"state {strategy.state!r} needs an optimizer: the default is for 'fp32' only. Give one.")
         given = optimizer if optimizer is not None else optax.adamw(3e-4)
         self.optimizer = plain_optimizer(given) if isinstance(given, optax.GradientTransformation) else given
         self.max_grad_norm = max_grad_norm
@@ -126,11 +127,11 @@ class TrainStep:
         return {name: partition_spec(arrays[name], stacked=name in self.stacked, layers=layers) for name in names}
 
     def trained(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the weights that training updates, or what is there for each of them."""
+        """Returns the entries of ``params`` that belong to weights that training updates."""
         return {name: value for name, value in params.items() if name in self.shards}
 
     def saved(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the weights that a checkpoint holds: all, with adapters those that train; the others never change."""
+        """Returns the weights that a checkpoint holds: all; with adapters the trained ones, as others never change."""
         return self.trained(params) if self.model.lora else dict(params)
 
     @cached_property
@@ -152,13 +153,13 @@ class TrainStep:
 
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the weights, with what fills up the vocabulary and the stages."""
+        """Global shapes and dtypes of the weights, with the vocabulary and the stages padded."""
         shapes = param_shapes(self.model, dtype=self.dtype, mesh=self.strategy.mesh)
         return self.pipeline.held(shapes) if self.pipeline else shapes
 
     @cached_property
     def canonical(self) -> tuple[State, State]:
-        """Shapes and shardings of the state in the form of every mesh, which `to_canonical` gives."""
+        """Shapes and shardings of the state in the form that `to_canonical` returns, the same on every mesh."""
         shapes = param_shapes(self.model, dtype=self.dtype)
         specs, of_state = (
             without_split(shapes, self.param_shapes, each) for each in (self.param_specs, self.shard_specs)
@@ -193,15 +194,15 @@ class TrainStep:
         """Returns the position at each index of a row, None where that is the index itself.
 
         Ring attention shards positions in zigzag, so that causal attention gives each device equal work. With windows
-        they stay in order, since a block of keys then passes only some of the devices.
+        positions stay in order, since a block of keys then visits only some of the devices.
         """
         if not self._in_zigzag:
             return None
         ranks = self.strategy.mesh["context"]
         if seq_len % (2 * ranks):
             raise InputError(
-                f"seq_len={seq_len} does not divide into 2 x context={2 * ranks} parts, as ring attention deals it "
-                f"out. Use a multiple of {2 * ranks}."
+                f"seq_len={seq_len} does not divide into {2 * ranks} parts, which ring attention over "
+                f"context={ranks} needs. Use a multiple of {2 * ranks}."
             )
         return zigzag_order(seq_len, ranks)
 
@@ -211,7 +212,7 @@ class TrainStep:
         return rings and not self.model.sliding_layers
 
     def place(self, batch: Mapping[str, Any]) -> Batch:
-        """Puts a global batch on the devices in `token_order`; adds positions, documents and num_labels."""
+        """Puts a global batch on the devices in `token_order`; adds positions, documents and num_labels if missing."""
         rows = {n: np.asarray(a) for n, a in batch.items() if n != "num_labels"}
         shape = rows["tokens"].shape
         for name in (name for name in self.batch_specs if name.endswith("positions")):
@@ -231,9 +232,9 @@ class TrainStep:
     # -- what a user calls -------------------------------------------------------------------------
 
     def init(self, seed: int, given: Params | None = None) -> State:
-        """Sharded initial state: the same weights for one seed on every mesh, made shard by shard.
+        """Returns the sharded initial state: the same weights for one seed on every mesh, made shard by shard.
 
-        Weights that are ``given``, in the order and the shapes of the model, take the place of those.
+        Weights that are ``given``, in the order and the shapes of the model, replace drawn ones.
         """
         places = self.canonical[1].params
         placed = jax.device_put(given or {}, {name: places[name] for name in given or {}})
@@ -250,26 +251,26 @@ class TrainStep:
 
     def from_canonical(self, params: Params) -> Params:
         """Returns weights, or arrays like them, as this mesh holds them: with layers in the order of a pipeline's
-        stages, and the stages and the vocabulary filled up with zeros."""
+        stages, and the stages and the vocabulary padded with zeros."""
         filled = resized(params, self.canonical[0].params, self.param_shapes, self.param_specs)
-        return self.pipeline.stored(filled) if self.pipeline else filled
+        return self.pipeline.in_stage_order(filled) if self.pipeline else filled
 
     def to_canonical(self, params: Params) -> Params:
         """Returns weights, or arrays like them, in the order and the shapes of the model."""
-        ordered = self.pipeline.in_order(params) if self.pipeline else params
+        ordered = self.pipeline.in_model_order(params) if self.pipeline else params
         shapes = self.canonical[0].params
         return resized(ordered, self.param_shapes, shapes, without_split(shapes, self.param_shapes, self.param_specs))
 
     def init_optimizer(self, params: Params) -> Any:
-        """Returns the first state of the optimizer for given weights."""
+        """Returns the initial state of the optimizer for these weights."""
         return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(self.trained(params))
 
     def step(self, state: State, batch: Mapping[str, Any]) -> tuple[State, Metrics]:
-        """One optimizer step on a global batch; the state given is consumed."""
+        """Returns the state after one step on a global batch, and its metrics; consumes the given state."""
         return self.compile(state, self.placed(batch))
 
     def placed(self, batch: Mapping[str, Any]) -> Batch:
-        """Returns the batch if it has every array that the step takes, else `place` of it."""
+        """Returns the batch if it has all arrays of the step, else the result of `place`."""
         return dict(batch) if set(batch) == set(self.batch_specs) else self.place(batch)
 
     def batch_shapes(self, batch_seqs: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -280,7 +281,7 @@ class TrainStep:
         return {**rows, "num_labels": jax.ShapeDtypeStruct((), jnp.float32)}
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
-        """Traces the step for a batch size without data; on an abstract mesh for ``platform``."""
+        """Lowers the step for a batch size without data; on an abstract mesh for ``platform``."""
         return lower(
             self.compile, self.mesh, self.state_shapes, self.batch_shapes(batch_seqs, seq_len), platform=platform
         )
@@ -291,8 +292,8 @@ class TrainStep:
 
     @cached_property
     def loss_sum(self) -> Callable[[Params, Batch], Array]:
-        """Jitted (params, placed batch) -> the cross entropy summed over the counted labels, without further losses;
-        nothing is saved for a backward pass."""
+        """The jitted function (params, placed batch) -> cross entropy summed over the counted labels, without further
+        losses; it saves nothing for a backward pass."""
         if self.options.z_loss:
             bare = msgspec.structs.replace(self.options, z_loss=0.0)
             model, strategy = self.model, self.strategy
@@ -318,7 +319,7 @@ class TrainStep:
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline, where the strategy has stages."""
+        """The pipeline, None if the strategy has one stage."""
         if self.strategy.mesh.get("pipeline", 1) == 1:
             return None
         return Pipeline(context=self._context, schedule=strategy_schedule(self.strategy), stacked=self.stacked)
@@ -335,7 +336,7 @@ class TrainStep:
         )
 
     def _local_gradients(self, params: Params, batch: Batch) -> StepGradients:
-        """Returns global loss, reduced gradients, squared norm and what the counts give, from one device's shards."""
+        """Returns `StepGradients` from one device's shards."""
         dloss = _per_label(batch)
         if self.pipeline:
             loss, grads = self.pipeline.gradients(params, _inputs(batch), dloss)
@@ -378,8 +379,8 @@ class TrainStep:
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: Array) -> tuple[Params, Any]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
 
-        Nothing changes unless ``finite``: clipping would spread one bad gradient to every weight, and the weights
-        before the step could no longer be inspected.
+        Nothing changes unless ``finite``: clipping would spread one bad gradient to every weight, and nobody could
+        inspect the weights before the step.
         """
         offloaded = "optimizer" in self.strategy.offload
         before = jax.device_put(opt_state, jax.memory.Space.Device) if offloaded else opt_state

@@ -14,7 +14,7 @@ from meshwright.parallel.generate_step import Cache, GenerateStep
 from meshwright.serve.sampling import LIKELIEST, Sampling, SamplingRows, as_arrays, draw
 
 OnToken = Callable[[int, int], None]
-"""Called with the number of a prompt and its next token, except the end token."""
+"""Called with the index of a prompt and its next token, except for the end token."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,8 +25,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationPace(msgspec.Struct, frozen=True, kw_only=True):
-    """The speed of a generation. ``first_token_s`` is the time to every row's first token, without compilation;
-    ``tokens_per_s`` is the rate of all rows after it, None without further tokens."""
+    """The speed of a generation. ``first_token_s`` is the time to the first token of all rows, without compilation;
+    ``tokens_per_s`` is the rate of all rows together after it, None if no token follows."""
 
     compile_s: float
     first_token_s: float
@@ -53,7 +53,8 @@ def generate(
 ) -> Generated:
     """Generates up to ``max_tokens`` tokens after each prompt; equal prompts get different samples.
 
-    ``sampling`` is for all prompts, or one for each. Raises InputError for prompts that do not fit the step.
+    ``sampling`` is one for all prompts, or a sequence with one for each. Generation of a prompt stops at any of
+    ``end_tokens``. Raises InputError for prompts that do not fit the step.
     """
     require_prompts(step, prompts, max_tokens=max_tokens)
     rows = as_arrays(_of_rows(prompts, sampling, step.batch_seqs))
@@ -99,7 +100,7 @@ def generate(
 def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
     """Raises InputError for no or too many prompts, empty or too long ones, and tokens outside the vocabulary."""
     if not 1 <= len(prompts) <= step.batch_seqs:
-        raise InputError(f"{len(prompts)} prompts; the step takes 1 to {step.batch_seqs}.")
+        raise InputError(f"{len(prompts)} prompts; the step takes 1 to {step.batch_seqs}. Change its batch_seqs.")
     if max_tokens < 1:
         raise InputError(f"max_tokens={max_tokens} must be at least 1.")
     vocab = step.model.vocab_size
@@ -119,7 +120,7 @@ def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max
 def _of_rows(
     prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], num_rows: int
 ) -> list[Sampling]:
-    """Returns the sampling of each row; a repeated prompt has the next sample number of its seed."""
+    """Returns the sampling of each row; the n-th copy of a prompt gets the n-th sample number of its seed."""
     given = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     seen: dict[tuple[int, ...], int] = {}
     found = []
@@ -131,8 +132,7 @@ def _of_rows(
 
 
 def padded(step: GenerateStep, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Pads the prompts to rows of equal length, and returns them with their lengths; rows without a prompt have one
-    token."""
+    """Returns the prompts padded to rows of equal length, and their lengths; a row without a prompt has length 1."""
     longest = max(len(prompt) for prompt in prompts)
     tokens = np.zeros((step.batch_seqs, step.padded_length(longest)), np.int32)
     lengths = np.ones(step.batch_seqs, np.int32)

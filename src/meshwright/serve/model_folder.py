@@ -39,7 +39,7 @@ class NumberedText(NamedTuple):
             return [int(word) for word in text.replace(",", " ").split()]
         except ValueError:
             raise InputError(
-                f"the folder has no {TOKENIZER}, so that a prompt is token numbers, such as '17 4 230', not {text!r}. "
+                f"the folder has no {TOKENIZER}, so a prompt must be token numbers, such as '17 4 230', not {text!r}. "
                 f"Give numbers, or put the model's {TOKENIZER} beside its weights."
             ) from None
 
@@ -51,7 +51,7 @@ Text = TokenizedText | NumberedText
 
 
 class ModelFolder(NamedTuple):
-    """A model without its weights. ``dtype`` is that of the weights: fp32, or bf16 for anything narrower."""
+    """A model without its weights. ``dtype`` suits the stored weights: fp32, or bf16 for anything narrower."""
 
     folder: Path
     model: Model
@@ -67,7 +67,7 @@ def open_model(folder: Path) -> ModelFolder:
     if not (base / CONFIG).is_file():
         raise InputError(
             f"{base} has no {CONFIG}. Give the folder of a finished run, of a model with {CONFIG} and its "
-            f"safetensors files, or what convert made of a run that is not finished."
+            f"safetensors files, or the output of convert for a run that is not finished."
         )
     require_intact(base, [CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION])
     model = model_from_config(base / CONFIG, folder.resolve().name)
@@ -82,7 +82,7 @@ def open_model(folder: Path) -> ModelFolder:
 
 
 def _dtype(model: Model, tensors: Tensors) -> str:
-    """Returns the dtype of the embedding; a checkpoint without one is refused when its weights are read."""
+    """Returns the dtype of the first stored weight; a checkpoint without it is refused when its weights are read."""
     first = next(stored_parts(model, tensors))
     if first.tensor not in tensors:
         return "fp32"
@@ -106,7 +106,7 @@ def _end_tokens(folder: Path, text: Text) -> frozenset[int]:
 
 
 class TextStream:
-    """Decodes the tokens of one sequence one by one; a character of several tokens comes with its last one."""
+    """Decodes the tokens of one sequence one by one; a character of several tokens comes with the last of them."""
 
     def __init__(self, text: Text, prompt: Sequence[int]) -> None:
         self.text = text
@@ -115,7 +115,7 @@ class TextStream:
         self.start, self.shown = max(0, len(prompt) - 8), len(prompt)
 
     def push(self, token: int) -> str:
-        """Returns the text that a token adds."""
+        """Adds a token and returns the new text; "" while a character is incomplete."""
         self.tokens.append(token)
         return self._new()
 

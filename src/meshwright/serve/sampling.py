@@ -1,7 +1,7 @@
 """Samples the next token of each sequence from its logits.
 
-A sample depends on its own sequence's logits, choices and number of earlier samples only, never on the rest of the
-batch.
+A sample depends only on the logits of its own sequence, its `Sampling`, and the number of earlier samples, never on the
+rest of the batch.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from meshwright.core.errors import InputError
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one sequence is sampled. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 exclude no
-    token; both apply after the temperature, ``top_k`` first. ``number`` distinguishes samples of one seed.
+    """Settings to sample one sequence. ``temperature`` 0 takes the likeliest token. ``top_k`` 0 and ``top_p`` 1 exclude
+    no token; both apply after the temperature, ``top_k`` first. ``number`` distinguishes samples of one seed.
 
     Raises InputError for a value that is out of range."""
 
@@ -46,19 +46,19 @@ LIKELIEST = Sampling()
 
 
 SamplingRows = dict[str, Any]
-"""`Sampling` of every row of a batch: an array [B] for each field."""
+"""Field of `Sampling` -> an array [B] of its value for every row of a batch."""
 
 _DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32, "number": np.int32}
 
 
 def as_arrays(rows: Sequence[Sampling]) -> SamplingRows:
-    """Returns the choices of all rows, an array [B] for each field."""
+    """Returns the samplings of all rows as an array [B] for each field."""
     return {name: np.array([getattr(row, name) for row in rows], dtype) for name, dtype in _DTYPES.items()}
 
 
 @jax.jit
 def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B"] | np.ndarray) -> Int[Array, " B"]:
-    """Returns the next token of each row [B] int32, after ``counts`` sampled ones.
+    """Returns the next token of each row, [B] int32, after ``counts`` sampled tokens.
 
     The argmax of logit / temperature plus Gumbel noise is a sample of the softmax.
     """
@@ -77,7 +77,7 @@ def _noise(seed: Array, number: Array, count: Array, size: int) -> Float[Array, 
 
 
 def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Bool[Array, "B V"]:
-    """True for the ``top_k`` likeliest tokens of each row (0: all), of these for the fewest with ``top_p`` in total.
+    """True for the fewest likeliest tokens that sum to ``top_p``, among the ``top_k`` likeliest of each row (0: all).
 
     Of equal logits the earlier token ranks first. At least one token is kept.
     """

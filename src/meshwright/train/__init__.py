@@ -1,1 +1,1 @@
-"""Training runs: real text, the loop, what a run leaves behind, samples."""
+"""Training runs: data, optimizers, the loop, checkpoints, and the folder that a run leaves."""

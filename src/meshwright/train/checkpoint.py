@@ -31,19 +31,19 @@ DAMAGED = ".damaged"
 WRITE_TIMEOUT_S = 3600
 
 Reorder = Callable[[dict[str, Array]], dict[str, Array]]
-"""Returns weights, or an optimizer's arrays by their names, with the layers in another order."""
+"""Returns weights, or an optimizer's arrays by weight names, in another form, such as `TrainStep.to_canonical`."""
 
 
 def unchanged(named: dict[str, Array]) -> dict[str, Array]:
-    """Returns the arrays; for layers that are in the order of the model."""
+    """Returns the arrays as they are; for layers in the order of the model."""
     return named
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``.
 
-    ``model`` and ``settings`` are those of the run as plain tables; ``phase`` says how samples are drawn. ``base`` is
-    the fingerprint of frozen weights, which no checkpoint holds; "" without any.
+    ``model`` and ``settings`` are the run's as plain tables; ``phase`` says how samples are drawn. ``base`` is the
+    fingerprint of frozen weights, which no checkpoint holds; "" if there are none.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """The part stored beside the arrays: it lets a mismatch be refused before any array is read."""
+    """Stored beside the arrays, so that a mismatch is refused before arrays are read; ``arrays``: `describe_arrays`."""
 
     position: Position
     arrays: dict[str, str]
@@ -71,7 +71,7 @@ class _Summed(atomicity.AtomicRenameTemporaryPath):
         files = [path for part in folder.iterdir() if part.is_dir() for path in part.rglob("*") if path.is_file()]
         await asyncio.to_thread(write_sums, folder, files)
         await super().finalize()
-        # The name must reach the disk too before an older checkpoint is removed.
+        # The name must be on the disk too before an older checkpoint is removed.
         handle = os.open(folder.parent, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
@@ -82,11 +82,11 @@ class Checkpoints:
 
     State and position are one unit, whole or absent: a process killed at any moment leaves the previous one. Digests of
     their files are checked before they are read. With several processes every process calls every method, in the same
-    order. ``passed_over`` are lines for a person: damaged checkpoints, and the older one that was taken instead.
+    order. ``passed_over`` has lines to print: damaged checkpoints, and the older one that was taken instead.
     """
 
     def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
-        # Orbax warns of normal conditions, such as a first start in an empty folder; its errors are raised too.
+        # Orbax warns of normal conditions, such as a first start in an empty folder; it also raises its errors.
         for logger in ("absl", "asyncio"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)
         kept: list[Any] = [LatestN(keep)]
@@ -102,7 +102,7 @@ class Checkpoints:
         self._newest_step: int | None = None
         self.folder = run.absolute() / CHECKPOINTS
         if is_first():
-            # Orbax skips checkpoints killed at their start, and then cannot write those steps again.
+            # Orbax ignores checkpoints that were killed while being written, and cannot write those steps again.
             for left in self.folder.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(left)
         wait_for_all("old checkpoints are cleared")
@@ -133,7 +133,7 @@ class Checkpoints:
             self._manager.save(position.step, args=ocp.args.Composite(**parts), force=True)
 
     def wait(self) -> None:
-        """Waits until everything that was saved is whole on disk."""
+        """Waits until all saved checkpoints are whole on disk."""
         with self._writing():
             self._manager.wait_until_finished()
 
@@ -141,7 +141,7 @@ class Checkpoints:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # what Orbax raises where a disk is full: the second for arrays
+        except (OSError, ValueError) as error:  # Orbax raises these where a disk is full, ValueError for arrays
             said = first_line(error)
             # The reason stands last, behind the names of files.
             why = getattr(error, "strerror", None) or said.rpartition(": ")[2].rstrip(".")
@@ -150,7 +150,7 @@ class Checkpoints:
             ) from None
 
     def position(self) -> Position | None:
-        """Returns that of the newest whole checkpoint, None without any. Raises CannotRunError if all are damaged."""
+        """Returns the newest whole checkpoint's position, None if none. Raises CannotRunError if all are damaged."""
         stored = self._stored()
         return stored.position if stored else None
 
@@ -227,7 +227,7 @@ class Checkpoints:
 
 
 def _silence_closed_loops() -> None:
-    """Keeps TensorStore from printing a traceback for each array whose write ends after that of another has failed."""
+    """Hides TensorStore's traceback for each array whose write ends after the write of another array has failed."""
     if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
         sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
 
@@ -243,7 +243,7 @@ def _require_whole(checkpoint: Path) -> None:
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:
-    """Returns path of each array -> dtype and shape, such as ``.params['wq'] -> float32[2,32,4,8]``."""
+    """Returns the path of each array -> its dtype and shape, such as ``.params['wq'] -> float32[2,32,4,8]``."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

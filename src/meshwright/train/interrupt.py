@@ -12,7 +12,7 @@ from meshwright.parallel.processes import stop_is_agreed
 
 
 class StopRequest:
-    """A request to stop the run; ``asked`` is that of this process, which others may not know yet."""
+    """A request to stop the run; ``asked`` is True once this process was asked, which others may not know yet."""
 
     def __init__(self) -> None:
         self.many = jax.process_count() > 1
@@ -54,7 +54,7 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
         for number in wanted:
             if signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, on_signal)
-    except ValueError:  # only the main thread may set handlers; elsewhere Ctrl-C is not ours to handle
+    except ValueError:  # only the main thread may set handlers; elsewhere the caller handles Ctrl-C
         pass
     try:
         yield request

@@ -58,7 +58,7 @@ _averaged = jax.jit(averaged)
 
 
 class _Flight(NamedTuple):
-    """A step in flight; ``end`` is known if it was seen to end before its loss is read."""
+    """A step in flight; ``end`` is the time at which it was seen to have ended before its loss was read, if it was."""
 
     number: int
     start: float
@@ -70,15 +70,15 @@ class _Flight(NamedTuple):
 def steps_ahead() -> int:
     """Returns the number of steps that are dispatched beyond the one that runs.
 
-    One, so that devices do not wait for the host to read a loss. None on CPU, where host and devices share cores, and
-    where two programs with collectives may wait for each other's threads.
+    One, so that devices do not wait for the host to read a loss. Zero on CPU, where host and devices share cores, and
+    two programs with collectives may wait for each other's threads.
     """
     return 0 if jax.devices()[0].platform == "cpu" else 1
 
 
 @dataclass(kw_only=True)
 class Run:
-    """The state of a run. It starts at ``position``; ``resumed_from`` is that step where the run was resumed."""
+    """The state of a run, which is now at ``position``; ``resumed_from`` is the step that it was resumed at."""
 
     setup: Setup
     folder: RunFolder
@@ -139,7 +139,7 @@ class Run:
         return compiled
 
     def _read(self, reader: Ahead) -> Batch:
-        """Returns the next batch. The wait for it counts from when the devices are idle, and belongs to no step."""
+        """Returns the next batch. The time to wait for it counts from when devices are idle, and belongs to no step."""
         while self.flying and not reader.is_ready and not self.flying[-1].metrics.loss.is_ready():
             time.sleep(POLL_S)
         start = time.perf_counter()
@@ -201,7 +201,7 @@ class Run:
     # -- between steps -------------------------------------------------------------------------------
 
     def _due(self, number: int) -> list[Callable[[], None]]:
-        """Returns what reads the state after this step, before the next step consumes it; `finish` reads the last."""
+        """Returns the actions that need the state of this step, before the next consumes it; `finish` has the last."""
         asked = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
         return [act for every, act in asked if every and number % every == 0 and number < self.settings.steps]
 
@@ -228,7 +228,7 @@ class Run:
     # -- the end -------------------------------------------------------------------------------------
 
     def finish(self) -> TrainResult:
-        """Makes the last evaluation, checkpoint and weights, then the summary."""
+        """Makes the last evaluation, checkpoint and weights, then the summary; returns the result."""
         stopped = self.position.step < self.settings.steps
         if not stopped and self.position.step:
             # A request to stop does not wait for the evaluation.
@@ -301,10 +301,9 @@ def train(
 ) -> TrainResult:
     """Trains, and leaves a run folder under ``run_root``. Writes nothing to standard output.
 
-    ``resume`` is the folder of an earlier run instead, which continues after its newest checkpoint. ``texts`` are
-    further files for the folder by name: the plan, the resolved configuration. Ctrl-C or SIGTERM ends the run after the
-    current step with everything written. Raises CannotRunError, with the metrics written, when the loss or the gradient
-    is not finite; the newest checkpoint is of an earlier step.
+    ``resume`` is the folder of an earlier run, which continues there after its newest checkpoint. ``texts`` are further
+    files for the folder by name, such as the plan. Ctrl-C or SIGTERM ends the run after the current step with
+    everything written. Raises CannotRunError, after the metrics are written, for a loss or gradient that is not finite.
     """
     watch = Stopwatch()
     keep_compiled_programs(cache_folder())

@@ -42,33 +42,34 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     ``weights`` is a folder of weights to start from, "" for random ones of ``seed``.
 
-    Data: ``data`` is "pydoc", a file or a folder of them, or several such with their shares of the samples,
-    "a.jsonl:0.7,b.parquet:0.3"; ``tokenizer`` a tokenizer's file, "" for that of the ``weights``, or one that is
-    trained on the text; with ``packing`` no attention crosses from one document into the next, and every token is in
-    one row; without it rows are cut blindly, for which GPUs have a faster attention; ``skip_bad_records`` leaves out
-    what cannot be read, and counts it; ``held_out`` is the share of the tokens that is only evaluated on. Records that
-    are chats (``messages``), or a ``prompt`` and its ``completion``, stay whole: as many as fit lie in one row, or one
-    without ``packing``, and what is beyond the row is cut. ``loss_on`` says which of their tokens are predicted: with
-    "completion" those of completions, and all of chats without one; with "assistant" only what the assistant says, by
-    the template's ``{% generation %}``; or "all".
+    Data: ``data`` is "pydoc", a file, a folder of files, or several of these with their shares of the samples,
+    "a.jsonl:0.7,b.parquet:0.3". ``tokenizer`` is a tokenizer's file; "" takes that of the ``weights``, or without
+    weights trains one on the text. With ``packing`` no attention crosses from one document into the next, and every
+    token is in at most one row. Without it rows are cut blindly, for which GPUs have a faster attention.
+    ``skip_bad_records`` leaves out records that cannot be read, and counts them. ``held_out`` is the share of tokens
+    for evaluation only. Records that are chats (``messages``), or a ``prompt`` and its ``completion``, stay whole: a
+    row has as many as fit, or one without ``packing``, and a longer record is cut. ``loss_on`` says which of their
+    tokens are predicted: "completion": completions, and all tokens of chats without one; "assistant": only what the
+    assistant says, by the template's ``{% generation %}``; or "all".
 
     Rate: it rises over ``warmup_steps`` to ``learning_rate``, then follows ``schedule`` to
-    ``min_learning_rate_ratio`` of it, which the update after the last would have; "wsd" stays at the top and falls
+    ``min_learning_rate_ratio`` of that, which an update after the last would have; "wsd" stays at the top and falls
     over the last ``decay_fraction`` of the steps ("rsqrt" and "constant" use neither).
 
-    Update: ``beta1`` and ``beta2`` are decays of the moments of AdamW and Lion (and of what Muon leaves to AdamW),
-    ``momentum`` that of Muon. ``epsilon`` is AdamW's. Adafactor multiplies the rate by the RMS of each matrix: 1e-2 is
-    usual; Lion wants some tenth of AdamW's rate. ``weight_decay`` is of matrices only. Gradients are scaled down
-    to ``max_grad_norm``. ``rounding`` is that of two-byte weights that have no float32 copy. ``average`` is the decay
-    of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the logits, ``balance_loss``
-    the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores. ``correction_rate`` moves
-    the correction of DeepSeek-V3's routers towards equal load after each step (the paper: 0.001); 0 keeps it as it is.
-    ``capacity_factor`` bounds the slots of an expert over the mean load, and drops what finds none; 0 drops nothing.
+    Update: ``beta1`` and ``beta2`` are decays of the moments of AdamW and Lion (with Muon, of the weights that AdamW
+    updates), ``momentum`` is the decay of Muon's. ``epsilon`` is AdamW's. Adafactor multiplies the rate by the RMS of
+    each matrix: 1e-2 is usual; Lion needs about a tenth of AdamW's rate. ``weight_decay`` applies to matrices only.
+    Gradients are scaled down to ``max_grad_norm``. ``rounding`` is of two-byte weights without a float32 copy.
+    ``average`` is the decay of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the
+    logits, ``balance_loss`` the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores.
+    ``correction_rate`` moves the correction of DeepSeek-V3's routers towards equal load after each step (the paper:
+    0.001). ``capacity_factor`` bounds an expert's slots, as a multiple of the mean load, and drops tokens beyond; 0
+    takes the strategy's bound.
 
-    Run: a checkpoint every ``checkpoint_every`` steps (0: only at the end), of which the newest
-    ``keep_checkpoints`` stay, and for good those at multiples of ``keep_every`` (0: none). Evaluation on at most
-    ``evaluate_batches`` batches every ``evaluate_every`` steps (0: only at the end). ``log_every`` spaces the plain
-    lines written where there is no terminal; ``track`` names where metrics are sent besides.
+    Run: a checkpoint is written every ``checkpoint_every`` steps (0: only at the end). The newest
+    ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). Evaluation is on at most
+    ``evaluate_batches`` batches every ``evaluate_every`` steps (0: only at the end). ``log_every`` is the number of
+    steps between plain lines if there is no terminal; ``track`` names services that get the metrics too.
     """
 
     steps: int = 100
@@ -136,9 +137,9 @@ def data_sources(data: str) -> dict[str, float]:
 
 
 def with_whole_paths(settings: TrainSettings) -> TrainSettings:
-    """Returns the settings with paths that name the same files from every folder, and the tokenizer of the weights.
+    """Returns the settings with absolute paths, and with the tokenizer of the weights if no other is given.
 
-    Raises InputError for weights without a tokenizer: that of other text numbers other tokens.
+    Raises InputError for weights without a tokenizer: one trained on other text would number tokens differently.
     """
 
     def absolute(path: str) -> str:
@@ -152,7 +153,7 @@ def with_whole_paths(settings: TrainSettings) -> TrainSettings:
         if Path(weights).is_dir() and not Path(tokenizer).is_file():
             raise InputError(
                 f"{weights} has weights and no {TOKENIZER}. Name the one they were trained with, --set "
-                f"train.tokenizer=FILE, or leave the weights: --from-scratch."
+                f"train.tokenizer=FILE, or start without weights: --from-scratch."
             )
     return msgspec.structs.replace(settings, data=data, weights=weights, tokenizer=tokenizer)
 
@@ -164,7 +165,7 @@ def _require_words(name: str, given: Any, known: tuple[str, ...]) -> None:
 
 
 def _words(declared: Any) -> tuple[str, ...]:
-    """Returns the words that a field of a Literal, or of a tuple of Literals, takes; none for another field."""
+    """Returns the words of a field that is a Literal or a tuple of Literals; none for another field."""
     inner = next((part for part in get_args(declared) if get_args(part)), declared)
     return tuple(word for word in get_args(inner) if isinstance(word, str))
 
@@ -173,7 +174,7 @@ _WORDS = {name: _words(kind) for name, kind in get_type_hints(TrainSettings).ite
 
 
 def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
-    """Returns settings from keys and values such as a ``[train]`` table; omitted keys have their defaults.
+    """Returns settings from keys and values, such as a ``[train]`` table; missing keys have their defaults.
 
     ``track`` may be one text, "tensorboard,wandb". Raises InputError that names an unknown key or word with the
     nearest known one, or a value of the wrong type.
@@ -202,7 +203,7 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
 def program_options(settings: TrainSettings, strategy: Strategy, *, several_documents: bool) -> ProgramOptions:
     """Returns the options of the model's program. With one document per row attention needs no document numbers.
 
-    Slots of experts have the bound of the strategy where the settings have none.
+    If the settings have no bound on the slots of experts, the strategy's bound applies.
     """
     documents = settings.packing and several_documents
     same = ("z_loss", "balance_loss", "router_z_loss", "correction_rate")

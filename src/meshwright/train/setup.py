@@ -40,7 +40,7 @@ class HeldOut:
         self._loss_sum: Any = None
 
     def compile(self, params: Params) -> None:
-        """Compiles the loss, so that no evaluation does."""
+        """Compiles the loss now, so that no evaluation has to."""
         if self._loss_sum is None:
             loss_sum: Any = self._step.loss_sum
             self._loss_sum = loss_sum.lower(params, self._batch(0)).compile()
@@ -62,9 +62,9 @@ class HeldOut:
 
 
 def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batches: int) -> HeldOut | None:
-    """Returns at most ``max_batches`` batches of all sources, no row twice; None where rows are too few for the mesh.
+    """Returns at most ``max_batches`` batches of all sources, no row twice; None if the rows are too few for the mesh.
 
-    The batch size is the job's, or the largest that the rows fill and the mesh divides.
+    The batch size is the job's or, if the rows do not fill that, the largest that they fill and the mesh divides.
     """
     rows = ((source, len(source.rows(job.seq_len))) for source in sources)
     kept = [source._replace(share=count) for source, count in rows if count]
@@ -79,7 +79,7 @@ def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batche
 
 
 def batch_parts(step: TrainStep, letter: str) -> tuple[tuple[str, ...], int]:
-    """Returns the axes that shard a dim of a batch, and their devices times the microbatches, which must divide it."""
+    """Returns the axes that shard a dim of a batch, and the parts of the dim: devices, for B times microbatches."""
     axes = step.declared.declared["tokens"].axes_of(letter)
     parts = math.prod(step.strategy.mesh[axis] for axis in axes)
     return axes, parts * (step.strategy.num_microbatches if letter == "B" else 1)
@@ -97,10 +97,10 @@ class Setup(NamedTuple):
 
 
 def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> Setup:
-    """Prepares a run. Raises InputError for inputs that do not match, CannotRunError for a model with an encoder."""
+    """Prepares a run. Raises InputError for inputs that do not fit together, CannotRunError for an encoder."""
     if model.encoder:
         raise CannotRunError(
-            f"{model.name} has an encoder, and data for one are not read in this version. plan, explain, verify and "
+            f"{model.name} has an encoder, and this version cannot read data for one. plan, explain, verify and "
             "profile take it; in Python, TrainStep trains it on batches with encoder_tokens."
         )
     data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens")
@@ -149,9 +149,9 @@ def require_divides(step: TrainStep, job: Job) -> None:
 
 
 def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State]:
-    """Returns the newest checkpoint, sharded over this run's mesh; without one the weights of the settings.
+    """Returns the newest checkpoint, sharded over this run's mesh; without one, the weights of the settings at step 0.
 
-    Frozen weights are in no checkpoint: they are read or drawn again, and must be those that the run began with.
+    Frozen weights are in no checkpoint: they are read or drawn again, and must equal those that the run began with.
     """
     step, found = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
@@ -190,8 +190,8 @@ def start_words(settings: TrainSettings) -> str:
 
 
 def fingerprint(params: Params) -> str:
-    """Returns 8 hexadecimal digits that weights of other values or shapes hardly share, on every mesh the same; "" for
-    none."""
+    """Returns 8 hexadecimal digits, the same on every mesh, which almost surely differ for other values or shapes; ""
+    for no weights."""
 
     def of_array(array: Array) -> Array:
         bits = jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32).ravel()
@@ -202,7 +202,7 @@ def fingerprint(params: Params) -> str:
 
 
 def require_same_tokenizer(run: Path, data: Data) -> None:
-    """Raises InputError when the text of a resumed run gives another tokenizer than that of its start."""
+    """Raises InputError if the data of a resumed run have another tokenizer than at its start."""
     path = run / TOKENIZER
     if path.is_file() and data.tokenizer and load_tokenizer(path).to_str() != data.tokenizer.to_str():
         raise InputError(

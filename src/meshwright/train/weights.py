@@ -26,7 +26,7 @@ from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE, Stored
 from meshwright.train.data.tokenizer import open_tokenizer
 
 BASE = "base"
-"""Folder of the frozen weights in that of a run that began with random ones."""
+"""Folder, inside a run's folder, of frozen weights that the run drew at random."""
 
 _ARRAYS_AT_ONCE = 4
 """A tensor of the output may need up to three arrays (q, k and v)."""
@@ -35,7 +35,7 @@ _ARRAYS_AT_ONCE = 4
 class CheckpointWeights(NamedTuple):
     """A checkpoint's model, its step, a function that reads one weight, and the dtypes of the weights.
 
-    Frozen weights are not in it but in the folder ``base``.
+    Frozen weights are not in the checkpoint but in the folder ``base``.
     """
 
     model: Model
@@ -46,7 +46,7 @@ class CheckpointWeights(NamedTuple):
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """Returns the steps of the checkpoints of a run's folder, oldest first."""
+    """Returns the steps of a run's checkpoints, oldest first."""
     folder = run / CHECKPOINTS
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
 
@@ -66,7 +66,7 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
         raise InputError(f"{run} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}.")
     damaged = f"the checkpoint {run / CHECKPOINTS / str(chosen)} is damaged"
     others = ", ".join(str(one) for one in steps if one != chosen)
-    remedy = f"There are checkpoints of steps {others}." if others else "There is no other."
+    remedy = f"There are checkpoints of steps {others}." if others else "There is no other checkpoint."
     try:
         require_intact(run / CHECKPOINTS / str(chosen))
     except CannotRunError as error:
@@ -106,8 +106,8 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
 
 
 def save_weights(model: Model, params: Params, folder: Path, *, base: str = "") -> None:
-    """Writes ``model.safetensors`` (several files with an index if large) and ``config.json`` in a run's folder; of a
-    model with adapters these alone, beside the folder of their ``base``, by default the run's own."""
+    """Writes ``model.safetensors`` (several files with an index if large) and ``config.json`` in a run's folder. Of a
+    model with adapters it writes only the adapter, which names the folder ``base`` (by default the run's `BASE`)."""
     if model.lora:
         save_adapter(model, *source_of(params), folder, base=base or BASE)
     else:
@@ -115,8 +115,8 @@ def save_weights(model: Model, params: Params, folder: Path, *, base: str = "") 
 
 
 def save_base(model: Model, params: Params, folder: Path) -> None:
-    """Writes the frozen weights of a run whose adapter stands beside random weights, once, where `generate` and PEFT
-    find them."""
+    """Writes the frozen weights of a run that drew them at random in its folder `BASE`, where `generate` and PEFT find
+    them."""
     params, base = dequantise_base(model, params), folder / BASE
     save_hf(frozen_base(model), params, base, config=end_of_text(model, folder))
     if jax.process_index() == 0:
@@ -125,7 +125,7 @@ def save_base(model: Model, params: Params, folder: Path) -> None:
 
 
 def end_of_text(model: Model, folder: Path) -> dict[str, int]:
-    """Returns the key of config.json that names the end token, by the tokenizer of the folder."""
+    """Returns eos_token_id for config.json from the tokenizer of the folder; {} without a tokenizer."""
     if not (folder / TOKENIZER).is_file():
         require_intact(folder, [TOKENIZER])
         return {}

@@ -47,7 +47,7 @@ def inputs(dealt, num_ranks, *, documents=False, sinks=False):
 
 def whole(arrays, places, extra, window):
     """(o, lse, dq, dk, dv, ...) on one device."""
-    call = AttentionCall(scale=0.4, window=window, query=places, key=places, mask="places", **extra)
+    call = AttentionCall(scale=0.4, window=window, query=places, key=places, mask="positions", **extra)
     qkv = [arrays[n] for n in "qkv"]
     o, lse = attention(call, *qkv)
     return o, lse, *attention_backward(call, (arrays["dout"], o, lse), *qkv)
@@ -61,7 +61,7 @@ def passes(mesh, extra, *, dealt, window, divergent=False):
 
     def call(places):
         everywhere = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), places)
-        return AttentionCall(scale=0.4, window=window, query=places, key=everywhere, mask="places", **extra)
+        return AttentionCall(scale=0.4, window=window, query=places, key=everywhere, mask="positions", **extra)
 
     def forward(places, *qkv):
         return ring_attention(call(places), ring, *qkv)

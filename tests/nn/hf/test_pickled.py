@@ -135,9 +135,9 @@ def test_tensors_stay_inside_their_storage(tmp_path, changed, said):
 def test_other_files_are_refused_in_one_line(tmp_path):
     file = tmp_path / "pytorch_model.bin"
     file.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(InputError, match=r"of before PyTorch 1\.6\. Convert it with PyTorch: torch\.save"):
+    with pytest.raises(InputError, match=r"from before PyTorch 1\.6\. Convert it with PyTorch: torch\.save"):
         unpickled(file)
-    with pytest.raises(InputError, match="'lr' is no tensor"):
+    with pytest.raises(InputError, match="'lr' is not a tensor"):
         unpickled(write(file, {}, more=text("lr") + number(3)))
     whole = write(file, {"a": ARRAYS["a"]}).read_bytes()
     file.write_bytes(whole[: len(whole) // 2])

@@ -350,7 +350,7 @@ def test_folders_without_whole_files_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"has neither \*.safetensors nor pytorch_model.bin. Give the folder"):
         load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}")
-    with pytest.raises(InputError, match=r"model.safetensors is no whole safetensors file"):
+    with pytest.raises(InputError, match=r"model.safetensors is not a whole safetensors file"):
         load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(InputError, match=r"holds no JSON object\. Fetch it again"):

@@ -245,7 +245,7 @@ def test_a_given_tokenizer_is_used(tmp_path):
     found = open_data(TrainSettings(tokenizer=str(given)), vocab_size=50_000, folder=tmp_path / "given")
     assert found.tokenizer.to_str() == first.tokenizer.to_str()
     np.testing.assert_array_equal(found.train[0].store.tokens, first.train[0].store.tokens)
-    with pytest.raises(InputError, match="has 300 tokens, the model vocab_size=299"):
+    with pytest.raises(InputError, match="has 300 tokens, but the model has vocab_size=299"):
         open_data(TrainSettings(tokenizer=str(given)), vocab_size=299, folder=tmp_path / "given")
 
 

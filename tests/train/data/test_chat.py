@@ -72,7 +72,7 @@ def test_records_stay_whole_in_rows_and_what_is_cut_before_its_answer_is_said(tm
         assert batches.num_samples == rows
         (note,) = batches.notes
         assert f"4 records {'packed' if packing else 'padded'} into {rows} rows of {seq_len}" in note
-        assert note.endswith("0 cut, 1 without anything to predict before the cut left out")
+        assert note.endswith(f"0 cut, 1 left out: nothing to predict in their first {seq_len} tokens")
         whole = batches.rows(0)
         assert batches.num_labels(0) == np.count_nonzero(whole["labels"] >= 0)
         tokens = sorted(
@@ -108,12 +108,12 @@ def test_parquet_and_folders_hold_chats_too(tmp_path):
         ("gemma", "completion", {"messages": []}, "line 1 is no chat"),
         ("gemma", "completion", {"prompt": "x", "completion": [1]}, "line 1 is no chat"),
         ("gemma", "assistant", {"prompt": "x", "completion": "y"}, "lists for train.loss_on=assistant"),
-        ("gemma", "assistant", {"messages": CHATS[0]["messages"][:1]}, "line 1 has nothing that the assistant says"),
+        ("gemma", "assistant", {"messages": CHATS[0]["messages"][:1]}, "line 1 has no message of the assistant"),
         ("{{ messages[0].x.y.z }}", "completion", CHATS[0], "line 1: the chat template refuses it"),
         ("{{ [].__class__.__mro__ }}", "completion", CHATS[0], "the chat template refuses it: access to attribute"),
         ("gemma", "completion", {"messages": CHATS[0]["messages"], "tools": "{"}, "the chat template refuses it"),
         ("gemma", "completion", {"messages": [{"role": "user", "content": "\ufdd0"}]}, "has the code '.ufdd0'"),
-        ("{% for %}", "completion", CHATS[0], "the chat template of .* is not one"),
+        ("{% for %}", "completion", CHATS[0], "the chat template of .* is not valid: "),
         ("{{ messages }}", "assistant", CHATS[0], "does not mark what the assistant says"),
         (None, "completion", CHATS[0], "has no chat template: neither chat_template.jinja nor one in"),
     ],

@@ -69,8 +69,9 @@ def test_texts_are_no_tokens(tmp_path):
 
 def test_the_vocabulary_is_checked_at_once_and_as_tokens_are_read(tmp_path, monkeypatch):
     write_megatron(tmp_path / "corpus")
-    with pytest.raises(InputError, match=r"corpus\.bin has the token 299, and the model vocab_size=299"):
+    with pytest.raises(InputError, match=r"corpus\.bin has the token 299, but the model has vocab_size=299") as caught:
         open_tokens(tmp_path / "corpus", vocab_size=299)
+    assert "not a corpus" not in str(caught.value)
     monkeypatch.setattr("meshwright.train.data.token_store.CHECKED", 4)
     store = open_tokens(tmp_path / "corpus", vocab_size=299)
     assert store.read(np.arange(10)).tolist() == TOKENS[:10]
@@ -87,12 +88,15 @@ def break_index(path, at, value):
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (lambda folder: break_index(folder / "c.idx", 0, 0), "c.idx is not an index of Megatron's"),
-        (lambda folder: break_index(folder / "c.idx", 9, 2), "c.idx is not an index of Megatron's"),
-        (lambda folder: break_index(folder / "c.idx", 17, 6), "with tokens as integers"),
+        (lambda folder: break_index(folder / "c.idx", 0, 0), "c.idx is not a Megatron index"),
+        (lambda folder: break_index(folder / "c.idx", 9, 2), "c.idx is not a Megatron index"),
+        (lambda folder: break_index(folder / "c.idx", 17, 6), "with integer tokens"),
         (lambda folder: (folder / "c.idx").write_bytes((folder / "c.idx").read_bytes()[:60]), "c.idx is cut short"),
-        (lambda folder: (folder / "c.bin").write_bytes((folder / "c.bin").read_bytes()[:8]), "is not what c.idx"),
-        (lambda folder: break_index(folder / "c.idx", 34 + 6 * 4, 2), "is not what c.idx describes"),
+        (
+            lambda folder: (folder / "c.bin").write_bytes((folder / "c.bin").read_bytes()[:8]),
+            "does not hold the sequences",
+        ),
+        (lambda folder: break_index(folder / "c.idx", 34 + 6 * 4, 2), "does not hold the sequences that c.idx lists"),
         (lambda folder: (folder / "c.bin").unlink(), "No such file"),
     ],
 )
@@ -106,9 +110,9 @@ def test_damaged_pairs_are_refused(break_it, said, tmp_path):
 @pytest.mark.parametrize(
     ("name", "raw", "said"),
     [
-        ("a.npy", np.zeros((2, 2), int), r"has int64\[2, 2\], not a row of whole numbers"),
+        ("a.npy", np.zeros((2, 2), int), r"has int64\[2, 2\], not a 1-D array of integers"),
         ("a.npy", np.zeros(4), r"has float64\[4\]"),
-        ("a.bin", np.array([20240520, 1, 9, *[0] * 260], "<i4"), "has other than the 9 tokens of its header"),
+        ("a.bin", np.array([20240520, 1, 9, *[0] * 260], "<i4"), "does not have the 9 tokens that its header says"),
     ],
 )
 def test_files_that_are_no_row_of_tokens_are_refused(name, raw, said, tmp_path):

@@ -269,7 +269,7 @@ def test_a_damaged_store_is_named(tmp_path):
     open_words(corpus, tmp_path)
     (path,) = (path for path in tmp_path.iterdir() if path.is_dir())
     (path / "tokens").write_bytes(b"\x01")
-    with pytest.raises(InputError, match=r"is damaged: its files have other than 3 tokens. Remove it"):
+    with pytest.raises(InputError, match=r"is damaged: its files do not fit 3 tokens. Remove it"):
         open_words(corpus, tmp_path)
     (path / "store.json").unlink()
     with pytest.raises(CannotRunError, match=r"store.json is missing .* Remove the folder .*, and it is made again"):

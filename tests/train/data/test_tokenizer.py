@@ -94,9 +94,9 @@ def test_a_given_tokenizer_neither_cuts_nor_pads(tmp_path):
 @pytest.mark.parametrize(
     ("words", "config", "vocab_size", "message"),
     [
-        (("</s>", "a", "b"), None, 2, r"has 3 tokens, the model vocab_size=2. Set model.vocab_size=3 or more"),
-        (("a", "b"), None, 2, r"no end-of-text token: not any of <|endoftext|>.*tokenizer_config.json"),
-        (("a", "</s>"), {"eos_token": "<end>"}, 2, r"no end-of-text token: not eos_token '<end>'"),
+        (("</s>", "a", "b"), None, 2, r"has 3 tokens, but the model has vocab_size=2. Set model.vocab_size=3 or more"),
+        (("a", "b"), None, 2, r"no end-of-text token: it lacks any of <|endoftext|>.*tokenizer_config.json"),
+        (("a", "</s>"), {"eos_token": "<end>"}, 2, r"no end-of-text token: it lacks eos_token '<end>'"),
         (("a", "</s>"), "[", 2, r"tokenizer_config.json:1:2: broken JSON"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.parallel.train_step import TrainStep
 from meshwright.train.data.batches import Batches, open_data
-from meshwright.train.data.rows import Row
+from meshwright.train.data.rows import RowPart
 from meshwright.train.settings import TrainSettings
 from meshwright.train.weights import save_weights
 from tests.train.data.chats import FORMS, TEMPLATES, write_records, write_tokenizer
@@ -108,8 +108,8 @@ def step_of(documents):
 def loss_of(rows, *, documents):
     """The loss of rows as one batch, filled to `MOST_ROWS` by rows without a label: one shape is compiled once."""
     step, params = step_of(documents)
-    empty = [Row(*(np.full_like(rows[0].tokens, value) for value in (0, -1, 0, 0)))] * (MOST_ROWS - len(rows))
-    batch = dict(zip(Row._fields, map(np.stack, zip(*rows, *empty, strict=True)), strict=True))
+    empty = [RowPart(*(np.full_like(rows[0].tokens, value) for value in (0, -1, 0, 0)))] * (MOST_ROWS - len(rows))
+    batch = dict(zip(RowPart._fields, map(np.stack, zip(*rows, *empty, strict=True)), strict=True))
     return float(step.gradients(params, step.place(batch))[0])
 
 

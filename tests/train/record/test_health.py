@@ -119,7 +119,7 @@ def test_a_weight_is_named_with_its_layer(step, state, batch):
 def test_a_gradient_is_named_where_the_weights_are_finite(step, state, batch):
     huge = with_weight(state, "w_up", lambda w: jnp.full_like(w, 1e38))
     found = where_not_finite(step, huge, batch)
-    assert found.startswith("all weights are finite; of the gradients made anew, ")
+    assert found.startswith("all weights are finite; of the gradients computed again, ")
     assert "holds" in found
 
 
@@ -150,7 +150,7 @@ def test_gradients_of_interleaved_stages(interleaved, batch, monkeypatch):
 
     monkeypatch.setattr(interleaved, "gradients", broken)
     found = where_not_finite(interleaved, state, batch)
-    assert found == "all weights are finite; of the gradients made anew, layers.wq of layer 2 holds infinity"
+    assert found == "all weights are finite; of the gradients computed again, layers.wq of layer 2 holds infinity"
 
 
 def test_nothing_is_named_where_nothing_is_found(step, state, batch):

@@ -1,1 +1,1 @@
-"""Attention on one device or over a ring of devices: fused kernels of platforms, and two of this package."""
+"""Attention on one device or over a ring of devices: fused kernels of each platform, and two portable kernels."""

@@ -1,7 +1,7 @@
 """Attention of any queries on any keys, block by block with a running softmax.
 
-The smallest and largest positions and documents of two blocks say how much one sees of the other: a block that is not
-seen costs one comparison, and one that is seen whole needs no mask.
+The smallest and largest positions and documents of a block of queries and a block of keys decide how much the queries
+see: an unseen block of keys costs one comparison, and a block that is seen whole needs no mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,17 +44,17 @@ KEY_ROWS = 512
 
 
 class BlockRows(NamedTuple):
-    """Rows of a block of queries (times the heads of a group) and of a block of keys."""
+    """Number of rows in a block of queries (positions times heads of a group) and in a block of keys."""
 
     query: int
     key: int
 
 
 def block_positions(length: int, most: int, mask: MaskKind) -> int:
-    """Returns the largest divisor of ``length`` up to ``most`` if it is at least a quarter of ``most``.
+    """Returns ``length`` if at most ``most``, else its largest divisor from a quarter of ``most`` to ``most``.
 
-    Otherwise returns ``most``, and the last block is padded; or the whole length where every key is seen, since a
-    padded key would be seen too.
+    Otherwise returns ``most``, and the last block is padded; but ``length`` if every query sees every key, since
+    queries would see padded keys too.
     """
     if length <= most:
         return length
@@ -79,28 +79,28 @@ def _in_blocks(
     here = block_positions(length, max(16, QUERY_ROWS // group), call.mask)
     there = block_positions(num_keys, KEY_ROWS, call.mask)
     # Padding has positions that neither see nor are seen, so its document does not matter.
-    query, key = _filled_places(call.query, here, -1), _filled_places(call.key, there, NOWHERE)
+    query, key = _padded_positions(call.query, here, -1), _padded_positions(call.key, there, NOWHERE)
     by_query, by_key = by_heads(
         partial(core, BlockRows(here * group, there)),
         replace(call, query=query, key=key),
-        [_filled(x, here) for x in queries],
-        [_filled(x, there) for x in keys],
+        [_padded(x, here) for x in queries],
+        [_padded(x, there) for x in keys],
     )
     return tuple(x[:, :length] for x in by_query), tuple(x[:, :num_keys] for x in by_key)
 
 
-def _filled(x: Array, block: int, value: int = 0) -> Array:
+def _padded(x: Array, block: int, value: int = 0) -> Array:
     """Pads dim 1 to whole blocks."""
     missing = -x.shape[1] % block
     widths = [(0, missing if dim == 1 else 0) for dim in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=value) if missing else x
 
 
-def _filled_places(places: TokenPositions, block: int, position: int) -> TokenPositions:
-    document = None if places.document is None else _filled(places.document, block)
-    return (
-        NO_POSITIONS if places.position is None else TokenPositions(_filled(places.position, block, position), document)
-    )
+def _padded_positions(positions: TokenPositions, block: int, position: int) -> TokenPositions:
+    if positions.position is None:
+        return NO_POSITIONS
+    document = None if positions.document is None else _padded(positions.document, block)
+    return TokenPositions(_padded(positions.position, block, position), document)
 
 
 def _forward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
@@ -110,11 +110,11 @@ def _forward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], k
 
     def one(i: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
         tile, rest = scaled(_block(q, i, blocks.query, -2), call)
-        here = _places(call.query, i, blocks.query).over_keys()
+        here = _positions(call.query, i, blocks.query).over_keys()
 
         def step(j: Array, running: RunningSoftmax) -> RunningSoftmax:
             # Sliced outside of the branch: see `rows` on positions read at an offset.
-            there = _places(call.key, j, blocks.key).over_queries()
+            there = _positions(call.key, j, blocks.key).over_queries()
 
             def attend_block(seen: Array | None) -> RunningSoftmax:
                 return attend(running, tile, (_block(k, j, blocks.key, -2), _block(v, j, blocks.key, -2)), rest, seen)
@@ -140,12 +140,12 @@ def _backward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], 
 
     def one(j: Array, out: QkvCotangents) -> QkvCotangents:
         keys_j, values_j, columns_j = (_block(x, j, blocks.key, axis) for x, axis in ((k, -2), (v, -2), (columns, -1)))
-        there = _places(call.key, j, blocks.key).over_keys()
+        there = _positions(call.key, j, blocks.key).over_keys()
 
         def step(i: Array, before: QkvCotangents) -> QkvCotangents:
             dq, dk, dv = before
             part, sums, deltas = (_block(x, i, blocks.query, -1) for x in (dq, lse, delta))
-            here = _places(call.query, i, blocks.query).over_queries()
+            here = _positions(call.query, i, blocks.query).over_queries()
 
             def attend_block(seen: Array | None) -> QkvCotangents:
                 tile, dtile = _block(tall, i, blocks.query, -2), _block(dout, i, blocks.query, -2)
@@ -165,7 +165,7 @@ def _backward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], 
         dq, dk, dv = lax.fori_loop(0, q.shape[-2] // blocks.query, step, (out[0], *zeros))
         return dq, _put(out[1], dk * rest.scale, j, -2), _put(out[2], dv, j, -2)
 
-    # Cotangents of queries as columns, see `transposed`.
+    # The cotangents of queries are columns, see `score_cotangents`.
     start = (jnp.zeros((*q.shape[:-2], q.shape[-1], q.shape[-2]), jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v))
     dq, dk, dv = lax.fori_loop(0, k.shape[-2] // blocks.key, one, start)
     return ((jnp.swapaxes(dq, -1, -2) * call.scale).astype(q.dtype),), (dk, dv)
@@ -180,7 +180,7 @@ def _visibility(call: AttentionCall, blocks: BlockRows) -> Array | None:
 def _attend_visible(
     kind: Array | None, before: _Carry, attend_block: Callable[[Array | None], _Carry], seen: Callable[[], Array]
 ) -> _Carry:
-    """Calls ``attend_block`` with the mask if a block of keys is seen in part, without one if it is seen whole."""
+    """Returns ``attend_block(mask)`` for keys seen in part, ``attend_block(None)`` if seen whole, else ``before``."""
     if kind is None:
         return attend_block(None)
     return lax.switch(kind, (lambda: before, lambda: attend_block(seen()), lambda: attend_block(None)))
@@ -190,8 +190,8 @@ def _block(x: Array, index: Array, size: int, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, index * size, size, axis=axis % x.ndim)
 
 
-def _places(places: TokenPositions, index: Array, size: int) -> TokenPositions:
-    return jax.tree.map(lambda x: _block(x, index, size, -1), places)
+def _positions(positions: TokenPositions, index: Array, size: int) -> TokenPositions:
+    return jax.tree.map(lambda x: _block(x, index, size, -1), positions)
 
 
 def _put(x: Array, value: Array, index: Array, axis: int) -> Array:

@@ -1,8 +1,8 @@
-"""Attention of one device's queries on the keys that it has, forward and backward, by the kernel that takes it.
+"""Attention of one device's queries on its keys, forward and backward, by the first kernel that takes the call.
 
 Queries and keys are [B, T, N, H] and [B, S, K, H], values [B, S, K, Hv]; query heads n = k G .. k G + G - 1 read key
-head k. A query sees a key that is not later, in the same document, and less than the window back. The backward pass
-takes the result and the log-sum-exp of the forward pass, and makes the weights again from them.
+head k. A query sees a key that is not later, in the same document and, with a window, fewer than ``window`` positions
+back. The backward pass gets the result and log-sum-exp of the forward pass, and recomputes the weights from these.
 """
 
 from types import ModuleType
@@ -45,7 +45,7 @@ def attention_backward(
     k: HeadKeys,
     v: KeyValues,
 ) -> tuple[Array, ...]:
-    """Returns cotangents (dq, dk, dv) and, with sinks, dsinks. The given result may come from more keys than these.
+    """Returns cotangents (dq, dk, dv) and, with sinks, dsinks. The result in ``given`` may be over more keys.
 
     dS = P (dout v^T - delta), P = exp(S - lse), delta = the row sums of dout o.
     """

@@ -18,15 +18,15 @@ _SEED, _DROPOUT, _NO_BIAS = 42, 0.0, (False, False)
 
 
 def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
-    """True on CUDA for bf16 or fp16, rows in order or all keys seen, H = Hv <= 128 that 8 divides; no soft cap, sinks
-    or documents.
+    """True on CUDA for bf16 or fp16, a mask "rows" or "all", and H = Hv up to 128 that 8 divides, without soft cap,
+    sinks and documents.
 
     Hopper takes heads up to 256 wide, but the program may be compiled for another GPU.
     """
     width = q.shape[-1]
     plain = call.softcap is None and call.sinks is None and call.query.document is None
     narrow = width == v.shape[-1] and width <= 128 and width % 8 == 0
-    return call.platform == "cuda" and plain and narrow and call.mask != "places" and q.dtype.name in HALVES
+    return call.platform == "cuda" and plain and narrow and call.mask != "positions" and q.dtype.name in HALVES
 
 
 def _mask(call: AttentionCall) -> Any:

@@ -15,7 +15,7 @@ def default_platform() -> str:
 
 
 def platform_of(device: jax.Device) -> str:
-    """Returns the platform of a device, which may belong to a topology that is only described."""
+    """Returns the platform of a device, also of one in a topology that describes absent hardware."""
     if device.platform != "gpu":
         return device.platform
     version = getattr(device.client, "platform_version", "") if hasattr(device, "client") else ""

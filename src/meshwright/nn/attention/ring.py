@@ -1,8 +1,8 @@
 """Ring attention: queries stay on their device; blocks of keys and values are passed round the ring.
 
-Forward, keys and values are sent to as many devices as have queries that see them. Backward they are sent round again
-together with their cotangents, to which each device adds; the last device sends these home. The next block is in flight
-while the current one is computed.
+In the forward pass keys and values are sent on until they have reached every device whose queries see them. In the
+backward pass they are sent again together with their cotangents, to which each device adds; the last device sends the
+cotangents to the owner of the keys. The next block is in flight while the current one is computed.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from meshwright.nn.attention.visibility import NO_POSITIONS, AttentionCall
 from meshwright.nn.collectives import Ring
 
 SequenceLayout = Literal["contiguous", "zigzag", "any"]
-"""Which positions a rank holds. "contiguous": the r-th part of the sequence. "zigzag": chunks r and 2 n - 1 - r of 2 n
-(`zigzag_order`). "any": only the positions say."""
+"""Which positions rank r of n holds. "contiguous": the r-th part of the sequence. "zigzag": chunks r and 2 n - 1 - r of
+2 n (`zigzag_order`). "any": any; masks compare the positions."""
 
 Pair = tuple[Array, Array]
 _Carry = TypeVar("_Carry")
@@ -43,7 +43,7 @@ class KeyRing(Ring):
     layout: SequenceLayout
 
     def send(self, block: Pair, by: int = 1) -> Pair:
-        """Returns the pair of arrays that the device ``by`` places before this one holds."""
+        """Returns the pair of arrays of the device ``by`` ranks before this one."""
         first, second = (self.shift(x, by) for x in block)
         return first, second
 
@@ -62,7 +62,7 @@ class KeyRing(Ring):
         Positions rise along the rows of a zigzag too, but not by one, so a window needs positions.
         """
         rising = self.layout == "contiguous" or (self.layout == "zigzag" and call.window is None)
-        return replace(call, key=call.query, mask="rows" if rising else "places")
+        return replace(call, key=call.query, mask="rows" if rising else "positions")
 
 
 def ring_attention(
@@ -72,10 +72,10 @@ def ring_attention(
     k: HeadKeys,
     v: KeyValues,
 ) -> AttentionResult:
-    """Returns what `attention` on all keys returns.
+    """Returns the result and log-sum-exp of this rank's queries on the keys of all ranks.
 
-    Inside `shard_map`: rank r has the r-th of the n equal parts of queries, keys and values, as they are sharded over
-    the ring's axes (major to minor). The keys of ``call`` are those of all parts in that order.
+    Runs inside `shard_map`: rank r has the r-th of the n equal parts of queries, keys and values, as they are sharded
+    over the ring's axes (major to minor). ``call.key`` has the positions of all parts in that order.
     """
     own = attention(ring.own(call), q, k, v)
 
@@ -115,7 +115,7 @@ def _around(
     *,
     first: int,
 ) -> _Carry:
-    """Applies ``add_block`` to every passing block; ``keys``, of the rank ``first`` places before, is the first."""
+    """Adds every passing block to ``start``; the first, ``keys``, is of the rank ``first`` ranks before this one."""
 
     def step(carry: tuple[Pair, _Carry], index: Array) -> tuple[tuple[Pair, _Carry], None]:
         keys, state = carry
@@ -135,7 +135,7 @@ def _collected(
     def add_block(state: tuple[Array, Pair], keys: Pair, step: Array) -> tuple[Array, Pair]:
         dq, collected = state
         more, dk, dv = passing(step, keys)
-        # In flight while this block is computed; its part is added after the send.
+        # The sums are in flight while this block is computed, whose part is added after the send.
         dk_before, dv_before = ring.send(collected)
         return dq + more.astype(jnp.float32), (dk_before + dk, dv_before + dv)
 
@@ -148,17 +148,17 @@ def _collected(
 def _on_passing(
     call: AttentionCall, ring: KeyRing, step: Array, length: int, part: Callable[[AttentionCall, int, int], _Carry]
 ) -> _Carry:
-    """Applies ``part`` to (call, first query, end of keys), the pairs of another rank's block that are visible.
+    """Returns ``part(call, first query, end of keys)`` for the visible pairs of queries here and another rank's keys.
 
-    Without a window and documents the ranks decide. The block comes from an earlier rank or, after a round, from a
-    later one. Contiguous: everything or nothing is seen. In zigzag order an earlier rank's first chunk is seen by both
-    chunks here and its last one by none; both chunks of a later rank are seen by the last chunk here alone. That is
+    Without a window and documents the ranks decide. The block comes from an earlier rank or, once round the ring, from
+    a later one. "contiguous": everything or nothing is seen. "zigzag": both chunks here see an earlier rank's first
+    chunk and none sees its last; of a later rank's chunks only the last chunk here sees any, and it sees both. That is
     half the pairs in both cases, so all ranks take equally long.
     """
     if ring.layout == "any" or call.window is not None or call.query.document is not None:
         source = (ring.rank - step) % ring.size
         there = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source * length, length, axis=1), call.key)
-        return part(replace(call, sinks=None, key=there, mask="places"), 0, length)
+        return part(replace(call, sinks=None, key=there, mask="positions"), 0, length)
     whole = replace(call, sinks=None, query=NO_POSITIONS, key=NO_POSITIONS, mask="all")
     half = length // 2
     earlier, later = ((0, length), (length, 0)) if ring.layout == "contiguous" else ((0, half), (half, length))

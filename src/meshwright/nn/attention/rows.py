@@ -17,8 +17,8 @@ from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvC
 from meshwright.nn.attention.visibility import AttentionCall
 
 HEADS_PER_STEP = (3, 2)
-"""Key heads in one loop iteration on a CPU, whose operations its threads share: the first that divides the number of
-heads. With six, their scores no longer fit in cache."""
+"""Key heads in one loop iteration on a CPU, whose threads share its operations: the first that divides the number of
+heads, else 1. The scores of six heads no longer fit in cache."""
 
 Results = tuple[tuple[Array, ...], tuple[Array, ...]]
 AttentionPass = Callable[..., tuple[Array, ...]]
@@ -33,8 +33,8 @@ def both_passes(
 ) -> tuple[AttentionPass, AttentionPass]:
     """Returns the forward and backward pass on [B, T, N, H] from functions of rows.
 
-    Forward has (q,) or (q, sinks) and (k, v), and gives (result, log-sum-exp) by query row. Backward has
-    (q, dout, lse, delta) and (k, v), and gives (dq,) by query row, (dk, dv) by key row.
+    ``forward`` gets (q,) or (q, sinks) and (k, v), and returns (result, log-sum-exp) by query row. ``backward`` gets
+    (q, dout, lse, delta) and (k, v), and returns (dq,) by query row, (dk, dv) by key row. ``run`` is like `by_heads`.
     """
 
     def whole_forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
@@ -64,7 +64,7 @@ def by_heads(core: Core, call: AttentionCall, queries: Sequence[Array], keys: Se
 def _at_once(core: Core, call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
     length, heads = queries[0].shape[1:3]
     num_keys, kv_heads = keys[0].shape[1:3]
-    # A dim of one where the arrays have heads.
+    # Positions get a dim of one where the arrays have key heads.
     query = jax.tree.map(lambda x: jnp.repeat(x, heads // kv_heads, axis=-1)[:, None], call.query)
     key = jax.tree.map(lambda x: x[:, None], call.key)
     rows, columns = ([_heads_first(x, kv_heads) for x in arrays] for arrays in (queries, keys))
@@ -88,13 +88,13 @@ def _one_by_one(core: Core, call: AttentionCall, queries: Sequence[Array], keys:
     batch, length, heads = queries[0].shape[:3]
     num_keys, kv_heads = keys[0].shape[1:3]
     group = heads // kv_heads
-    # One number per row is read inside loops over scores: with the stride of heads XLA would not vectorise them.
+    # Arrays of one number per row are read in loops over scores, which XLA would not vectorise with a stride of heads.
     queries = [x if x.ndim == 4 else _heads_first(x, kv_heads) for x in queries]
 
     def of_sequence(row: Array) -> AttentionCall:
         query, key = (
-            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), places)
-            for places in (call.query, call.key)
+            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), positions)
+            for positions in (call.query, call.key)
         )
         return replace(call, query=jax.tree.map(lambda x: jnp.repeat(x, group), query), key=key)
 
@@ -105,8 +105,8 @@ def _one_by_one(core: Core, call: AttentionCall, queries: Sequence[Array], keys:
     def sequence(row: Array, out: Results) -> Results:
         here = of_sequence(row)
 
-        # The loop over heads is separate, so that it sees the positions of one sequence as whole arrays: read at an
-        # offset inside the loop over scores, they make that loop several times as slow.
+        # The loop over heads is separate, so that it has the positions of one sequence as whole arrays: reading these
+        # at an offset inside the loop over scores makes that loop several times as slow.
         def step(head: Array, out: Results) -> Results:
             by_query, by_key = one(row, head, here)
             return (
@@ -126,13 +126,13 @@ def _one_by_one(core: Core, call: AttentionCall, queries: Sequence[Array], keys:
 
 
 def _whole_shape(x: jax.ShapeDtypeStruct, batch: int, length: int, kv_heads: int) -> tuple[int, ...]:
-    """[B, T, N, width] of rows with a width, [B, K, rows] of numbers."""
+    """Returns [B, T, N, width] for rows with a width, [B, K, rows] for one number per row."""
     rows, *width = x.shape
     return (batch, length, rows // length * kv_heads, *width) if width else (batch, kv_heads, rows)
 
 
 def _take(x: Array, row: Array, head: Array, group: int) -> Array:
-    """The rows of one sequence and key head."""
+    """Returns the rows of one sequence and key head."""
     if x.ndim == 3:
         return x[row, head]
     sizes = (1, x.shape[1], group, x.shape[3])

@@ -31,7 +31,7 @@ HeadValues = Float[Array, "B T N Hv"]
 AttentionResult = tuple[HeadValues, Float[Array, "B T N"]]
 """The weighted values of each query, and the log-sum-exp of its scores in float32."""
 QkvCotangents = tuple[HeadQueries, HeadKeys, KeyValues]
-"""Of queries, keys and values."""
+"""Cotangents of queries, keys and values."""
 BackwardInputs = tuple[HeadValues, HeadValues, Float[Array, "B T N"]]
 """Inputs of a backward pass besides queries, keys and values: cotangent of the result, result, log-sum-exp."""
 
@@ -48,9 +48,9 @@ class RunningSoftmax(NamedTuple):
 
 
 def scaled(q: Queries, call: AttentionCall) -> tuple[Queries, AttentionCall]:
-    """Scales the queries where that is exact enough, and returns a call whose scale is then 1.
+    """Returns scaled queries and a call of scale 1 where that is exact enough, else both as given.
 
-    R H products replace R S. Queries in bfloat16 would lose bits to a scale that is no power of two.
+    Queries take R H products, scores R S. Queries in bfloat16 would lose bits unless the scale is a power of two.
     """
     if q.dtype == jnp.float32 or np.frexp(call.scale)[0] == 0.5:
         return q * jnp.asarray(call.scale, q.dtype), replace(call, scale=1.0)
@@ -84,7 +84,7 @@ def begin(sinks: PerRow | None, q: Queries, width: int) -> RunningSoftmax:
 
 
 def attend(before: RunningSoftmax, q: Queries, keys: Keys, call: AttentionCall, seen: Seen = None) -> RunningSoftmax:
-    """Adds a block of (keys, values) to the running softmax; without ``seen`` every row sees all of them."""
+    """Adds a block of (keys, values) to the running softmax; without ``seen`` every row sees every key."""
     peak, p = _exponentials(before.peak, q, keys[0], call, seen)
     fade = jnp.exp(before.peak - peak)
     return RunningSoftmax(
@@ -120,10 +120,10 @@ def finish(running: RunningSoftmax) -> tuple[MixedRows, PerRow]:
 def score_cotangents(
     rows: Sequence[Array], keys: Keys, call: AttentionCall, seen: Bool[Array, "*lead S R"] | None = None
 ) -> tuple[Float[Array, "*lead S R"], Float[Array, "*lead S R"]]:
-    """Returns weights P = exp(s - lse) and cotangents of products P (dP - delta), both with keys as rows.
+    """Returns weights P = exp(s - lse) and score cotangents P (dP - delta) (x slope of the cap), with keys as rows.
 
-    ``rows`` are (q, dout, lse, delta). Keys as rows because three of the four products that follow then have no
-    transposed left factor, which XLA's library for CPUs does not take: its fallback runs at less than half the rate.
+    ``rows`` are (q, dout, lse, delta). With keys as rows three of the four products that follow have no transposed left
+    factor. XLA's library for CPUs does not take one: its fallback runs at less than half the rate.
     """
     (q, dout, lse, delta), (k, v) = rows, keys
     found = scores(k, q, call)
@@ -137,7 +137,7 @@ def score_cotangents(
 
 
 def transposed(k: KeyRows) -> Float[Array, "*lead H S"]:
-    """Transposes keys in memory; without the barrier XLA would fold the transposition into the product (see above)."""
+    """Transposes keys in memory; without the barrier XLA would fold this into the product."""
     return lax.optimization_barrier(jnp.swapaxes(k, -1, -2))
 
 

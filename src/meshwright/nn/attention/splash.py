@@ -14,7 +14,7 @@ BLOCK, LEAST_BLOCK = 512, 128
 
 
 def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
-    """True on TPUs for rows in order whose number is a multiple of 128."""
+    """True on TPUs for a mask "rows" over a multiple of 128 positions."""
     return call.platform == "tpu" and call.mask == "rows" and q.shape[1] % LEAST_BLOCK == 0
 
 

@@ -1,8 +1,8 @@
-"""Causal self-attention of rows in order: keys after a query, or before its window, are left out while tracing.
+"""Causal self-attention of rows in order; keys that no query of a tile sees are left out while tracing.
 
 Queries (forward) or keys (backward) are cut into at most `MOST_TILES` tiles. Each is multiplied with a static slice of
-the rows that it may see, or that may see it: the masked half is neither computed nor stored, no running softmax is
-rescaled, and the tiles are independent, so that a CPU's threads share them.
+the keys that it may see, or of the queries that may see it. So the masked half is neither computed nor stored, no
+running softmax is rescaled, and a CPU's threads share the tiles, which are independent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,12 +44,12 @@ def last_query(end_key: int, length: int, window: int | None) -> int:
     return length if window is None else min(length, -(-(end_key - 1 + window) // size) * size)
 
 
-def _part(places: TokenPositions, first: int, end: int) -> TokenPositions:
-    return jax.tree.map(lambda x: x[..., first:end], places)
+def _part(positions: TokenPositions, first: int, end: int) -> TokenPositions:
+    return jax.tree.map(lambda x: x[..., first:end], positions)
 
 
 def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
-    """True for rows in order whose scores fit in cache."""
+    """True for a mask "rows" of at most `LONGEST` positions."""
     return call.mask == "rows" and q.shape[1] <= LONGEST
 
 
@@ -78,7 +78,7 @@ def _backward(call: AttentionCall, queries: Sequence[Array], keys: Sequence[Arra
     group = q.shape[-2] // length
     tall, rest = scaled(q, call)
     columns = transposed(k)
-    # Accumulated as columns: products with transposed keys need no other transposed factor.
+    # dq is accumulated as columns: its products with transposed keys then have no other transposed factor.
     dq = jnp.zeros((*q.shape[:-2], q.shape[-1], q.shape[-2]), jnp.float32)
     dks, dvs = [], []
     for first, end in _tiles(length):
@@ -93,7 +93,7 @@ def _backward(call: AttentionCall, queries: Sequence[Array], keys: Sequence[Arra
         # Not a scatter: over all rows its index is empty, and jaxlib 0.11's partitioner crashes on that.
         added = dq[..., rows] + weighted_sums(columns[..., first:end], ds.astype(k.dtype))
         dq = lax.dynamic_update_slice_in_dim(dq, added, rows.start, axis=-1)
-    # With a single tile XLA would transpose the product instead, and its factors would have the slow layout.
+    # Without it XLA would transpose the product of a single tile instead, and its factors would have the slow layout.
     dq = lax.optimization_barrier(dq)
     turned_back = (jnp.swapaxes(dq, -1, -2) * call.scale).astype(q.dtype)
     return (turned_back,), (jnp.concatenate(dks, axis=-2), jnp.concatenate(dvs, axis=-2))

@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 from meshwright.core.errors import InputError
 from meshwright.nn.attention.platform import default_platform
 
-MaskKind = Literal["all", "rows", "places"]
+MaskKind = Literal["all", "rows", "positions"]
 """How the mask is computed. "all": every query sees every key. "rows": queries and keys are the same rows in rising
-positions, so row i sees no later row, which is known while tracing. "places": positions and documents decide."""
+positions, so it is known while tracing that row i sees no later row. "positions": positions and documents decide."""
 
 NOTHING, SOME, EVERYTHING = 0, 1, 2
 """How much of a block of keys the queries of a block see."""
@@ -64,11 +64,11 @@ class AttentionCall:
 
 def mask_kind(q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], *, in_order: bool) -> MaskKind:
     """Returns the kind of mask; with ``in_order`` positions rise by one along the rows (within a document)."""
-    return "rows" if in_order and q.shape[1] == k.shape[1] else "places"
+    return "rows" if in_order and q.shape[1] == k.shape[1] else "positions"
 
 
 def visible(query: TokenPositions, key: TokenPositions, *, window: int | None) -> Bool[Array, "..."]:
-    """True where the key is not later, in the same document, and fewer than ``window`` positions back."""
+    """True where a key is not later than the query, in its document, and fewer than ``window`` positions back."""
     seen = key.position <= query.position
     if window is not None:
         seen &= query.position - key.position < window
@@ -93,15 +93,15 @@ def block_visibility(
         some &= least.position - last.position < window
         every &= most.position - first.position < window
     if query.document is not None and key.document is not None:
-        low, high, lowest, highest = (jnp.asarray(places.document) for places in (least, most, first, last))
+        low, high, lowest, highest = (jnp.asarray(positions.document) for positions in (least, most, first, last))
         some &= (lowest <= high) & (low <= highest)
         every &= (lowest == highest) & (low == high) & (lowest == low)
     some, every = (reduce(x, axis=tuple(range(x.ndim - 2))) for reduce, x in ((jnp.any, some), (jnp.all, every)))
     return jnp.where(every, EVERYTHING, jnp.where(some, SOME, NOTHING))
 
 
-def _over_blocks(places: TokenPositions, block: int, reduce: Callable[..., Array]) -> TokenPositions:
-    return jax.tree.map(lambda x: reduce(x.reshape(*x.shape[:-1], -1, block), axis=-1), places)
+def _over_blocks(positions: TokenPositions, block: int, reduce: Callable[..., Array]) -> TokenPositions:
+    return jax.tree.map(lambda x: reduce(x.reshape(*x.shape[:-1], -1, block), axis=-1), positions)
 
 
 def zigzag_order(length: int, num_ranks: int) -> np.ndarray:
@@ -111,8 +111,8 @@ def zigzag_order(length: int, num_ranks: int) -> np.ndarray:
     """
     if length % (2 * num_ranks):
         raise InputError(
-            f"a zigzag over {num_ranks} ranks deals out {2 * num_ranks} chunks, which do not divide {length} positions."
-            f" Use a length that {2 * num_ranks} divides, or fewer ranks."
+            f"a zigzag over {num_ranks} ranks needs {2 * num_ranks} equal chunks, and the length is {length}. "
+            f"Use a multiple of {2 * num_ranks}, or fewer ranks."
         )
     chunks = np.arange(length).reshape(2 * num_ranks, -1)
     pairs = [(rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)]

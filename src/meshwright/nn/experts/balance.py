@@ -5,8 +5,8 @@ Every device counts its own tokens of a microbatch as ``routing[Er, E]``, float3
 
 - load: choices of each expert, those without a slot included; sums to tokens x experts per token
 - kept: choices that got a slot
-- importance: sum over tokens of the softmax over all scores, whatever the router itself makes of them
-- z: the same, each token times the square of log(sum(exp(scores))); sums to the sum of these squares
+- importance: sum over tokens of the softmax over all scores, also if the router itself uses sigmoids
+- z: importance with each token weighted by log(sum(exp(scores)))^2; its sum over experts is the sum of these squares
 """
 
 import jax
@@ -51,7 +51,7 @@ def balance_backward(
 
 
 def correction_move(routing: RoutingCounts) -> Float[Array, "*layers E"]:
-    """Returns ``sign(mean load - load)`` of each expert, which a step adds at some rate to its correction.
+    """Returns ``sign(mean load - load)`` of each expert, which a step adds, times a rate, to its correction.
 
     Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, algorithm 1.
     """
@@ -67,11 +67,11 @@ def _softmax(scores: RouterScores) -> tuple[RouterScores, Float[Array, "B T 1"]]
 def routing_metrics(routing: RoutingCounts, *, experts_per_token: int) -> dict[str, Float[Array, "*layers"]]:
     """Returns metrics of the counts over all devices; leading dims (layers, microbatches) are kept:
 
-    - balance_loss: E sum_e (load_e / N) (importance_e / N); Ea where all experts are used alike, E at most.
+    - balance_loss: E sum_e (load_e / N) (importance_e / N); Ea at equal load, at most E.
       Source: Switch Transformer, eq. 4, with the choices of all Ea experts of a token, as Mixtral counts them.
     - router_z_loss: mean over tokens of log(sum(exp(scores)))^2. Source: ST-MoE, eq. 5.
-    - load_max_over_mean: the busiest expert's choices over the mean
-    - dropped_share: choices without a slot over all
+    - load_max_over_mean: the choices of the busiest expert, divided by the mean
+    - dropped_share: the share of choices without a slot
     """
     load, kept, importance, z = (routing[..., ROUTING_ROWS.index(n), :] for n in ("load", "kept", "importance", "z"))
     num_choices = jnp.sum(load, axis=-1)

@@ -1,15 +1,15 @@
 """Products of slots and expert weights that skip empty slots.
 
-Without a bound on its slots an expert has E / Ea times as many as are filled on average. Slots are processed in blocks
-of rows, and a block of zeros is skipped: its product is zero, and it adds nothing to a weight's gradient, so how the
-slots were filled does not matter. Rows of packed tokens form blocks of their experts in the same way.
+Without a bound on its slots an expert has E / Ea times the slots that are filled on average. Slots are processed in
+blocks of rows, and a block of zeros is skipped: its product is zero, and it adds nothing to a weight's gradient.
+Packed tokens are processed in blocks too, each of one expert.
 `jax.lax.ragged_dot` is not used: on CPUs, and on GPUs by default, it becomes a product with every expert's matrix, and
 took 20 times as long on two CPU cores (32 experts, 4 of them chosen).
 
-Where most slots are filled, under a bound, one batched product is as fast. The derivation and the options decide which
+Where a bound keeps most slots filled, one batched product is as fast. The derivation and the options decide which
 form the slots have:
 
-- a bound on the slots, or few of them, or the GSPMD form: arrays [E, C, D] and batched products
+- a bound on the slots, or few slots, or the GSPMD form: arrays [E, C, D] and batched products
 - no bound, and a collective moves slots: arrays [E, C, D], products in blocks that leave out empty slots
 - no bound, and slots stay on their device: `Ragged`, tokens packed by expert, products in blocks
 """
@@ -30,7 +30,7 @@ from meshwright.spec.model import Model
 
 
 def in_blocks(context: Context, *, num_slots: int) -> bool:
-    """True if empty slots are skipped: not under a bound that keeps most slots filled, nor in the GSPMD form."""
+    """True if empty slots are skipped: not with a bound on the slots, few slots, or the GSPMD form."""
     return not context.options.capacity_factor and context.constrain is as_given and num_slots > FEW_SLOTS
 
 

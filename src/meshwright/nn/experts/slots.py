@@ -26,8 +26,8 @@ ResidualStream = Float[Array, "B T D"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ragged:
-    """Tokens packed by expert: rows sorted by expert, those of one expert in the order of their tokens; ``sizes`` says
-    how many each has."""
+    """Tokens packed by expert: rows sorted by expert, the rows of one expert in the order of their tokens; ``sizes``
+    has the number of rows of each expert."""
 
     rows: SlotRows
     sizes: Int[Array, " E"]
@@ -54,9 +54,9 @@ def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0)
 
     ``ceil(capacity_factor * num_tokens * experts_per_token / num_experts)``, at most ``num_tokens``. The factor 0
     drops nothing: a token goes to an expert at most once, so ``num_tokens`` slots are always enough. The result is
-    then the same on every mesh; the price is E / Ea times the slots that are filled, in memory and in the AllToAll
-    (`nn.experts.products` leaves the empty ones out of the products, `Ragged` has none). With a factor the limit is
-    each device's own, so which tokens are dropped depends on the mesh. Source: GShard; Switch Transformer.
+    then the same on every mesh; the price is E / Ea times the filled slots, in memory and in the AllToAll
+    (`nn.experts.products` skips empty slots, `Ragged` has none). With a factor each device limits its own tokens, so
+    the mesh decides which tokens are dropped. Source: GShard; Switch Transformer.
     """
     if not capacity_factor:
         return num_tokens

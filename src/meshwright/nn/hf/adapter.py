@@ -1,5 +1,5 @@
-"""Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``, beside the folder of their
-base."""
+"""Adapters in PEFT's format: ``adapter_config.json``, which names the folder of the base weights, and
+``adapter_model.safetensors``."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensor
 
 _PLAIN = {"bias": "none", "use_rslora": False, "use_dora": False, "lora_dropout": 0.0}
 _ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
-"""Keys of PEFT that are read with one value, and those that must be empty."""
+"""Keys of PEFT that may have this value only, and keys that must be absent or empty."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -30,13 +30,13 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_folder(folder: Path) -> Path:
-    """Returns the folder of the weights that an adapter stands beside; a relative path is one from the adapter's."""
+    """Returns the folder of an adapter's base weights; a relative path starts at the adapter's folder."""
     named = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.").get("base_model_name_or_path") or ""
     found = folder / Path(str(named)).expanduser()
     if not named or not found.is_dir():
         raise InputError(
-            f"{folder / ADAPTER_CONFIG} names the base model {named!r}, which is no folder. "
-            f"Write its folder as base_model_name_or_path."
+            f"{folder / ADAPTER_CONFIG} names the base model {named!r}, which is not a folder. "
+            f"Write the folder of the base as base_model_name_or_path."
         )
     return found
 
@@ -45,7 +45,7 @@ def base_folder(folder: Path) -> Path:
 
 
 def adapted_model(model: Model, folder: Path) -> Model:
-    """Returns a base model with the adapter that a folder describes. Raises InputError for one that is not read."""
+    """Returns a base model with the adapter of a folder. Raises CannotRunError for a kind that is not supported."""
     keys = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.")
     found = {name: keys.get(name, value) for name, value in _PLAIN.items()}
     wrong = [f"{name}={found[name]!r}" for name, value in _PLAIN.items() if found[name] != value]
@@ -57,12 +57,12 @@ def adapted_model(model: Model, folder: Path) -> Model:
     try:
         return msgspec.structs.replace(model, lora=msgspec.convert(lora, Lora))
     except msgspec.ValidationError as error:
-        raise InputError(f"{folder / ADAPTER_CONFIG}: {error}.") from None
+        raise InputError(f"{folder / ADAPTER_CONFIG}: {error}. Mend the file.") from None
 
 
 def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
-    """Returns the targets by this package's names; PEFT names modules, whole or by their last words, or gives a regular
-    expression."""
+    """Returns the names of the target weights in `LORA_TARGETS`. PEFT's config lists modules, by their whole names or
+    last words, or has a regular expression."""
     given, where = keys.get("target_modules") or (), folder / ADAPTER_CONFIG
     templates = {name: _module(model, weight) for name, weight in LORA_TARGETS.items()}
     modules = {n: [t.format(layer=layer) for layer in range(model.num_layers)] for n, t in templates.items() if t}
@@ -86,14 +86,14 @@ def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, 
 
 
 def _module(model: Model, weight: str) -> str:
-    """Returns the published name of the module that holds a weight of a layer, "" where the model has none."""
+    """Returns the published name of the module that holds a weight of a layer, "" if the model has no such weight."""
     table = weight_table(frozen_base(model))
     return next((row.hf_name.removesuffix(".weight") for row in table if row.name == f"layers.{weight}"), "")
 
 
 @contextmanager
 def open_tensors(model: Model, folder: Path) -> Iterator[Tensors]:
-    """Opens the tensors of a checkpoint, or those of an adapter with those of its base."""
+    """Opens the tensors of a checkpoint, or of an adapter and its base."""
     with ExitStack() as stack:
         places = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
         found: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from meshwright.nn.hf.pickled import unpickled
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-"""What folders of before safetensors have; read only where there are none."""
+"""Files of folders from before safetensors, read only if a folder has no safetensors file."""
 
 DTYPES: dict[str, np.dtype] = {
     "fp32": np.dtype(np.float32),
@@ -81,7 +81,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy").__enter__()
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} is no whole safetensors file ({error}). Fetch or write it again.") from None
+        raise InputError(f"{path} is not a whole safetensors file ({error}). Fetch or write it again.") from None
 
 
 def _names(path: Path) -> set[str]:
@@ -92,10 +92,10 @@ def _names(path: Path) -> set[str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor: of those that an index names if there is one, else of all.
+    """Returns the file of each tensor, among the files of the index, else the single file, else all files.
 
-    Raises InputError where files and index do not belong together: a part is missing, cut short or another one's, or
-    two files have the same tensor.
+    Raises InputError for a file that is missing, cut short, or without a tensor that the index places in it, and for
+    two files with the same tensor.
     """
     safe = sorted(folder.glob("*.safetensors"))
     # Some folders hold the same weights again under other names; transformers reads these files.
@@ -123,7 +123,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     try:
         found = msgspec.convert(read_json(index, "Fetch it again."), _Index)
     except msgspec.ValidationError:
-        raise InputError(f"{index} is no index of files of weights: it needs a weight_map.") from None
+        raise InputError(f"{index} is not an index of weight files: it has no weight_map. Fetch it again.") from None
     for name in found.weight_map.values():
         if Path(name).name != name:
             raise InputError(f"{index} names {name!r}, which is not a file of its folder. Fetch the index again.")

@@ -22,7 +22,7 @@ Box = tuple[slice, ...]
 
 
 class StoredDim(NamedTuple):
-    """One dim of a weight inside a stored tensor: index of the dim, size of the stored one, and the slice of it."""
+    """One dim of a weight in a stored tensor: index in the weight, size as stored, start and step of its slice."""
 
     dim: int
     size: int
@@ -30,7 +30,7 @@ class StoredDim(NamedTuple):
     step: int = 1
 
     def stored(self, part: slice) -> slice:
-        """Returns a slice of the dim as a slice of the stored dim."""
+        """Returns the slice of the stored dim that has the part of the weight's dim."""
         return slice(self.start + self.step * part.start, self.start + self.step * (part.stop - 1) + 1, self.step)
 
 
@@ -52,7 +52,7 @@ class StoredPart(NamedTuple):
         return tuple(math.prod(along.size for along in axis) for axis in self.axes)
 
     def read(self, tensors: Tensors, box: Box) -> np.ndarray:
-        """Reads a box of the weight; of merged dims all of the minor ones are read and then sliced."""
+        """Reads a box of the weight; minor dims that are merged into another are read whole, then sliced."""
         stored = tensors[self.tensor][tuple(_narrowed(axis, box) for axis in self.axes)]
         fine = [along for axis in self.axes for along in axis]
         first = {axis[0].dim for axis in self.axes if axis}
@@ -77,7 +77,7 @@ def _narrowed(axis: tuple[StoredDim, ...], box: Box) -> slice:
 
 
 PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.")
-"""What may stand before the names of a checkpoint: some leave the model's own prefix out."""
+"""Prefixes of tensor names in checkpoints, some of which omit the model's own prefix."""
 
 _HEADS = ("wq", "wk", "wv", "bq", "bk", "bv")
 _STACKED = {"w_gate": "gate_up_proj", "w_up": "gate_up_proj", "w_down": "down_proj"}
@@ -107,8 +107,8 @@ def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPa
 def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
     """Returns the function from a weight to its tensor's name, with placeholders for layer and expert.
 
-    Checkpoints differ in the prefix of names, and in whether experts that are published one by one are stacked, as in
-    memory of transformers 5.
+    Checkpoints differ in the prefix of names. Some stack experts that are published one by one, as transformers 5 does
+    in memory.
     """
     own = model.weights_prefix
     embed = rows(model)["embed"].hf_name.removeprefix(own)

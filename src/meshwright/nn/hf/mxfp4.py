@@ -1,7 +1,7 @@
-"""Reads tensors in four-bit blocks (MXFP4) as bf16; gpt-oss publishes its experts so.
+"""Reads tensors in four-bit blocks (MXFP4), as gpt-oss publishes its experts, as bf16.
 
 A block is 32 values with one scale: two values per byte, the even one in the low half, times 2 to the power of the
-scale's byte minus 127. Blocks divide the inputs of [E, out, in / 32, 16] bytes; the tensor read is [E, in, out].
+scale's byte minus 127. Blocks divide the inputs: [E, out, in / 32, 16] bytes are read as a tensor [E, in, out].
 Source: OCP Microscaling Formats 1.0, section 5.3.
 """
 
@@ -43,7 +43,7 @@ class Packed:
 
 
 def with_unpacked(tensors: Tensors) -> Tensors:
-    """Returns the tensors with packed ones under their plain names."""
+    """Returns the tensors with each pair ``X_blocks`` and ``X_scales`` as one tensor ``X``."""
     stems = (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS))
     packed = {s: Packed(tensors[s + BLOCKS], tensors[s + SCALES]) for s in stems if s + SCALES in tensors}
     parts = {s + end for s in packed for end in (BLOCKS, SCALES)}

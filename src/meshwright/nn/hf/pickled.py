@@ -1,4 +1,4 @@
-"""Reads ``pytorch_model.bin`` files without PyTorch, and runs nothing that a file names: tensors, dicts and no more.
+"""Reads the tensors and dicts of ``pytorch_model.bin`` files without PyTorch, and runs no code that a file names.
 
 Such a file is a zip archive of one pickle and the bytes of every storage, which are mapped into memory.
 """
@@ -41,12 +41,12 @@ class _Storage(NamedTuple):
 def unpickled(path: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a file by name, mapped into memory.
 
-    Raises InputError, in one line, for a file of before PyTorch 1.6, a damaged one, and one whose pickle names anything
+    Raises InputError, in one line, for a file from before PyTorch 1.6, a damaged file, and a pickle that names anything
     but tensors and dicts.
     """
     if not zipfile.is_zipfile(path):
         raise InputError(
-            f"{path} is no zip archive: it is cut short, or of before PyTorch 1.6. Convert it with PyTorch: "
+            f"{path} is not a zip archive: it is cut short, or from before PyTorch 1.6. Convert it with PyTorch: "
             f"torch.save(torch.load(FILE, weights_only=True), FILE)."
         )
     try:
@@ -57,7 +57,7 @@ def unpickled(path: Path) -> dict[str, np.ndarray]:
         raise InputError(f"{path} is damaged: {first_line(error)}. Fetch it again.") from None
     for name, tensor in found.items() if isinstance(found, dict) else [("all of it", found)]:
         if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
-            raise InputError(f"{path}: {name!r} is no tensor. Give a file of weights alone.")
+            raise InputError(f"{path}: {name!r} is not a tensor. Give a file of weights alone.")
     return dict(found)
 
 
@@ -65,7 +65,7 @@ def _read(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         if entries["data.pkl"].file_size > MOST_PICKLE_BYTES:
-            raise InputError(f"{path}: its pickle has more than {MOST_PICKLE_BYTES >> 20} MiB.")
+            raise InputError(f"{path}: its pickle has more than {MOST_PICKLE_BYTES >> 20} MiB. Give safetensors.")
         if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
             raise InputError(f"{path} is not little-endian. Convert it to safetensors.")
         text = archive.read(entries["data.pkl"])
@@ -85,7 +85,7 @@ def _read(path: Path) -> Any:
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that knows five names, and refuses all others."""
+    """An unpickler that knows storages, tensors and ordered dicts by name, and refuses all other names."""
 
     def __init__(self, file: BytesIO, path: Path, storage: Callable[[str, np.dtype, int], np.ndarray]) -> None:
         super().__init__(file)
@@ -97,7 +97,7 @@ class _Reader(pickle.Unpickler):
         if module == "torch" and name in _STORAGES:
             return _Storage(np.dtype(_STORAGES[name]))
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
-            # of its own, since a pickle may set attributes of what it gets
+            # a new function each time, since a pickle may set attributes of what it gets
             return (lambda *given: _tensor(*given)) if name == "_rebuild_tensor_v2" else (lambda tensor, *_: tensor)
         raise InputError(
             f"{self._path} names {module}.{name}, which is neither tensor nor dict, and is not run. Give safetensors."
@@ -106,7 +106,7 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, given: Any) -> np.ndarray:
         kind, storage, key, _, size = given
         if kind != "storage" or not isinstance(storage, _Storage):
-            raise ValueError("what it keeps beside the pickle is no storage")
+            raise ValueError("it refers to something beside the pickle that is not a storage")
         return self._storage(str(key), storage.dtype, int(size))
 
 

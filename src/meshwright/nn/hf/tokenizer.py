@@ -21,16 +21,16 @@ def read_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # for a file it cannot read `tokenizers` raises Exception, or panics, which is none
-        raise InputError(f"{path} is not a tokenizer file: {' '.join(str(error).split())}.") from None
-    # A file may set both, which would truncate texts or add tokens to them.
+    except BaseException as error:  # `tokenizers` raises Exception, or panics with another BaseException
+        raise InputError(f"{path} is not a tokenizer file: {' '.join(str(error).split())}. Fetch it again.") from None
+    # A file may ask for both, which would truncate texts or add tokens to them.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def read_table(path: Path, *, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object; empty without a file. Raises InputError, with the ``remedy``, for anything else."""
+    """Returns a file's JSON object, {} without a file. Raises InputError, with the ``remedy``, for anything else."""
     if not path.is_file():
         return {}
     return read_json(path, f"Mend it, or {remedy}.")

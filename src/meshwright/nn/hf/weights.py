@@ -20,14 +20,14 @@ from meshwright.core.files import read_json, write_json_whole
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, ADAPTER_MODEL, adapter_config, base_folder, open_tensors
 from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensor, Tensors, write_checkpoint, write_file
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
-from meshwright.nn.weights import STORED, Params, rows, stacked_shape
+from meshwright.nn.weights import STORED_DTYPES, Params, rows, stacked_shape
 from meshwright.spec.hf.write import TOKEN_KEYS, config_from_model, text_model
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, adapted, frozen_base
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
-"""Size of one file, as transformers has it."""
+"""Maximum size of one file of weights, as in transformers."""
 ROWS_AT_ONCE = 4096
 
 Fetch = Callable[[str, tuple[int, ...]], np.ndarray]
@@ -47,7 +47,7 @@ def load_params(
 
     A model with adapters is read from the folder of its adapter, and from that of its base. Shards are read from the
     mapped files one by one and put on their devices, so a host holds at most one shard besides its devices' own. Raises
-    InputError for a missing or misshapen tensor, CannotRunError for files that are not as meshwright wrote them.
+    InputError for a missing or misshapen tensor, CannotRunError for files changed since meshwright wrote them.
     """
     with open_tensors(model, Path(folder)) as tensors:
         return read_params(model, tensors, shardings, dtype)
@@ -62,7 +62,7 @@ def read_params(
     params = {}
     for variable, weight in rows(model).items():
         sharding = shardings[variable] if shardings else one_device
-        own = STORED.get(weight.dtype, dtype) if dtype is not None else None
+        own = STORED_DTYPES.get(weight.dtype, dtype) if dtype is not None else None
         params[variable] = _array(weight, table[variable], tensors, sharding, own)
     return params
 
@@ -78,24 +78,25 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
             raise InputError(f"the checkpoint lacks {place.tensor} ({place.variable}). Give one made for this model.")
         shape = tuple(tensors[place.tensor].shape)
         if shape != place.shape:
-            raise InputError(f"{place.tensor} has shape {shape}; {model.name} needs {place.shape}. Is it its config?")
+            needed = f"{model.name} needs {place.shape}. Give the config of these weights."
+            raise InputError(f"{place.tensor} has shape {shape}; {needed}")
         found.setdefault(place.variable, {})[place.leading] = place
     _require_all_used(model, tensors, {place.tensor for places in found.values() for place in places.values()})
     return found
 
 
 IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
-"""Tensors that follow from the config, and those that are checked above."""
+"""Tensors that follow from the config, and corrections of routers, which only models with sigmoid routers read."""
 IGNORED_OF = {
     "gpt2": ("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
     "gemma3": ("*vision_tower.*", "*multi_modal_projector.*"),
     "deepseek_v3": ("model.layers.{num_layers}.*",),  # its multi-token prediction layer
 }
-"""Tensors of a family that are no weights of its decoder."""
+"""Tensors of a family that are not weights of its decoder."""
 
 
 def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
-    """Raises InputError for a tensor that has no place in the model, or is a copy of the embedding that differs."""
+    """Raises InputError for a tensor that the model lacks, or a tied unembedding unlike the embedding."""
     ignored = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
     for name in tensors.keys() - used:
         if name.endswith("lm_head.weight") and model.tied_embeddings:
@@ -105,7 +106,7 @@ def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
                     f"{name} differs from {embed}, to which the config ties it. Set tie_word_embeddings to false."
                 )
         elif not any(fnmatchcase(name, form) for form in ignored):
-            raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Is it its config?")
+            raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -164,8 +165,8 @@ def save_hf(
 ) -> list[Path]:
     """Writes a Hugging Face folder: ``config.json``, safetensors files and their digests; one tensor at a time.
 
-    ``config`` are more keys of config.json. Every process of a run calls this, and the first one writes. Returns the
-    files of weights.
+    ``config`` has further keys of config.json. Every process of a run calls this, and the first one writes. Returns the
+    files of weights; none in other processes.
     """
     fetch, dtypes = source_of(params)
     return write_hf(model, fetch, dtypes, Path(folder), max_shard_bytes=max_shard_bytes, config=config)
@@ -209,9 +210,9 @@ def write_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
-    """Writes a folder as `save_hf` does, from any source of layers, whose own dtypes are ``dtypes``.
+    """Writes a folder as `save_hf` does, from any source of layers with these ``dtypes``.
 
-    ``dtype``, one of `DTYPES`, replaces them.
+    ``dtype``, one of `DTYPES`, replaces them, except for weights with a dtype of their own.
     """
     model = text_model(model)
     if dtype:
@@ -248,7 +249,7 @@ def save_adapter(
 
 
 def merged(model: Model, fetch: Fetch) -> Fetch:
-    """Returns a source of layers W + (alpha / rank) A B from one of the base and the adapter; sums in float32."""
+    """Returns a source of layers W + (alpha / rank) A B from a source of W, A and B; sums in float32."""
     if model.lora is None:
         return fetch
     scale, table, first = model.lora.scale, rows(model), adapted(model)
@@ -265,8 +266,7 @@ def merged(model: Model, fetch: Fetch) -> Fetch:
 
 
 def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> Iterator[Entry]:
-    """Yields every tensor of the published layout that ``dtypes`` names a variable of; its values are made when it is
-    written."""
+    """Yields every tensor of the published layout whose variables are in ``dtypes``; values are made when written."""
     parts: dict[str, list[StoredPart]] = {}
     for place in stored_parts(model):
         if place.variable in dtypes:
@@ -286,8 +286,8 @@ def _made(found: Sequence[StoredPart], fetch: Fetch, dtype: np.dtype) -> np.ndar
 def convert_hf(
     model: Model, source: Path, folder: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[Path]:
-    """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time; an adapter is
-    merged with its base."""
+    """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time; merges an adapter
+    with its base. Returns the files of weights."""
     keys = special_tokens(base_folder(source) if model.lora else source)
     with open_source(model, source) as (fetch, dtypes):
         fetch, model = merged(model, fetch), frozen_base(model)

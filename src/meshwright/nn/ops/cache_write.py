@@ -12,12 +12,12 @@ from meshwright.nn.context import Context
 def cache_write(
     context: Context, step: Step, before: LayerCache, values: Array, where: Array, *pages: Array
 ) -> LayerCache:
-    """Writes a prompt, or one more position of each row; ``pages`` are a page table."""
+    """Writes prompts up to ``where`` [B], or one position of each row, ``where`` [B, 1], by the page table if given."""
+    if step.details.paged and step.details.prompt:
+        # `write_pages` drops -1: padding must not reach a page of another sequence.
+        own = jnp.arange(values.shape[1], dtype=where.dtype)[None]
+        return cache.write_pages(before, values, jnp.where(own <= where[:, None], own, -1), *pages)
     if step.details.paged:
-        if step.details.prompt:
-            # -1 for padding: its page may belong to another sequence.
-            own = jnp.arange(values.shape[1], dtype=where.dtype)[None]
-            where = jnp.where(own <= where[:, None], own, -1)
         return cache.write_pages(before, values, where, *pages)
     write = cache.write_prompt if step.details.prompt else cache.write_position
     return write(before, values, where)

@@ -22,7 +22,7 @@ def cache_facts(
 
 
 def table_of(step: Step, others: tuple[Any, ...]) -> tuple[Array | None, tuple[Any, ...]]:
-    """Splits the page table, which comes first where a cache has pages, from the other inputs."""
+    """Returns the page table, None if the cache has no pages, and the inputs after it."""
     return (others[0], others[1:]) if step.details.paged else (None, others)
 
 

@@ -21,7 +21,7 @@ def cached_latent_attention(
     positions: Array,
     *others: Any,
 ) -> Array:
-    """Returns attention of absorbed queries and their rotated parts on one head of latents and of rotated keys."""
+    """Returns weighted latents; scores are absorbed queries ``ql`` x latents + rotated parts of ``q`` x shared keys."""
     pages, others = table_of(step, others)
     facts = cache_facts(context, step, positions, latent, pages)
     one_head = latent.read(pages)[:, :, None]

@@ -1,8 +1,8 @@
 """Collective matmuls inside `shard_map`: products block by block, overlapped with permutes of blocks round a ring.
 
-Device r of n holds block r. One way, a block is sent to the next device n - 1 times; two ways, one half is sent to the
-next device and the other to the previous one, n - 1 times each. The permutes are unrolled, so that the next block is in
-flight during a product; with more than `MAX_WRITTEN_OUT` devices they are a loop.
+Device r of n holds block r. With one direction a block is sent to the next device n - 1 times; with two, one half is
+sent to the next device and the other to the previous one, n - 1 times each. The permutes are unrolled, so that the next
+block is in flight during a product; with more than `MAX_WRITTEN_OUT` iterations they are a loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from meshwright.nn.ops.einsum import einsum
 from meshwright.nn.ops.quantised_einsum import quantised_einsum
 
 MAX_WRITTEN_OUT = 16
-"""Maximum number of devices for which the permutes are unrolled."""
+"""Maximum number of iterations for which the permutes are unrolled."""
 
 _Carry = Any
 
@@ -37,9 +37,9 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockedProduct:
-    """One product, computed by ``apply`` for a block of a dim; ``factors`` stay on the device, None is sent.
+    """One product, computed by ``apply`` for a block of a dim; ``factors`` stay on the device; None: it is sent.
 
-    ``axis`` is the result's along the dim; None if the product sums over it.
+    ``axis`` is the dim's axis in the result; None if the product sums over the dim.
     """
 
     apply: Callable[..., Array]
@@ -53,7 +53,7 @@ class BlockedProduct:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulRing(Ring):
-    """The ring of one collective matmul; blocks are sent one way or both ways."""
+    """The ring of one collective matmul; blocks are sent in one direction (``ways`` 1) or in both (2)."""
 
     ways: int = 1
 
@@ -70,7 +70,7 @@ class MatmulRing(Ring):
 
 
 class BlockPart(NamedTuple):
-    """A part of a block: its start, its length, and the direction in which it is sent."""
+    """A part of a block: its start, its length, and to which device it is sent: 1 the next, -1 the previous."""
 
     start: int
     length: int
@@ -123,7 +123,7 @@ def matmul_reduce_scatter(products: Sequence[BlockedProduct], ring: MatmulRing, 
 
     sums = _repeat(1, size, step, [part(piece, 0) for piece in pieces])
     axis = products[0].axis
-    assert axis is not None, "what is scattered has the dim that it is scattered along"
+    assert axis is not None, "a result that is scattered must have the dim"
     return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=axis)
 
 
@@ -155,7 +155,7 @@ def _part(factor: Factor, start: Array | int, length: int) -> Array:
 
 
 def _whole(part: Array, product: BlockedProduct, start: Array, size: int) -> Array:
-    """Returns a result with one block filled in, or the first term of a sum."""
+    """Returns zeros of the whole result with one block filled in, or the first term of a sum."""
     if product.axis is None:
         return part
     shape = [size * n if axis == product.axis else n for axis, n in enumerate(part.shape)]

@@ -1,4 +1,4 @@
-"""The product of two arrays; with slots of experts, in blocks that skip empty slots."""
+"""The product of two arrays; a product with slots of experts may skip blocks of empty slots."""
 
 from typing import Any
 

@@ -34,7 +34,7 @@ def embed_backward(
     num_rows: int,
     scale: float = 1.0,
 ) -> Float[Array, "V D"]:
-    """Sums cotangents per row of the part of the table, in float32."""
+    """Returns the gradient of this part of the table: cotangents times ``scale``, summed per row in float32."""
     # An index past the end is dropped; a negative one would count from the end.
     at, _ = own_entries(tokens, first_row, num_rows, elsewhere=num_rows)
     table = jnp.zeros((num_rows, dout.shape[-1]), jnp.float32)

@@ -61,7 +61,7 @@ def _over_chunks(one: Callable[[Any, Any], tuple[Any, Any]], start: Any, *arrays
 
 
 def chunked_logits_statistics(x: ResidualStream, table: VocabularyTable, labels: Labels, **head: Any) -> Statistics:
-    """Returns the statistics of the logits ``x * table``; ``head`` are those of `head_arguments`."""
+    """Returns the statistics of the logits ``x * table``; ``head`` are the `head_arguments`."""
 
     def one(_: None, given: tuple[Array, Array]) -> tuple[None, Statistics]:
         here, of_here = given
@@ -88,8 +88,8 @@ def chunked_logits_backward(
     *rows: PerToken,
     **head: Any,
 ) -> tuple[ResidualStream, VocabularyTable]:
-    """Returns cotangents of the stream and the table; ``rows`` are the per-token inputs of `logits_backward`,
-    ``head`` those of `head_arguments`."""
+    """Returns cotangents of the stream and the table; ``rows`` are the per-token inputs of `logits_backward`, ``head``
+    the `head_arguments`."""
 
     def one(dtable: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
         here, *rows = given
@@ -106,9 +106,8 @@ def fused_head(
 ) -> tuple[Float[Array, ""], ResidualStream, VocabularyTable]:
     """Returns the summed loss and its slopes in the stream and in the whole table.
 
-    All three use the same logits. Under `jax.jit` a caller pays for those that it uses.
+    All three use the same logits. Under `jax.jit` a caller pays only for the results that it uses.
     """
-
     head = {"first_row": 0, **head}
 
     def one(carry: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:

@@ -15,7 +15,7 @@ def join_heads(own: Float[Array, "B T N Hn"], shared: Float[Array, "B T Hr"]) ->
 def join_heads_backward(
     dout: Float[Array, "B T N H"], own_width: int
 ) -> tuple[Float[Array, "B T N Hn"], Float[Array, "B T Hr"]]:
-    """Returns the cotangents of the heads' own parts, and of the shared part, a sum over heads."""
+    """Returns the cotangents of the heads' own parts and, summed over heads, of the shared part."""
     return dout[..., :own_width], jnp.sum(dout[..., own_width:], axis=2)
 
 

@@ -1,8 +1,8 @@
 """The loss head on one device: cross entropy from statistics of the logits, and its backward pass, in float32.
 
 Where the vocabulary is split over devices, each computes statistics of its own part of the logits, from ``first_row``
-on, which are reduced before the loss. The backward pass reads the logits; heads that keep none are in `fused_head`.
-Logits from ``vocab_size`` on belong to rows that fill the table up: they count as minus infinity.
+on, which are reduced before the loss. The backward pass reads the logits; loss heads that do not keep logits are in
+`fused_head`. Logits from ``vocab_size`` on belong to padding of the table: they count as minus infinity.
 
 The loss of a token is ``lse - logit[label] + z_loss * lse**2`` with ``lse = log(sum(exp(logits)))`` of capped logits;
 0 for labels below 0. ``first_row`` is the token of a device's first row of the table, its first logit.
@@ -29,7 +29,7 @@ Statistics = tuple[PerToken, PerToken, PerToken]
 
 
 def is_token(logits: TokenLogits, first_row: FirstRow, vocab_size: int) -> Array:
-    """True for the logits [B, T, V] of tokens, False for those of rows that fill the table up."""
+    """True for the logits [B, T, V] of tokens, False for logits of padding of the table."""
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) < vocab_size - first_row
 
 
@@ -39,7 +39,7 @@ def logits_statistics(
     """Returns per token, over the local part of V: largest logit, sum of exp(logit - largest), label's logit or 0."""
     logits = capped(logits, softcap)
     if vocab_size:
-        # Not infinite, since a device may have no token's logit: its largest one would give NaN.
+        # Not infinite: the largest logit of a device that has padding only would give NaN.
         logits = jnp.where(is_token(logits, first_row, vocab_size), logits, jnp.finfo(logits.dtype).min)
     peak = jnp.max(logits, axis=-1)
     total = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)
@@ -81,8 +81,8 @@ def logits_backward(
     softcap: float = 0.0,
     vocab_size: int = 0,
 ) -> TokenLogits:
-    """Returns the logits' cotangents: ``dscaled * exp(capped - peak)``, plus ``dpicked`` at the label, times the cap's
-    slope."""
+    """Returns the cotangents of logits: ``dscaled * exp(capped - peak)``, plus ``dpicked`` at the label, this sum times
+    the slope of the cap."""
     soft = capped(logits, softcap)
     at = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
     found = dscaled[..., None] * jnp.exp(soft - peak[..., None]) + jnp.where(at, dpicked[..., None], 0.0)
@@ -91,8 +91,8 @@ def logits_backward(
 
 
 def head_arguments(context: Context, step: Step, position: int, value: Array) -> dict[str, Any]:
-    """Returns ``first_row``, ``softcap`` and ``vocab_size``, 0 where nothing is filled up, for a step whose input at
-    ``position``, the block ``value``, has V."""
+    """Returns ``first_row``, ``softcap`` and ``vocab_size`` (0 if V is not padded) for a step. Its input number
+    ``position``, the block ``value``, has the dim V."""
     array, vocab_size = step.inputs[position], context.model.vocab_size
     size = value.shape[array.dims.index("V")]
     is_filled = size * math.prod(context.mesh[axis] for axis in array.axes_of("V")) > vocab_size

@@ -12,10 +12,10 @@ from meshwright.algebra.ops.muon import ITERATIONS
 from meshwright.algebra.steps import Step
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial a x + b x^3 + c x^5, steep at 0; five iterations end between 0.7 and 1.2. Source: Jordan."""
+"""Coefficients of a x + b x^3 + c x^5, steep at 0; five iterations end between 0.7 and 1.2. Source: Jordan."""
 
 MATCHED_RMS = 0.2
-"""RMS of an update, as of AdamW in practice, so that both use one learning rate. Source: Liu et al., section 2.2."""
+"""RMS of an update, about that of AdamW's, so both use one learning rate. Source: Liu et al., section 2.2."""
 
 
 def momentum(mean: Array, grad: Array, count: Array, *, decay: float) -> tuple[Array, Array]:
@@ -38,7 +38,7 @@ def orthogonalise(context: Any, step: Step, whole: Array) -> Array:
 def newton_schulz(x: Array) -> Array:
     """Brings the singular values of each matrix [..., in, out] near 1 by iterations of an odd polynomial."""
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x  # the products of rows are then the smaller square
+    x = x.mT if tall else x  # x @ x.mT is then the smaller square
     x = x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)) + 1e-8)
     a, b, c = COEFFICIENTS
 

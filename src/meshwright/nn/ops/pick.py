@@ -1,4 +1,4 @@
-"""One position of each row."""
+"""Takes one position of each row."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -9,7 +9,7 @@ from meshwright.nn.context import Context
 
 
 def pick(context: Context, step: Step, x: Array, number: Array) -> Array:
-    """Returns the wanted entry of each row; zeros where another device holds it."""
+    """Returns entry ``number`` of each row [B, D]; zeros where another device holds it."""
     local, inside = own_entries(number, first_index(step.inputs[0].axes_of("T"), x.shape[1]), x.shape[1])
     found = jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
     return jnp.where(inside[:, None], found, jnp.zeros((), x.dtype))

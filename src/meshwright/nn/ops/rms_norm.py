@@ -1,4 +1,4 @@
-"""RMS norm of rows, forward and backward, in float32 whatever the dtype of the stream.
+"""RMS norm of rows, forward and backward, in float32 whatever the dtype of the stream; layer norm shares its parts.
 
 Families differ in the meaning of the learned scale and in where the result is cast to the stream's dtype.
 """
@@ -18,15 +18,15 @@ ModelRows = Float[Array, "*rows D"]
 ModelVector = Float[Array, " D"]
 
 LATENT_NORM_EPS = 1e-6
-LATENT_NORMS = ("q_a_norm", "kv_a_norm")
-"""Weights of the norms inside latent attention."""
+LATENT_NORM_PREFIXES = ("q_a_norm", "kv_a_norm")
+"""Names of the weights of norms inside latent attention begin with these."""
 
 
 class RmsForm(NamedTuple):
     """Variant of RMS norm of a family.
 
-    ``unit_offset``: weights are w and multiply by 1 + w. ``wide_scale``: the scale is applied in float32, before the
-    row goes back to its dtype; else after.
+    ``unit_offset``: the scale is 1 + the stored weight. ``wide_scale``: the scale is applied in float32, before the row
+    is cast to its dtype; else after.
     """
 
     eps: float
@@ -35,18 +35,18 @@ class RmsForm(NamedTuple):
 
 
 def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
-    """Returns the variant of a model's norms; ``latent`` norms of latent attention have an eps that no config holds."""
+    """Returns the variant of a model's norms; ``latent``: norms inside latent attention, whose eps no config holds."""
     eps = LATENT_NORM_EPS if latent else model.norm_eps
     wide = model.norm_unit_offset or model.family in ("gpt_oss", "olmo2")
     return RmsForm(eps=eps, unit_offset=model.norm_unit_offset, wide_scale=wide)
 
 
 def rms_norm(x: ModelRows, scale: ModelVector, form: RmsForm) -> ModelRows:
-    """Returns ``x / sqrt(mean(x**2) + eps) * scale`` over the last dim."""
+    """Returns ``x / sqrt(mean(x**2) + eps) * scale`` over the last dim; ``* (1 + scale)`` with ``unit_offset``."""
     normed, _ = normed_rows(x, form.eps)
     if form.wide_scale:
-        return (normed * _whole_scale(scale, x, form)).astype(x.dtype)
-    return normed.astype(x.dtype) * _whole_scale(scale, x, form, x.dtype)
+        return (normed * _multiplier(scale, x, form)).astype(x.dtype)
+    return normed.astype(x.dtype) * _multiplier(scale, x, form, x.dtype)
 
 
 def rms_norm_backward(
@@ -56,12 +56,12 @@ def rms_norm_backward(
 
     With n the normed row and g = dout * scale: dx = (g - n mean(g n)) / rms, dscale = sum over rows of dout * n.
     """
-    dx, dscale = norm_backward(dout, x, _whole_scale(scale, x, form), form.eps)
+    dx, dscale = norm_backward(dout, x, _multiplier(scale, x, form), form.eps)
     return dx, dscale.astype(scale.dtype)
 
 
 def normed_rows(x: Array, eps: float, *, centred: bool = False) -> tuple[Array, Array]:
-    """Returns rows of mean square 1, and of mean 0 if ``centred``, in float32, and the factor of each row."""
+    """Returns rows of mean square 1, and of mean 0 if ``centred``, in float32, and 1 / rms of each row."""
     wide = x.astype(jnp.float32)
     if centred:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -70,7 +70,7 @@ def normed_rows(x: Array, eps: float, *, centred: bool = False) -> tuple[Array, 
 
 
 def norm_backward(dout: Array, x: Array, scale: Array, eps: float, *, centred: bool = False) -> tuple[Array, Array]:
-    """Returns cotangents of the rows and, in float32, of the scale of the normed rows."""
+    """Returns cotangents of the rows and, in float32, of ``scale``, which multiplies the normed rows."""
     normed, inverse = normed_rows(x, eps, centred=centred)
     out = dout.astype(jnp.float32)
     scaled = out * scale
@@ -80,7 +80,7 @@ def norm_backward(dout: Array, x: Array, scale: Array, eps: float, *, centred: b
     return (inverse * (scaled - along)).astype(x.dtype), sum_rows(out * normed)
 
 
-def _whole_scale(scale: Array, x: Array, form: RmsForm, dtype: DTypeLike = jnp.float32) -> Array:
+def _multiplier(scale: Array, x: Array, form: RmsForm, dtype: DTypeLike = jnp.float32) -> Array:
     wide = scale.astype(jnp.float32)
     return over_rows((1.0 + wide if form.unit_offset else wide).astype(dtype), x)
 
@@ -96,7 +96,7 @@ def sum_rows(x: Array) -> Array:
 
 
 def _form(context: Context, scale_name: str) -> RmsForm:
-    return rms_form(context.model, latent=scale_name.startswith(LATENT_NORMS))
+    return rms_form(context.model, latent=scale_name.startswith(LATENT_NORM_PREFIXES))
 
 
 def _forward(context: Context, step: Step, x: Array, scale: Array) -> Array:

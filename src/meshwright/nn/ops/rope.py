@@ -32,8 +32,8 @@ class Rotation(NamedTuple):
 def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation:
     """Returns the rotation of a model's layers; ``local`` for layers with a window, which may have their own theta.
 
-    ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling depend on it beyond the length that
-    the model was trained on.
+    ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling depend on it if it is more than the
+    length that the model was trained on.
     """
     latent = model.latent_attention
     width = model.qk_rope_head_dim if latent else int(model.head_dim * model.rope_fraction)
@@ -80,11 +80,11 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, max_positions: int) -> np.ndarray:
-    """Divides slow rotations by ``factor``, keeps fast ones, and ramps between them. Source: YaRN, 2309.00071."""
+    """Divides low frequencies by ``factor``, keeps high ones, and ramps between them. Source: YaRN, 2309.00071."""
     width, original = 2 * len(frequencies), scaling.original_max_positions or max_positions
 
     def pair_of(turns: float) -> float:
-        """Returns the pair that makes this many turns over the original length."""
+        """Returns the index, a fraction, of the pair that makes this many turns over the original length."""
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(scaling.beta_fast or 32.0), pair_of(scaling.beta_slow or 1.0)
@@ -146,8 +146,8 @@ def _rotated_pairs(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> Ar
 
 def _rope(context: Context, step: Step, x: Array, here: Array, *, direction: float = 1.0) -> Array:
     """Rotates local positions; some scalings depend on the length of the whole sequence."""
-    ways = math.prod(context.mesh[axis] for axis in step.inputs[1].axes[1])
-    seq_len = context.seq_len or here.shape[1] * ways
+    num_shards = math.prod(context.mesh[axis] for axis in step.inputs[1].axes[1])
+    seq_len = context.seq_len or here.shape[1] * num_shards
     how = rotation(context.model, local=step.block.endswith("_local"), seq_len=seq_len)
     return rope(x, here, how, direction=direction)
 

@@ -16,11 +16,11 @@ def route(
 ) -> tuple[Gates, Chosen]:
     """Returns the weights of each token's experts in float32, and the token's slots (see `nn.experts.slots`).
 
-    Shares of all experts are the softmax over a token's scores, or the sigmoid of each. The experts with the highest
-    are chosen, of a token's best groups where there are groups, and weighed by their shares; a ``correction`` is added
-    to the shares that choose, not to those that weigh. Of equal scores the expert
-    with the lower number is chosen. Later tokens are dropped where an expert is asked for more than ``capacity`` slots;
-    the weights of a token's other experts stay as they are. Sources: Mixtral and Qwen3-MoE (softmax, sum to one),
+    The shares of experts are the softmax over a token's scores, or the sigmoid of each score. The experts with the
+    highest shares are chosen, within the token's best groups if the model has groups; their weights are their shares.
+    A ``correction`` is added to shares for the choice only. Of equal shares the expert with the lower number wins.
+    Where tokens choose an expert more than ``capacity`` times, the last of them get no slot of it; the weights of a
+    token's other experts stay as they are. Sources: Mixtral and Qwen3-MoE (softmax, sum to one),
     gpt-oss (the same: a softmax over the chosen), Qwen2-MoE (softmax), DeepSeek-V2 (softmax, groups by their best
     expert), DeepSeek-V3 (sigmoid, groups by their best two, sum to one).
     """
@@ -57,8 +57,8 @@ def route_backward(dgates: Gates, scores: RouterScores, chosen: Chosen, model: M
 
 
 def _in_best_groups(scores: RouterScores, model: Model) -> RouterScores:
-    """Sets the scores of experts outside of a token's best groups to -inf: the groups with the best expert or, where
-    shares are sigmoids, with the largest sum of two."""
+    """Sets the scores of experts outside of a token's best groups to -inf. The best groups have the best expert or,
+    where shares are sigmoids, the largest sum of their two best."""
     if not model.expert_groups:
         return scores
     grouped = scores.reshape(*scores.shape[:-1], model.expert_groups, -1)

@@ -13,7 +13,7 @@ from meshwright.nn.ops import LocalStep, backward_of
 
 
 def over_slots(local: LocalStep) -> LocalStep:
-    """Returns an elementwise step that also takes packed tokens."""
+    """Returns ``local``, an elementwise step, as a step that also takes packed tokens."""
 
     def run(context: Context, step: Step, *given: Any) -> Any:
         sizes = next((value.sizes for value in given if isinstance(value, Ragged)), None)

@@ -1,4 +1,4 @@
-"""Keeps a device's part of an array."""
+"""Returns this device's part of an array that it holds whole."""
 
 from meshwright.nn.collectives import communicate
 

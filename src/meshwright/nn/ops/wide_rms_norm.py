@@ -1,4 +1,4 @@
-"""RMS norm of rows that are split over devices, given the sums over whole rows; in float32."""
+"""RMS norm of rows that are split over devices, from sums over whole rows, which a collective makes; in float32."""
 
 import math
 from typing import Any

@@ -1,9 +1,9 @@
 """One executor for every pipeline schedule: a scan over the ticks of its table, inside `shard_map`.
 
-In a tick each device runs F, B and W where its row names them, then sends. Sends are outside of every branch: all
-devices take part in each, and a message that no device needs is dropped. Code that writes to a large buffer in some
-ticks only is in a loop of zero or one iteration (`at_most_once`): XLA updates the buffers of loops in place, and on
-GPUs copies those of branches.
+In a tick each device runs a forward (F), a backward (B) and a weight-gradient pass (W) if its row of the table names
+them, then sends. Sends are outside of every branch: all devices take part in each, and a message that no device needs
+is dropped. Code that writes to a large buffer in some ticks only is in a loop of zero or one iteration
+(`at_most_once`): XLA updates buffers of loops in place, and on GPUs copies buffers of branches.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,16 +43,16 @@ def as_it_is(value: Any) -> Any:
 class StageFunctions:
     """The passes of a virtual stage as pure functions that run inside `shard_map`; static shapes, no permutes.
 
-    ``layers`` are the weights of one virtual stage, ``ends`` those outside the layers, ``inputs`` those of one
-    microbatch; gradients of the ends are dicts by name, of the weights that a function uses:
+    ``layers`` are the weights of one virtual stage, ``ends`` the weights outside the layers, ``inputs`` belong to one
+    microbatch. Gradients of ``ends`` are dicts by name of the weights that a function uses:
 
         embed(ends, inputs) -> stream                    embed_backward(ends, inputs, dx) -> gradients
         forward(layers, inputs, stream) -> stream, saved  backward(layers, inputs, saved, dy) -> dx, gradients
         head_forward(ends, inputs, stream) -> sums, saved head_backward(ends, inputs, saved) -> dy, gradients
 
-    A B without W runs ``backward``; with one it runs ``input_backward`` -> dx, handed, and W runs
-    ``weight_backward(layers, inputs, handed)`` -> gradients. The sums are a pytree over the microbatch, the loss among
-    them. Where all devices of a group have the same stream, ``send`` takes a part of it and ``receive`` gathers it.
+    In a schedule without W, B runs ``backward``; with W it runs ``input_backward`` -> dx, handed, and W runs
+    ``weight_backward(layers, inputs, handed)`` -> gradients. The sums over the microbatch are a pytree with the loss.
+    Where all devices of a group have the same stream, ``send`` takes a part of it and ``receive`` gathers it.
     """
 
     embed: Callable[..., Any]
@@ -70,7 +70,7 @@ class StageFunctions:
 
 
 class StageWeights(NamedTuple):
-    """Arrays of a device: ``layers`` with all its layers in front, ``ends`` by name; or their gradients."""
+    """Weights of a device, or gradients: ``layers`` with the device's layers as first dim, ``ends`` by name."""
 
     layers: Tree
     ends: dict[str, Array]
@@ -81,10 +81,10 @@ def run_schedule(
 ) -> tuple[Tree, StageWeights]:
     """Returns sums over this device's microbatches (the loss among them), and gradients of its weights in float32.
 
-    Of `forward_tables` there are the sums alone: nothing is kept for a backward pass. ``inputs`` have the microbatches
-    in front, ``weights.layers`` the layers of this device, chunk by chunk (see `stages.layer_permutation`). Sums and
-    the gradients of the ends are this device's part only, zero where it runs neither embedding nor head: sum them over
-    the pipeline once per step.
+    With `forward_tables` it returns no gradients, and keeps nothing for a backward pass. The first dim of ``inputs`` is
+    the microbatches, of ``weights.layers`` this device's layers, chunk by chunk (see `stages.layer_permutation`). Sums
+    and gradients of ``ends`` are this device's part, zero if it runs neither embedding nor head: sum them over the
+    pipeline once per step.
     """
     run = TickExecutor(tables, stages, _with_mirror(tables, weights), inputs)
     # This device's rows, [ticks, columns].
@@ -128,7 +128,7 @@ def _without_mirror(tables: TickTables, grads: StageWeights) -> StageWeights:
 
 
 class TickState(NamedTuple):
-    """The carry of the scan over ticks. Slots are the first dim of a buffer."""
+    """The carry of the scan over ticks; the first dim of a buffer (``x`` to ``handed``) is its slots."""
 
     x: Tree
     dx: Tree
@@ -301,7 +301,7 @@ class TickExecutor:
 
 
 def at_most_once(runs: Array, body: Callable[..., tuple[Any, ...]], *values: Any) -> tuple[Any, ...]:
-    """Returns ``body`` of the values where it ``runs``, else the values: a loop of one iteration or none."""
+    """Returns ``body(*values)`` if ``runs``, else the values: a loop of one iteration or none."""
     with jax.named_scope(AT_MOST_ONCE):
         return lax.fori_loop(0, runs.astype(jnp.int32), lambda _, given: body(*given), values)
 
@@ -337,7 +337,7 @@ def add(total: Tree, part: Tree) -> Tree:
 
 
 def add_named(total: dict[str, Array], part: dict[str, Array]) -> dict[str, Array]:
-    """Adds the arrays that the part has by name."""
+    """Returns the total with each array of ``part`` added to the array of its name."""
     return total | add({name: total[name] for name in part}, part)
 
 

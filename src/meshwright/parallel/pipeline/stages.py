@@ -83,11 +83,11 @@ class Pipeline:
             for name, shape in shapes.items()
         }
 
-    def stored(self, params: Params) -> Params:
-        """Reorders `held` arrays from the order of the model, layers of zeros last, to that of the stages."""
+    def in_stage_order(self, params: Params) -> Params:
+        """Reorders `held` arrays from the order of the model, layers of zeros last, to the order of the stages."""
         return self._reordered(params, lambda order: order)
 
-    def in_order(self, params: Params) -> Params:
+    def in_model_order(self, params: Params) -> Params:
         """Reorders weights or gradients from the order of the stages to that of the model, layers of zeros last."""
         return self._reordered(params, np.argsort)
 
@@ -116,13 +116,13 @@ class Pipeline:
     def gradients(self, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, Params]:
         """Returns the summed loss of this device's rows, and gradients of ``dloss`` times it, summed over microbatches.
 
-        The collectives of a step, over the pipeline too, have yet to run. Gradients include the counts of routers.
+        The loss is 0 without the head. Collectives of scope "step" have not run. Router counts are among the gradients.
         """
         loss, grads = self._run(tick_tables(self.schedule), params, inputs, dloss)
         return loss, self._of_layers(grads.layers) | grads.ends
 
     def loss(self, params: Params, inputs: Inputs) -> Array:
-        """Returns the summed loss alone, on the stage that has the loss head."""
+        """Returns the summed loss alone; 0 on stages without the loss head."""
         return self._run(forward_tables(self.schedule), params, inputs, jnp.ones(()))[0]
 
     def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: Array) -> tuple[Any, StageWeights]:
@@ -133,7 +133,7 @@ class Pipeline:
         return run_schedule(tables, self.stages(dloss), StageWeights(layers, ends), parts)
 
     def stages(self, dloss: Array) -> StageFunctions:
-        """Returns the passes of one stage; ``dloss`` is the cotangent of the summed loss."""
+        """Returns the passes of one virtual stage; ``dloss`` is the cotangent of the summed loss."""
         passes = Passes(self.context, self.layers.pattern)
         (send, receive), (send_back, receive_back) = (
             _boundary(self.context.derived, phase) for phase in ("forward", "backward")
@@ -192,21 +192,21 @@ def _zeros_last(rows: np.ndarray) -> np.ndarray:
 
 
 def _taken(arrays: Params, orders: dict[str, np.ndarray]) -> Params:
-    """Reorders the first dim of arrays; those on devices keep their shardings."""
+    """Reorders the first dim of arrays; if all are on devices, they keep their shardings."""
 
     def take(arrays: Params) -> Params:
         return {name: array[orders[name]] for name, array in arrays.items()}
 
-    # Neither being traced nor NumPy's.
-    lie = {n: a.sharding for n, a in arrays.items() if isinstance(a, Array) and not isinstance(a, jax.core.Tracer)}
-    if not arrays or len(lie) < len(arrays):
+    # Traced and NumPy arrays have no sharding to keep.
+    placed = {n: a for n, a in arrays.items() if isinstance(a, Array) and not isinstance(a, jax.core.Tracer)}
+    if not arrays or len(placed) < len(arrays):
         return take(arrays)
-    return jax.jit(take, out_shardings=lie)(arrays)
+    return jax.jit(take, out_shardings={name: array.sharding for name, array in placed.items()})(arrays)
 
 
 def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:
-    """Returns two functions: from a stage's stream to the message that it sends, a part of the stream where other
-    devices of its group have the same; and from the message to the next stage's stream."""
+    """Returns (send, receive): ``send`` takes a device's part of the stream if devices of its group hold copies of it,
+    ``receive`` restores the stream from the part."""
     sent, *steps = (step for step in derived.boundary if step.phase == phase)
     before = reshard(steps[-1].result if steps else sent.result, sent.result)
     return lambda stream: apply_collectives(before, stream), lambda part: apply_collectives(steps, part)

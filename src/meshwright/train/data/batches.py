@@ -1,4 +1,4 @@
-"""The batches of a run: a pure function of the seed and the number of the first sample."""
+"""The batches of a run: pure functions of the seed and the number of the first sample."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
 from meshwright.train.data.chat import open_chat_tokenizer
-from meshwright.train.data.rows import Row, Rows, WholeRows
+from meshwright.train.data.rows import RowPart, Rows, WholeRows
 from meshwright.train.data.sources import DataPhase, Draw, Samples, Source, SourcePattern
 from meshwright.train.data.store import open_store
 from meshwright.train.data.text import open_corpus
@@ -25,14 +25,14 @@ from meshwright.train.data.tokenizer import TextTokenizer, open_tokenizer
 from meshwright.train.settings import TrainSettings, data_sources
 
 READ_AHEAD = 2
-NEEDS_TOKENIZER = {True: "chats are rendered by its template", False: "what stands before it came as tokens"}
+NEEDS_TOKENIZER = {True: "chats are rendered by its template", False: "the data before it came as tokens"}
 
 
 class Ahead:
     """Iterates over ``(number, make(number))`` for start, start + stride, ... without end.
 
-    Within its context one thread keeps `READ_AHEAD` items ready; at its end the thread and its items are gone. An error
-    of ``make`` is raised where its item is read.
+    Within its context one thread keeps `READ_AHEAD` items ready; at the end of the context thread and items are gone.
+    An error of ``make`` is raised where its item is read.
     """
 
     def __init__(self, make: Callable[[int], dict[str, Array]], *, start: int, stride: int) -> None:
@@ -75,8 +75,8 @@ class Ahead:
 class Data(NamedTuple):
     """The data of a run.
 
-    ``held_out`` shares no document with ``train`` unless they are few; it has no source where nothing is held out.
-    Without a tokenizer all of it came as tokens. ``skipped_records`` could not be read.
+    ``held_out`` shares no document with ``train`` unless documents are few; it has no source if nothing is held out.
+    ``tokenizer`` is None if all data came as tokens. ``skipped_records`` counts records that could not be read.
     """
 
     tokenizer: Tokenizer | None
@@ -86,16 +86,16 @@ class Data(NamedTuple):
 
     @property
     def several_documents(self) -> bool:
-        """True if a row of either part may have more than one."""
+        """True if a row may have more than one document."""
         return any(part.store.num_documents > 1 for part in self.train + self.held_out)
 
 
 def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data:
     """Opens ``settings.data``: tokenises texts and chats, once, and keeps their tokens in ``folder``.
 
-    Without a tokenizer one is trained on the first source, for all of them. Safe to call from many processes at once:
-    one makes the store while the others wait. Raises InputError for data or a tokenizer that cannot be read, or that
-    ``vocab_size`` does not fit.
+    Without a tokenizer one is trained on the first source, for all of them. Many processes may call this at once: one
+    makes the store while the others wait. Raises InputError for data or a tokenizer that cannot be read, or with more
+    tokens than ``vocab_size``.
     """
     path, skipped = Path(settings.tokenizer), 0
     given = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
@@ -122,9 +122,9 @@ class Batches:
 
     A sample is a row of a source; the sources alternate by their shares. Every epoch of a source has its own shuffled
     order of all rows: with one source, sample i of the run is row ``i mod num_samples`` of epoch ``i // num_samples``.
-    Batches may span epochs. Samples do not depend on mesh, processes or batch size, so a run continues exactly from
-    its count of samples on any others. Where it continues with another seed, ``seq_len``, packing or other sources
-    (`go_on`), a new phase begins with what the earlier ones have left of each source's epoch.
+    Batches may span epochs. Samples do not depend on mesh, processes or batch size, so a run continues exactly from its
+    count of samples if these change. If it continues with another seed, ``seq_len``, packing or other sources
+    (`go_on`), a new phase begins with the tokens that earlier phases have left of each source's epoch.
 
     ``order`` permutes the positions of every array before it is sharded (zigzag, for ring attention).
     """
@@ -149,13 +149,13 @@ class Batches:
         ]
 
     def go_on(self, phase: DataPhase | None, samples: int) -> None:
-        """Goes on after ``samples`` of a run whose last batches were of ``phase``; None for a run of before phases."""
+        """Goes on after ``samples`` of a run that was in ``phase``; None if its checkpoint is from before phases."""
         if phase is not None:
             self._begin(phase.followed_by(self.phase, samples))
 
     @property
     def notes(self) -> list[str]:
-        """Lines for a person: that a phase has begun, and how the records of each source lie in rows."""
+        """Lines to print: that a phase has begun, and how the records of each source fill rows."""
         begun = f"goes on after sample {self.phase.first} with what is left of each source, in rows of {self.seq_len}"
         named = zip(self.sources, self.samples, strict=True)
         records = [f"{one.name}: {found.rows.summary}" for one, found in named if isinstance(found.rows, WholeRows)]
@@ -167,14 +167,14 @@ class Batches:
         return sum(len(one.rows) for one in self.samples)
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Returns how often each source has been seen after so many samples of the run."""
+        """Returns how often each source has been seen after ``samples`` of the run."""
         counts = self._mixture.drawn(samples - self.phase.first)
         return {
             name: one.epochs(count) for name, one, count in zip(self.phase.shares, self.samples, counts, strict=True)
         }
 
     def find(self, sample: int) -> tuple[Rows, int]:
-        """Returns the rows that a sample of the run is one of, and its number there."""
+        """Returns the rows that have a sample of the run, and its number among them."""
         source, number = self._mixture.find(sample - self.phase.first)
         return self.samples[source].find(number)
 
@@ -187,10 +187,10 @@ class Batches:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch."""
         positions = self.order[position_slice]
         parts = [rows.read(number, positions) for rows, number in self._found(first_sample, row_slice)]
-        return {name: np.stack(arrays) for name, arrays in zip(Row._fields, zip(*parts, strict=True), strict=True)}
+        return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, zip(*parts, strict=True), strict=True)}
 
     def num_labels(self, first_sample: int) -> int:
-        """Counts the labels of the whole global batch, from the index of documents alone."""
+        """Counts the labels of the whole global batch; reads no tokens."""
         return sum(rows.num_labels(number) for rows, number in self._found(first_sample))
 
     def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
@@ -221,10 +221,10 @@ class Batches:
 
 
 def require_row(source: Source, rows: Rows) -> None:
-    """Raises InputError where the rows of a source are none."""
+    """Raises InputError if a source has no rows."""
     have, seq_len, named = len(source.store), rows.seq_len, f" of {source.name}" if source.name else ""
     if not len(rows) and source.store.is_records:
-        raise InputError(f"none of the records{named} has anything to predict in its first {seq_len} tokens.")
+        raise InputError(f"no record{named} has anything to predict in its first {seq_len} tokens. Raise seq_len.")
     if not len(rows):
         needed = "" if source.packing else " and its labels"
         raise InputError(

@@ -31,11 +31,11 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first or the second."""
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what a template renders in a generation block: two codes that no text has."""
+"""Two codes that no text has, around the text that a template renders in a generation block."""
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}``: what the assistant wrote."""
+    """The block ``{% generation %} ... {% endgeneration %}`` around text of the assistant."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -65,7 +65,7 @@ def _compiled(source: str) -> Template:
 
 
 class ChatTokenizer(NamedTuple):
-    """A tokenizer with its chat templates and special tokens by name, and what of a record the loss is on."""
+    """A tokenizer with its chat templates and special tokens by name; ``loss_on``: which tokens of a record count."""
 
     tokenizer: Tokenizer
     end_id: int
@@ -74,12 +74,12 @@ class ChatTokenizer(NamedTuple):
     loss_on: LossOn
     identity: str
     dtype: str = "int32"
-    """Of the tokens in a store, where those without a loss are kept as their complement, ``~token``."""
+    """The dtype of tokens in a store, which has the complement ``~token`` of a token without a loss."""
 
     def encode(self, pieces: Sequence[TextPiece], *, skip_bad: bool = False) -> list[list[int] | None]:
-        """Returns the tokens of each record, the complement of those without a loss.
+        """Returns the tokens of each record; a token without a loss is replaced by its complement.
 
-        Of a record that is none of the known forms, or that the template refuses, raises InputError, or gives None.
+        Raises InputError for a record of an unknown form, or that the template refuses; with ``skip_bad`` gives None.
         """
         return [self._tokens(piece, skip_bad) for piece in pieces]
 
@@ -93,7 +93,7 @@ class ChatTokenizer(NamedTuple):
 
     def _of_record(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
         if BEGIN in raw or END in raw:
-            raise InputError(f"{where} has the code {BEGIN!a} or {END!a}, which is no character. Take it out.")
+            raise InputError(f"{where} has the code {BEGIN!a} or {END!a}, which is not a character. Take it out.")
         prompt, completion, before = record.get("prompt"), record.get("completion"), list[int]()
         if prompt is None:
             ids, counted = self._rendered(record, _messages(record.get("messages"), where), where)
@@ -112,7 +112,7 @@ class ChatTokenizer(NamedTuple):
             counted[: (*same, False).index(False)] = False
         if self.loss_on == "assistant" and not counted.any():
             raise InputError(
-                f"{where} has nothing that the assistant says. Leave out the record, or train.loss_on=assistant."
+                f"{where} has no message of the assistant. Leave out the record, or train.loss_on=assistant."
             )
         tokens = np.array(ids, np.int64)
         return np.where(counted, tokens, ~tokens).tolist()
@@ -120,14 +120,14 @@ class ChatTokenizer(NamedTuple):
     def _rendered(
         self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **asked: bool
     ) -> tuple[list[int], np.ndarray]:
-        """Returns the tokens of messages, and which of them count: the assistant's, or all."""
+        """Returns the tokens of messages, and a flag for each that counts: the assistant's, or all."""
         tools, given = record.get("tools"), {"messages": messages, "documents": None, "add_generation_prompt": False}
         try:
             tools = json.loads(tools) if isinstance(tools, str) else tools
             template = self.templates.get("tool_use" if tools else "default", self.templates["default"])
             more = record.get("chat_template_kwargs") or {}
             text = template.render({**self.special, **given, **asked, "tools": tools, **more})
-        except Exception as error:  # a template is a program of other people's
+        except Exception as error:  # a template may raise anything
             raise InputError(f"{where}: the chat template refuses it: {error}. Mend the record.") from None
         parts = re.split(f"[{BEGIN}{END}]", text)
         encoding = self.tokenizer.encode("".join(parts), add_special_tokens=False)
@@ -141,7 +141,7 @@ class ChatTokenizer(NamedTuple):
 
 
 def _messages(found: Any, where: str) -> list[dict[str, Any]]:
-    """Returns messages without fields that are null, and with reasoning under the names that templates read."""
+    """Returns messages without null fields, and with reasoning under the names that templates read."""
     if not (isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)):
         raise InputError(
             f"{where} is no chat. Give messages=[{{role, content}}, ...], or prompt and completion, both texts or both "
@@ -156,9 +156,9 @@ def _messages(found: Any, where: str) -> list[dict[str, Any]]:
 
 
 def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) -> ChatTokenizer:
-    """Returns the tokenizer with the chat template of its folder: `TEMPLATE`, or that of its configuration.
+    """Returns the tokenizer with the chat template of its folder: `TEMPLATE`, or from its configuration.
 
-    Raises InputError for a folder without one, or whose template does not mark the assistant where the loss is on that.
+    Raises InputError for a folder without one and, with ``loss_on`` "assistant", for a template that does not mark it.
     """
     folder = path.expanduser() if path.expanduser().is_dir() else path.expanduser().parent
     config = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
@@ -174,12 +174,12 @@ def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) ->
     if loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", sources["default"]):
         raise InputError(
             f"the chat template of {folder} does not mark what the assistant says, as train.loss_on=assistant needs. "
-            "Put {% generation %} and {% endgeneration %} around it, or leave that setting out."
+            "Put {% generation %} and {% endgeneration %} around that, or leave the setting out."
         )
     try:
         templates = {name: _compiled(source) for name, source in sources.items()}
     except TemplateError as error:
-        raise InputError(f"the chat template of {folder} is not one: {error}. Mend it.") from None
+        raise InputError(f"the chat template of {folder} is not valid: {error}. Mend it.") from None
     named = {name: config.get(name) for name in SPECIAL}
     texts = {name: str(one.get("content")) if isinstance(one, dict) else one for name, one in named.items() if one}
     identity = json.dumps([given.identity, sources, texts, loss_on])

@@ -11,12 +11,12 @@ from meshwright.train.data.token_store import TokenSpan, TokenStore
 NO_LABEL = -1
 """Label of a position without a prediction."""
 PADDING = 0
-"""Token after the end of the last row; it has no label, and a document number of its own."""
+"""Token that fills up a row; it has no label, and all padding of a row is one document."""
 
 
-class Row(NamedTuple):
-    """Some positions of a row, each array int32: tokens, their labels, positions within the document's piece, and the
-    number of that piece in the row."""
+class RowPart(NamedTuple):
+    """Some positions of a row, each array int32: tokens, their labels, positions within the piece, and the number of
+    the piece in the row. A piece is the part of a document in one row."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -27,13 +27,13 @@ class Row(NamedTuple):
 class Rows:
     """The rows of ``seq_len`` tokens of a store, in the order of the text.
 
-    With ``packing`` documents are concatenated, and each token is in exactly one row. Document numbers keep attention
-    within documents; positions count from the start of the document's piece in the row. The last token of a document
-    (its end-of-text token) has no label; the last token of a row has one if its document continues in the next row. The
-    last row is padded, and omitted if it has no label. Fewer tokens than one row give no rows.
+    With ``packing`` documents are concatenated, and each token is in at most one row. Document numbers keep attention
+    within documents; positions count from the start of the piece. The last token of a document (its end-of-text token)
+    has no label; the last token of a row has one if its document continues in the next row. A last row that is not full
+    is padded, and omitted if it has no label. Fewer tokens than one row give no rows.
 
-    Without, rows ignore documents: every position has the next token as its label, and the last label of a row is the
-    first token of the next. Tokens that do not fill a row are omitted.
+    Without ``packing`` rows ignore documents: the label of every position is the next token, of a row's last position
+    the first token of the next row. Tokens that do not fill a row are omitted.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:
@@ -48,32 +48,32 @@ class Rows:
         return self._length
 
     def spans(self, number: int) -> list[TokenSpan]:
-        """Returns the tokens of the store that a row has, or cuts, as indices of the store."""
+        """Returns the spans of the store that a row takes tokens from; they include tokens that it cuts."""
         start = number * self.seq_len
         return [(start, min(start + self.seq_len, len(self.store)))]
 
     def _pieces(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the indices in the row at which a document starts or the tokens end, and what is added to an index
-        before, between and after them for that of the store."""
+        """Returns the edges between pieces, as indices in the row, and for each piece (one more than edges) the shift
+        from an index in the row to the index in the store."""
         start = number * self.seq_len
         found = self.store.boundaries(start, start + self.seq_len) if self.packing else np.empty(0, np.int64)
         return found - start, np.full(len(found) + 1, start)
 
-    def read(self, number: int, positions: np.ndarray) -> Row:
-        """Reads these positions of a row, and no others, from disk."""
+    def read(self, number: int, positions: np.ndarray) -> RowPart:
+        """Reads these positions of a row; reads only their tokens, and the token after each, from disk."""
         inner, shifts = self._pieces(number)
         documents = np.searchsorted(inner, positions, side="right")
         # Padding and last tokens read some token that lies within the store, and are masked.
         places, last = shifts[documents] + positions, len(self.store) - 1
-        # Padding counts on from the document before it: without document numbers attention goes by positions.
+        # Padding continues the positions before it, for attention that has no document numbers.
         begins = np.concatenate([[0], inner])[documents - (places > last)]
         found = self.store.read(np.minimum(places, last))
+        # A token without a loss is stored as its complement, below 0.
         tokens = np.where(places <= last, np.maximum(found, ~found), PADDING)
         following = self.store.read(np.minimum(places + 1, last))
         goes_on = (np.searchsorted(inner, positions + 1, side="right") == documents) & (places < last)
-        # A token without a loss is below 0.
         labels = np.where(goes_on, np.maximum(following, NO_LABEL), NO_LABEL)
-        return Row(*(np.asarray(array, np.int32) for array in (tokens, labels, positions - begins, documents)))
+        return RowPart(*(np.asarray(array, np.int32) for array in (tokens, labels, positions - begins, documents)))
 
     def num_labels(self, number: int) -> int:
         """Counts positions with a label: those whose document continues after them."""
@@ -82,10 +82,10 @@ class Rows:
 
 
 class WholeRows(Rows):
-    """Rows of whole documents, each cut after ``seq_len`` tokens; what is left of a row is padding.
+    """Rows of whole documents, each cut after ``seq_len`` tokens; the rest of a row is padding.
 
-    With ``packing`` a row has as many as fit: the longest come first, each goes where the least room is left for it.
-    Without, it has one. A document without a label before its cut is in no row. ``summary`` counts both in words.
+    With ``packing`` a row has as many documents as fit: longest first, each goes into the fullest row that it fits.
+    Without, a row has one. A document without a label before its cut is left out. ``summary`` counts what was cut.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:
@@ -103,7 +103,7 @@ class WholeRows(Rows):
         self.summary = (
             f"{len(kept)} records {'packed' if packing else 'padded'} into {self._length} rows of {seq_len}, "
             f"{filled:.0%} filled; {(np.diff(edges)[kept] > seq_len).sum()} cut, "
-            f"{len(edges) - 1 - len(kept)} without anything to predict before the cut left out"
+            f"{len(edges) - 1 - len(kept)} left out: nothing to predict in their first {seq_len} tokens"
         )
 
     def spans(self, number: int) -> list[TokenSpan]:
@@ -119,10 +119,10 @@ class WholeRows(Rows):
 
 
 def fill_rows(sizes: np.ndarray, kept: np.ndarray, seq_len: int) -> list[list[int]]:
-    """Returns rows of the numbers ``kept``, whose sizes are at most ``seq_len`` in a row: best fit, longest first."""
+    """Packs the documents ``kept`` into rows of at most ``seq_len`` tokens: best fit, longest first."""
     rows: list[list[int]] = []
     by_room: defaultdict[int, deque[list[int]]] = defaultdict(deque)
-    rooms: list[int] = []  # sorted: the keys of the above
+    rooms: list[int] = []  # the keys of ``by_room``, sorted
     for number in kept[np.argsort(-sizes[kept], kind="stable")]:
         size = int(sizes[number])
         at = bisect_left(rooms, size)

@@ -1,6 +1,6 @@
-"""Where each sample of a run comes from: the shares of several sources, and the phases of a run that goes on otherwise.
+"""Finds each sample of a run: by the shares of several sources, and the phases of a run that continues with other data.
 
-A sample is a row of a source. Its number says all: there is no other state.
+A sample is a row of a source. Its number determines it: there is no other state.
 """
 
 import math
@@ -17,11 +17,11 @@ from meshwright.train.data.rows import Rows, WholeRows
 from meshwright.train.data.token_store import TokenSpan, TokenStore
 
 PATTERN = 1000
-"""Samples in which shares that are no whole numbers are kept, each at least once."""
+"""Samples in the pattern of shares that are not whole numbers; each source has at least one of them."""
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a phase took of a source: its first ``samples`` rows of this length in the order of ``seed``."""
+    """The rows that a phase drew from a source: its first ``samples`` of this length in the order of ``seed``."""
 
     seq_len: int
     packing: bool
@@ -30,10 +30,10 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a run over which samples are drawn in one way: from ``shares`` by name, after ``first`` of the run.
+    """A part of a run, after its sample ``first``, in which samples are drawn from sources by their ``shares``.
 
-    ``draw`` is that way; ``tokens`` are those of each source, without what is held out; ``drawn`` is what earlier
-    phases took of each source, in their order.
+    ``draw`` has the length, packing and seed of its rows; ``tokens`` is the number of tokens of each source that are
+    not held out; ``drawn`` has the draws of earlier phases from each source, in their order.
     """
 
     shares: dict[str, float]
@@ -43,16 +43,16 @@ class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     drawn: dict[str, list[Draw]] = {}
 
     def followed_by(self, new: "DataPhase", samples: int) -> "DataPhase":
-        """Returns the phase after ``samples`` of the run: this one, or ``new`` with what has been drawn.
+        """Returns the phase after ``samples`` of the run: this one, or ``new`` with all draws so far if they differ.
 
-        Raises InputError for a source that has other tokens than the run has drawn from.
+        Raises InputError for a source whose number of tokens has changed.
         """
         tokens = {**self.tokens, **new.tokens}
         for name, before in self.tokens.items():
             if tokens[name] != before:
                 raise InputError(
                     f"the run draws from {before} tokens of {name!r}, and now they are {tokens[name]}: the text, "
-                    "train.held_out or train.loss_on is another. Put it back, or give the new text another name."
+                    "train.held_out or train.loss_on has changed. Put it back, or give the new text another name."
                 )
         new = msgspec.structs.replace(new, tokens=tokens)
         if msgspec.structs.replace(new, first=self.first, drawn=self.drawn) == self:
@@ -64,7 +64,7 @@ class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Source(NamedTuple):
-    """Documents with their name and share, and how they are cut into rows: packed or not."""
+    """Documents with their name and share of the samples; ``packing`` says how they are cut into rows."""
 
     store: TokenStore
     packing: bool = True
@@ -72,15 +72,15 @@ class Source(NamedTuple):
     share: float = 1.0
 
     def rows(self, seq_len: int) -> Rows:
-        """Returns the rows of ``seq_len`` tokens, of whole records or of text cut anywhere; none if none is full."""
+        """Returns the rows of ``seq_len`` tokens, of whole records or of text cut anywhere; there may be none."""
         return (WholeRows if self.store.is_records else Rows)(self.store, seq_len, packing=self.packing)
 
 
 class Samples:
     """The samples of one source in a phase, without end.
 
-    First what earlier phases ``drawn`` left of an epoch, then whole epochs; each in a shuffled order of its own. Of
-    what is left, tokens that do not fill a row are omitted.
+    First come the tokens of an epoch that earlier phases, ``drawn``, have left, then whole epochs; each part in a
+    shuffled order of its own.
     """
 
     def __init__(self, store: TokenStore, draw: Draw, drawn: Sequence[Draw] = (), *, number: int = 0) -> None:
@@ -99,20 +99,20 @@ class Samples:
         return rest, rows.repeat()
 
     def find(self, sample: int) -> tuple[Rows, int]:
-        """Returns the rows that a sample is one of, and its number there."""
+        """Returns the rows that have a sample, and its number among them."""
         if sample < len(self.rest):
             return self.rest, int(self._orders[0][sample])
         return self.rows, int(self._orders[1][sample - len(self.rest)])
 
     def epochs(self, samples: int) -> float:
-        """Returns how often the source has been seen after so many samples, earlier phases included."""
+        """Returns how often the source has been seen after ``samples`` of this phase, earlier phases included."""
         begun = math.ceil(self._before)
         if samples < len(self.rest):
             return self._before + (begun - self._before) * samples / len(self.rest)
         return begun + (samples - len(self.rest)) / max(1, len(self.rows))
 
     def left(self, samples: int) -> list[TokenSpan]:
-        """Returns the tokens of the present epoch that so many samples leave, as spans of the file; none at its end."""
+        """Returns the spans of the file that ``samples`` of this phase leave of their epoch; none at its end."""
         rest = len(self.rest)
         first = 0 if samples < rest else samples - (samples - rest) % max(1, len(self.rows))
         if first == samples >= rest:
@@ -137,12 +137,12 @@ class SourcePattern:
 
     def find(self, sample: int) -> tuple[int, int]:
         """Returns the source of a sample, and its number among the samples of that source."""
-        turn, at = divmod(sample, len(self.pattern))
+        repeats, at = divmod(sample, len(self.pattern))
         source = int(self.pattern[at])
-        return source, turn * self.counts[source] + int(self._number[at])
+        return source, repeats * self.counts[source] + int(self._number[at])
 
     def drawn(self, samples: int) -> list[int]:
         """Returns how many of the first ``samples`` are of each source."""
-        turns, at = divmod(samples, len(self.pattern))
+        repeats, at = divmod(samples, len(self.pattern))
         found = np.bincount(self.pattern[:at], minlength=len(self.counts))
-        return [turns * count + int(one) for count, one in zip(self.counts, found, strict=True)]
+        return [repeats * count + int(one) for count, one in zip(self.counts, found, strict=True)]

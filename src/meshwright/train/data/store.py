@@ -40,21 +40,21 @@ from meshwright.train.data.tokenizer import (
 )
 
 FORMAT = 1
-"""Part of every key: stores of other formats are not read."""
+"""Part of the key that names a store, so that stores of other formats are not read."""
 META = "store.json"
 TRAINED_CHARS = 2**26
-"""Characters that a tokenizer is trained on: more change its tokens little and cost memory."""
+"""Maximum characters that a tokenizer is trained on: more change its tokens little and cost memory."""
 JOURNAL = "journal.json"
 BATCH_CHARS = 2**22
-"""Characters per call of the tokenizer's threads; the most work that an interruption loses."""
+"""Characters per call of the tokenizer, and so the work that an interruption loses."""
 
 
 AnyTokenizer = TextTokenizer | ChatTokenizer
-"""What makes tokens of pieces of text, or of chats."""
+"""Encodes pieces of text, or chats."""
 
 
 class Tokenised(NamedTuple):
-    """A text as tokens, its tokenizer, the token that ends each document, and the bad records that were left out."""
+    """A text as tokens, its tokenizer, the token that ends a document, and the number of bad records left out."""
 
     store: TokenStore
     tokenizer: Tokenizer
@@ -63,7 +63,7 @@ class Tokenised(NamedTuple):
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """Counts of tokens and documents in the files, of pieces of text read for them, and of chats that were refused."""
+    """Counts of written tokens and documents, of pieces of text read for them, and of chats that were refused."""
 
     tokens: int = 0
     documents: int = 0
@@ -72,7 +72,7 @@ class Written(msgspec.Struct, kw_only=True):
     in_document: bool = False
 
     def files(self, folder: Path, dtype: str) -> tuple[tuple[Path, int], tuple[Path, int]]:
-        """Returns the two files, and the bytes of these tokens and starts."""
+        """Returns the files of tokens and of starts, each with its number of bytes."""
         tokens = self.tokens * np.dtype(dtype).itemsize
         return (folder / TOKENS, tokens), (folder / STARTS, self.documents * START_BYTES)
 
@@ -93,7 +93,7 @@ def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, f
     process makes it while others wait; if it is stopped, the next one continues its work. Only a finished store has
     that name.
     """
-    # The trainer's own refusal, before any file is read.
+    # Raises the error of the trainer before any file is read.
     if given is None and vocab_size < SMALLEST_VOCAB:
         train_tokenizer((), vocab_size=vocab_size)
     path = folder / _key(corpus, given, vocab_size)
@@ -105,7 +105,7 @@ def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, f
                 try:
                     _build(corpus, given, vocab_size, part)
                 except (InputError, CannotRunError):
-                    # Useless for a later try: the store of a corrected text has another name.
+                    # No later try can use it: the store of a corrected text has another name.
                     shutil.rmtree(part, ignore_errors=True)
                     raise
                 try:
@@ -137,7 +137,7 @@ def _build(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int, part: Pa
     encoder = given or TextTokenizer(load_tokenizer(file), END_ID)
     written = tokenise(corpus, encoder, folder=part)
     if not written.documents:
-        raise InputError("every record is bad and left out. Without --skip-bad-records the first is named.")
+        raise InputError("every record is bad and left out. Run without --skip-bad-records to see why.")
     skipped = len(corpus.bad or ()) + written.refused
     meta = Meta(dtype=encoder.dtype, end_id=encoder.end_id, written=written, skipped_records=skipped)
     write_json_whole(part / META, meta)
@@ -149,7 +149,7 @@ def _build(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int, part: Pa
 def _alone(path: Path) -> Iterator[Path]:
     """Waits until no other process makes this store; yields the folder to make it in.
 
-    The lock ends with its process. On a file system without locks each process works in a folder of its own.
+    The lock ends with its process. On a file system without locks each process makes the store in its own folder.
     """
     lock = path.with_name(f".{path.name}.lock")
     try:
@@ -184,7 +184,7 @@ def _locked(lock: Path, path: Path) -> IO[str]:
 
 
 def _open(path: Path) -> Tokenised:
-    """Opens a store; tokens are checked as they are read, all else now."""
+    """Opens a store; checks all files now, except tokens, which are checked when they are read."""
     try:
         require_intact(path, [STARTS, CHECKSUMS, META, TOKENIZER])
     except CannotRunError as error:
@@ -197,7 +197,7 @@ def _open(path: Path) -> Tokenised:
     # The last entry of the index is the number of tokens.
     sizes = {tokens: size, starts: index_size + START_BYTES}
     if not all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()):
-        raise InputError(f"{path} is damaged: its files have other than {meta.written.tokens} tokens. Remove it.")
+        raise InputError(f"{path} is damaged: its files do not fit {meta.written.tokens} tokens. Remove it.")
     return Tokenised(
         TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER), meta.end_id, meta.skipped_records
     )
@@ -257,7 +257,7 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 def _journal(folder: Path, dtype: str) -> Written:
-    """Reads the journal of an earlier try; zero where its files are shorter, as after a loss of power."""
+    """Reads the journal of an earlier try; zeros if the files are shorter than it says, as after a loss of power."""
     try:
         found = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
     except (OSError, msgspec.DecodeError):

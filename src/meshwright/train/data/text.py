@@ -23,25 +23,25 @@ TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Suffixes of files of many documents. Any other file given by name is one document."""
 SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
-"""Suffixes that are read from a folder; a file given by name may have any."""
+"""Suffixes of files that are read from a folder; a file given by name may have any suffix."""
 PIECE_CHARS = 2**18
-"""Size of the pieces of longer documents: no file is ever whole in memory."""
+"""Characters of a piece of a longer document: long text files are never whole in memory."""
 PARQUET_ROWS, PARQUET_BYTES = 64, 2**20
 """Rows and bytes read at once: a column of a row group may be larger than memory."""
 FIELD = "text"
-"""Field of a JSON record or column of a Parquet file, where ``data`` names no other."""
+"""Field of a JSON record, or column of a Parquet file, with its text, if ``data`` names no other."""
 CHAT_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
-"""Fields of a chat, or a prompt with its completion: a record without `FIELD`, where ``data`` names no other."""
+"""Fields of a chat, or of a prompt with its completion: a record without `FIELD`, if ``data`` names no field."""
 RECORD_BYTES = 2**26
-"""Size of a JSON record at most, unpacked: it is held whole, several times over."""
+"""Maximum size of an unpacked JSON record, which is in memory as a whole, several times."""
 HASHED_BYTES = 2**26
-SKIP = "--skip-bad-records leaves such out"
+SKIP = "--skip-bad-records skips bad records and bytes"
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document, whether it is the last, the bytes of the file read so far, and the record it is of.
+    """A piece of a document, whether it is the last, the bytes of the file read so far, and the record in words.
 
     The text of a chat is its whole record as JSON, in one piece.
     """
@@ -53,9 +53,9 @@ class TextPiece(NamedTuple):
 
 
 class FileCorpus(NamedTuple):
-    """Files in a fixed order, read as a stream, and the field of a record that has its text; "" for chats.
+    """Files in a fixed order, read as a stream; ``field`` of a record has its text, "" for chats.
 
-    ``bad`` collects where records that cannot be read are, which are then skipped; None refuses the first one.
+    Records that cannot be read are skipped, and their places added to ``bad``; if ``bad`` is None, the first raises.
     """
 
     data: str
@@ -75,7 +75,7 @@ class FileCorpus(NamedTuple):
         return sum(file.stat().st_size for file in self.files)
 
     def identity(self) -> str:
-        """Returns a digest of names and contents; above `HASHED_BYTES`, of names, sizes and times of change.
+        """Returns a digest of names and contents; above `HASHED_BYTES` in all, of names, sizes and times of change.
 
         A large file that is rewritten with equal size and time is not noticed.
         """
@@ -141,15 +141,15 @@ Corpus = FileCorpus | PydocCorpus
 def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
     """Opens the documents that ``TrainSettings.data`` names: "pydoc", a file, or a folder that is searched for files.
 
-    ``path#name`` names the field of JSON records or the column of Parquet files that holds the text ("text" where
-    left out). Without one, files whose first record has no text but `CHAT_FIELDS` are chats; what else is in their
-    folder is not read. Raises InputError for a path that is missing or a folder without such files.
+    ``path#name`` names the field of JSON records or the column of Parquet files that holds the text, by default "text".
+    Without a name, files whose first record has no text but `CHAT_FIELDS` are chats; text files of their folder are not
+    read. Raises InputError for a path that is missing or a folder without such files.
     """
     if data == PYDOC:
         try:
             from pydoc_data.topics import topics
         except ImportError:
-            raise InputError(f"this Python comes without pydoc_data. {_WHAT}") from None
+            raise InputError(f"this Python lacks pydoc_data. {_WHAT}") from None
         return PydocCorpus(tuple(topics[name] for name in sorted(topics)))
     path, field = Path(data).expanduser(), ""
     if not path.exists() and "#" in data:
@@ -167,8 +167,8 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
 
 
 def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
-    """Returns which of `FIELD`, messages and prompt the first record has: with ``skip_bad``, the first that has any."""
-    with suppress(InputError, CannotRunError, OSError, EOFError):  # said when the file is read
+    """Returns which of `FIELD`, messages and prompt the first record has; with ``skip_bad``, the first with any."""
+    with suppress(InputError, CannotRunError, OSError, EOFError):  # raised again when the file is read
         for file in files:
             for record, _, _ in _records(file, "", set() if skip_bad else None):
                 found = {FIELD, "messages", "prompt"} & record.keys()
@@ -182,7 +182,7 @@ def _content(file: Path) -> bytes:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").digest()
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}.") from None
+        raise InputError(f"{file} cannot be read: {error.strerror}. Mend or remove it.") from None
 
 
 def _files(path: Path) -> list[Path]:
@@ -201,9 +201,9 @@ def _files(path: Path) -> list[Path]:
 def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator[TextPiece]:
     """Yields the documents of a file in order, except blank ones.
 
-    A text file is one document. Of JSON lines and Parquet each record is one, in ``field``, or as a whole if that is
-    "". Raises InputError for what is not UTF-8, not JSON, or without the field; with a set ``bad`` leaves such a record
-    out, of a text file the bytes, and adds where it is.
+    A text file is one document. In JSON lines and Parquet each record is one: its ``field``, or if that is "" the whole
+    record. Raises InputError for a record that is not UTF-8, not JSON, or lacks the field, and for text that is not
+    UTF-8. With a set ``bad``, leaves out the record, or the bytes of the text, and adds its place to the set.
     """
     try:
         if not file.name.lower().endswith(RECORD_SUFFIXES):
@@ -215,13 +215,14 @@ def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator
             else:
                 yield TextPiece(msgspec.json.encode(record).decode(), True, bytes_read, where)
     except (OSError, EOFError) as error:
-        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{file} cannot be read: {why}. Mend or remove it.") from None
 
 
 def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dict[str, Any], str, int]]:
     """Yields the fields of each record, its place in words, and the bytes of the file read so far.
 
-    ``field`` is text, or nothing, in each. A record that cannot be read is refused, or left out and added to ``bad``.
+    ``field``, if not "", is text or null. A record that cannot be read raises InputError, or its place joins ``bad``.
     """
     is_table = file.name.lower().endswith(".parquet")
     for raw, where, bytes_read in _rows(file, field) if is_table else _lines(file):
@@ -238,7 +239,7 @@ def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dic
 
 
 def _record(raw: Any, where: str) -> dict[str, Any]:
-    """Returns the fields of a line, or of a table of one row."""
+    """Returns the fields of a JSON line, or of an Arrow batch of one row."""
     if isinstance(raw, bytes) and len(raw) > RECORD_BYTES:
         raise InputError(f"{where} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it; {SKIP}.")
     try:
@@ -257,7 +258,7 @@ def _require_text(record: dict[str, Any], field: str, where: str) -> None:
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Cuts a document after ends of lines into pieces of at most about 2 x `PIECE_CHARS`; True marks the last.
+    """Cuts a document after ends of lines into pieces of at most 2 x `PIECE_CHARS`; yields True with the last.
 
     A short blank text has no pieces.
     """
@@ -303,7 +304,7 @@ def _decoded(raw: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:
 
 
 def _lines(file: Path) -> Iterator[tuple[bytes, str, int]]:
-    """Yields the lines of a file; of one of more than `RECORD_BYTES` only its beginning."""
+    """Yields the lines of a file, their places and the bytes read; of a line over `RECORD_BYTES` only its start."""
     with file.open("rb") as raw, _unpacked(file, raw) as lines:
         for number, line in enumerate(iter(partial(lines.readline, RECORD_BYTES + 1), b""), start=1):
             if line.strip():
@@ -344,4 +345,4 @@ def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:
                     done += 1
                     yield batch.slice(place, 1), f"{file} row {done}", size * done // table.metadata.num_rows
     except pyarrow.ArrowException as error:
-        raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}.") from None
+        raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}. Mend it.") from None

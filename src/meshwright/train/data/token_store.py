@@ -15,7 +15,7 @@ TOKENS, STARTS, CHECKSUMS = "tokens", "starts", "checksums"
 START_BYTES = 8
 CHUNK_BYTES = 2**16
 CHECKED = 2**16
-"""Tokens of each file that are checked when it is opened; the others are when they are read."""
+"""Number of tokens of each file that are checked when it is opened; other tokens are checked when they are read."""
 TokenSpan = tuple[int, int]
 """(start, stop): tokens from start up to, not including, stop."""
 
@@ -23,7 +23,7 @@ TokenSpan = tuple[int, int]
 class CheckedTokens:
     """Tokens in a file; chunks are compared with their checksums when they are first read.
 
-    The whole file is not checked: it may be far larger than what a run reads of it.
+    The whole file is not checked: it may be far larger than the part that a run reads.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -62,12 +62,12 @@ def checksums(path: Path) -> np.ndarray:
 
 
 class TokenFiles:
-    """The tokens of several files as one array. Each is compared with the vocabulary when it is read."""
+    """The tokens of several files as one array. Each token is compared with ``vocab_size`` when it is read."""
 
     def __init__(self, arrays: dict[Path, np.ndarray], *, vocab_size: int) -> None:
         self.paths, self.arrays, self.vocab_size = list(arrays), list(arrays.values()), vocab_size
         self.edges = np.cumsum([0, *map(len, self.arrays)])
-        # Other tokens than int32: int32 is for records, some of which are below 0.
+        # Not int32, which marks records (`TokenStore.is_records`).
         self.dtype = np.dtype(np.uint32)
         for start, array in zip(self.edges, self.arrays, strict=False):
             self[np.arange(start, start + min(len(array), CHECKED))]
@@ -86,8 +86,8 @@ class TokenFiles:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
             if len(wrong):
                 raise InputError(
-                    f"{self.paths[number]} has the token {wrong[0]}, and the model vocab_size={self.vocab_size}. It is "
-                    "of another tokenizer, or not a file of tokens of this dtype. Give the model's own."
+                    f"{self.paths[number]} has the token {wrong[0]}, but the model has vocab_size={self.vocab_size}. "
+                    "Its tokenizer or its dtype is another. Give tokens of the model's own tokenizer."
                 )
             found[here] = tokens
         return found
@@ -96,8 +96,8 @@ class TokenFiles:
 class TokenStore:
     """Tokens of consecutive documents, read on demand.
 
-    ``starts`` are the indices of the first token of each document, and the number of tokens as the last entry; without
-    them all tokens are one document. ``spans`` restrict the store to parts of the file, which are then concatenated; a
+    ``starts`` has the index of the first token of each document, and the number of tokens as the last entry; without
+    it all tokens are one document. ``spans`` restricts the store to parts of the file, which are then concatenated; a
     document that crosses the end of a span ends there. Memory-mapped arrays stay on disk until they are read.
     """
 
@@ -112,17 +112,17 @@ class TokenStore:
         assert self.starts.dtype == np.uint64, "starts must be uint64: to search another dtype would copy them"
         asked = ((0, len(tokens)),) if spans is None else spans
         self.spans = tuple((start, stop) for start, stop in asked if start < stop)
-        # Index at which each span begins, and the length; what leads from it to the index in the file.
+        # The index in the store at which each span begins, and the length; the shifts to indices of the file.
         self._edges = np.cumsum([0, *(stop - start for start, stop in self.spans)])
         self._shifts = np.array([start for start, _ in self.spans] or [0]) - self._edges[: max(len(self.spans), 1)]
 
     @classmethod
     def open(cls, folder: Path, *, dtype: str) -> Self:
-        """Opens a store from its folder, memory-mapped; ``dtype`` is of its tokens."""
+        """Opens a store from its folder, memory-mapped; its tokens have this ``dtype``."""
         return cls(CheckedTokens(folder / TOKENS, dtype), _mapped(folder / STARTS, "uint64"))
 
     def part(self, spans: Iterable[TokenSpan]) -> "TokenStore":
-        """Returns a store of all the same tokens with other spans of the file."""
+        """Returns a store of the same files with other ``spans``."""
         return TokenStore(self.tokens, self.starts, spans)
 
     def __len__(self) -> int:
@@ -130,11 +130,11 @@ class TokenStore:
 
     @property
     def is_records(self) -> bool:
-        """True if documents are records that stay whole; tokens below 0 are the complement of those without loss."""
+        """True if documents are records that stay whole; a token below 0 is the complement of a token without loss."""
         return self.tokens.dtype == np.int32
 
     def in_file(self, start: int, stop: int) -> Iterator[TokenSpan]:
-        """Yields the spans of the file that are the tokens from ``start`` to ``stop`` of the store."""
+        """Yields the spans of the file that hold the tokens from ``start`` to ``stop`` of the store."""
         first, last = np.searchsorted(self._edges, [start, stop - 1], side="right") - 1
         for number in range(int(first), int(last) + 1):
             shift, (begin, end) = int(self._shifts[number]), self.spans[number]
@@ -142,12 +142,12 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents; a part of one within a span counts as one."""
+        """Number of documents; a part of a document in a span counts as one."""
         inside = (self._number_up_to(stop - 1) - self._number_up_to(start) for start, stop in self.spans)
         return len(self.spans) + int(sum(inside))
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Reads the tokens at indices of the store, int32 of the same shape; only `read` reads tokens."""
+        """Returns the tokens at indices of the store, int32 of the same shape; only `read` reads tokens."""
         span = np.searchsorted(self._edges[1:-1], indices, side="right")
         return np.asarray(self.tokens[indices + self._shifts[span]], dtype=np.int32)
 
@@ -172,9 +172,9 @@ class TokenStore:
         return np.searchsorted(self.starts, np.uint64(index), side="right")
 
     def nearest_start(self, index: int) -> int:
-        """Returns the start of a document, or the end of the file, nearest to an index; the earlier of two.
+        """Returns the start of a document, or the end of the file, nearest to an index; if two are, the earlier.
 
-        All are indices of the file.
+        These are indices of the file, not of the store.
         """
         after = int(np.searchsorted(self.starts, np.uint64(index)))
         around = self.starts[max(after - 1, 0) : after + 1]
@@ -202,8 +202,8 @@ class Split(NamedTuple):
 def split(store: TokenStore, share: float) -> Split:
     """Splits a store without spans: holds out about ``share`` of the tokens, in evenly spread runs of whole documents.
 
-    If documents are so few or uneven that this would be less than half or more than twice the share, the last tokens
-    are held out, whatever documents they are in; of records, whole ones. The same store and share give the same parts.
+    If documents are too few or uneven for between half and twice the share, the last tokens are held out, from inside a
+    document if they begin there (of records only whole ones). The same store and share give the same parts.
     """
     whole = (0, len(store.tokens))
     assert store.spans in ((), (whole,)), "a store with spans is not split: spans are indices of the file"

@@ -24,7 +24,7 @@ from meshwright.train.data.text import TextPiece
 END_ID = 0
 """The trainer numbers special tokens first."""
 SMALLEST_VOCAB = 257
-"""Every byte, and the end of a text."""
+"""Number of tokens for all bytes and the end of a text."""
 
 
 class TextTokenizer(NamedTuple):
@@ -35,16 +35,16 @@ class TextTokenizer(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """A digest: texts have the same tokens by two tokenizers with equal ones."""
+        """A digest; tokenizers with equal digests give texts the same tokens."""
         return f"{hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest()} {self.end_id}"
 
     @property
     def dtype(self) -> str:
-        """The dtype of tokens in a store. Up to 65536 tokens fit two bytes, which halves the file."""
+        """The dtype of tokens in a store. Numbers below 65536 fit two bytes, which halves the file."""
         return "uint16" if num_ids(self.tokenizer) <= 2**16 else "uint32"
 
     def encode(self, pieces: Sequence[TextPiece], *, skip_bad: bool = False) -> Sequence[list[int] | None]:
-        """Returns the tokens of each piece, and the end token after the last of a document."""
+        """Returns the tokens of each piece, and the end token after the last piece of a document."""
         found = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         ends = ([self.end_id] if piece.ends_document else [] for piece in pieces)
         return [one.ids + end for one, end in zip(found, ends, strict=True)]
@@ -53,8 +53,7 @@ class TextTokenizer(NamedTuple):
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """Trains a tokenizer of at most ``vocab_size`` tokens: it is lossless, and deterministic for the same texts.
 
-    It has fewer tokens if no more pairs occur twice. Raises InputError when ``vocab_size`` has no
-    room for every byte.
+    It has fewer tokens if no further pair occurs twice. Raises InputError for a ``vocab_size`` below `SMALLEST_VOCAB`.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise InputError(
@@ -94,10 +93,10 @@ def num_ids(tokenizer: Tokenizer) -> int:
 
 
 def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
-    """Reads a ``tokenizer.json``, or that of a folder, with its end-of-text token.
+    """Reads a ``tokenizer.json``, given by its path or its folder, with its end-of-text token.
 
-    That token is the ``eos_token`` of a ``tokenizer_config.json`` beside the file, else the first of `END_NAMES`
-    that it has. Raises InputError where it has none, or more tokens than a model of ``vocab_size`` embeds.
+    That token is the ``eos_token`` of a ``tokenizer_config.json`` beside the file, else the first of `END_NAMES` that
+    the tokenizer has. Raises InputError if it has none, or more tokens than ``vocab_size``.
     """
     file = path.expanduser() / TOKENIZER if path.expanduser().is_dir() else path.expanduser()
     if not file.is_file():
@@ -105,12 +104,12 @@ def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
     tokenizer = load_tokenizer(file)
     if num_ids(tokenizer) > vocab_size:
         raise InputError(
-            f"tokenizer {str(path)!r} has {num_ids(tokenizer)} tokens, the model vocab_size={vocab_size}. "
+            f"tokenizer {str(path)!r} has {num_ids(tokenizer)} tokens, but the model has vocab_size={vocab_size}. "
             f"Set model.vocab_size={num_ids(tokenizer)} or more, or leave the tokenizer out to train one."
         )
     name = end_name(read_table(file.with_name(TOKENIZER_CONFIG), remedy="remove it"))
     end_id = end_token(tokenizer, name)
     if end_id is None:
         known = f"eos_token {name!r}" if name else f"any of {', '.join(END_NAMES)}"
-        raise InputError(f"{file} has no end-of-text token: not {known}. Name its eos_token in {TOKENIZER_CONFIG}.")
+        raise InputError(f"{file} has no end-of-text token: it lacks {known}. Name one in {TOKENIZER_CONFIG}.")
     return TextTokenizer(tokenizer, end_id)

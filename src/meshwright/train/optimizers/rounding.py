@@ -11,7 +11,7 @@ _DROPPED = 16
 """Bits of a float32 that bfloat16 does not keep."""
 
 _SIGN, _INFINITY, _QUIET = 0x80000000, 0x7F800000, 0x00400000
-"""The bits of a float32: its sign, an infinity, and one of those that make a NaN of it."""
+"""Bits of a float32: its sign, an infinity, and the bit of a quiet NaN."""
 
 
 def round_to(values: Array, dtype: Any, *, words: Array | None = None) -> Array:
@@ -26,8 +26,8 @@ def round_to(values: Array, dtype: Any, *, words: Array | None = None) -> Array:
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     magnitude = bits & jnp.uint32(_SIGN - 1)
     # Adding uniform low bits carries into the kept bits with the probability of the dropped share. NaNs and infinities
-    # must not carry, and a NaN with low bits only would become an infinity. In integers throughout: with `isfinite` of
-    # the values, XLA's CPU compiler takes minutes for the update that computes them.
+    # must not carry, and a NaN with low bits only would become an infinity. All of this is on integers: with `isfinite`
+    # of the values, XLA's CPU compiler takes minutes for the update that computes them.
     not_carried = bits | jnp.where(magnitude > _INFINITY, jnp.uint32(_QUIET), jnp.uint32(0))
     carried = jnp.where(magnitude < _INFINITY, bits + random_bits(values.shape, words), not_carried)
     return lax.bitcast_convert_type((carried >> _DROPPED).astype(jnp.uint16), jnp.bfloat16)
@@ -44,8 +44,8 @@ def round_tree(tree: Any, like: Any, *, key: Array | None = None) -> Any:
 def random_bits(shape: tuple[int, ...], words: Array) -> Array:
     """Returns `_DROPPED` random bits (uint32) for each element of an array: a hash of its index and the two words.
 
-    JAX's own generator takes several times as long on a CPU; rounding needs fair and uncorrelated bits, no more.
-    Elements 2^32 apart share theirs.
+    JAX's own generator takes several times as long on a CPU; rounding only needs fair and uncorrelated bits.
+    Elements whose indices are 2^32 apart have the same bits.
     """
     number, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):

@@ -1,4 +1,4 @@
-"""The learning rate of every update: a pure function of its number, in NumPy and in JAX alike."""
+"""The learning rate of every update: a pure function of the update's number, for NumPy and JAX."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ Rate = Callable[[Any], Any]
 
 
 def learning_rate(settings: TrainSettings) -> Rate:
-    """Returns the rate as a function of the update, counted from 0; JAX arrays give JAX arrays, all else NumPy's.
+    """Returns the rate as a function of the update, counted from 0; JAX arrays give JAX arrays, all else NumPy arrays.
 
     It rises linearly to the peak at update ``warmup_steps - 1`` and follows the schedule from there. The first update
     has rate peak / warmup_steps and not 0, which would waste a step.

@@ -29,7 +29,7 @@ from meshwright.spec.strategy import Strategy
 
 
 class WeightLayout(NamedTuple):
-    """The mesh, None for one device, and the sharding of every weight in its optimizer."""
+    """The mesh, None for one device, and each weight as the derived update of the optimizer has it."""
 
     mesh: Mesh | AbstractMesh | None
     weights: Mapping[str, Updated]
@@ -101,12 +101,12 @@ def orthogonal(values: Array, weight: Updated, layout: WeightLayout) -> Array:
 
 
 DECAY_POWER = 0.8
-"""Of the decay 1 - t^-0.8. Source: Shazeer and Stern, 2018."""
+"""Power in the decay 1 - t^-0.8 at update t. Source: Shazeer and Stern, 2018."""
 
 
 class FactoredState(NamedTuple):
-    """Number of updates; running means of squared gradients over the outputs and over the inputs of matrices, and
-    unreduced for vectors. Reduced dims have size 1."""
+    """Number of updates; running means of squared gradients: for matrices over outputs (``rows``) and over inputs
+    (``columns``), for vectors of each entry (``whole``). Reduced dims have size 1."""
 
     count: Any
     rows: Params

@@ -10,8 +10,8 @@ How to use it::
     weights = averaged(state, params)                                # what evaluation reads
 
 ``params`` is the flat dict of `nn.weights.Params`. ``init`` and ``update`` work on global arrays under `jit`: results
-do not depend on the mesh but for rounding of sums. The update of AdamW and Lion is elementwise and so needs no
-communication where gradients, weights and state are split alike; Adafactor needs small sums, Muon whole matrices: both
+do not depend on the mesh except for rounding of sums. The updates of AdamW and Lion are elementwise and so need no
+communication if gradients, weights and state are split alike; Adafactor needs small sums, Muon whole matrices: both
 run their derived steps.
 """
 
@@ -81,11 +81,11 @@ def from_optax(
 ) -> Optimizer:
     """Wraps any optax optimizer as an `Optimizer` that computes in float32 whatever the dtype of the weights.
 
-    ``kind`` is the op as whose steps the update is derived and priced: "adamw" for elementwise updates with two
-    moments. Moments stay float32, but have two bytes in the state "pure-16bit". States named "bf16-master..." keep
-    float32 weights, of which the model's are the nearest two-byte values; otherwise two-byte weights and moments are
-    rounded as ``rounding`` says, with random bits from ``seed``, the number of the update, the array and the index in
-    it. ``average`` is the decay of the running mean of the weights, 0 for none. Raises InputError for an unknown state.
+    ``kind`` is the op whose derivation and price the update has: "adamw" for elementwise updates with two moments.
+    Moments stay float32, but have two bytes in the state "pure-16bit". States named "bf16-master..." keep float32
+    weights, and the model's weights are the nearest two-byte values; otherwise two-byte weights and moments are rounded
+    as ``rounding`` says, with random bits from ``seed``, the number of the update, the array and the index in it.
+    ``average`` is the decay of the running mean of the weights, 0 for none. Raises InputError for an unknown state.
     """
     if state not in STATE_BYTES:
         raise InputError(f"state {state!r} is not known.{nearest(state, STATE_BYTES)}")
@@ -115,7 +115,7 @@ def from_optax(
 
 
 def averaged(state: OptState, params: Params) -> Params:
-    """Returns the running mean in the dtypes of the weights; the weights, and buffers, where none is kept."""
+    """Returns the running mean in the dtypes of the weights; weights, and buffers, without a mean as they are."""
     means = {name: round_to(mean, params[name].dtype) for name, mean in state.average.items()}
     return {**params, **means} if means else params
 
@@ -182,7 +182,7 @@ def transformation(
     if settings.optimizer == "muon":
         muon = _chain(scale_by_muon(settings.momentum, layout_of), settings, matrices)
         return _of_layers(frozenset(n for n, weight in plain.weights.items() if orthogonalises(weight)), muon, adamw)
-    raise InputError(f"optimizer {settings.optimizer!r} cannot train. Add it to train/optimizers/table.py.")
+    raise InputError(f"optimizer {settings.optimizer!r} has no update here. Add it to train/optimizers/table.py.")
 
 
 def _chain(

@@ -18,17 +18,17 @@ from meshwright.spec.weights import Weight
 
 
 def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
-    """Says what is not finite after such a step: a weight, else a gradient, else neither.
+    """Says in words what is not finite after a step whose loss or gradient is not: a weight, a gradient or neither.
 
-    Checks the weights after the step; if they are finite, the gradients of the batch with them. Layers are numbered as
-    in the model, whatever their order in the stages of a pipeline.
+    Checks the weights after the step; if they are finite, computes and checks the gradients of the batch again. Layers
+    are numbered as in the model, whatever their order in the stages of a pipeline.
     """
     weights = non_finite(step.to_canonical(state.params), step.model)
     if weights:
         return f"after the step the weight {weights}"
     gradients = non_finite(step.to_canonical(step.gradients(state.params, batch)[1]), step.model)
     if gradients:
-        return f"all weights are finite; of the gradients made anew, {gradients}"
+        return f"all weights are finite; of the gradients computed again, {gradients}"
     return "weights and gradients are finite"
 
 

@@ -19,15 +19,15 @@ from rich.text import Text
 
 from meshwright.core.units import format_count, format_seconds
 
-WARMUP_STEPS_UNTIMED = 2
+WARMUP_STEPS = 2
 """The first steps also fill caches and allocate memory, so the median excludes them."""
 BAR_WIDTH = 12
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of metrics.jsonl: steps count from 1, loss is the mean per counted label of the global batch.
+    """One line of metrics.jsonl: steps count from 1, loss is the mean over the global batch's labels that have a loss.
 
-    ``extras`` are further numbers of the step: of a model with experts those of `over_layers`.
+    ``tokens`` counts the tokens of all steps so far. ``extras`` are further numbers; with experts, of `over_layers`.
     """
 
     step: int
@@ -44,7 +44,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of evaluations.jsonl: the loss on held-out text after ``step`` steps."""
+    """One line of evaluations.jsonl: the loss on held-out text after ``step`` steps, which had ``tokens`` in all."""
 
     step: int
     tokens: int
@@ -62,18 +62,18 @@ def on_host(tree: Any) -> Any:
 
 
 def over_layers(extras: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Reduces the metrics of layers with experts: the maximum of loads, the mean of all others."""
+    """Reduces metrics over layers with experts: the maximum of load_max_over_mean, the mean of all others."""
     return {name: float(np.max(a) if name == "load_max_over_mean" else np.mean(a)) for name, a in extras.items()}
 
 
 def typical_step_s(step_s: Sequence[float]) -> float | None:
-    """Returns the median after the first two steps, of all steps if there are no more, None without any."""
-    timed = step_s[WARMUP_STEPS_UNTIMED:] or step_s
+    """Returns the median without the first two steps; with only two or fewer, of all; None without any."""
+    timed = step_s[WARMUP_STEPS:] or step_s
     return statistics.median(timed) if timed else None
 
 
 class LiveLine:
-    """One line on stderr that is rewritten on a terminal, else a plain line every ``every`` steps.
+    """One line on stderr that is rewritten on a terminal; else a plain line every ``every`` steps and at both ends.
 
     With ``shown`` False it prints nothing: only one process prints.
     """
@@ -121,8 +121,8 @@ class LiveLine:
 
 
 def describe(record: StepRecord, steps: int) -> str:
-    """Returns ``step 20/100  loss 4.812  6.1 k tokens/s  step 336 ms (predicted 310 ms)  MFU 41%``; for experts also
-    the largest load over the mean, and the share of choices without a slot."""
+    """Returns ``step 20/100  loss 4.812  6.1 k tokens/s  step 336 ms (predicted 310 ms)  MFU 41.0%``; with experts
+    also the largest load over the mean, and the share of choices without a slot."""
     parts = [
         f"step {record.step}/{steps}",
         f"loss {record.loss:.3f}",

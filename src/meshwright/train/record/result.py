@@ -33,12 +33,12 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of one start of a run, from the first thing it did to its summary.
+    """Seconds of one start of a run, from its beginning to its summary.
 
     ``steps_s`` is the time in training steps; ``checkpoint_s`` the time that the loop waited for checkpoints and
     weights, without writing in the background, and ``digest_s`` the part of it in which digests were made; ``data_s``
-    the time that steps waited for batches. ``lost_s`` are steps of an earlier start that this one repeats, since no
-    checkpoint has them. The rest of ``wall_s`` is start-up, logging and files.
+    the time that steps waited for batches. ``lost_s`` is the time of the ``lost_steps`` of an earlier start that this
+    start repeats, since no checkpoint has them. The rest of ``wall_s`` is start-up, logging and files.
     """
 
     wall_s: float
@@ -118,7 +118,7 @@ GoodputPart = Literal["compile", "checkpoint", "evaluation", "data"]
 
 
 class Stopwatch:
-    """Adds up the seconds of each part, from its creation on."""
+    """Adds up the seconds of each part; the wall time counts from the creation of the stopwatch."""
 
     def __init__(self) -> None:
         self._start, self._digest_s = time.perf_counter(), 0.0
@@ -126,7 +126,7 @@ class Stopwatch:
 
     @contextmanager
     def timed(self, part: GoodputPart) -> Iterator[None]:
-        """Counts the time of its context as ``part``; of checkpoints also how long digests were made meanwhile."""
+        """Counts the time of its context as ``part``; for "checkpoint" also the part for digests."""
         start, digest_s = time.perf_counter(), digest_seconds()
         try:
             yield
@@ -144,7 +144,7 @@ class Stopwatch:
         return self._spent[part]
 
     def goodput(self, *, steps_s: float, lost_steps: int = 0, lost_s: float = 0.0) -> Goodput:
-        """Returns all parts so far."""
+        """Returns all parts so far, and the wall time."""
         parts = {f"{part}_s": float(seconds) for part, seconds in self._spent.items()}
         wall = time.perf_counter() - self._start
         return Goodput(

@@ -24,7 +24,7 @@ from meshwright.train.record.metrics import EvaluationRecord, StepRecord
 METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
 RESOLVED, PLAN = "resolved.toml", "plan.toml"
 POSITIONS = {"name", "max_positions", "rope_theta", "rope_scaling"}
-"""Fields of a model that say nothing of its weights, unless it learns positions: then the checkpoint differs."""
+"""Fields of a model that do not change its weights, unless it learns positions: then the checkpoint differs."""
 
 
 def create_run_folder(root: Path, name: str) -> Path:
@@ -50,9 +50,9 @@ def create_run_folder(root: Path, name: str) -> Path:
 
 @contextmanager
 def held_alone(run: Path) -> Iterator[None]:
-    """Locks a run's folder for this process: two that resume one run would overwrite each other's files.
+    """Locks a run's folder for this process: two processes that resume one run would overwrite each other's files.
 
-    The lock ends with its process; on a file system without locks there is none. Raises CannotRunError when another
+    The lock ends with its process; a file system without locks gives none. Raises CannotRunError when another
     process has the lock.
     """
     handle = os.open(run, os.O_RDONLY)
@@ -101,7 +101,7 @@ def read_resolved(run: Path) -> dict[str, Any]:
     try:
         file = read_toml(run / RESOLVED)
     except InputError:
-        raise InputError(f"{run} is not the folder of a run: it has no readable {RESOLVED}.") from None
+        raise InputError(f"{run} is not the folder of a run: it has no readable {RESOLVED}. Give another.") from None
     if file.is_changed:
         raise InputError(
             f"{file.path} is not as it was written. Put it back, or remove its first line where the change is yours."
@@ -131,7 +131,7 @@ def _table_of(model: Model) -> dict[str, Any]:
 
 
 def read_summary(run: Path) -> dict[str, Any]:
-    """Reads the summary of a run; empty for one without an end. Raises CannotRunError for one that is damaged."""
+    """Reads the summary of a run, {} if the run has not ended. Raises CannotRunError if the file is damaged."""
     require_intact(run, [SUMMARY])
     try:
         return msgspec.json.decode((run / SUMMARY).read_bytes(), type=dict[str, Any])
@@ -146,7 +146,7 @@ def finished_steps(run: Path) -> int | None:
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Earlier steps of a resumed run: the losses that it keeps, and the steps that it repeats."""
+    """Earlier steps of a resumed run: the losses that it keeps, and number and time of the steps that it repeats."""
 
     losses: list[float] = []
     lost_steps: int = 0
@@ -178,11 +178,11 @@ class RunFolder:
             kept = [losses.get(number, math.nan) for number in range(1, step + 1)]
             self.kept = Kept(losses=kept, lost_steps=len(again), lost_s=float(sum(again)))
             self.notes = [*damaged, *_cut(path / EVALUATIONS, step)[1]]
-            # The summary first: without it the run does not count as ended. Then what said that there are others.
+            # The summary first: without it the run does not count as ended. Then the digests, which list the others.
             for pattern in (SUMMARY, SUMS, "config.json", "*.safetensors", "*.safetensors.index.json"):
                 for file in path.glob(pattern):
                     file.unlink()
-        # Unbuffered: a killed run leaves every finished step.
+        # Unbuffered, so that a killed run leaves the lines of all finished steps.
         self._metrics = (path / METRICS).open("xb" if step is None else "ab", buffering=0)
 
     def __enter__(self) -> Self:
@@ -214,8 +214,8 @@ class RunFolder:
 def _cut(path: Path, step: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns all records of a file by step, and cuts the file after ``step``.
 
-    Lines that are not as they were written are left out; the second list says which. A last line without an end is
-    what a process that is killed leaves.
+    Lines that are not as they were written are left out; the second list says which. A last line without an end, which
+    a killed process leaves, is not counted among them.
     """
     if not path.exists():
         return [], []

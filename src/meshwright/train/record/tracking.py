@@ -15,11 +15,11 @@ SHOWN = ("loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "mfu", 
 
 
 Tracker = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
-"""(log numbers of a step, close)."""
+"""(function that logs the numbers of a step by name, function that closes the tracker)."""
 
 
 def _tensorboard(run: Path) -> Tracker:
-    """Writes event files in the folder ``tensorboard`` of a run."""
+    """Returns a tracker that writes event files in the folder ``tensorboard`` of a run."""
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(logdir=str(run / "tensorboard"))
@@ -32,7 +32,7 @@ def _tensorboard(run: Path) -> Tracker:
 
 
 def _weights_and_biases(run: Path, config: Mapping[str, Any]) -> Tracker:
-    """Logs to a run of the project ``meshwright``, named as its folder; a resumed run continues it.
+    """Returns a tracker of a W&B run in the project ``meshwright``, named like the run's folder; resuming continues it.
 
     Its id is random, and kept in the run's folder: names such as tiny-001 occur in every folder of runs, and one id for
     two runs would join them.
@@ -70,7 +70,7 @@ class Tracking:
             close()
 
     def record(self, record: StepRecord) -> None:
-        """Logs the known numbers of a step."""
+        """Logs the numbers of a step that are not None."""
         known = {name: value for name in SHOWN if (value := getattr(record, name)) is not None}
         self._log({**known, **record.extras}, record.step)
 
