@@ -51,7 +51,7 @@ def derive(
         forward = forward_pass(block, shardings)
         saved = [a for s in forward.steps for a in s.results if saved_set.keeps(a, block)]
         backward = _backward(block, shardings, forward, saved)
-        given = program.further(block.name)
+        given = program.inputs_from_earlier_stacks(block.name)
         kept = tuple(a for a in backward.used if a.name not in given and (a in saved or a.name in activations))
         steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), kept)
         steps = in_segments(in_blocks(steps, shardings), shardings)
@@ -93,7 +93,7 @@ def _backward(block: Block, shardings: Shardings, forward: Tape, saved: list[Sha
     tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *saved})
     tape.producers = forward.producers
     # later layers have left partial cotangents; this block adds to them
-    further = [name for name in shardings.program.further(block.name) if name in shardings.shared]
+    further = [name for name in shardings.program.inputs_from_earlier_stacks(block.name) if name in shardings.shared]
     tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
     tape.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
     for op in reversed(block.ops):

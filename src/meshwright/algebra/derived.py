@@ -88,7 +88,7 @@ class Derived(msgspec.Struct, frozen=True):
         """
         for block in self.blocks:
             # weights of the loop's last iteration are still gathered from the forward pass
-            stay = block.block.last_turn if self.ahead and block.is_layer and block.segment is None else 0
+            stay = block.block.num_in_last_iterations if self.ahead and block.is_layer and block.segment is None else 0
             for step in (*block.forward, *block.backward):
                 weight = self.program.variables.get(step.result.name)
                 again = weight is not None and weight.role in WEIGHTS and step.phase == "backward"

@@ -197,7 +197,7 @@ class _Writer:
     def block(self, block: Block) -> Block:
         """Returns the rewritten block under its name, without ops whose results are no longer used."""
         self.ops, self.outputs = [], []
-        if self.training.role(block.name) == "head":
+        if self.training.block_role(block.name) == "head":
             self._head(block)
         else:
             for op in block.ops:
@@ -266,7 +266,7 @@ class _Writer:
         elif self.model.latent_attention:
             # queries are multiplied with the keys' projection and attend to latents; then comes the values' projection
             keys, values, latent = made_by[made_by[k].inputs[0]].inputs[1], made_by[v].inputs[1], ("B", "T", "N", "Rkv")
-            own = self._add("own_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
+            own = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
             ql = self._add("einsum", (own, keys), Variable("ql", latent, "activation"))
             mixed = Variable("oc", latent, "activation")
             self._add("cached_latent_attention", (ql, q, *inputs), mixed, attributes)

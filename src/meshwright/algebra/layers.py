@@ -355,7 +355,7 @@ def parse_block(
     variables: dict[str, Variable],
     *,
     repeat: int = 1,
-    last_turn: int = 1,
+    num_in_last_iterations: int = 1,
     carry: str = "",
     result: str = "",
     renamed: Mapping[str, str] = {},
@@ -368,7 +368,7 @@ def parse_block(
     Raises InputError when a line cannot be read or a variable is used with other dims than before.
     """
     ops = [_parse_line(line, variables, renamed) for line in text.splitlines() if line.strip()]
-    return Block(name, tuple(ops), repeat, carry, result, last_turn)
+    return Block(name, tuple(ops), repeat, carry, result, num_in_last_iterations)
 
 
 def _parse_line(line: str, variables: dict[str, Variable], renamed: Mapping[str, str]) -> Op:

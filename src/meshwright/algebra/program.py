@@ -36,7 +36,7 @@ class Op(msgspec.Struct, frozen=True):
 class Block(msgspec.Struct, frozen=True):
     """Ops that run in order, ``repeat`` times. A repeated block maps ``carry`` to ``result`` each time.
 
-    ``last_turn`` of the repeats are in the last iteration of a loop over layers (`algebra.transformer`).
+    ``num_in_last_iterations`` of the repeats are in the last iteration of a loop over layers (`algebra.transformer`).
     """
 
     name: str
@@ -44,7 +44,7 @@ class Block(msgspec.Struct, frozen=True):
     repeat: int = 1
     carry: str = ""
     result: str = ""
-    last_turn: int = 1
+    num_in_last_iterations: int = 1
 
     @property
     def reads(self) -> dict[str, None]:
@@ -82,7 +82,7 @@ class Program(msgspec.Struct, frozen=True):
     variables: dict[str, Variable]
     stacks: tuple[Stack, ...] = ()
 
-    def role(self, block: str) -> Role:
+    def block_role(self, block: str) -> Role:
         """Returns the role of a block in its stack; the last block of the last stack is the head."""
         for stack in self.stacks:
             if block == stack.first:
@@ -91,7 +91,7 @@ class Program(msgspec.Struct, frozen=True):
                 return "head" if stack is self.stacks[-1] else "last"
         return "layer"
 
-    def further(self, block: str) -> tuple[str, ...]:
+    def inputs_from_earlier_stacks(self, block: str) -> tuple[str, ...]:
         """Returns the names that a block reads of earlier stacks, in every repeat."""
         return next((stack.inputs for stack in self.stacks if block in stack.layers), ())
 

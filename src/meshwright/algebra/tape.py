@@ -88,7 +88,7 @@ class Tape:
         self.shardings, self.block, self.phase = shardings, block, phase
         self.declared, self.cotangent = shardings.declared, shardings.cotangent
         self.slice_axes = shardings.strategy.slice_axes
-        self.role = shardings.program.role(block.name)
+        self.role = shardings.program.block_role(block.name)
         self.start = set(available)
         self.available = set(self.start)
         self.used: list[ShardedArray] = []

@@ -3,4 +3,4 @@
 from meshwright.algebra.kinds import OpKind, StepKind, nothing
 from meshwright.algebra.ops.add import forward
 
-OP = OpKind(forward=forward, steps={"own_part": StepKind(hbm_bytes=nothing, group="copy", num_kernels=0)})
+OP = OpKind(forward=forward, steps={"unrotated_part": StepKind(hbm_bytes=nothing, group="copy", num_kernels=0)})

@@ -1,3 +1,0 @@
-"""The part of a query that is not rotated."""
-
-STEPS = {"own_part": lambda context, step, q: q[..., : context.model.qk_nope_head_dim]}
