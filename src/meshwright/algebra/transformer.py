@@ -27,7 +27,6 @@ from meshwright.spec.weights import Weight, weight_table
 _SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
 """A bias over one of these dims is sharded as its matrix is; other vectors are whole on every device."""
 
-
 MAX_PATTERN = 16
 """Longest pattern of layers in one iteration of a loop: the compiled program grows with it."""
 

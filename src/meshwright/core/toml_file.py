@@ -92,7 +92,7 @@ def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
     except RecursionError:
         raise InputError(f"{path} is nested too deeply. Give a table of a few levels.") from None
     except ValueError:
-        raise InputError(f"{path} has a date that is none, or a number of thousands of digits. Correct it.") from None
+        raise InputError(f"{path} has an impossible date, or a number of thousands of digits. Correct it.") from None
     file = TomlFile(path=path, data=data, text=text)
     if faults := [file.error(key, f"{'.'.join(map(str, key))} is {fault}") for key, fault in figure_faults(data)]:
         raise InputError("; ".join(map(str, faults)))

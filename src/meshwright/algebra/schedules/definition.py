@@ -22,7 +22,6 @@ from meshwright.core.errors import InputError
 OfSizes = Callable[[Number, Number, Number], Number]
 """A function of stages p, microbatches m and chunks v, each a number or an array."""
 
-
 OfTimes = Callable[[Number, Number, Number, Number, Number, Number], Number]
 """A function of p, m, v, and the seconds of F, B and W: B for the gradients of the inputs (with any recomputation), W
 for those of the weights, which schedules that do not split make in one pass."""
