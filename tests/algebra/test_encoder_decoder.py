@@ -47,7 +47,14 @@ def test_blocks_are_known_by_their_role():
         "head",
     ]
     assert [plain.block_role(found.name) for found in plain.blocks] == ["first", "layer", "head"]
-    assert [program.further(found.name) for found in program.blocks] == [(), (), (), (), ("encoded",), ()]
+    assert [program.inputs_from_earlier_stacks(found.name) for found in program.blocks] == [
+        (),
+        (),
+        (),
+        (),
+        ("encoded",),
+        (),
+    ]
     assert derived().num_layers == BOTH.num_layers + 3
     steps = [step for found in derived().blocks for step in (*found.forward, *found.backward)]
     assert {(step.block, step.role) for step in steps} == {(b.name, program.block_role(b.name)) for b in program.blocks}

@@ -1,4 +1,4 @@
-"""The part of a query that is not rotated."""
+"""The unrotated first part of a query, in latent attention that generates."""
 
 from meshwright.algebra.kinds import OpKind, StepKind, nothing
 from meshwright.algebra.ops.add import forward
