@@ -80,9 +80,8 @@ class Shardings:
 class Tape:
     """Collects the steps of one pass over one block, each result once. A rule gets the tape `at` its op.
 
-    Arrays of ``start`` exist before the pass; ``used`` are those that its steps read. ``available`` exist so far.
-    ``producers`` has the forward step of each result, ``contributions`` the addends of each unfinished cotangent, and
-    ``left`` the finished cotangents of the block's inputs.
+    ``used`` are the arrays of ``start`` that steps read, ``producers`` the forward step of each result, ``left`` the
+    finished cotangents of the block's inputs.
     """
 
     op: Op

@@ -162,16 +162,12 @@ _PLAIN: dict[type, Any] = {
     inspect.StrType: lambda kind: str,
     inspect.BoolType: lambda kind: bool,
     inspect.NoneType: lambda kind: type(None),
-    inspect.LiteralType: lambda kind: _literal(kind.values),
+    inspect.LiteralType: lambda kind: Literal[tuple(kind.values)],
     inspect.StructType: lambda kind: kind.cls,
     inspect.DictType: lambda kind: dict,
     inspect.VarTupleType: lambda kind: list,
     inspect.ListType: lambda kind: list,
 }
-
-
-def _literal(values: Iterable[Any]) -> Any:
-    return Literal[tuple(values)]
 
 
 _TYPES = {

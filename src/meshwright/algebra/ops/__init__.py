@@ -1,7 +1,6 @@
 """One file per op: its sharding rules forward and backward, and FLOPs, bytes and group of the steps they make.
 
-`nn.ops` has a file of the same name for each, with the JAX functions. Some ops stand in no program: optimizers, and
-the ops of steps that only rules or rewrites make.
+`nn.ops` has a file of the same name for each, with the JAX functions. Some ops stand in no program, only in steps.
 """
 
 import functools

@@ -42,8 +42,7 @@ def row_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts the gradient of the table, cleared, and for each token a row of the cotangent, read, and a row of the
-    gradient, read and written."""
+    """Counts the gradient, cleared; per token a row of the cotangent, read, and of the gradient, read and written."""
     return sizes.total(*step.inputs, step.result) + 2 * sizes.bytes(step.inputs[1])
 
 

@@ -1,7 +1,5 @@
-"""The loss head: statistics of the logits, reduced over the vocabulary, and the loss from them.
-
-Its rule writes the AllReduce of the largest logits itself, as `reshard` makes only sums.
-"""
+"""The loss head: statistics of the logits, reduced over the vocabulary, and the loss from them. The rule writes the
+AllReduce of the largest logits itself, as `reshard` only sums."""
 
 import msgspec
 
