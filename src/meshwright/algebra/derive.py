@@ -33,7 +33,7 @@ def derive(
 ) -> Derived:
     """Derives the forward, backward and update steps of a program under a strategy's assignment, as they run.
 
-    Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic`` every axis
+    Mesh axes of one device are left out, so that exactly the derived steps run; with ``symbolic`` every axis
     stays but those of ``without`` (used only then), and the cost model fills in sizes, also arrays of them.
     Without ``fused_head`` a chunked loss head computes its logits in both passes, as other software does.
     ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that

@@ -1,6 +1,6 @@
 """What an op declares: rules of its two passes; FLOPs, bytes and group of each local step.
 
-FLOPs are those of matrix products alone (multiply and add are 2): they are what utilisation counts. Everything else
+FLOPs count matrix products only (a multiply and an add are 2), as utilisation does. Everything else
 an op does is bounded by the memory it streams. Rules for the bytes: a product reads its operands and writes its
 result once; an elementwise op is one fusion that reads every input once and writes every result once; a fusion
 that needs a sum or maximum over its own row reads the row twice; a renamed (copy) or sliced array moves nothing.
@@ -44,10 +44,10 @@ def row_stream(step: Step, sizes: OpSizes, *, rows: int = 1) -> Number:
 class StepKind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of local step: its FLOPs, its bytes to and from memory, and the group of work that it belongs to.
 
-    ``is_einsum``: one product of two arrays, whose shape decides its rate. ``num_kernels`` is 0 for what a compiler
-    only renames or fuses into the step before. ``reads_sum``: a result that is added to an array reads that array too.
-    ``in_place``: the result takes the memory of the first input. ``scratch_bytes`` exist only while the step runs;
-    ``chunk_bytes`` are those of logits that exist one chunk at a time.
+    ``is_einsum``: one product of two arrays, whose shape decides its rate. ``num_kernels`` is 0 for a step that a
+    compiler only renames or fuses into the one before. ``reads_sum``: if the result is added to an array, the step
+    reads that array too. ``in_place``: the result takes the memory of the first input. ``scratch_bytes`` exist only
+    while the step runs; ``chunk_bytes`` are the bytes of logits that exist one chunk at a time.
     """
 
     flops: CountRule = nothing

@@ -23,7 +23,7 @@ class Variable(msgspec.Struct, frozen=True):
 class Op(msgspec.Struct, frozen=True):
     """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables.
 
-    ``attributes`` are facts that no array holds, such as the window of an attention.
+    ``attributes`` are facts beside the arrays, such as the window of an attention.
     """
 
     kind: str

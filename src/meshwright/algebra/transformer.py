@@ -100,7 +100,7 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
 def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     """Returns the training program of a model: embed, layers, head, after the stack of an encoder if it has one."""
     if model.encoder and options.documents:
-        raise InputError("rows of an encoder and a decoder hold one document each. Leave documents out.")
+        raise InputError("rows of an encoder and a decoder have one document each. Leave documents out.")
     roles = {"documents": "position"} if options.documents else {}
     roles |= {"tokens": "input", "labels": "input", "positions": "position"}
     variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
@@ -197,8 +197,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spans(names: Sequence[str]) -> tuple[Span, ...]:
-    """Returns layers as spans, in order: the shortest pattern that repeats, then what is left; else runs of equal
-    layers."""
+    """Returns layers as spans, in order: the repeating pattern at the front that covers most layers, then the spans of
+    the remaining layers."""
     starts = dict.fromkeys(names, 0)
     found: list[Span] = []
     left = tuple(names)

@@ -28,8 +28,8 @@ _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (
 class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of one level of a switched cluster; None takes the chip's own.
 
-    ``bytes_per_s`` is one way and per chip, what a chip gets when all use the level at once; it is divided by
-    ``oversubscription`` (7 where the links up are a seventh of those down).
+    ``bytes_per_s`` is per chip and direction, with all chips using the level at once; it is divided by
+    ``oversubscription`` (7 where links upwards have a seventh of the bandwidth of links downwards).
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Fitted numbers: the share of data-sheet rates that real training programs reach, for every chip of the catalogue.
 
-At most 40 named numbers in all, in ``data/efficiency.toml`` with what they were fitted on. A number is
+``data/efficiency.toml`` has at most 40 numbers by name, and says on which steps they were fitted. A number is
 global, or belongs to a family of chips or a kind of network.
 """
 

@@ -1,4 +1,4 @@
-"""The plan file: one TOML file that holds a plan whole, so that every verb can start from it."""
+"""The plan file: one TOML file with all of a plan, so that every verb can start from it."""
 
 from pathlib import Path
 from typing import Any, Generic, TypeVar

@@ -97,13 +97,14 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
     placed = bool(others) and tape.shardings.program.variables[tape.op.inputs[3]].role == "position"
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
-            raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike.")
+            advice = "Give N and K, and B of both, the same axes."
+            raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. {advice}")
     there = others[0].axes_of(positions_of(q)) if placed else ()
     axes = tuple(a for a in q.axes_of(positions_of(q)) if a not in there)
     way = tape.shardings.strategy.context_attention if axes else "gather"
     if way == "ring" and details.can_ring:
         if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
-            raise InputError(f"ring attention of {q} with {k}: positions must be split alike.")
+            raise InputError(f"ring attention of {q} with {k}: positions must be split alike. Give T the same axes.")
         details = replace(details, ring=axes)
     elif way == "ulysses":
         # heads take the axes of positions

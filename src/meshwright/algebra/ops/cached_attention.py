@@ -27,9 +27,11 @@ def forward(tape: Tape) -> None:
     first, *others = tape.inputs
     for array in others:
         if array.axes_of("K") != first.axes_of("N") and "K" in array.dims:
-            raise InputError(f"attention of {first} with {array}: heads must be split alike.")
+            raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
         if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
-            raise InputError(f"attention of {first} with {array}: pages must be split as their sequences are.")
+            raise InputError(
+                f"attention of {first} with {array}: pages must be split as sequences. Give Pg the axes of B."
+            )
     inputs = (first, *(tape.move(array, array.like(first)) for array in others))
     result = tape.out.like(first)
     tape.run(tape.op.kind, inputs, result, details=tape.details(CachedAttention))

@@ -71,7 +71,7 @@ def with_collective_matmuls(
     return tuple(step for unit in units for step in unit)
 
 
-# -- what is gathered ---------------------------------------------------------------------------------------
+# -- gathers ------------------------------------------------------------------------------------------------
 
 
 def _with_gather(units: list[Unit], gather: Step, ways: int, kept: Collection[ShardedArray]) -> list[Unit]:
@@ -112,7 +112,7 @@ def _multiplies(step: Step, gather: Step) -> bool:
     return _split_alike(step, gather.dim, found.axes_of(gather.dim))
 
 
-# -- what is summed -----------------------------------------------------------------------------------------
+# -- sums ---------------------------------------------------------------------------------------------------
 
 
 def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[ShardedArray], along: str) -> list[Unit]:

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: every pass exactly once, where its virtual stage lives, after what it needs."""
+"""Checks that a schedule can run: every pass once, on the device of its virtual stage, after the results it needs."""
 
 import itertools
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Hugging Face ``config.json`` to `Model`, for every family in `meshwright.spec.model.FAMILIES`.
 
-A key that is absent means what transformers means by it: the defaults in ``data/families.toml`` are those of its
-configuration classes, so that a published file is read unchanged. Sizes that decide the parameter count have
-no default, except where published files leave them out (gpt2, gemma3).
+An absent key has the value that transformers gives it: ``data/families.toml`` has the defaults of its configuration
+classes, so that a published file is read unchanged. Sizes that decide the parameter count have no default, except
+where published files leave them out (gpt2, gemma3).
 """
 
 import difflib
