@@ -97,8 +97,7 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
     placed = bool(others) and tape.shardings.program.variables[tape.op.inputs[3]].role == "position"
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
-            advice = "Give N and K, and B of both, the same axes."
-            raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. {advice}")
+            raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. Split N as K.")
     there = others[0].axes_of(positions_of(q)) if placed else ()
     axes = tuple(a for a in q.axes_of(positions_of(q)) if a not in there)
     way = tape.shardings.strategy.context_attention if axes else "gather"
