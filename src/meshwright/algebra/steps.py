@@ -71,7 +71,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def full(self) -> ShardedArray:
-        """For a collective: the whole array on its group, per device, whose bytes enter the ring formulas.
+        """Array of a collective with the blocks of its group put together; the ring formulas take its bytes.
 
         For a permute it is the block that is sent.
         """

@@ -43,12 +43,12 @@ ContextAttention = Literal["gather", "ring", "ulysses"]
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "int8", "fp32"]
 Offload = Literal["optimizer", "activations"]
 GradientSync = Literal["overlapped", "naive", "bucketed"]
-"""When gradients are summed over replicas: each layer's during the backward pass of the previous layer; all after the
-backward pass; or after it in buckets of many layers, to save launches."""
+"""When gradients are summed over replicas: "overlapped" sums each layer's during the backward pass of the layer before
+it, "naive" all after the backward pass, "bucketed" after it in buckets of many layers, to save launches."""
 
 CollectiveMatmul = Literal["none", "one-way", "two-way"]
-"""Whether products overlap their AllGather or ReduceScatter over ``tensor`` block by block: on a ring in one direction,
-or in halves in both."""
+"""Whether products overlap their AllGather or ReduceScatter over ``tensor`` block by block: on a ring in one direction
+("one-way"), or in halves in both directions ("two-way")."""
 
 COLLECTIVE_MATMULS: tuple[CollectiveMatmul, ...] = get_args(CollectiveMatmul)
 
@@ -74,7 +74,7 @@ _SHARDED_DIMS = ("D", "Rq", "Rkv")
 
 
 def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dict[str, Rules]:
-    """Shards the stream as x[B_{data,fsdp,expert}, T_{context,tensor}, D] and weights as W[D_{fsdp,...}, F_tensor].
+    """Returns rules for a stream x[B_{data,fsdp,expert}, T_{context,tensor}, D] and weights W[D_{fsdp,..}, F_tensor].
 
     ``zero`` says what the axis ``fsdp`` splits besides the batch: 3 weights, gradients and optimizer; 2 gradients and
     optimizer; 1 the optimizer; 0 nothing. Without ``sequence_parallel`` the stream is whole over ``tensor`` between
@@ -237,8 +237,8 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
-"""How the step runs: as one compiled program; kernel by kernel from a host that stays ahead, with fused attention and
-overlapped communication; the same without overlap; or as in 2021, also with attention in separate kernels."""
+"""How the step runs: "compiled" as one program; "eager" kernel by kernel from a host that stays ahead, with fused
+attention and overlapped communication; "eager-in-turn" without overlap; "eager-2021" also without fused attention."""
 
 AttentionKernel = Literal["tuned", "portable"]
 """Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""

@@ -1,4 +1,4 @@
-"""Adafactor: second moments by the rows and columns of each matrix, whole for vectors; no first moment.
+"""Adafactor: second moments of the rows and columns of each matrix, or of each entry of a vector; no first moment.
 
 Means over split dims are sums of the devices' parts: row means, column means, the mean of the row means, and the mean
 squares that clip an update and scale it by its weights.

@@ -37,9 +37,9 @@ Column = Any
 
 
 class ForwardColumns(NamedTuple):
-    """F: x comes from ``x_slot``, or from the embedding where that is idle; what B needs goes to ``stash_slot``.
+    """F reads x from ``x_slot``, or from the embedding if that is `IDLE`, and writes arrays for B to ``stash_slot``.
 
-    The last virtual stage (``is_last`` is 1) leaves its result in ``head_slot``, for the loss head in its B.
+    The last virtual stage (``is_last`` is 1) writes its result to ``head_slot``, for the loss head in its B.
     """
 
     microbatch: Column
@@ -51,10 +51,10 @@ class ForwardColumns(NamedTuple):
 
 
 class BackwardColumns(NamedTuple):
-    """B: dx comes from ``dx_slot``, or from the loss head, on ``head_slot``, where that is idle.
+    """B reads dx from ``dx_slot``, or if that is `IDLE` runs the loss head on ``head_slot``.
 
-    ``is_first`` is 1 where the result goes on to the embedding. What W needs goes to ``handed_slot``; where that is
-    idle, B is the whole backward pass.
+    ``is_first`` is 1 where the embedding takes the result. B writes the arrays for W to ``handed_slot``; if that is
+    `IDLE`, B is the whole backward pass.
     """
 
     microbatch: Column
@@ -67,7 +67,7 @@ class BackwardColumns(NamedTuple):
 
 
 class WeightColumns(NamedTuple):
-    """W, from the arrays that B left in ``handed_slot``."""
+    """W reads the arrays that B has written to ``handed_slot``."""
 
     microbatch: Column
     chunk: Column
@@ -90,7 +90,7 @@ class Columns(NamedTuple):
 class MessageChannel(msgspec.Struct, frozen=True):
     """Messages of one direction in a tick: from each first device of ``pairs`` to the second.
 
-    ``offset`` is receiver minus sender, modulo the number of devices; with 0 they stay where they are.
+    ``offset`` is receiver minus sender, modulo the number of devices; with 0 messages stay on their device.
     """
 
     offset: int

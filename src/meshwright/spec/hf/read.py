@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json`` to `Model`, for every family in `meshwright.spec.model.FAMILIES`.
+"""Reads a Hugging Face ``config.json`` as a `Model`, for every family in `meshwright.spec.model.FAMILIES`.
 
 An absent key has the value that transformers gives it: ``data/families.toml`` has the defaults of its configuration
 classes, so that a published file is read unchanged. Sizes that decide the parameter count have no default, except
