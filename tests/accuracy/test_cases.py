@@ -398,7 +398,7 @@ def test_flops_that_count_recomputation():
         ({"hardware": "TPU-v5e", "slices": 3}, "16 chips do not divide into 3 slices"),
         ({"hardware": "TPU-v5e", "n_chips": 512}, "larger than a pod of v5e"),
         ({"hardware": "H100-PCIe"}, "of h100-pcie is not known"),
-        ({"hardware": "cpu"}, "this machine is a number of devices"),
+        ({"hardware": "cpu"}, "Give a number of devices"),
         ({"model": LLAMA | {"n_kv_heads": 5}}, "num_kv_heads=5 does not divide num_heads=32"),
     ],
 )

@@ -38,7 +38,7 @@ def test_blocks_are_known_by_their_role():
         ("encoder_embed", {"encoder_layer"}, 3, "encoder_end"),
         ("embed", {"layer"}, BOTH.num_layers, "head"),
     ]
-    assert [program.role(found.name) for found in program.blocks] == [
+    assert [program.block_role(found.name) for found in program.blocks] == [
         "first",
         "layer",
         "last",
@@ -46,11 +46,18 @@ def test_blocks_are_known_by_their_role():
         "layer",
         "head",
     ]
-    assert [plain.role(found.name) for found in plain.blocks] == ["first", "layer", "head"]
-    assert [program.further(found.name) for found in program.blocks] == [(), (), (), (), ("encoded",), ()]
+    assert [plain.block_role(found.name) for found in plain.blocks] == ["first", "layer", "head"]
+    assert [program.inputs_from_earlier_stacks(found.name) for found in program.blocks] == [
+        (),
+        (),
+        (),
+        (),
+        ("encoded",),
+        (),
+    ]
     assert derived().num_layers == BOTH.num_layers + 3
     steps = [step for found in derived().blocks for step in (*found.forward, *found.backward)]
-    assert {(step.block, step.role) for step in steps} == {(b.name, program.role(b.name)) for b in program.blocks}
+    assert {(step.block, step.role) for step in steps} == {(b.name, program.block_role(b.name)) for b in program.blocks}
 
 
 def test_what_the_decoder_reads_is_gathered_once_and_its_cotangent_scattered_once():

@@ -65,7 +65,7 @@ def test_a_file_without_end_is_not_read(tmp_path):
     [
         ("[" * 100_000 + "]" * 100_000, "is nested too deeply"),
         (f'{{"a": {"9" * 5000}}}', "a number of thousands of digits"),
-        ('{"a": "\\ud800"}', "half a character"),
+        ('{"a": "\\ud800"}', "half of a surrogate pair"),
         ("[1]", "holds no JSON object"),
         ('{"a": }', r"a\.json:1:7: broken JSON"),
     ],

@@ -96,7 +96,7 @@ def test_files_that_cannot_be_read(tmp_path):
     ("text", "message"),
     [
         ("a = " + "[" * 100_000 + "]" * 100_000, "f.toml is nested too deeply"),
-        ("a = " + "9" * 5000, "f.toml has a date that is none, or a number of thousands of digits"),
+        ("a = " + "9" * 5000, "f.toml has an impossible date, or a number of thousands of digits"),
         ("b = 1\na = nan", "f.toml:2: a is nan: give a finite number, at most 1e.60"),
         (
             "[t]\na = [1, -inf]\nb = 1" + "0" * 400,

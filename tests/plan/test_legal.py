@@ -193,7 +193,7 @@ def test_what_is_planned_for_chips_is_not_all_executed_here():
     """A state that is only counted, another assignment, a ring of keys: planned for any cluster but this machine."""
     odd = {**DEFAULT_ASSIGNMENT, "activation": {**DEFAULT_ASSIGNMENT["activation"], "T": ("context",)}}
     for fields, words in (
-        ({"assignment": odd}, "strategy.assignment.activation differs from the product's own"),
+        ({"assignment": odd}, "strategy.assignment.activation differs from the standard one"),
         ({"precision": "fp8"}, "precision 'fp8' is planned but not executed in this version. Use 'bf16'"),
     ):
         assert refusals({"fsdp": 8}, **HERE, **fields)["executed"].startswith(words)

@@ -41,14 +41,14 @@ def test_short_forms_are_completed():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("v5e:4x4x4", "has 3 torus axes and v5e has 2"),
+        ("v5e:4x4x4", "has 3 torus axes; v5e has 2"),
         ("v5e:8", "v5e:2x4"),
         ("v5e:32x16", "larger than a pod of v5e, 16x16.*2[*]v5e:16x16"),
-        ("v5p:32x32x32", "32768 chips and a pod of v5p 8960"),
+        ("v5p:32x32x32", "32768 chips; a pod of v5p has 8960"),
         ("h100:64", "Write domain x nodes: h100:8x8"),
         ("2*h100:8", "slices are for TPUs"),
-        ("h100:8x2x2x2x2x2", "6 sizes and at most 5 are read"),
-        ("v5e:8x16_twisted", "no such torus can be twisted.*v4p:4x4x8_twisted"),
+        ("h100:8x2x2x2x2x2", "6 sizes; at most 5 are read"),
+        ("v5e:8x16_twisted", "this torus cannot be twisted.*v4p:4x4x8_twisted"),
         ("v5p:4x4x4_twisted", "k x k x 2k"),
         ("v5p:4x4x12_twisted", "k x k x 2k"),
         ("v5p:2x2x4_twisted", "k x k x 2k"),

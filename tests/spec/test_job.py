@@ -28,7 +28,7 @@ def test_an_unknown_kind_names_the_near_one():
 
 
 def test_only_training_has_tokens_in_all():
-    with pytest.raises(InputError, match="train_tokens is of training"):
+    with pytest.raises(InputError, match="train_tokens is for jobs of kind train"):
         Job(kind="decode", batch_seqs=8, seq_len=512, train_tokens=1000)
 
 

@@ -153,5 +153,5 @@ def test_groups_of_experts_suit_the_experts(changes):
     Model(**SIZES | experts)
     with pytest.raises(InputError, match=r"^toy: expert_groups=\d and groups_per_token=\d do not suit num_experts=8"):
         Model(**SIZES | experts | changes)
-    with pytest.raises(CannotRunError, match="groups of one expert, where the best two decide"):
+    with pytest.raises(CannotRunError, match="groups of one expert, but the best two experts of a group rank it"):
         require_runnable(Model(**SIZES | experts | {"expert_groups": 8, "router_scores": "sigmoid"}))

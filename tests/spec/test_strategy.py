@@ -187,7 +187,7 @@ def test_every_stage_of_zero_runs(zero, sequence_parallel):
         (
             {},
             {"assignment": {**standard_assignment(), "weight": {"D": ("data",)}}},
-            "strategy.assignment.weight differs from the product's own",
+            "strategy.assignment.weight differs from the standard one",
         ),
         ({}, {"slice_axes": ("tensr",)}, "strategy.slice_axes names 'tensr', which is no mesh axis. Did you mean"),
     ],

@@ -33,8 +33,8 @@ def derive(
 ) -> Derived:
     """Derives the forward, backward and update steps of a program under a strategy's assignment, as they run.
 
-    Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic`` every axis
-    stays but those of ``without`` (used only then), and whoever prices the steps fills in sizes (arrays, if wanted).
+    Mesh axes of one device are left out, so that exactly the derived steps run; with ``symbolic`` every axis
+    stays but those of ``without`` (used only then), and the cost model fills in sizes, also arrays of them.
     Without ``fused_head`` a chunked loss head computes its logits in both passes, as other software does.
     ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that
     cannot work (conflicting axes, a norm over a split D, a name that is not known), and CannotRunError for an encoder
@@ -51,7 +51,7 @@ def derive(
         forward = forward_pass(block, shardings)
         saved = [a for s in forward.steps for a in s.results if saved_set.keeps(a, block)]
         backward = _backward(block, shardings, forward, saved)
-        given = program.further(block.name)
+        given = program.inputs_from_earlier_stacks(block.name)
         kept = tuple(a for a in backward.used if a.name not in given and (a in saved or a.name in activations))
         steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), kept)
         steps = in_segments(in_blocks(steps, shardings), shardings)
@@ -73,7 +73,7 @@ def derive(
 
 
 def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
-    """Returns the arrays that exist before a block starts: weights, inputs of the job, and the stream."""
+    """Returns the arrays that exist before a block starts: weights, inputs of the program, the stream."""
     return {array for name in block.reads.keys() - {op.out for op in block.ops} for array in shardings.as_read(name)}
 
 
@@ -89,18 +89,18 @@ def forward_pass(block: Block, shardings: Shardings) -> Tape:
 
 
 def _backward(block: Block, shardings: Shardings, forward: Tape, saved: list[ShardedArray]) -> Tape:
-    """Returns the tape of one block's backward steps, with the forward steps that make again what is not saved."""
+    """Returns the tape of one block's backward steps, including forward steps that recompute what is not saved."""
     tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *saved})
     tape.producers = forward.producers
     # later layers have left partial cotangents; this block adds to them
-    further = [name for name in shardings.program.further(block.name) if name in shardings.shared]
-    tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
+    earlier = [name for name in shardings.program.inputs_from_earlier_stacks(block.name) if name in shardings.shared]
+    tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *earlier))
     tape.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
     for op in reversed(block.ops):
         tape.finish(op.out)
         if op.out in shardings.differentiated:
             op_kind(op.kind).backward(tape.at(op))
-    for name in (name for name in list(tape.contributions) if name not in further):
+    for name in (name for name in list(tape.contributions) if name not in earlier):
         tape.finish(name)
     if any(weight.frozen for weight in shardings.program.variables.values()):
         tape.steps, needed = needed_steps(tape.steps, tape.left)

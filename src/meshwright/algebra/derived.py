@@ -16,10 +16,10 @@ from meshwright.algebra.steps import Step
 class BlockSteps(msgspec.Struct, frozen=True):
     """Derived steps of one block, executed ``repeat`` times for every microbatch.
 
-    ``kept`` are the forward results, and the block's input, that are held until its backward pass uses them. With a
-    ``segment`` of so many repeats ("sqrt": the root of those on a device) the backward pass runs the forward steps
-    again: only each segment's input is held until then. ``split`` is the backward pass of a pipeline's layers in two
-    parts; the schedule says which microbatches use it.
+    ``kept`` are the forward results, and the block's input, that are stored until its backward pass uses them. With a
+    ``segment`` (a number of layers, or "sqrt" of those on a device) the backward pass runs the forward steps again, and
+    only each segment's input is stored until then. ``split`` is the backward pass of a pipeline's layers in two parts;
+    the schedule says which microbatches use it.
     """
 
     block: Block
@@ -44,7 +44,7 @@ class BlockSteps(msgspec.Struct, frozen=True):
 
     @property
     def num_again(self) -> int:
-        """Number of first backward steps that are a segment's second run."""
+        """Number of steps at the start of ``backward`` that run a segment's forward pass again."""
         return len(self.forward) if self.segment is not None else 0
 
 
@@ -57,7 +57,7 @@ class Derived(msgspec.Struct, frozen=True):
     cotangent back, none without stages; the schedule says how often they run. With ``ahead`` weights are gathered
     before their layer runs, and those of the loop's last iteration stay gathered until the backward pass. ``ends``
     are the sums over stages, once per step, of the gradients of weights that every stage has: embedding and loss head.
-    ``shared`` is what layers read of earlier stacks, ``weights`` is how the ``optimizer`` updates each weight.
+    ``shared`` are results of earlier stacks that layers read, ``weights`` says how ``optimizer`` updates each weight.
     """
 
     program: Program
@@ -88,7 +88,7 @@ class Derived(msgspec.Struct, frozen=True):
         """
         for block in self.blocks:
             # weights of the loop's last iteration are still gathered from the forward pass
-            stay = block.block.last_turn if self.ahead and block.is_layer and block.segment is None else 0
+            stay = block.block.num_in_last_iterations if self.ahead and block.is_layer and block.segment is None else 0
             for step in (*block.forward, *block.backward):
                 weight = self.program.variables.get(step.result.name)
                 again = weight is not None and weight.role in WEIGHTS and step.phase == "backward"

@@ -1,7 +1,7 @@
-"""The rules of one sharded einsum, and of moving an array from one sharding to another.
+"""The rules of one sharded einsum, and of resharding an array.
 
-Source of the rules: How to Scale Your Model, section 3. The algebra never decides by cost: where two
-ways exist (`slice_axes`) the caller chooses.
+Source of the rules: How to Scale Your Model, section 3. No rule decides by cost: where an operand may be gathered or
+sliced, the caller chooses (``slice_axes``).
 """
 
 from collections.abc import Callable, Collection
@@ -21,7 +21,7 @@ def common_prefix(left: Axes, right: Axes) -> Axes:
 
 @lru_cache(maxsize=4096)
 def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
-    """Returns the steps that reshard ``array`` to the sharding of ``target`` (same dims): rules 4 and 5.
+    """Returns the steps that reshard ``array`` to the sharding of ``target``, which has the same dims.
 
     Unreduced axes that the target shards are reduce-scattered into place, the others all-reduced; then
     axes move by all-to-all where they only change dim, are gathered where the target lacks them, and are
@@ -31,7 +31,7 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
     if wanted:
         raise InputError(
             f"{array} has nothing left to sum over {', '.join(wanted)}, which {target} leaves unreduced. "
-            f"Leave {{U_...}} out of what is wanted."
+            f"Leave {{U_...}} out of the wanted array."
         )
     steps: list[Step] = []
 
@@ -102,7 +102,7 @@ def _slice(array: ShardedArray, target: ShardedArray) -> Step | None:
 
 
 def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
-    """Applies rule 1: of two dims that one axis splits, the one that the output does not keep on it loses it."""
+    """Returns operands of which no axis splits two dims: the dim that ``out`` does not keep on the axis loses it."""
     for axis in lhs.spread:
         left, right = lhs.dim_on(axis), rhs.dim_on(axis)
         if left is None or right is None or left == right:
@@ -120,7 +120,7 @@ def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) 
 def align(
     lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray, *, slice_axes: Collection[str] = ()
 ) -> tuple[ShardedArray, ShardedArray]:
-    """Returns the shardings in which the two operands can be multiplied locally: rules 1 and 2.
+    """Returns the two operands, sharded so that they can be multiplied locally.
 
     A shared dim that only one side splits is gathered there, unless the other side may take the axes
     without communication worth naming: by an all-to-all (it has just given them up on another dim), by a
@@ -154,8 +154,7 @@ def _may_take(
 
 
 def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> ShardedArray:
-    """Returns the sharding of the local contraction of two aligned operands, unreduced where a contracted dim is split:
-    rule 3."""
+    """Returns the local product of two aligned operands, unreduced over the axes that split contracted dims."""
     axes = tuple(lhs.axes_of(d) if d in lhs.dims else rhs.axes_of(d) for d in out.dims)
     unreduced: list[str] = []
     for array in (lhs, rhs):
@@ -167,7 +166,7 @@ def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Sh
 def product_steps(
     lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray, *, slice_axes: Collection[str] = ()
 ) -> tuple[Step, ...]:
-    """Returns the steps up to and with the local contraction, its result not yet reduced or moved."""
+    """Returns the steps up to and with the local product, whose result is not yet reduced or resharded."""
     left, right = align(lhs.replace(unreduced=()), rhs.replace(unreduced=()), out, slice_axes=slice_axes)
     before = (*reshard(lhs, left), *reshard(rhs, right))
     result = local_product(left, right, out)

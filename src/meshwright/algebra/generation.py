@@ -1,9 +1,9 @@
 """The two programs of generation, made of the ops of a model's training program, and the caches that they share.
 
-``prefill`` runs whole prompts and leaves their keys and values in a cache; its queries meet the keys of their own
-prompt. ``decode`` runs one position of each sequence, whose query meets the cache. Both end in the logits of one
-position of each row. With latent attention the cache holds latents, and generation works on them as they are: queries
-go through the keys' projection instead of the keys (DeepSeek-V2, section 2.1.2).
+``prefill`` runs whole prompts and leaves their keys and values in a cache; its queries attend to the keys of their own
+prompt. ``decode`` runs one position of each sequence, whose query attends to the cache. Both end in the logits of one
+position of each row. With latent attention the cache has latents, to which decode attends directly: it multiplies the
+queries, instead of the keys, with the keys' projection (DeepSeek-V2, section 2.1.2).
 """
 
 import math
@@ -79,8 +79,7 @@ def derive_job(
     options: ProgramOptions = PLAIN,
     fused_head: bool = True,
 ) -> Derived:
-    """Returns the step of a job: all passes and the update to train, the forward pass of its program to prefill or
-    decode."""
+    """Returns the step of a job: all passes and the update of a training job, the forward pass of prefill or decode."""
     strategy = job_strategy(job, strategy)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
@@ -92,8 +91,8 @@ def derive_job(
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
     """Returns the strategy as the step of a job runs it.
 
-    Generation has one microbatch, nothing to offload and no bound on the slots of experts. Its caches have every
-    position of their rows, so that keys are gathered over ``context`` also where training uses a ring or ulysses.
+    Generation has one microbatch, nothing to offload and no bound on the slots of experts. A device's cache has every
+    position of its sequences, so keys are gathered over ``context`` also where training uses a ring or ulysses.
     Raises CannotRunError for pipeline stages.
     """
     if job.trains:
@@ -121,11 +120,10 @@ def one_position(strategy: Strategy) -> Strategy:
 
 
 def scales(model: Model) -> dict[str, Variable]:
-    """Maps each weight that int8 may hold to the variable of its scales, over its dims that no product sums over.
+    """Maps each weight that may be int8 to the variable of its scales, whose dims are those that no product sums over.
 
     These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
-    of positions. Scales are split as their weight is, but whole over axes that only split what a weight is gathered
-    over.
+    of positions. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.
     """
     table = {name: weight for name, (weight, _) in weight_variables(model).items()}
     kept: dict[str, set[str]] = {}
@@ -144,7 +142,7 @@ def scales(model: Model) -> dict[str, Variable]:
 
 
 QUANTISED = ("einsum", "embed")
-"""Ops whose second input may be int8: ``quantised_einsum`` takes the scales besides."""
+"""Ops whose second input may be int8: ``quantised_einsum`` and ``quantised_embed`` take its scales as a third."""
 
 
 # -- programs -------------------------------------------------------------------------------------------
@@ -153,8 +151,8 @@ QUANTISED = ("einsum", "embed")
 def generation_program(model: Model, phase: GenerationPhase, storage: Storage = AS_WRITTEN) -> Program:
     """Returns the program of a phase, which ends in logits[B,V].
 
-    Prefill: tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token; padding behind that
-    leaves nothing that is ever read. Decode: one token of each row, T is 1; its own key is written before it is read.
+    Prefill reads tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token; what follows is
+    padding. Decode reads one token of each row (T is 1) and writes its key before it attends.
     """
     program = _plain_program(model, phase, storage)
     if not storage.quantised:
@@ -197,7 +195,7 @@ class _Writer:
     def block(self, block: Block) -> Block:
         """Returns the rewritten block under its name, without ops whose results are no longer used."""
         self.ops, self.outputs = [], []
-        if self.training.role(block.name) == "head":
+        if self.training.block_role(block.name) == "head":
             self._head(block)
         else:
             for op in block.ops:
@@ -213,7 +211,7 @@ class _Writer:
         return replace(block, ops=tuple(kept))
 
     def _add(self, kind: str, inputs: tuple[str, ...], made: Variable, attributes: Attributes = ()) -> str:
-        """Adds an op, and the variable that it makes; its name."""
+        """Adds an op and the variable that it makes; returns the variable's name."""
         self.variables[made.name] = made
         self.ops.append(Op(kind, inputs, made.name, attributes))
         return made.name
@@ -264,9 +262,9 @@ class _Writer:
         if self.phase == "prefill":
             self.ops.append(op)
         elif self.model.latent_attention:
-            # queries are multiplied with the keys' projection and attend to latents; then comes the values' projection
+            # queries are multiplied with the keys' projection and attend to latents; the values' projection follows
             keys, values, latent = made_by[made_by[k].inputs[0]].inputs[1], made_by[v].inputs[1], ("B", "T", "N", "Rkv")
-            own = self._add("own_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
+            own = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
             ql = self._add("einsum", (own, keys), Variable("ql", latent, "activation"))
             mixed = Variable("oc", latent, "activation")
             self._add("cached_latent_attention", (ql, q, *inputs), mixed, attributes)
@@ -275,7 +273,7 @@ class _Writer:
             self.ops.append(Op("cached_attention", (q, *inputs, *others), op.out, attributes))
 
     def _write(self, cache: str, source: str, where: tuple[str, ...], paged: Attributes) -> list[str]:
-        """Adds what writes into a cache; the cache after it and, with int8, the scales after it."""
+        """Adds the ops that write into a cache; returns the names of the written cache and, with int8, its scales."""
         dims, dtype = self.variables[source].dims, str(self.storage.cache_dtype)
         writes = [(cache, source, dims, dtype)]
         if dtype == "int8":
@@ -316,7 +314,7 @@ class CacheArray(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its layers, over all devices."""
+        """Bytes of all layers, over all devices."""
         return math.prod(self.stacked_shape) * int(DTYPE_BYTES[self.dtype])
 
 
@@ -338,8 +336,8 @@ def scale_name(name: str) -> str:
 def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
     """Returns the sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
 
-    S is that of contiguous arrays; see `slots_kept` for rings. There are enough pages for every sequence to be full,
-    unless the storage says how many.
+    S is the number of slots of a contiguous cache; see `slots_kept` for rings. There are enough pages for every
+    sequence to be full, unless the storage says how many.
     """
     found = {"S": max_len}
     if storage.page_len:

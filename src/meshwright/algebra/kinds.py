@@ -1,6 +1,6 @@
 """What an op declares: rules of its two passes; FLOPs, bytes and group of each local step.
 
-FLOPs are those of matrix products alone (multiply and add are 2): they are what utilisation counts. Everything else
+FLOPs count matrix products only (a multiply and an add are 2), as utilisation does. Everything else
 an op does is bounded by the memory it streams. Rules for the bytes: a product reads its operands and writes its
 result once; an elementwise op is one fusion that reads every input once and writes every result once; a fusion
 that needs a sum or maximum over its own row reads the row twice; a renamed (copy) or sliced array moves nothing.
@@ -17,36 +17,37 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
 
 OpRule = Callable[[Tape], None]
-"""Adds the steps of the op that the tape is at."""
+"""A function that adds the steps of the op that the tape is at."""
 
 CountRule = Callable[[Step, OpSizes], Number]
+"""A function that counts the FLOPs or bytes of a step on one device."""
 
 WorkGroup = Literal["contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "copy"]
 """Classes of work, by which prices, breakdowns and profiles total seconds. Collectives are a class of their own."""
 
 
 def nothing(step: Step, sizes: OpSizes) -> Number:
-    """No matrix product, or nothing moved."""
+    """Returns 0: no matrix product, or no bytes."""
     return 0.0
 
 
 def stream(step: Step, sizes: OpSizes) -> Number:
-    """Every input read and every result written once."""
+    """Returns the bytes of every input, read once, and of every result, written once."""
     return sizes.total(*step.inputs, *step.results)
 
 
 def row_stream(step: Step, sizes: OpSizes, *, rows: int = 1) -> Number:
-    """A reduction over each row, then an elementwise pass: so many inputs, from the first, are read twice."""
+    """Returns the bytes of a reduction over each row and an elementwise pass: the first ``rows`` inputs count twice."""
     return stream(step, sizes) + sizes.total(*step.inputs[:rows])
 
 
 class StepKind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of local step: its FLOPs, its bytes to and from memory, and the group of work that it belongs to.
 
-    ``is_einsum``: one product of two arrays, whose shape decides its rate. ``num_kernels`` is 0 for what a compiler
-    only renames or fuses into the step before. ``reads_sum``: a result that is added to an array reads that array too.
-    ``in_place``: the result takes the memory of the first input. ``scratch_bytes`` exist only while the step runs;
-    ``chunk_bytes`` are those of logits that exist one chunk at a time.
+    ``is_einsum``: one product of two arrays, whose shape decides its rate. ``num_kernels`` is 0 for a step that a
+    compiler only renames or fuses into the one before. ``reads_sum``: if the result is added to an array, the step
+    reads that array too. ``in_place``: the result takes the memory of the first input. ``scratch_bytes`` exist only
+    while the step runs; ``chunk_bytes`` are the bytes of logits that exist one chunk at a time.
     """
 
     flops: CountRule = nothing
@@ -68,8 +69,8 @@ def no_rule(tape: Tape) -> None:
 class Updated(msgspec.Struct, frozen=True, kw_only=True):
     """A weight as an optimizer updates it: the ``shard`` of one layer on one device, and the meaning of its dims.
 
-    ``inputs`` are the dims that go into its matrices (() for a vector), ``batch`` those that count matrices: E of
-    experts. ``layers`` is the dim of the layers that have it, "" outside the layers, which lie on ``layer_axes``.
+    ``inputs`` are the input dims of its matrices (() for a vector), ``batch`` those that count matrices: E of experts.
+    ``layers`` is the dim of the layers that have the weight, "" outside the layers; ``layer_axes`` split that dim.
     """
 
     shard: ShardedArray
@@ -82,7 +83,7 @@ class Updated(msgspec.Struct, frozen=True, kw_only=True):
 class OpKind(msgspec.Struct, frozen=True, kw_only=True):
     """One op kind: its rules forward and backward, and the local steps that they or a rewrite make, by name.
 
-    An optimizer has ``update``, the steps that one weight takes, and ``moments``, what it keeps of it in its state.
+    An optimizer has ``update``, the steps for one weight, and ``moments``, its state for one layer of the weight.
     """
 
     forward: OpRule = no_rule

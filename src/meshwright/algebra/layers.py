@@ -1,7 +1,7 @@
 """The lines of one transformer layer, for every family: attention with its norms, then dense or routed feed-forward.
 
-Names say what a remat policy may keep: q, k, a, g, u, y and their like are what a matrix product leaves; qr, kr, v
-and o are the inputs and the output of attention, after bias, norm and rope. `parse_block` reads such lines.
+Remat policies name results: q, k, a, g, u, y and so on are results of matrix products; qr, kr and v are the inputs of
+attention, after bias, norm and rope, and o is its output. `parse_block` reads the lines.
 """
 
 import re
@@ -27,10 +27,10 @@ _ARG = re.compile(r"[\w']+\s*\[[^\]]*\]")
 class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a job that change the program of its model.
 
-    ``documents``: rows hold several documents, and attention stays inside each. ``z_loss``, ``balance_loss`` and
+    ``documents``: rows have several documents, and attention stays inside each. ``z_loss``, ``balance_loss`` and
     ``router_z_loss`` are the weights of these losses beside the cross entropy. ``capacity_factor`` bounds the slots
-    of an expert to that many times the mean load; 0 drops nothing. ``correction_rate`` is what a step adds to the
-    correction of each expert below the mean load, where the router has one, and takes from those above.
+    of an expert to that many times the mean load; 0 drops nothing. If the router has a correction, a step adds
+    ``correction_rate`` to that of each expert below the mean load and subtracts it from that of each expert above.
     """
 
     documents: bool = False
@@ -152,7 +152,7 @@ EXPERTS = """
     x2[B,T,D] = add(x1[B,T,D], y~[B,T,D]) if !d_ff_shared
     x2[B,T,D] = add(x1[B,T,D], y~[B,T,D], ys~[B,T,D]) if d_ff_shared
 """
-"""Routed experts, E of C slots each; shared ones, which see every token, are one feed-forward of their joint width."""
+"""E routed experts of C slots each; shared experts see every token, as one feed-forward of their joint width."""
 
 EMBED = """
     {embedded}[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})
@@ -173,9 +173,10 @@ LOSS = """
 def written(model: Model, text: str, **names: str | bool) -> str:
     """Returns the lines of a text that a model has.
 
-    Those are all without ``if``, and those after whose ``if`` stand fields of the model, or flags among ``names``, that
-    hold; ``!`` is not. ``{name}`` is one of ``names``. ``q~b`` is qb, the next that becomes of q; ``q~`` the last that
-    did. A norm is the model's, with its vectors; ``{h}`` and ``{h1}`` are the stream after it, or as it is without one.
+    A line may end in ``if`` and words, fields of the model or flags among ``names``: each must be true, or false after
+    ``!``. ``{name}`` stands for one of ``names``; ``{h}`` and ``{h1}`` for the stream after its norm, or the stream
+    itself in a model without ``pre_norms``. On the left ``q~b`` is the variable qb; on the right ``q~`` is the last
+    variable made from q so far, or q. ``norm`` becomes the model's kind of norm, with a bias in a layer norm.
     """
     names = {
         "h": "h" if model.pre_norms else "x",
@@ -202,7 +203,7 @@ def written(model: Model, text: str, **names: str | bool) -> str:
 
 
 def embed_text(model: Model) -> str:
-    """Returns the lines of the embedding, to x."""
+    """Returns the lines of the embedding, from tokens to x."""
     multiplier = model.embed_multiplier if model.embed_multiplier != 1 else ""
     embedded, scale = "e" if model.learned_positions else "x", "sqrt(D)" if model.embed_scale else multiplier
     return written(model, EMBED, embedded=embedded, scale=f"; scale={scale}" if scale else "")
@@ -217,8 +218,8 @@ def head_text(model: Model, options: ProgramOptions) -> str:
 
 
 def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:
-    """Returns the lines of one layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it
-    experts; one that does not rotate has no rope."""
+    """Returns the lines of one layer from x to x2: ``sliding`` limits its attention to the window, ``routed`` gives it
+    experts, ``rotates`` rope."""
     if model.latent_attention:
         documents = ", documents[B,T]" * options.documents
         lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, documents=documents, x1="x1")
@@ -255,8 +256,8 @@ ADAPTED = """
 
 
 def with_adapters(model: Model, text: str) -> str:
-    """Returns the lines of a layer with the adapters of the model, products with a quantised base by their own op;
-    products that share an A compute x A once."""
+    """Returns the lines of a layer with the adapters of the model. Products with a quantised base become the op
+    quantised_einsum; products that share an A compute x A once."""
     first_of, lines = adapted(model), list[str]()
     for line in text.splitlines(keepends=True):
         found = _PRODUCT.match(line)
@@ -299,7 +300,7 @@ def _attention(
     causal: bool = True,
     rotates: bool = True,
 ) -> str:
-    """Returns the lines from the stream x to the result in the stream; qr, kr and v enter attention."""
+    """Returns the lines of attention from the stream x to the stream ``result``; qr, kr and v enter attention."""
     # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
     bare = "" if rotates or model.qkv_bias or model.qk_norm else "r"
     rotates = rotates and not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
@@ -335,13 +336,12 @@ def _dense(model: Model) -> str:
 
 
 def _activation(model: Model) -> str:
-    """Returns the op of the activation: all but silu run and are priced as gelu, which streams its input once too."""
+    """Returns the prefix of the activation's op: gelu for all but silu, as they stream the same bytes."""
     return "silu" if model.activation == "silu" else "gelu"
 
 
 def given_attributes(**attributes: float | bool | None) -> str:
-    """Writes the attributes at the end of a call, "; window=128", without those that are unset; a flag by its name
-    alone."""
+    """Returns the attributes at the end of a call, "; window=128", without those that are unset; a flag is its name."""
     text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
     return f"; {text}" if text else ""
 
@@ -355,7 +355,7 @@ def parse_block(
     variables: dict[str, Variable],
     *,
     repeat: int = 1,
-    last_turn: int = 1,
+    num_in_last_iterations: int = 1,
     carry: str = "",
     result: str = "",
     renamed: Mapping[str, str] = {},
@@ -368,7 +368,7 @@ def parse_block(
     Raises InputError when a line cannot be read or a variable is used with other dims than before.
     """
     ops = [_parse_line(line, variables, renamed) for line in text.splitlines() if line.strip()]
-    return Block(name, tuple(ops), repeat, carry, result, last_turn)
+    return Block(name, tuple(ops), repeat, carry, result, num_in_last_iterations)
 
 
 def _parse_line(line: str, variables: dict[str, Variable], renamed: Mapping[str, str]) -> Op:

@@ -16,7 +16,7 @@ Sizes = Mapping[str, Any]
 class ShardedArray(msgspec.Struct, frozen=True):
     """A named array: its dims, and for each dim the mesh axes that split it, major to minor.
 
-    ``unreduced`` are the axes over which the blocks still have to be summed, ``{U_X}``.
+    ``unreduced`` are the axes over which the blocks still have to be summed, ``{U_X}``; ``dtype`` "" is the state's.
     """
 
     name: str
@@ -82,7 +82,7 @@ def _refuse_impossible(array: ShardedArray) -> None:
         if axis in seen:
             raise InputError(
                 f"{array.name}[...] is split over {axis} along {seen[axis]} and unreduced over it; "
-                f"it can only be one of the two."
+                f"it can only be one of the two. Remove one."
             )
     if len(set(array.unreduced)) != len(array.unreduced):
         raise InputError(f"{array.name}[...] is unreduced over {join_axes(array.unreduced)}; name each axis once.")

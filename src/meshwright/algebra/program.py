@@ -1,17 +1,16 @@
-"""Layer programs: a transformer as a short list of ops over named dims (`layers` writes them as text)."""
+"""Layer programs: a transformer as a short list of ops over named dims (`algebra.layers` writes them as text)."""
 
 import msgspec
 
 from meshwright.algebra.steps import Role
 
 WEIGHTS = ("weight", "vector")
-"""Roles of the model's weights, which training updates unless they are frozen."""
+"""Roles of weights. Training updates weights that are not frozen."""
 
 
 class Variable(msgspec.Struct, frozen=True):
-    """A named array of a program: its dims, the role that decides how it is split, and its dtype where that is not
-    the one of the role. ``inputs`` are the dims of a weight that go into its matrices, () for a vector. A ``frozen``
-    weight is not trained."""
+    """A named array of a program: its dims, the role that decides how it is split, and its dtype if it has one of its
+    own. ``inputs`` are the input dims of a weight's matrices, () for a vector. A ``frozen`` weight is not trained."""
 
     name: str
     dims: tuple[str, ...]
@@ -24,7 +23,7 @@ class Variable(msgspec.Struct, frozen=True):
 class Op(msgspec.Struct, frozen=True):
     """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables.
 
-    ``attributes`` are facts that no array holds, such as the window of an attention.
+    ``attributes`` are facts beside the arrays, such as the window of an attention.
     """
 
     kind: str
@@ -34,9 +33,10 @@ class Op(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Ops that run in order, ``repeat`` times. A repeated block maps ``carry`` to ``result`` each time.
+    """Ops that run in order; ``repeat`` layers of the model run them. A layer maps the stream ``carry`` to ``result``.
 
-    ``last_turn`` of the repeats are in the last iteration of a loop over layers (`algebra.transformer`).
+    Layers run in loops (`algebra.transformer.spans`): ``num_in_last_iterations`` counts those of the block that are in
+    the last iteration of their loop.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Block(msgspec.Struct, frozen=True):
     repeat: int = 1
     carry: str = ""
     result: str = ""
-    last_turn: int = 1
+    num_in_last_iterations: int = 1
 
     @property
     def reads(self) -> dict[str, None]:
@@ -53,7 +53,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 def layers_dim(block: str) -> str:
-    """Returns the dim that counts the layers of a block: L, or Lmoe, Llocal where a model has several kinds."""
+    """Returns the dim that counts the layers of a block: L for the block layer, Lmoe for layer_moe, and so on."""
     return "L" + block.removeprefix("layer").replace("_", "")
 
 
@@ -61,7 +61,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that pass one stream on, by the names of their blocks.
 
     ``first`` makes the stream ``carry``, ``layers`` are the blocks of the layers in order, one name for each, and
-    ``last`` ends the stream. ``inputs`` are what earlier stacks end in, and what every layer of this one reads.
+    ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this stack reads.
     """
 
     first: str
@@ -72,17 +72,17 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Program(msgspec.Struct, frozen=True):
-    """Blocks in order, every variable they name, and the stacks that the blocks make up: one of a decoder, two of an
-    encoder and a decoder. Plain data: no sizes, no shardings.
+    """Blocks in order of first use, every variable they name, and the stacks that the blocks make up: a decoder is one
+    stack, an encoder with a decoder two. Plain data: no sizes, no shardings.
 
-    Blocks alone make a program too, which is derived and priced; code that runs whole models needs the stacks.
+    A program without stacks can be derived and priced; code that runs whole models needs the stacks.
     """
 
     blocks: tuple[Block, ...]
     variables: dict[str, Variable]
     stacks: tuple[Stack, ...] = ()
 
-    def role(self, block: str) -> Role:
+    def block_role(self, block: str) -> Role:
         """Returns the role of a block in its stack; the last block of the last stack is the head."""
         for stack in self.stacks:
             if block == stack.first:
@@ -91,10 +91,10 @@ class Program(msgspec.Struct, frozen=True):
                 return "head" if stack is self.stacks[-1] else "last"
         return "layer"
 
-    def further(self, block: str) -> tuple[str, ...]:
-        """Returns the names that a block reads of earlier stacks, in every repeat."""
+    def inputs_from_earlier_stacks(self, block: str) -> tuple[str, ...]:
+        """Returns the results of earlier stacks that every layer of a block reads, by name."""
         return next((stack.inputs for stack in self.stacks if block in stack.layers), ())
 
     def of_role(self, *roles: str) -> tuple[Variable, ...]:
-        """Variables of the roles, in order of first use."""
+        """Returns the variables of these roles, in the order of ``variables``."""
         return tuple(v for v in self.variables.values() if v.role in roles)

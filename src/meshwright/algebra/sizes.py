@@ -1,4 +1,4 @@
-"""Sizes that counts of steps are read from: dims, mesh axes and element widths, as numbers or arrays of them."""
+"""Sizes from which FLOPs and bytes of steps are counted: dims, mesh axes and element widths, as numbers or arrays."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -29,11 +29,10 @@ def master_bytes(state: str) -> float:
 class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes that counts of a step need: of dims (B of one microbatch) and mesh axes, and element widths.
 
-    ``scores`` says whether attention is one kernel that keeps its T x S scores on chip, or a chain of products
-    and a softmax that writes them to memory. With ``causal`` attention skips keys that no query of its sees, half
-    of them; else it is counted over every key. ``cache`` remembers the bytes of arrays met before.
-    ``spare_slots`` is how many slots of experts there are for each that is filled, where slots move between devices:
-    a compiled program sends and holds them all. ``in_arrays``: slots of experts move between devices.
+    ``state`` is the training state. ``scores`` says whether attention is one kernel that keeps its T x S scores on
+    chip, or a chain of products and a softmax that writes them to memory. With ``causal`` attention skips masked keys,
+    about half of them; else every key is counted. ``in_arrays`` says whether slots of experts move between devices:
+    then a compiled program sends and stores ``spare_slots`` for each filled one. ``cache`` remembers bytes of arrays.
     """
 
     dims: Mapping[str, Number]
@@ -47,7 +46,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """Bytes of one activation, weight or communicated element: the state's weights' own."""
+        """Bytes of one element of an activation or weight, in memory or communicated: as the state stores weights."""
         return int(STATE_BYTES[self.state]["weights"])
 
     def elements(self, array: ShardedArray) -> Number:

@@ -22,14 +22,14 @@ BOOK_NAMES: dict[str, str] = {op: op.title().replace("_", "") for op in (*COLLEC
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """A derived step: ``result = op(inputs)``.
 
-    ``op`` is a collective, "slice" (each device keeps its part: no communication), "einsum", or another op kind of a
-    program; ``more`` are further results of a local op. For a collective ``axes`` are the mesh axes it runs over,
-    ``dim`` the dim that is gathered, scattered or left by an all-to-all, ``to_dim`` the dim that an all-to-all splits,
-    ``reduction`` what an all-reduce computes. A permute sends a device's block to its neighbour, one hop, unless its
-    details are a `Round` (`rewrites.rings`). With ``accumulates`` the result is added to what is there already.
-    ``details`` are facts that no array holds, of the type that the module of the op, or of the rewrite, declares. A
-    collective matmul computes its ``parts`` together, block by block along ``dim``. ``role`` is that of the block.
-    ``phase`` and ``scope`` say when and how often; ``critical`` whether the next matmul has to wait for it.
+    ``op`` is a collective, "slice" (each device keeps its part: no communication), "einsum", or the name of another
+    local step (`algebra.ops`); ``more`` are further results of a local step. A collective runs over the mesh ``axes``.
+    It gathers or scatters ``dim``; an all-to-all moves the axes from ``dim`` to ``to_dim``; an all-reduce computes the
+    ``reduction``. A permute sends a device's block to its neighbour, one hop, unless its details are a `Round`
+    (`rewrites.rings`). With ``accumulates`` the result is added to the array that exists already. ``details`` are facts
+    beside the arrays, in a type that the module of the op or of the rewrite declares. A collective matmul computes its
+    ``parts`` together, block by block along ``dim``. ``role`` is the role of the block. ``phase`` and ``scope`` say
+    when and how often the step runs; ``critical`` says whether the next matmul has to wait for it.
     """
 
     op: str
@@ -71,7 +71,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def full(self) -> ShardedArray:
-        """For a collective: the whole array on its group, per device, whose bytes enter the ring formulas.
+        """Array of a collective with the blocks of its group put together; the ring formulas take its bytes.
 
         For a permute it is the block that is sent.
         """

@@ -1,7 +1,7 @@
 """Declared shardings, and the tape that rules of ops add their steps to.
 
-Collectives are never written in a rule: each says in which shardings it can work locally and calls `Tape.move`
-(or `reshard`), which is where they come from.
+A rule says in which shardings its op can work locally and calls `Tape.move` (or `reshard`), which adds collectives.
+Only the loss head and ring attention write a collective themselves.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,7 +53,7 @@ class Shardings:
         return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
     def _array(self, name: str, weight_role: str) -> ShardedArray:
-        """Returns the array of a variable by its role; a weight has the role given: its own, grad or optimizer."""
+        """Returns the array of a variable under the rules of its role; for a weight, of ``weight_role``."""
         if (name, weight_role) in self._arrays:
             return self._arrays[name, weight_role]
         variable = self.program.variables[name]
@@ -78,7 +78,11 @@ class Shardings:
 
 
 class Tape:
-    """Collects the steps of one pass over one block, each result once. A rule is given it `at` an op."""
+    """Collects the steps of one pass over one block, each result once. A rule gets the tape `at` its op.
+
+    ``used`` are the arrays of ``start`` that steps read, ``producers`` the forward step of each result, ``left`` the
+    finished cotangents of the block's inputs.
+    """
 
     op: Op
     inputs: list[ShardedArray]
@@ -88,7 +92,7 @@ class Tape:
         self.shardings, self.block, self.phase = shardings, block, phase
         self.declared, self.cotangent = shardings.declared, shardings.cotangent
         self.slice_axes = shardings.strategy.slice_axes
-        self.role = shardings.program.role(block.name)
+        self.role = shardings.program.block_role(block.name)
         self.start = set(available)
         self.available = set(self.start)
         self.used: list[ShardedArray] = []
@@ -132,7 +136,7 @@ class Tape:
         dout: ShardedArray | None = None,
         details: Any = None,
     ) -> None:
-        """Adds the op's backward step, from the cotangent of the result and ``inputs`` to cotangents by their name."""
+        """Adds the op's backward step, from the result's cotangent and ``inputs`` to the cotangents of variables."""
         names, results = zip(*cotangents, strict=True)
         self.run(f"{self.op.kind}_backward", (dout or self.dout, *inputs), *results, details=details)
         for name, cotangent in zip(names, results, strict=True):
@@ -178,7 +182,7 @@ class Tape:
             self._emit(step, "recompute")
 
     def contribute(self, name: str, array: ShardedArray) -> None:
-        """Adds to the cotangent of a variable; nothing where no weight that trains is behind it."""
+        """Adds to the cotangent of a variable, unless the variable depends on no weight that trains."""
         if name not in self.shardings.differentiated:
             return
         addends = self.contributions.setdefault(name, [])
@@ -189,7 +193,7 @@ class Tape:
             self.finish(name)
 
     def finish(self, name: str) -> None:
-        """Sums the contributions to a cotangent in its primal's sharding.
+        """Sums the contributions to a cotangent in the sharding that is declared for it.
 
         Contributions sharded differently are resharded one collective at a time, the one that needs most collectives
         first, and added as soon as their shardings agree. A partial sum is no longer available to other steps.
@@ -208,7 +212,7 @@ class Tape:
                 step = replace(step, accumulates=True)
             self._emit(step, self.phase)
             waiting[step.result] = reshard(step.result, target)
-        # a weight of several blocks (tied embeddings) is summed over its replicas once, when its first block is done
+        # the backward pass of the first block that uses a weight (tied embeddings have two) is the last to add to it
         is_first = self.shardings.first_use.get(name) == self.block.name
         if addends and is_first and self.shardings.is_weight(name):
             for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
@@ -216,7 +220,7 @@ class Tape:
 
     def _summed(self, name: str, addends: list[ShardedArray]) -> ShardedArray:
         """Returns a cotangent as its block leaves it. The gradient of a weight stays unreduced over axes that do not
-        split it: it is summed over them once per step, after the last microbatch."""
+        split it, if all addends agree on these: it is summed over them once per step."""
         cotangent = self.cotangent(name)
         later = {tuple(a for a in addend.unreduced if a not in cotangent.spread) for addend in addends}
         wait = self.shardings.is_weight(name) and len(later) == 1

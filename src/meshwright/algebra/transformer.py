@@ -25,8 +25,7 @@ from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
 _SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
-"""A bias over one of these dims is sharded as its matrix is; other vectors are whole on every device."""
-
+"""A vector over one of these dims is sharded as its matrix is; other vectors are whole on every device."""
 
 MAX_PATTERN = 16
 """Longest pattern of layers in one iteration of a loop: the compiled program grows with it."""
@@ -99,9 +98,9 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
 
 @lru_cache(maxsize=64)
 def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
-    """Returns the training program of a model: embed, layers, head; an encoder's stack before them."""
+    """Returns the training program of a model: embed, layers, head, after the stack of an encoder if it has one."""
     if model.encoder and options.documents:
-        raise InputError("rows of an encoder and a decoder hold one document each. Leave documents out.")
+        raise InputError("rows of an encoder and a decoder have one document each. Leave documents out.")
     roles = {"documents": "position"} if options.documents else {}
     roles |= {"tokens": "input", "labels": "input", "positions": "position"}
     variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
@@ -120,8 +119,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
 
 
 def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
-    """Returns the blocks of an encoder and their stack: it is built from the decoder's lines, renamed, over positions
-    S."""
+    """Returns the blocks of an encoder and their stack, built from the decoder's lines, renamed, over positions S."""
     if model.encoder is None:
         return (), ()
     for name, role in (("tokens", "input"), ("positions", "position")):
@@ -167,7 +165,7 @@ def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable], 
         layer_text(model, sliding=kind.sliding, routed=kind.routed, rotates=kind.rotates, options=options),
         variables,
         repeat=len(kind.layers),
-        last_turn=sum(span.pattern.count(kind.block) for span in spans(layer_names(model))),
+        num_in_last_iterations=sum(span.pattern.count(kind.block) for span in spans(layer_names(model))),
         carry="x",
         result="x2",
         renamed={local_name(w): _variable(model, w, kind) for w in weight_table(model) if w.layers},
@@ -193,14 +191,14 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.pattern) * self.repeats
 
     def place(self, position: int) -> tuple[int, int]:
-        """Returns the index of a layer of the pattern within its kind, and the number of that kind in an iteration."""
+        """Returns how many layers of its kind precede a layer of the pattern, and how many the whole pattern has."""
         kind = self.pattern[position]
         return self.pattern[:position].count(kind), self.pattern.count(kind)
 
 
 def spans(names: Sequence[str]) -> tuple[Span, ...]:
-    """Returns layers as spans, in order: the shortest pattern that repeats, then what is left; else runs of equal
-    layers."""
+    """Returns layers as spans, in order: the repeating pattern at the front that covers most layers, then the spans of
+    the remaining layers."""
     starts = dict.fromkeys(names, 0)
     found: list[Span] = []
     left = tuple(names)

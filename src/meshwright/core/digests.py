@@ -42,7 +42,7 @@ def digest_seconds() -> float:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Returns file -> digest of a folder's ``SHA256SUMS``. Raises CannotRunError for a file that is none."""
+    """Returns file -> digest of a folder's ``SHA256SUMS``. Raises CannotRunError if that file is damaged."""
     path, found = folder / SUMS, {}
     for line in path.read_bytes().decode(errors="replace").removesuffix("\n").split("\n"):
         match = _LINE.fullmatch(line)
@@ -53,10 +53,10 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raises CannotRunError that names the first file which is missing or not as it was written.
+    """Raises CannotRunError that names the first file that is missing or not as it was written.
 
-    A folder without ``SHA256SUMS`` was written by others, or by versions of before: nothing is checked then. ``names``
-    are the files to check, by default all; ``share`` (number, of) checks one part of them, for several processes.
+    Nothing is checked in a folder without ``SHA256SUMS``, from other software or an earlier version. ``names`` are the
+    files to check, by default all; ``share`` (number, of) checks one part of them, for several processes.
     """
     if not (folder / SUMS).is_file():
         return
@@ -85,7 +85,7 @@ def summed_line(record: Any) -> bytes:
 
 
 def read_line(line: bytes) -> dict[str, Any] | None:
-    """Returns the record of a line, None for one that is not as it was written; lines of before have no checksum."""
+    """Returns the record of a line, None if it is not as it was written; older lines have no checksum."""
     text, found, crc = line.rpartition(b',"crc32":"')
     if found:
         line = text + b"}"

@@ -1,4 +1,4 @@
-"""The two errors a person can cause, and the nearest-name hint they carry."""
+"""The errors that a person can cause, and how their messages are worded."""
 
 import difflib
 import errno
@@ -13,7 +13,7 @@ OF_PATHS = (
 """Error numbers of a file or folder that is missing or not writable, and of names that no file can have."""
 
 MOST_PIECE, MOST_MESSAGE = 200, 4_000
-"""Characters that a message repeats of one thing that it was given, and has in all."""
+"""Most characters of one word or quotation in a message, and of the whole message."""
 _PIECE = re.compile(r"""(?<!\w)(['"])(?:(?!\1).)+\1|[^\s'"]+""")
 
 
@@ -29,7 +29,7 @@ def one_line(text: str) -> str:
 
 
 class UserError(ValueError):
-    """An error whose text fits a line, whatever it repeats."""
+    """An error whose text is one line of limited length, whatever input it quotes."""
 
     def __str__(self) -> str:
         return one_line(super().__str__())
@@ -56,7 +56,7 @@ class ChangedFileWarning(UserWarning):
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or the sorted options when nothing is close."""
+    """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or if nothing is close the sorted options, at most 24."""
     known = sorted(set(options))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
@@ -68,7 +68,7 @@ def nearest(name: str, options: Iterable[str]) -> str:
 
 @contextmanager
 def path_errors() -> Iterator[None]:
-    """Turns the error of a file or folder that cannot be had, whichever it is, into an InputError."""
+    """Turns an OSError about a file or folder that cannot be read or written into an InputError."""
     try:
         yield
     except OSError as error:

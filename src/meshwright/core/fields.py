@@ -18,14 +18,13 @@ from meshwright.core.errors import InputError, as_sentence, path_errors
 _T = TypeVar("_T", bound=msgspec.Struct)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-
 LARGEST = 1e60
-"""Far above any figure, so that products of a few stay finite."""
+"""Limit on numbers, far above any figure, so that products of a few stay finite."""
 
 
 def figure_faults(value: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yields key and fault of every number in tables and lists that is not finite, or larger than any figure, and of
-    every text that is not UTF-8."""
+    """Yields the key and the fault of every number in tables and lists that is not finite or is beyond `LARGEST`, and
+    of every text that is not UTF-8."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             yield from figure_faults(one, (*key, str(name)))
@@ -39,13 +38,13 @@ def figure_faults(value: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple
 
 
 def shown(value: float) -> str:
-    """Returns a number as messages have it, whatever its size."""
+    """Returns a number as text for messages; a very long one as its number of digits."""
     digits = int(value.bit_length() * 0.30103) + 1 if isinstance(value, int) else 0
     return f"a number of {digits} digits" if digits > 300 else f"{value:g}"
 
 
 def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -> _T:
-    """Converts fields to a Struct. Raises InputError that names a wrong field ``section.name`` and its valid words."""
+    """Converts fields to a Struct. Raises InputError that names a wrong field ``section.name`` and what it takes."""
     for key, fault in figure_faults(fields):
         raise InputError(f"{section}.{'.'.join(map(str, key))} is {fault}")
     try:
@@ -64,8 +63,8 @@ def check_figures(
     """Raises InputError for a number in a struct, its tables or its lists that is not finite and above 0.
 
     ``what`` begins the message. Fields ``may_be_zero`` may be 0, ``shares`` are at most 1; both apply to
-    everything in a table of that name. Skips a nested struct that has its own ``__post_init__``. msgspec turns the
-    error into one that names the path.
+    everything in a table of that name. Skips a nested struct that has its own ``__post_init__``. Where msgspec makes
+    the struct, it adds the path to the error.
     """
     for key, value in _numbers(given, ()):
         if set(key) & set(shares):
@@ -144,7 +143,7 @@ def _fit(value: Any, hint: Any) -> Any:
 
 
 def _hint_words(hint: Any) -> str:
-    """``"a table of text and whole number, or None"``."""
+    """Returns the words for a type hint: ``"a table {text: a whole number} or None"``."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return " or ".join(map(_hint_words, parts))
@@ -173,7 +172,7 @@ def _hints(given: Any) -> dict[str, Any]:
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """Plain data whose fields fit their types also where Python makes it."""
+    """Plain data whose fields are checked against their types also when Python code makes it."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -184,7 +183,7 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 def checked(function: _F) -> _F:
-    """Returns the function with arguments that fit its type hints; files that it cannot have are InputErrors too."""
+    """Returns the function with arguments converted to its type hints; misfits and errors of files are InputErrors."""
     signature, whose = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)

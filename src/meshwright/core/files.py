@@ -15,14 +15,14 @@ import msgspec
 from meshwright.core.errors import OF_PATHS, InputError
 
 MOST_BYTES = 2**26
-"""Size of a configuration or a table at most; a program may be larger."""
+"""Largest file of settings or figures that is read; compiled programs may be larger."""
 
 
 def cache_folder() -> Path:
     """Returns ``MESHWRIGHT_CACHE`` if it is set, else ``~/.cache/meshwright``, and makes it.
 
-    Where that cannot be written, as without a home, it is a folder of this user in the system's temporary one, and a
-    line on standard error says so.
+    If that folder cannot be written (no home, for example), returns a folder of this user in the system's temporary
+    folder, and says so on standard error.
     """
     return _writable(os.environ.get("MESHWRIGHT_CACHE") or "~/.cache/meshwright")
 
@@ -36,7 +36,7 @@ def _writable(wanted: str) -> Path:
         folder = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}"
         _require_writable(folder)
         why = getattr(error, "strerror", None) or "this user has no home"
-        instead = f"what is kept goes to {folder}; set MESHWRIGHT_CACHE"
+        instead = f"the cache is {folder}; set MESHWRIGHT_CACHE"
         print(f"{wanted} cannot be written ({why}): {instead}", file=sys.stderr)
     return folder
 
@@ -49,7 +49,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def read_bytes(path: Path, advice: str, *, most: int = MOST_BYTES) -> bytes:
-    """Returns the contents of a file. Raises InputError, which ends with the advice, if it cannot be read."""
+    """Returns the contents of a file. Raises InputError, ending with the advice, if it is unreadable or too large."""
     try:
         with path.open("rb") as file:
             found = file.read(most + 1)
@@ -71,10 +71,10 @@ def read_text(path: Path, advice: str, *, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
-    """Returns the JSON object in a file, see `read_bytes`; the place of a fault is named."""
+    """Returns the JSON object in a file, see `read_bytes`; an error names line and column of the fault."""
     try:
         found = json.loads(read_text(path, advice))
-        json.dumps(found, ensure_ascii=False).encode()  # half a character is no text
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). {advice}") from None
     except RecursionError:
@@ -82,7 +82,7 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
     except InputError:
         raise
     except ValueError:
-        raise InputError(f"{path} has a number of thousands of digits, or half a character. {advice}") from None
+        raise InputError(f"{path} has a number of thousands of digits, or half of a surrogate pair. {advice}") from None
     if not isinstance(found, dict):
         raise InputError(f"{path} holds no JSON object. {advice}")
     return found
@@ -91,7 +91,7 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file through a temporary one beside it, so that ``path`` is never half written.
 
-    Of a link the file that it names is replaced. What is no file, such as /dev/null or a pipe, is written into.
+    For a link, replaces the file that it names. Writes into a path that is not a file, such as /dev/null or a pipe.
     Raises InputError for a folder that cannot be written in.
     """
     try:

@@ -17,7 +17,7 @@ place."""
 class StepLabel(msgspec.Struct, frozen=True):
     """The step that an instruction came from: ``layer:backward:dq=einsum`` is the product that makes dq.
 
-    ``block`` is a block of the program (embed, layer or a kind of layer, head), ``result`` the name of what is made.
+    ``block`` is a block of the program (embed, layer or a kind of layer, head), ``result`` the name of the made array.
     """
 
     block: str

@@ -13,21 +13,20 @@ _DIM = re.compile(r"\s*([A-Za-z][A-Za-z0-9']*)(?:_(\{[^{}]*\}|[A-Za-z][A-Za-z0-9
 _LETTERS = re.compile(r"(?:[A-Z][0-9]*)+")
 _AXIS = re.compile(r"[A-Za-z]\w*")
 
-
 MOST_CHARACTERS = 20_000
-"""Of an expression: some patterns take time with the square of its length."""
+"""Limit on the length of an expression: some patterns take time quadratic in it."""
 
 
 def compact(text: str) -> str:
-    """Returns an expression with single spaces. Raises InputError for one that is longer than anybody writes."""
+    """Returns an expression with single spaces. Raises InputError if it is longer than `MOST_CHARACTERS`."""
     found = " ".join(text.split())
     if len(found) > MOST_CHARACTERS:
-        raise InputError(f"{found!r} is no expression. Give one of at most {MOST_CHARACTERS:,} characters.")
+        raise InputError(f"{found!r} is too long. Give an expression of at most {MOST_CHARACTERS:,} characters.")
     return found
 
 
 def join_axes(axes: Axes) -> str:
-    """Writes axes as a subscript: XY, tensor or {data,fsdp}."""
+    """Returns axes as a subscript: XY, tensor or {data,fsdp}."""
     if all(_LETTERS.fullmatch(a) and len(a) == 1 for a in axes):
         return "".join(axes)
     bare = len(axes) == 1 and axes[0].isalnum() and parse_axes(axes[0]) == axes
@@ -51,7 +50,8 @@ def parse_axes(text: str) -> Axes:
 def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes, str]:
     """Returns the name, dims, axes of each dim, unreduced axes and dtype of an array in this notation.
 
-    Raises InputError for anything that is not this notation.
+    The name is "A" and the dtype "" where none is given; a dtype in place of the name is both. Raises InputError for
+    anything that is not this notation.
     """
     text = compact(text)
     match = _ARRAY.fullmatch(text)

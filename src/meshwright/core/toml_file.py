@@ -92,7 +92,7 @@ def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
     except RecursionError:
         raise InputError(f"{path} is nested too deeply. Give a table of a few levels.") from None
     except ValueError:
-        raise InputError(f"{path} has a date that is none, or a number of thousands of digits. Correct it.") from None
+        raise InputError(f"{path} has an impossible date, or a number of thousands of digits. Correct it.") from None
     file = TomlFile(path=path, data=data, text=text)
     if faults := [file.error(key, f"{'.'.join(map(str, key))} is {fault}") for key, fault in figure_faults(data)]:
         raise InputError("; ".join(map(str, faults)))
@@ -162,16 +162,12 @@ _PLAIN: dict[type, Any] = {
     inspect.StrType: lambda kind: str,
     inspect.BoolType: lambda kind: bool,
     inspect.NoneType: lambda kind: type(None),
-    inspect.LiteralType: lambda kind: _literal(kind.values),
+    inspect.LiteralType: lambda kind: Literal[tuple(kind.values)],
     inspect.StructType: lambda kind: kind.cls,
     inspect.DictType: lambda kind: dict,
     inspect.VarTupleType: lambda kind: list,
     inspect.ListType: lambda kind: list,
 }
-
-
-def _literal(values: Iterable[Any]) -> Any:
-    return Literal[tuple(values)]
 
 
 _TYPES = {

@@ -1,4 +1,4 @@
-"""Reads and prints quantities. Values inside the product are plain SI floats with the unit in the name."""
+"""Reads and prints quantities. Values inside meshwright are plain SI floats with the unit in the name."""
 
 import math
 import re
@@ -21,14 +21,14 @@ def _split(text: str, what: str) -> tuple[float, str]:
     if value < 0:
         raise InputError(f"{what} {text!r} is below 0. Give a number of at least 0.")
     if value > LARGEST:
-        raise InputError(f"{what} {text!r} is larger than {LARGEST:g}, which is more than there is of anything.")
+        raise InputError(f"{what} {text!r} is larger than {LARGEST:g}. Give a smaller number.")
     return value, match.group(2)
 
 
 def parse_count(text: str, *, what: str = "count") -> int:
     """Parses a whole number from ``"4Mi"``, ``"15T"``, ``"1e6"``: k M G T are powers of ten, Ki Mi Gi of two.
 
-    Raises InputError when the text is not a whole number of things.
+    Raises InputError if the text is not a whole number of at least 0.
     """
     value, suffix = _split(text, what)
     scale = _BINARY.get(suffix, _DECIMAL.get(suffix))
@@ -68,11 +68,11 @@ def _significant(value: float) -> str:
 
 
 NOTHING_S = 5e-13
-"""Shorter times are rounding errors and are printed as 0."""
+"""Shorter times, in seconds, are rounding errors and are printed as 0."""
 
 
 def format_seconds(seconds: float) -> str:
-    """``"1.2 ms"``, ``"11.6 us"``, ``"3.4 s"``, ``"2.5 h"``, ``"44 days"``: three significant digits."""
+    """Returns ``"1.2 ms"``, ``"2.5 h"`` or ``"44 days"``: three significant digits; "never" for infinity."""
     if math.isinf(seconds):
         return "never"
     if abs(seconds) < NOTHING_S:
@@ -85,22 +85,22 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``"95 GB"``: powers of ten, three significant digits."""
+    """Returns ``"95 GB"``: powers of ten, three significant digits."""
     return _scaled(num_bytes, "B", (*"EPTGMk", ""))
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """``"95 GB/s"``: powers of ten, three significant digits."""
+    """Returns ``"95 GB/s"``: powers of ten, three significant digits."""
     return f"{format_bytes(bytes_per_s)}/s"
 
 
 def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
-    """``"459 TFLOP/s"``: powers of ten, three significant digits (``unit="FLOP"`` for an amount)."""
+    """Returns ``"459 TFLOP/s"``: powers of ten, three significant digits (``unit="FLOP"`` for an amount)."""
     return _scaled(flops, unit, (*"EPTGMk", ""))
 
 
 def format_count(count: float) -> str:
-    """``"4 Mi"`` for a number of tokens or sequences that is a whole number of powers of two, else decimal."""
+    """Returns ``"4 Mi"`` for exactly 1 to 1023 Ki, Mi or Gi, else powers of ten as `format_params` does."""
     whole = int(count)
     for scale, prefix in ((2**30, "Gi"), (2**20, "Mi"), (2**10, "Ki")):
         if whole == count and whole >= scale and whole % scale == 0 and whole // scale < 1024:
@@ -109,5 +109,5 @@ def format_count(count: float) -> str:
 
 
 def format_params(count: float) -> str:
-    """``"70.6 B"`` for a number of parameters: powers of ten, three significant digits."""
+    """Returns ``"70.6 B"`` for a number of parameters: powers of ten, three significant digits."""
     return _scaled(count, "", (*"TBMk", "")).strip()

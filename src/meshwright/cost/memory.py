@@ -368,7 +368,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
 
     Training gathers the weights of a whole repeat ahead; a forward pass alone gathers each for its product.
     """
-    shared = (derived.shared[name] for name in derived.program.further(block.name))
+    shared = (derived.shared[name] for name in derived.program.inputs_from_earlier_stacks(block.name))
     held = {*block.kept, *(array for one in shared for array in (one.given, one.cotangent))}
     elsewhere = {*held, *(derived.declared.values() if _trains(derived) else ())}
 

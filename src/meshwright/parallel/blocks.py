@@ -77,7 +77,7 @@ class BlockPasses:
     @cached_property
     def further(self) -> tuple[str, ...]:
         """Results of earlier stacks that the block reads."""
-        return self.derived.program.further(self.steps.block.name)
+        return self.derived.program.inputs_from_earlier_stacks(self.steps.block.name)
 
     @cached_property
     def counts(self) -> dict[str, ShardedArray]:

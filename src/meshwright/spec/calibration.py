@@ -42,20 +42,20 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The share of data-sheet rates that programs reach; the defaults are the data sheet itself.
 
     Shares of rates that large enough work reaches: ``compute`` (matrix products), ``attention`` (of the same peak, by
-    fused kernels), ``hbm``, and every level of the network; ``narrow`` is a further share per dtype below 16
-    bits, ``portable`` one of attention in kernels that are not written for the chip.
-    Shapes: a product over K takes (1 + contraction_half / K) as long, one of few output tiles
-    (1 + tile_tail x processors x tile / outputs), attention with heads of width H (1 + head_half / H), of
-    T positions (1 + rows_half / T).
-    ``eager_traffic`` is the traffic through memory of elementwise ops with eager dispatch, over that of fused ones.
+    fused kernels), ``hbm``, and every level of the network. ``narrow`` is a further factor per dtype below 16 bits,
+    ``portable`` a further factor for attention in kernels that are not written for the chip.
+    Shapes multiply times: a product that sums over K by 1 + contraction_half / K, a product with few output tiles by
+    1 + tile_tail x processors x tile / outputs, attention with heads of width H by 1 + head_half / H, attention over T
+    positions by 1 + rows_half / T.
+    ``eager_traffic`` is the memory traffic of elementwise ops with eager dispatch over the traffic of fused ones.
     Seconds: ``kernel_s`` on the device for every kernel; with eager dispatch the host needs ``host_kernel_s`` for
     each, and ``host_microbatch_s`` for each microbatch.
-    ``overlap`` is the exponent p with which two things that partly hide each other (compute and memory in a kernel,
-    compute and communication in a layer, a pass and what goes once a step) take (a^p + b^p)^(1/p); None is the data
-    sheet's view: the longer of the two, with exposed communication added in full. ``straggler`` is the slowdown for
-    every doubling of hosts.
+    ``overlap`` is an exponent p: two things that partly hide each other (compute and memory in a kernel, compute and
+    communication in a layer, a pass and the collectives of a step) take (a^p + b^p)^(1/p). None is the data sheet's
+    view: the longer of the two, with exposed communication added in full. ``straggler`` is the slowdown for every
+    doubling of hosts.
     ``low`` and ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile, for
-    dense models; ``low_experts`` and ``high_experts`` for those with experts.
+    dense models; ``low_experts`` and ``high_experts`` are these for models with experts.
     """
 
     compute: float = 1.0
@@ -91,11 +91,11 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds that ops of one kind take, inside a step, for each unit of what they do; the sum is an op's time.
+    """Seconds that ops of one kind take, inside a step, for each unit of work; an op's time is the sum.
 
-    ``flop`` for each FLOP that is computed, ``score`` for each score of attention, ``byte`` for each byte read or
-    written, ``kept_byte`` for each of a result that is also put into the stack of what the layers hold for their
-    backward pass, ``call`` for each call of a kernel.
+    ``flop`` is for each FLOP, ``score`` for each score of attention, ``byte`` for each byte read or written,
+    ``kept_byte`` for each byte of a result that is also copied into the stack that layers keep for their backward pass,
+    ``call`` for each call of a kernel.
     """
 
     flop: float = 0.0
@@ -108,11 +108,11 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rates of one emulated device inside a step, while all others compute. No overlap: times add up.
 
-    ``product`` is the pace of matrix products, ``ops`` those of other kinds of ops, attention's two passes among them,
-    and ``stream`` that of kinds which are not there. Loops over layers copy what they read and keep into and out of
-    stacks, ``loop_byte`` seconds for each byte. In a step, whose devices come one after the other, a collective takes
-    ``waits`` times the time of its bytes in a row of others and ``meets`` times their latency; ``kernel_s`` is the gap
-    before an op of one device alone.
+    ``product`` is the pace of matrix products, ``ops`` the paces of other kinds of ops (each pass of attention is one),
+    and ``stream`` the pace of kinds that ``ops`` lacks. Loops over layers copy their inputs and saved results into and
+    out of stacks, in ``loop_byte`` seconds for each byte. Inside a step devices reach a collective at different times:
+    its bytes take ``waits`` times as long as in a series of collectives alone, its latency ``meets`` times as long.
+    ``kernel_s`` is the gap before each op where there is only one device.
     """
 
     product: Pace
@@ -127,10 +127,10 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured rates of a machine. Anything not measured falls back on the chip's data sheet.
 
-    Rates are per device; where ``devices`` share one machine they are of so many at once. ``matmul_flops_per_s`` are of
-    products as a step has them, ``peak_flops_per_s`` of the best product that was found, which utilisation is a share
-    of where there is no data sheet. ``sources`` says where each figure came from; a figure that was measured names the
-    command or the paper.
+    Rates are per device; where ``devices`` share one machine, they are measured with all of them at work.
+    ``matmul_flops_per_s`` are the rates of products as a step has them, ``peak_flops_per_s`` those of the best product
+    measured: without a data sheet, utilisation is a share of these. ``sources`` says where each figure came from; a
+    measured figure names the command or the paper.
     """
 
     name: str
@@ -201,7 +201,7 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
 def attention_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
     """Returns FLOP/s of attention, softmax included: as measured, else its share of the peak.
 
-    Attention keeps 16 bits where products are narrower. Without a share of its own it has that of products.
+    Attention keeps 16 bits where products are narrower. Without a share of its own it has the rate of products.
     """
     dtype = "bf16" if DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16") else dtype
     measured, share = calibration.attention_flops_per_s.get(dtype), calibration.efficiency.attention
@@ -216,7 +216,7 @@ def peak_known(chip: Chip, dtype: str) -> bool:
 
 
 def reference_peak(chip: Chip, calibration: Calibration, dtype: str) -> float:
-    """Returns the FLOP/s that MFU is a share of: the data-sheet peak, else that of the best product measured."""
+    """Returns the FLOP/s that MFU is a share of: the data-sheet peak, else the rate of the best product measured."""
     if chip.peak_flops:
         return peak(chip, dtype)
     return max(calibration.peak_flops_per_s.get(dtype, 0.0), matmul_rate(chip, calibration, dtype))
@@ -237,7 +237,7 @@ def memory_bytes(chip: Chip, calibration: Calibration) -> float:
 
 
 def collective_rate(calibration: Calibration, kind: CollectiveKind, group_size: int) -> CollectiveRate:
-    """Returns the measured rate of that kind whose group size is closest, as a ratio."""
+    """Returns the measured rate of that kind with the closest group size, as a ratio. Raises InputError without any."""
     same = [rate for rate in calibration.collectives if rate.kind == kind]
     if not same:
         raise InputError(

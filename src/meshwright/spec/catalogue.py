@@ -32,12 +32,12 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def models() -> tuple[str, ...]:
-    """Names of the catalogue, sorted. Reads no file: `model` parses the one that is asked for."""
+    """Returns the names of the catalogue, sorted, without reading a file."""
     return tuple(sorted(file.name.removesuffix(".json") for file in _FOLDER.glob("*.json")))
 
 
 def entry(name: str) -> CatalogueEntry:
-    """The catalogue's file of that name; InputError with the nearest name when there is none."""
+    """Returns the catalogue's entry of that name. Raises InputError with the nearest name if there is none."""
     file = _FOLDER / f"{name}.json"
     if "/" in name or not file.is_file():
         raise InputError(
@@ -58,14 +58,14 @@ def has_weights(folder: Path) -> bool:
 
 
 def weights_of(name: str) -> str:
-    """Returns the folder of the weights of a model that is given as for `load_model`; "" where it has none."""
+    """Returns the folder with the weights of a model, whose ``name`` is as for `load_model`; "" where it has none."""
     path = Path(name).expanduser()
     folder = path.parent if path.name == "config.json" else path
     return str(folder.absolute()) if name not in models() and has_weights(folder) else ""
 
 
 def load_model(name: str | Path) -> Model:
-    """The model of a catalogue name, or of a path to a config.json or to the folder that holds one.
+    """Returns the model of a catalogue name, or of a path to a config.json or to its folder.
 
     A catalogue name wins over a folder of the same name; write ``./name`` for the folder.
     """
@@ -74,7 +74,7 @@ def load_model(name: str | Path) -> Model:
         return _catalogue_model(name)
     if name.endswith(".toml"):
         raise InputError(
-            f"{name} is no model. Name one, or its config.json; explain, verify, train, profile take plans."
+            f"{name} is no model. Name one, or its config.json; explain, verify, train and profile take plan files."
         )
     if "/" in name or "\\" in name or name.endswith(".json") or (name and Path(name).exists()):
         return model_from_config(Path(name))

@@ -27,8 +27,8 @@ _NARROW_FLOATS = {"fp8", "fp4"}
 
 
 class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A TPU as libtpu knows it: ``name`` before the sizes of a topology. ``note`` says what a compiled program of one
-    cannot show."""
+    """A TPU as libtpu knows it: a topology's text is ``name``, a colon and sizes. ``note`` says what a program compiled
+    for it cannot show."""
 
     name: str
     chip_config_name: str = ""
@@ -36,7 +36,7 @@ class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class XlaGpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of XLA's GpuTargetConfigProto, with which it compiles for a GPU that is absent."""
+    """Figures of XLA's GpuTargetConfigProto, from which XLA compiles for a GPU that is absent."""
 
     description: str
     capability: str
@@ -55,11 +55,11 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One accelerator as its data sheet gives it. ``None`` means not known, never zero.
 
     Peaks are dense FLOP/s. Every bandwidth is ONE way and per chip, except ``dcn_bytes_per_s_per_host``;
-    ``ici_link_bytes_per_s`` is per torus axis and direction, so a ring uses twice of it. The latencies
+    ``ici_link_bytes_per_s`` is per torus axis and direction, so a ring uses twice that. The latencies
     ``*_hop_s`` other than the ICI's are round assumptions where no source is given; a calibration replaces them.
-    ``family`` says whose fitted numbers the chip has: its own, or those of its nearest relative that was measured.
+    ``family`` says whose fitted numbers apply: the chip's own, or those of its nearest relative that was measured.
     ``device_kind`` is a pattern of what its devices call themselves, in small letters and with spaces for - and _;
-    ``libtpu`` or ``xla_gpu`` is what programs are compiled for. A chip based on another has none of these from it.
+    ``libtpu`` or ``xla_gpu`` is what programs are compiled for. A chip inherits none of these four from its base.
     """
 
     name: str
@@ -132,23 +132,23 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def ici_axis_bytes_per_s(self) -> float | None:
-        """Both directions of one torus axis: the W of the ring formulas."""
+        """Bandwidth of one torus axis in both directions together: the W of the ring formulas."""
         return None if self.ici_link_bytes_per_s is None else 2 * self.ici_link_bytes_per_s
 
     @property
     def dcn_bytes_per_s(self) -> float | None:
-        """Share of its host's data-centre network that one chip has."""
+        """Bandwidth of one chip into the data-centre network: its share of the host's."""
         if self.dcn_bytes_per_s_per_host is None or self.chips_per_host is None:
             return None
         return self.dcn_bytes_per_s_per_host / self.chips_per_host
 
     def priced(self, usd_per_hour: float) -> "Chip":
-        """Returns the chip at another price. Raises InputError for one that is no number of at least 0."""
+        """Returns the chip at another price. Raises InputError for a price that is not a number of at least 0."""
         try:
             return msgspec.structs.replace(self, price_usd_per_hour=usd_per_hour)
         except ValueError:
             raise InputError(
-                f"--price {usd_per_hour:g} is no price. Give dollars of a chip and hour, such as 2.5."
+                f"--price {usd_per_hour:g} is no price. Give dollars per chip and hour, such as 2.5."
             ) from None
 
     @property
@@ -160,8 +160,8 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def peak(chip: Chip, dtype: str) -> float:
     """Returns dense FLOP/s of matrix products whose operands are ``dtype``.
 
-    fp16 runs at the bf16 rate where the table gives only that one, and the other way round never: a V100
-    has fp16 and no bf16. Any other dtype that the chip lacks is an InputError that names those it has.
+    fp16 runs at the bf16 rate where the table has no fp16; bf16 never runs at the fp16 rate, as a V100 has fp16 and
+    no bf16. Raises InputError for any other dtype that the chip lacks, naming those that it has.
     """
     rate = chip.peak_flops.get(dtype)
     if rate is None and dtype == "fp16":
@@ -176,9 +176,9 @@ def peak(chip: Chip, dtype: str) -> float:
 
 
 def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:
-    """Returns the dtype in which a product is computed: the widest operand, as in int8 weights x bf16 activations.
+    """Returns the dtype in which a product is computed: the widest operand's, as in int8 weights x bf16 activations.
 
-    Narrower storage that the chip cannot multiply (int4, or fp8 on a v5e) is widened to bf16.
+    A narrower dtype that the chip cannot multiply (int4, or fp8 on a v5e) is widened to bf16, or fp16 without bf16.
     """
     order = ["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4", "int4"]
     for dtype in operand_dtypes:
@@ -210,7 +210,7 @@ def vector_peak_from_anatomy(chip: Chip) -> float:
 
 
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the entry into its base, which may have one; see `_NOT_INHERITED` and `PAID_FOR`."""
+    """Merges the entry into its base, which may have a base too; see `_NOT_INHERITED` and `PAID_FOR`."""
     base_name = entry.get("base")
     if base_name is None:
         return dict(entry)
@@ -254,9 +254,9 @@ def chip(name: str) -> Chip:
 
 
 def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
-    """Returns a field of a chip, else of the catalogue's chip of its name.
+    """Returns a field of a chip, or if it is empty that of the catalogue's chip of the same name.
 
-    Plan files of earlier versions and tables that persons write name a chip without saying everything of it.
+    Plan files of earlier versions, and tables that persons write, name a chip without all of its fields.
     """
     found = chips().get(name or chip.name)
     return getattr(chip, field) or (getattr(found, field) if found else None)
@@ -273,16 +273,16 @@ def read_chip(path: Path) -> Chip:
         with file.at(at):
             return chip(table)
     if not isinstance(table, dict):
-        raise file.error(at, "a file of one's own has one table [chip].")
+        raise file.error(at, "chip is neither a table nor a name. Write one table [chip].")
     file.check_keys((*Chip.__struct_fields__, "base"), at=at)
     with file.at(at):
         return chip_from_table(table)
 
 
 def chip_from_table(table: Mapping[str, Any]) -> Chip:
-    """Returns the chip of a table: complete, or a ``base`` of the catalogue and what differs.
+    """Returns the chip of a table, which is complete or has a ``base`` of the catalogue and the fields that differ.
 
-    What it gives has no source but the table. A base's price and power stay behind, see `PAID_FOR`.
+    The source of fields in the table is "given". The price and power of a base are not inherited, see `PAID_FOR`.
     """
     base = table.get("base")
     for name, kind in (("base", str), ("peak_flops", dict), ("sources", dict)):

@@ -16,10 +16,10 @@ from meshwright.spec.cluster_shapes import can_twist, complete_shape, times, tor
 Topology = Literal["torus", "switched", "host"]
 
 LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
-"""Units of a switched cluster's sizes, innermost first: chips of a domain, nodes of a rack, racks of a pod..."""
+"""Levels of a switched cluster, innermost first; its sizes count chips of a domain, nodes of a rack, racks of a pod."""
 
 CHIP_NAME = r"[A-Za-z][\w.-]*|[^*]+\.toml"
-"""A chip of the catalogue, or a file."""
+"""Pattern of a chip's name in the catalogue, or of a file with a chip."""
 _TEXT = re.compile(rf"(?:(\d{{1,18}})\*)?({CHIP_NAME}):(\d{{1,18}}(?:x\d{{1,18}})*)(_twisted)?", re.ASCII)
 _CHIPS = re.compile(rf"(?:{CHIP_NAME}):\d+chips")
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
@@ -28,8 +28,8 @@ _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (
 class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of one level of a switched cluster; None takes the chip's own.
 
-    ``bytes_per_s`` is one way and per chip, what a chip gets when all use the level at once; it is divided by
-    ``oversubscription`` (7 where the links up are a seventh of those down).
+    ``bytes_per_s`` is per chip and direction, with all chips using the level at once; it is divided by
+    ``oversubscription`` (7 where links upwards have a seventh of the bandwidth of links downwards).
     """
 
     name: str
@@ -42,7 +42,7 @@ class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _SizedLevel(NetworkLevel, frozen=True, kw_only=True):
-    """A level as a file has it; without a name it has that of its place."""
+    """A level as a file has it; without a name it gets the one at its place in `LEVEL_NAMES`."""
 
     name: str = ""
     size: int
@@ -65,9 +65,9 @@ class _LevelsFile(_ClusterFile, frozen=True, kw_only=True):
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``num_slices`` equal slices of ``shape`` chips.
 
-    ``shape`` is the torus (one number per axis), (domain, nodes) of a switched cluster with further levels behind
-    them, or (devices,) of a host. ``levels`` are the figures of a switched cluster's levels, innermost first, where
-    they differ from the chip's; ``twisted`` a torus whose short axes wrap around to the middle of the long ones.
+    ``shape`` is the torus (one number per axis), (domain, nodes, then sizes of further levels) of a switched cluster,
+    or (devices,) of a host. ``levels`` are the figures of a switched cluster's levels, innermost first, where they
+    differ from the chip's; a ``twisted`` torus has short axes that wrap around to the middle of the long ones.
     """
 
     chip: Chip
@@ -85,7 +85,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
         if self.twisted and not can_twist(self.chip, self.shape):
             raise InputError(
-                f"{self.short_name}: no such torus can be twisted. The shapes are k x k x 2k and k x 2k x 2k of "
+                f"{self.short_name}: this torus cannot be twisted. The shapes are k x k x 2k and k x 2k x 2k of "
                 f"TPU v4 and v5p, k a multiple of 4, such as v4p:4x4x8_twisted."
             )
         if self.levels and (self.kind != "switched" or len(self.levels) != len(self.shape)):
@@ -139,8 +139,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def wraps(self) -> tuple[bool, ...]:
         """Per torus axis, True if a link closes it into a ring.
 
-        Two-axis chips wrap on an axis of 16 only. Three-axis chips wrap through optical switches, which join
-        whole cubes of 4x4x4: all axes must be multiples of 4. Source: How to Scale Your Model, section 2.2.
+        Two-axis chips wrap only on an axis as long as the pod's (16 on a v5e). Three-axis chips wrap through optical
+        switches, which join whole cubes of 4x4x4, if all axes are multiples of 4. Source: How to Scale Your Model,
+        section 2.2.
         """
         return torus_wraps(self.chip, self.shape)
 
@@ -160,11 +161,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster of ``"v5p:16x20x28"``, ``"4*v5e:16x16"``, ``"v4p:4x4x8_twisted"``, ``"h100:8x2x192x8"``, ``"cpu:8"``.
+    """Returns the cluster of a text such as "v5p:16x20x28", "4*v5e:16x16", "v4p:4x4x8_twisted" or "h100:8x2x192x8".
 
     The sizes of a switched cluster are its domain and nodes, or domain, nodes of a rack, racks of a pod and pods.
-    A ``.toml`` file in place of the chip's name is a chip of one's own (`read_chip`); alone it is a cluster. Raises
-    InputError in one line otherwise.
+    A ``.toml`` file in place of the chip's name is read by `read_chip`; a text that is only a file by `read_cluster`.
+    Raises InputError for any other text.
     """
     text = text.strip()
     if text.endswith(".toml"):
@@ -193,7 +194,7 @@ def make_cluster(
     twisted: bool = False,
     levels: tuple[NetworkLevel, ...] = (),
 ) -> Cluster:
-    """Returns a checked cluster: axes completed with 1, sizes positive and inside what the chip can be wired to."""
+    """Returns a cluster, its shape completed with sizes of 1. Raises InputError for a shape that cannot be wired."""
     whole = complete_shape(chip, shape, num_slices)
     return Cluster(chip=chip, shape=whole, num_slices=num_slices, twisted=twisted, levels=levels)
 
@@ -201,9 +202,9 @@ def make_cluster(
 def read_cluster(path: Path) -> Cluster:
     """Reads the cluster of a TOML file: ``chip`` (a name, or a table of figures), then ``shape`` or ``[[levels]]``.
 
-    A chip table is complete or has a ``base`` of the catalogue and only what differs. ``num_slices`` and ``twisted``
-    go with a shape. Each of ``[[levels]]``, innermost first, has a ``size`` and may have a ``name``, ``bytes_per_s``,
-    ``hop_s`` and ``oversubscription``.
+    A chip table is complete, or has a ``base`` of the catalogue and the figures that differ. ``num_slices`` and
+    ``twisted`` accompany a shape. Each of ``[[levels]]``, innermost first, has a ``size`` and may have a ``name``,
+    ``bytes_per_s``, ``hop_s`` and ``oversubscription``.
     """
     file = read_toml(path)
     if {"base", "peak_flops", "hbm_bytes"} & file.data.keys():

@@ -1,4 +1,4 @@
-"""The shapes to which chips can be wired, and errors that name one for those to which they cannot."""
+"""The shapes in which chips can be wired; errors for other shapes name a valid one."""
 
 import math
 
@@ -14,11 +14,11 @@ MAX_CHIPS = 10_000_000
 """Limit of chips in a cluster, far above any: some searches count through the divisors."""
 
 MAX_LEVELS = 5
-"""Limit of levels in a switched cluster: domain, rack, pod, cluster, and one more."""
+"""Limit of levels in a switched cluster: as many as `cluster.LEVEL_NAMES`."""
 
 
 def torus_wraps(chip: Chip, shape: ClusterShape) -> tuple[bool, ...]:
-    """Per axis, True if a slice of this shape has wraparound links. See ``Cluster.wraps``."""
+    """Returns for each axis whether a slice of this shape has wraparound links on it. See ``Cluster.wraps``."""
     if chip.topology != "torus" or chip.wrap_multiple is None:
         return (False,) * len(shape)
     full = [size > 1 and size % chip.wrap_multiple == 0 for size in shape]
@@ -52,9 +52,7 @@ def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterSha
     axes = chip.num_ici_axes or len(shape)
     given = f"{chip.name}:{times(shape)}"
     if len(shape) > axes:
-        raise InputError(
-            f"{given} has {len(shape)} torus axes and {chip.name} has {axes}. {_advice(chip, shape, axes)}"
-        )
+        raise InputError(f"{given} has {len(shape)} torus axes; {chip.name} has {axes}. {_advice(chip, shape, axes)}")
     if len(shape) == 1 and shape[0] > 1 and axes > 1:
         raise InputError(f"{given} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
     if axes == 2 and any(size > limit for size, limit in zip(shape, chip.pod_shape, strict=False)):
@@ -66,7 +64,7 @@ def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterSha
     if chip.max_chips is not None and math.prod(shape) > chip.max_chips:
         pod = f" ({times(chip.pod_shape)})" if chip.pod_shape else ""
         raise InputError(
-            f"{given} has {math.prod(shape)} chips and a pod of {chip.name} {chip.max_chips}{pod}."
+            f"{given} has {math.prod(shape)} chips; a pod of {chip.name} has {chip.max_chips}{pod}."
             f" Name a smaller slice, or several: 2*{chip.name}:16x16x16."
         )
     if num_slices > 1 and chip.dcn_bytes_per_s is None:
@@ -80,7 +78,7 @@ def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> Cluster
         raise InputError(f"{num_slices}*{given}: slices are for TPUs. Write domain x nodes: {chip.name}:8x256.")
     if len(shape) > MAX_LEVELS:
         raise InputError(
-            f"{given} has {len(shape)} sizes and at most {MAX_LEVELS} are read."
+            f"{given} has {len(shape)} sizes; at most {MAX_LEVELS} are read."
             f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:8x2x192x8."
         )
     domain, nodes = shape[0], math.prod(shape[1:])
@@ -88,7 +86,7 @@ def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> Cluster
     if limit is not None and domain > limit:
         whole = -(-domain * nodes // limit)
         raise InputError(
-            f"{given} asks for {domain} chips in one domain and {chip.name} joins {limit}."
+            f"{given} asks for {domain} chips in one domain; a domain of {chip.name} has at most {limit}."
             f" Write domain x nodes: {chip.name}:{limit}x{whole}."
         )
     return shape if len(shape) > 1 else (domain, 1)
@@ -96,7 +94,7 @@ def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> Cluster
 
 def _host_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
     if len(shape) != 1 or num_slices != 1:
-        raise InputError(f"{chip.name}:{times(shape)}: this machine is a number of devices, such as {chip.name}:8.")
+        raise InputError(f"{chip.name}:{times(shape)} has a shape. Give a number of devices, such as {chip.name}:8.")
     if shape[0] > MAX_HOST_DEVICES:
         raise InputError(
             f"{chip.name}:{shape[0]} asks for {shape[0]} emulated devices on one machine; "
@@ -106,7 +104,7 @@ def _host_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShap
 
 
 def times(shape: ClusterShape) -> str:
-    """``"16x20x28"``."""
+    """Returns a shape as text: ``"16x20x28"``."""
     return "x".join(map(str, shape))
 
 
@@ -115,7 +113,7 @@ def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
 
 
 def balanced_shape(num_chips: int, num_axes: int) -> ClusterShape:
-    """Factors ``num_chips`` into sizes as equal as possible, smallest first."""
+    """Returns factors of ``num_chips`` that are as equal as possible, smallest first."""
     if num_axes == 1:
         return (num_chips,)
     first = max(size for size in range(1, round(num_chips ** (1 / num_axes)) + 1) if num_chips % size == 0)

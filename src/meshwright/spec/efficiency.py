@@ -1,6 +1,6 @@
 """Fitted numbers: the share of data-sheet rates that real training programs reach, for every chip of the catalogue.
 
-At most 40 named numbers in all, in ``data/efficiency.toml`` with what they were fitted on. A number is
+``data/efficiency.toml`` has at most 40 numbers by name, and says on which steps they were fitted. A number is
 global, or belongs to a family of chips or a kind of network.
 """
 
@@ -18,8 +18,8 @@ from meshwright.spec.chip import Chip, catalogued
 FILE = Path(__file__).parent / "data" / "efficiency.toml"
 
 BLACKWELL_WATTS_PER_FLOPS = 1000 / 2250e12
-"""A B200's power over its dense bf16 peak. Blackwell boards run their products as fast as their power allows: those
-with more peak for the same power reach less of it."""
+"""A B200's power over its dense bf16 peak. Power limits the products of Blackwell boards: a board with more peak for
+the same power reaches a smaller share of it."""
 
 
 class FittedNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,12 +57,12 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
 
 def family(chip: Chip) -> str | None:
     """Returns the family whose numbers apply to a chip; None for a chip without a family, such as a CPU."""
-    # figures changed in a file leave a chip the relative that it was
+    # a chip whose figures a file changes keeps the family of its base
     return catalogued(chip, "family", name=chip.name.removesuffix("-custom")) or None
 
 
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:
-    """Selects the numbers that apply to one chip."""
+    """Returns a chip's efficiency: each number of its family ``base``, else of its kind of network, else of all."""
     kind = "tpu" if chip.topology == "torus" else "gpu"
     found: dict[str, Any] = {}
     for name in Efficiency.__struct_fields__:

@@ -17,10 +17,10 @@ JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 class Job(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The work of one step on ``batch_seqs`` sequences.
 
-    A step of kind "train" trains on ``seq_len`` tokens of each, ``train_tokens`` in all steps, and updates the weights
-    by the ``optimizer``; ``weights`` is the folder of those that it starts from, "" for random ones. "prefill" runs
-    prompts of ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one more token of each
-    sequence against a cache of ``seq_len`` positions.
+    A step of kind "train" trains on ``seq_len`` tokens of each, and updates the weights by the ``optimizer``; all steps
+    together train on ``train_tokens``. ``weights`` is the folder with the weights before the first step, "" for random
+    ones. "prefill" runs prompts of ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one
+    more token of each sequence against a cache of ``seq_len`` positions.
     """
 
     kind: str = "train"
@@ -38,7 +38,7 @@ class Job(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"job.kind {self.kind!r} is not known.{nearest(self.kind, JOB_KINDS)} Use one of {options}."
             )
         if self.kind != "train" and self.train_tokens is not None:
-            raise InputError(f"job.train_tokens is of training; leave it out of a job of kind {self.kind}.")
+            raise InputError(f"job.train_tokens is for jobs of kind train. Leave it out of a job of kind {self.kind}.")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"job.optimizer {self.optimizer!r} is not known.{nearest(self.optimizer, OPTIMIZERS)}")
         for name in ("batch_seqs", "seq_len"):
@@ -71,14 +71,14 @@ def require_training(job: Job, verb: str) -> None:
 
 
 def optimizer_words(job: Job) -> str:
-    """Returns ", optimizer lion" for a training job without AdamW, else the empty text."""
+    """Returns ", optimizer lion" for a training job with another optimizer than AdamW, else the empty text."""
     return f", optimizer {job.optimizer}" if job.trains and job.optimizer != "adamw" else ""
 
 
 def parse_batch(text: str, *, seq_len: int) -> int:
-    """Sequences per step from ``"4Mi"`` (tokens) or ``"1024seq"``.
+    """Returns the sequences per step from ``"4Mi"`` (tokens) or ``"1024seq"``.
 
-    Raises InputError when the tokens are not a whole number of sequences, naming the nearest that are.
+    Raises InputError if the tokens are not a whole number of sequences, naming the nearest such number.
     """
     if seq_len < 1:
         raise InputError(f"seq={seq_len} must be at least 1 token.")

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as frozen plain data: every size and switch that counting, planning or running needs."""
+"""A transformer as frozen plain data: every size and switch that counting, planning or running needs."""
 
 import math
 from typing import Literal, get_args
@@ -30,7 +30,7 @@ Family = Literal[
     "granite",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
-"""Families that are counted and planned; `Model.runs_here` says which also run."""
+"""Families that are counted and planned; `Model.runs_here` says whether a model of one also runs."""
 
 RUNNABLE_ACTIVATIONS = (
     "silu",
@@ -69,7 +69,7 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
 
 
 class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The encoder beside a decoder, of the same widths: its layers, and the positions of a row that it reads."""
+    """The encoder beside a decoder, of the same widths: its number of layers, and the positions of each of its rows."""
 
     num_layers: int
     length: int
@@ -88,15 +88,14 @@ LORA_TARGETS = {
 
 _TARGET_GROUPS = {"attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down"), "all-linear": tuple(LORA_TARGETS)}
 
-
 GROUP = 64
-"""Inputs that share a scale in a quantised base; of a dim that it does not divide, their greatest common divisor."""
+"""Inputs that share a scale in a quantised base: the greatest common divisor of this number and the size of the dim."""
 
 
 class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Low-rank adapters beside frozen weights: y = x W + (alpha / rank) (x A) B, of which A and B train.
 
-    ``targets`` are of `LORA_TARGETS`, or "attention", "mlp" or "all-linear". All other weights of the model are frozen;
+    ``targets`` are keys of `LORA_TARGETS`, or "attention", "mlp" or "all-linear". All weights of the model are frozen;
     ``base`` is how matrices of the layers are stored: "" as the training state says, else in whole numbers with a scale
     for each `GROUP` inputs. Defaults are PEFT's. Source: Hu et al., 2021.
     """
@@ -137,10 +136,10 @@ class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 MAX_LAYERS = 10_000
-"""Far above any model: the weight table names every layer."""
+"""Limit on layers, far above any model: the weight table names every layer."""
 
 MAX_SIZE = 2**40
-"""Far above any size of a model, so that products of sizes stay floats."""
+"""Limit on sizes, far above any model, so that products of sizes stay floats."""
 
 
 class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -149,9 +148,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     ``d_ff`` is the width of dense feed-forward layers, ``d_ff_expert`` of one routed expert and
     ``d_ff_shared`` of all shared experts together. With latent attention (``kv_lora_rank`` > 0) ``head_dim``
-    is the width of a query, ``qk_nope_head_dim + qk_rope_head_dim``. With ``relative_buckets`` positions are known from
-    a bias of each head for each bucket of distances (T5), up to ``relative_distance``. With ``lora`` adapters train and
-    the weights of the model itself are frozen.
+    is the width of a query, ``qk_nope_head_dim + qk_rope_head_dim``. With ``relative_buckets`` the scores of attention
+    have a bias of each head for each bucket of distances (T5); from ``relative_distance`` on, all distances share the
+    last bucket. With ``lora`` adapters train and the weights of the model itself are frozen.
     """
 
     name: str
@@ -210,8 +209,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     router_bias: bool = False
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     gates_sum_to_one: bool = False  # weights of the chosen experts are divided by their sum
-    routed_scale: float = 1.0  # factor on them afterwards
-    expert_groups: int = 0  # experts are chosen from the best groups_per_token of so many groups; 0: from all
+    routed_scale: float = 1.0  # factor on the weights of the chosen experts, applied last
+    expert_groups: int = 0  # groups of experts; a token chooses from its best groups_per_token groups; 0: from all
     groups_per_token: int = 0
     dense_layers: tuple[int, ...] = ()  # layers without experts, in a model that has experts
 
@@ -253,16 +252,16 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"Use a divisor of {self.num_heads}."
             )
         if self.encoder and (self.latent_attention or min(self.encoder.num_layers, self.encoder.length) < 1):
-            raise InputError(f"{self.name}: an encoder needs at least one layer and position, and plain attention.")
+            raise InputError(f"{self.name}: an encoder needs at least 1 layer and 1 position, and kv_lora_rank=0.")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise InputError(
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
                 f"Use 1 to {self.num_experts}."
             )
         if self.lora and (self.encoder or self.latent_attention):
-            raise InputError(f"{self.name}: lora needs a decoder with plain attention. Leave it out.")
+            raise InputError(f"{self.name}: lora needs a model without encoder or latent attention. Leave lora out.")
         if self.lora and self.num_experts and not self.lora.weights.keys() <= {"wq", "wk", "wv", "wo"}:
-            raise InputError(f"{self.name}: adapters of experts do not exist here. Use lora.targets=attention.")
+            raise InputError(f"{self.name}: experts cannot have adapters in this version. Use lora.targets=attention.")
         groups, chosen = self.expert_groups, self.groups_per_token
         in_group = self.num_experts // max(groups, 1)
         whole = groups and self.num_experts % groups == 0 and 1 <= chosen <= groups
@@ -283,9 +282,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def dims(self) -> dict[str, int]:
-        """Letter to size. Experts add E, Ea (of one token), Fe, Fs (shared); latent attention Rq, Rkv, Hn, Hr, Hv; an
-        encoder S, its positions, and Ps, those of its table; relative positions R; adapters Ra, their rank; a
-        quantised base Dg, Fg, Hg, its groups of inputs."""
+        """Maps letters of `core.dims` to sizes: D F N K G H V L, and the letters of further parts that it has."""
         sizes = {
             "D": self.d_model,
             "F": self.d_ff,
@@ -332,8 +329,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def attention_scale(self) -> float:
-        """Factor on the attention scores, the model's own or ``1 / sqrt(query_pre_attn_scalar or H)``; DeepSeek's yarn
-        adds its own."""
+        """Factor on the attention scores: the model's own or ``1 / sqrt(query_pre_attn_scalar or H)``; with latent
+        attention and YaRN it is multiplied by the square of `yarn_mscale`."""
         scale = self.attention_multiplier or (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         scaling = self.rope_scaling
         if self.latent_attention and scaling is not None and scaling.mscale_all_dim:
@@ -349,7 +346,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def missing_to_run(self) -> str:
         """Names the feature that `nn` cannot run; empty if it runs."""
         if self.router_scores == "sigmoid" and self.num_experts < 2 * self.expert_groups:
-            return "groups of one expert, where the best two decide"
+            return "groups of one expert, but the best two experts of a group rank it"
         if self.activation not in RUNNABLE_ACTIVATIONS:
             return f"activation {self.activation}"
         return ""

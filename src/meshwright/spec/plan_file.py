@@ -1,4 +1,4 @@
-"""The plan file: one TOML file that holds a plan whole, so that every verb can start from it."""
+"""The plan file: one TOML file with all of a plan, so that every verb can start from it."""
 
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,17 +19,16 @@ N = TypeVar("N")
 
 
 class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One training step predicted, in the units of the names; every number N may be an array with one entry per
-    candidate.
+    """The prediction of one training step; every number N may be an array with one entry per candidate.
 
-    ``step_s_lower`` and ``step_s_upper`` are bounds by data: perfect overlap of everything, and none. ``step_s_p10``
-    and ``step_s_p90`` hold the measured time in 8 of 10 cases, as far as published measurements go; None for rates
-    that nothing has been fitted to.
+    ``step_s_lower`` assumes perfect overlap of everything, ``step_s_upper`` none. The measured time of 8 in 10
+    published steps was between ``step_s_p10`` and ``step_s_p90``, relative to ``step_s``; both are None for rates that
+    are not fitted.
 
-    ``flops`` are those that all devices execute; ``hfu`` counts attention's masked blocks too, as ``mfu`` does.
-    ``terms`` are seconds of each kind of work by itself, before any overlap: matmul, attention, elementwise, loss_head,
-    optimizer, a collective per mesh-axis group, latency. ``train_days`` and ``cost_usd`` are of all tokens of the job,
-    None where the tokens or the chip's price are not known.
+    ``flops`` is the number that all devices execute; ``hfu`` also counts attention's masked blocks, as ``mfu`` does.
+    ``memory`` is in bytes per chip. ``terms`` are seconds of each kind of work by itself, before any overlap: matmul,
+    attention, elementwise, loss_head, optimizer, a collective per group of mesh axes, latency. ``train_days`` and
+    ``cost_usd`` are for all tokens of the job, None where the tokens or the chip's price are not known.
     """
 
     step_s: N
@@ -54,7 +53,7 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
 
 
 class Plan(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model, the chips it runs on, the job, how it is split, and the prediction with its rates and assumptions."""
+    """A model, its cluster, job and strategy, and the prediction with its rates and assumptions."""
 
     version: int = VERSION
     model: Model
@@ -105,7 +104,7 @@ def _decode(file: TomlFile) -> Plan:
 
 
 def _move_bound(file: TomlFile) -> None:
-    """Gives the strategy the bound on the slots of experts that an imbalance stood for in older files."""
+    """Sets the strategy's bound on the slots of experts, which older files give as an imbalance."""
     strategy, assumed = file.data.get("strategy"), file.data.get("assumptions")
     load = assumed.get("imbalance") if isinstance(assumed, dict) else None
     if isinstance(strategy, dict) and isinstance(load, int | float) and load > 1:

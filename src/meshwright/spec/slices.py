@@ -27,12 +27,12 @@ def parse_clusters(text: str) -> tuple[Cluster, ...]:
 def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
     """Returns every cluster of ``num_chips``, highest bisection first.
 
-    Chips joined by optical switches form any torus of whole 4x4x4 cubes, also twisted where the shape allows, and
-    below a cube a box inside one; two-axis chips a rectangle in a pod; more chips than a pod holds several equal
-    slices, as few as possible. Switches give whole domains. Raises CannotRunError where no shape has that number.
+    Chips joined by optical switches form any torus of whole 4x4x4 cubes, also twisted where the shape allows, or a box
+    inside one cube. Two-axis chips form a rectangle in a pod. If a pod has fewer chips, several equal slices are
+    joined, as few as possible. Switched chips form whole domains. Raises CannotRunError if no shape has that number.
     """
     if num_chips < 1:
-        raise InputError(f"{chip.name}:{num_chips}chips has no chip. Name at least one.")
+        raise InputError(f"{chip.name}:{num_chips}chips has no chips. Give a number of at least 1.")
     if chip.topology == "host":
         return (make_cluster(chip, (num_chips,)),)
     if chip.topology == "switched":

@@ -33,8 +33,8 @@ REMATS: dict[str, tuple[str, ...] | None] = {
     "full": (),
 }
 """Remat policy -> results kept for the backward pass besides each block's input. None keeps every result and every
-gathered activation: of the whole model, or under "sqrt" and "every-C" of the segment that is being recomputed. The loss
-head keeps all but its logits under every policy."""
+gathered activation: under "none" those of the whole model, under "sqrt" and "every-C" those of the segment that is
+being recomputed. The loss head keeps everything but its logits under every policy."""
 
 REMAT_POLICIES: tuple[str, ...] = tuple(REMATS)
 _EVERY = re.compile(r"every-([1-9]\d{0,3})")
@@ -43,12 +43,12 @@ ContextAttention = Literal["gather", "ring", "ulysses"]
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "int8", "fp32"]
 Offload = Literal["optimizer", "activations"]
 GradientSync = Literal["overlapped", "naive", "bucketed"]
-"""When gradients are summed over replicas: each layer's during the backward pass of the previous layer; all after the
-backward pass; or after it in buckets of many layers, to save launches."""
+"""When gradients are summed over replicas: "overlapped" sums each layer's during the backward pass of the layer before
+it, "naive" all after the backward pass, "bucketed" after it in buckets of many layers, to save launches."""
 
 CollectiveMatmul = Literal["none", "one-way", "two-way"]
-"""Whether products overlap their AllGather or ReduceScatter over ``tensor`` block by block: on a ring in one direction,
-or in halves in both."""
+"""Whether products overlap their AllGather or ReduceScatter over ``tensor`` block by block: on a ring in one direction
+("one-way"), or in halves in both directions ("two-way")."""
 
 COLLECTIVE_MATMULS: tuple[CollectiveMatmul, ...] = get_args(CollectiveMatmul)
 
@@ -60,12 +60,11 @@ STATE_BYTES: dict[str, dict[str, float]] = {
     "fp32": {"weights": 4, "gradients": 4, "optimizer": 8, "counted": 16},
     "pure-16bit": {"weights": 2, "gradients": 2, "optimizer": 4, "counted": 8},
 }
-"""Bytes per parameter of each training state. ``counted`` is the number the option is known by: for
-bf16-adam (How to Scale Your Model, section 5.1.1) it leaves the short-lived bf16 gradient out."""
+"""Bytes per parameter of each training state. ``counted`` is the total that the state is known by: for bf16-adam (How
+to Scale Your Model, section 5.1.1) it leaves out the short-lived bf16 gradient."""
 
 MAX_SEQUENCES = 2**40
 """Bound on sequences and microbatches, far above any job, so that sizes stay whole in floating point."""
-
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes over which the sequences of a batch are split."""
@@ -75,12 +74,12 @@ _SHARDED_DIMS = ("D", "Rq", "Rkv")
 
 
 def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dict[str, Rules]:
-    """Shards the stream as x[B_{data,fsdp,expert}, T_{context,tensor}, D] and weights as W[D_{fsdp,...}, F_tensor].
+    """Returns rules for a stream x[B_{data,fsdp,expert}, T_{context,tensor}, D] and weights W[D_{fsdp,..}, F_tensor].
 
     ``zero`` says what the axis ``fsdp`` splits besides the batch: 3 weights, gradients and optimizer; 2 gradients and
     optimizer; 1 the optimizer; 0 nothing. Without ``sequence_parallel`` the stream is whole over ``tensor`` between
-    blocks. Expert weights are split over ``expert`` instead of lying whole on each of its devices; the other weights
-    use that axis as ``fsdp``. Roles that are left out (grad, optimizer) follow ``weight``.
+    blocks. ``expert`` splits the dim E of expert weights; the other weights use that axis, and ``context``, as further
+    ``fsdp`` axes. Roles that are left out (grad, optimizer) follow ``weight``.
     """
     if zero not in (0, 1, 2, 3):
         raise InputError(f"zero={zero} is not a stage. Use 0, 1, 2 or 3.")
@@ -128,17 +127,18 @@ DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
 class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one job is split: plain data, made once, then costed, executed, verified and drawn.
 
-    ``mesh`` lists the axes major to minor with their sizes. ``placement`` says where each axis lies on the
-    physical network, one text per axis. ``remat`` is a policy name ("every-4" keeps the input of every fourth
-    layer, "sqrt" of every sqrt(L)-th) or a list of result names that are kept. ``num_microbatches`` divides the
-    sequences of a step; gradients are summed over them. ``schedule`` orders the passes of the pipeline, each device
-    holding ``chunks`` runs of layers. ``context_attention`` is how keys and values meet queries over the axis
-    ``context``. ``gradient_sync`` says when replicas sum their gradients, ``bucket_bytes`` the size of a bucket. With
-    ``prefetch`` the weights of the next layer are gathered while one computes, and those of the last layer stay
-    gathered until its backward pass. ``collective_matmul`` says how products of a layer hide the collectives of
-    activations over ``tensor``. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix
-    products, or "" for the state's own. ``capacity_factor`` bounds the slots of an expert at so many times the mean
-    load, and drops what finds none; 0 is no bound.
+    ``mesh`` lists the axes major to minor with their sizes. ``placement`` maps each axis to a text on its place in the
+    physical network. ``assignment`` maps roles of arrays to `Rules`; products slice over ``slice_axes`` where they
+    would gather (`algebra.einsum`). ``context_attention`` says how keys and values reach the queries of other devices
+    over ``context``. ``remat`` is a policy ("every-4" keeps the input of every fourth layer, "sqrt" of every
+    sqrt(L)-th) or a list of results to keep. ``num_microbatches`` divides the sequences of a step; gradients are summed
+    over them. ``schedule`` orders the passes of the pipeline, in which each device has ``chunks`` runs of layers.
+    ``state`` is a key of `STATE_BYTES`. ``gradient_sync`` says when replicas sum their gradients, ``bucket_bytes`` is
+    the size of a bucket. With ``prefetch`` the weights of the next layer are gathered while one computes, and those of
+    the last layer stay gathered until its backward pass. ``collective_matmul`` says how products of a layer hide the
+    collectives of activations over ``tensor``. ``precision`` is the dtype of matrix products, "" for the state's own.
+    ``offload`` lists what is kept in host memory. ``capacity_factor`` bounds the slots of an expert at that multiple of
+    the mean load; tokens that find no slot are dropped. 0 sets no bound.
     """
 
     mesh: dict[str, int]
@@ -173,7 +173,7 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
         if not 0 <= self.capacity_factor <= MAX_SEQUENCES:
-            raise InputError(f"strategy.capacity_factor={self.capacity_factor} must be at least 0, which is no bound.")
+            raise InputError(f"strategy.capacity_factor={self.capacity_factor} must be at least 0 (0 sets no bound).")
         if self.state not in STATE_BYTES:
             raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
@@ -237,8 +237,8 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
-"""How the step runs: as one compiled program; kernel by kernel from a host that stays ahead, with fused attention and
-overlapped communication; the same without overlap; or as in 2021, also with attention in separate kernels."""
+"""How the step runs: "compiled" as one program; "eager" kernel by kernel from a host that stays ahead, with fused
+attention and overlapped communication; "eager-in-turn" without overlap; "eager-2021" also without fused attention."""
 
 AttentionKernel = Literal["tuned", "portable"]
 """Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""
@@ -267,7 +267,7 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def fused_head(self) -> bool:
-        """True if the software fuses both passes of a chunked loss head; others compute its logits in each."""
+        """True if the software fuses both passes of a chunked loss head; other software computes its logits in each."""
         return self.software == "compiled"
 
     @property
@@ -284,7 +284,7 @@ def require_runnable_strategy(strategy: Strategy) -> None:
     """Raises CannotRunError for strategies that are derived and priced but not executed in this version.
 
     Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
-    for the product's assignments and is not shown for others.
+    for the standard assignments and is not shown for others.
     """
     for axis in strategy.mesh:
         if axis not in MESH_AXES:
@@ -298,7 +298,7 @@ def require_runnable_strategy(strategy: Strategy) -> None:
             if strategy.assignment.get(role) != DEFAULT_ASSIGNMENT.get(role)
         )
         raise CannotRunError(
-            f"strategy.assignment.{differing} differs from the product's own; other assignments are derived and "
+            f"strategy.assignment.{differing} differs from the standard one; other assignments are derived and "
             f"counted but not executed in this version. Leave it out."
         )
     for axis in strategy.slice_axes:
@@ -345,7 +345,7 @@ def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of a model's dims as devices hold them: V filled up to what ``tensor`` divides."""
+    """Returns the sizes of a model's dims on devices: V is padded to a multiple of ``tensor``."""
     parts = mesh.get("tensor", 1)
     return {**dims, "V": -(-dims["V"] // parts) * parts}
 

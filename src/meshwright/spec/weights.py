@@ -28,8 +28,10 @@ WeightPart = Literal[
     "adapter",
     "scale",
 ]
-"""Buffers, and the scales of matrices in whole numbers, are no parameters."""
+"""The part of the model that a weight belongs to."""
+
 _UNCOUNTED = ("buffer", "scale")
+"""Parts that are no parameters: buffers, and the scales of matrices in whole numbers."""
 
 _FILE = Path(__file__).parent / "data" / "weights.toml"
 _Row = tuple[str, str, str, WeightPart, str]
@@ -40,12 +42,12 @@ _VECTOR = re.compile(r"(^|\.)b|_bias$")
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One array of a model, the same in every layer of ``layers``.
+    """One array of a model, alike in every layer of ``layers``.
 
-    No gradient trains a ``frozen`` one. ``dtype`` is that of storage where it is not the training state's; the part
-    "scale" belongs to matrices in whole numbers. ``dims`` and ``shape`` are those of one layer, in einsum order;
-    ``hf_name`` is its name in published checkpoints with ``{layer}`` and ``{expert}`` to fill in, where several rows of
-    one name are parts of one stored array. ``tied_to`` names the row that holds the values; such a row counts nothing.
+    No gradient trains a ``frozen`` weight. ``dtype`` is its stored dtype where that is not the training state's; the
+    part "scale" is for scales of matrices in whole numbers. ``dims`` and ``shape`` are those of one layer, in einsum
+    order; ``hf_name`` is its name in published checkpoints with ``{layer}`` and ``{expert}`` to fill in. Rows with the
+    same ``hf_name`` are parts of one stored array. ``tied_to`` names the row that has the values; this one counts 0.
     """
 
     name: str
@@ -62,10 +64,10 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Dims that go into its matrices, one for each layer and expert; () for a vector.
+        """Input dims of its matrices, of which each layer and expert has one; () for a vector.
 
-        A matrix that writes into the stream, or into the rank of an adapter, has that as its last dim, and all dims
-        before it are inputs; otherwise its first dim is.
+        If the last dim is D (the stream) or Ra (the rank of an adapter), all dims before it are inputs; otherwise only
+        the first dim is.
         """
         if self.kind == "vector":
             return ()
@@ -74,7 +76,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def repeat(self) -> int:
-        """Counts the layers that have this weight; 1 for a weight outside the layers."""
+        """Number of layers that have this weight; 1 for a weight outside the layers."""
         return len(self.layers) or 1
 
     @property
@@ -96,7 +98,7 @@ def _tables() -> dict[str, tuple[_Row, ...]]:
 
 @lru_cache(maxsize=32)
 def weight_table(model: Model) -> tuple[Weight, ...]:
-    """Every weight of the model, in the order of the forward pass.
+    """Returns every weight of the model, in the order of the forward pass.
 
     Extra parts (layers that predict tokens after the next, see `mtp_params`; a vision tower) are left out.
     """
@@ -114,7 +116,7 @@ def frozen_base(model: Model) -> Model:
 
 
 def adapted(model: Model) -> dict[str, str]:
-    """Maps each weight of a layer that has an adapter to its A; weights that are stored as one share it, as in PEFT."""
+    """Maps each weight that has an adapter to the name of its A; weights stored as one array share it, as in PEFT."""
     if model.lora is None:
         return {}
     table = {row.name.removeprefix("layers."): row for row in weight_table(frozen_base(model)) if row.layers}
@@ -221,8 +223,8 @@ def _layers(model: Model) -> list[Weight]:
 
 
 def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {}) -> list[Weight]:
-    """Returns the weights of a table's rows whose needs the model meets; ``layers`` lists the layers of each part, of
-    which those with any count."""
+    """Returns the weights of a table's rows whose needs the model meets. ``layers`` maps each part to its layers; rows
+    of parts without layers are left out."""
     sizes = model.dims
     facts = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
@@ -259,7 +261,7 @@ def _cross(row: Weight) -> Weight:
 
 
 def _encoder(model: Model) -> list[Weight]:
-    """Returns the encoder's position table, its layers (those of a dense decoder) and its final norm."""
+    """Returns the encoder's position table, the weights of its layers (as in a dense decoder) and its last norm."""
     assert model.encoder is not None
     plain = replace(
         model,

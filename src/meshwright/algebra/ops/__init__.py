@@ -1,6 +1,6 @@
 """One file per op: its sharding rules forward and backward, and FLOPs, bytes and group of the steps they make.
 
-`nn.ops` has a file of the same name for each, with the JAX functions. Every file is an op or makes a derived step.
+`nn.ops` has a file of the same name for each, with the JAX functions. Some ops stand in no program, only in steps.
 """
 
 import functools
@@ -14,7 +14,7 @@ from meshwright.core.errors import InputError, nearest
 
 @functools.cache
 def op_names() -> tuple[str, ...]:
-    """Returns the ops: the files of this folder."""
+    """Returns the names of the ops: the files of this folder."""
     return tuple(module.name for module in pkgutil.iter_modules(__path__))
 
 

@@ -1,4 +1,4 @@
-"""Adafactor: second moments by the rows and columns of each matrix, whole for vectors; no first moment.
+"""Adafactor: second moments of the rows and columns of each matrix, or of each entry of a vector; no first moment.
 
 Means over split dims are sums of the devices' parts: row means, column means, the mean of the row means, and the mean
 squares that clip an update and scale it by its weights.
@@ -16,12 +16,12 @@ from meshwright.algebra.steps import Step
 
 
 def outputs(weight: Updated) -> tuple[str, ...]:
-    """Returns the output dims of a weight's matrices; of a vector all dims that do not count matrices."""
+    """Returns the output dims of a weight's matrices; for a vector, all dims that do not count matrices."""
     return tuple(dim for dim in weight.shard.dims if dim not in (*weight.inputs, *weight.batch))
 
 
 def stacked(weight: Updated, name: str) -> ShardedArray:
-    """Returns an array of this name like a weight's shards of all layers, the layers in front, in float32."""
+    """Returns a float32 array of this name, sharded as a weight is, with its layers as the first dim."""
     shard = weight.shard
     if not weight.layers:
         return shard.replace(name=name, dtype="fp32")
@@ -29,7 +29,7 @@ def stacked(weight: Updated, name: str) -> ShardedArray:
 
 
 def update(weight: Updated) -> tuple[Step, ...]:
-    """Returns the steps of the moments, the scaled gradient, the root mean squares of it and of the weight, and the
+    """Returns the steps that make the moments, the scaled gradient, the mean squares of it and of the weight, and the
     clipped change."""
     shard, name, steps = weight.shard, weight.shard.name, list[Step]()
 
@@ -76,7 +76,7 @@ def _mean(array: ShardedArray, name: str, dims: Iterable[str]) -> ShardedArray:
 
 
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:
-    """Returns rows and columns of a matrix, all of a vector, of one layer."""
+    """Returns the second moments of one layer: rows and columns of a matrix, or all entries of a vector."""
     shard = weight.shard
     if not weight.inputs:
         return (shard,)
@@ -84,7 +84,7 @@ def moments(weight: Updated) -> tuple[ShardedArray, ...]:
 
 
 def gradient_stream(step: Step, sizes: OpSizes, *, reads: int = 1) -> Number:
-    """Every input read and every result written once; the gradient as the training state keeps it, read so often."""
+    """Returns the bytes of inputs and results, with the gradient in the dtype of the state and read ``reads`` times."""
     gradient = step.inputs[0]
     return stream(step, sizes) - sizes.bytes(gradient) + reads * gradient_bytes(gradient, sizes)
 
@@ -96,7 +96,7 @@ def weights_stream(step: Step, sizes: OpSizes) -> Number:
 
 
 def apply_bytes(step: Step, sizes: OpSizes) -> Number:
-    """A change in float32 read; weights and master copy read and written."""
+    """Returns the bytes of the float32 change, read, and of the weights and their master copy, read and written."""
     change, weight = step.inputs
     return sizes.bytes(change) + 2 * sizes.elements(weight) * (sizes.width + master_bytes(sizes.state))
 

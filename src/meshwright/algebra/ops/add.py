@@ -1,4 +1,4 @@
-"""A sum of arrays of one shape, and the rules that linear ops share: inputs take the sharding of the result."""
+"""A sum of arrays, and the rules of ops that work in the sharding of their result."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import ShardedArray
@@ -12,7 +12,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Gives an input as wide as the result its cotangent, and a broadcast input a sum of it."""
+    """Copies the cotangent for an input that has all dims; sums it for a broadcast input."""
     dout, narrow = tape.dout, list[tuple[str, ShardedArray]]()
     for name, cotangent in local_cotangents(tape, dout):
         if cotangent.dims != dout.dims:
@@ -25,8 +25,7 @@ def backward(tape: Tape) -> None:
 
 
 def local_cotangents(tape: Tape, out: ShardedArray) -> list[tuple[str, ShardedArray]]:
-    """Returns each input with its cotangent as a device makes it: a sum over the axes on which the input is
-    broadcast."""
+    """Returns each input's name and its local cotangent, unreduced over the axes on which the input is broadcast."""
     cotangents = [cotangent.like(out).replace(unreduced=axes_beside(out, cotangent)) for cotangent in tape.dinputs]
     return list(zip(tape.op.inputs, cotangents, strict=True))
 

@@ -1,7 +1,6 @@
-"""Attention, and how it reads keys of other devices' positions: gathered, unless a strategy asks for "ulysses", which
-gives each device all positions of some heads, or for "ring" (`rewrites.rings`). Keys that all queries see are gathered.
-
-Keys may have another dim of positions than queries, as an encoder's result has.
+"""Attention, and how it reads the keys of other devices' positions: gathered, unless a strategy asks for "ulysses",
+which gives each device all positions of some heads, or for "ring" (`rewrites.rings`). Keys that all queries see are
+gathered instead of going round a ring. Their dim of positions may differ from the queries': S, as in cross-attention.
 """
 
 from typing import Any
@@ -19,12 +18,12 @@ from meshwright.algebra.tape import Tape, axes_beside
 from meshwright.core.errors import InputError
 
 TILE_ROWS, MOST_TILES = 128, 8
-"""Queries that a CPU takes at a time where rows attend to themselves, and how often at most unless they are few."""
+"""On a CPU self-attention runs in at most `MOST_TILES` tiles of queries, of a multiple of `TILE_ROWS` queries."""
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: whether every query sees every key, without positions; the window in positions and the cap of scores,
-    where there are any; the axes of the ring of keys."""
+    """Details: ``sees_all`` says that every query sees every key, without positions; ``window`` is in positions,
+    ``softcap`` bounds the scores, and ``ring`` has the mesh axes around which keys are sent."""
 
     sees_all: bool = False
     window: int | None = None
@@ -41,8 +40,8 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
     """Operands of an attention step by role: ShardedArrays of the step, or the values that an interpreter has for them.
 
     A backward step is ``given`` the cotangent of the result, the result and its log-sum-exp. ``passing`` are the keys
-    and values that go round a ring. ``documents`` are the numbers of queries' and keys' documents. ``sinks``, or
-    another parameter of each head, and positions are there where the op has them.
+    and values that go round a ring. ``documents`` are the document numbers of queries and of keys. ``sinks`` are those
+    or another parameter of each head. Operands that an op does not have are empty or None.
     """
 
     given: tuple[Any, ...] = ()
@@ -87,25 +86,24 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def positions_of(array: ShardedArray) -> str:
-    """Returns the dim of positions: T; S of an encoder's queries, keys and values."""
+    """Returns the dim of positions: T, or S for an encoder's queries, keys and values."""
     return array.dims[1]
 
 
 def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArrays, tuple[ShardedArray, ...]]:
-    """Details; the arrays of one attention while it is computed; and the op's inputs as a device needs them for its own
-    queries."""
+    """Returns the details, the operands of the local attention, and the op's inputs resharded for it."""
     details = tape.details(form)
     q, k, v, *others = tape.inputs
     placed = bool(others) and tape.shardings.program.variables[tape.op.inputs[3]].role == "position"
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
-            raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike.")
+            raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. Split N as K.")
     there = others[0].axes_of(positions_of(q)) if placed else ()
     axes = tuple(a for a in q.axes_of(positions_of(q)) if a not in there)
     way = tape.shardings.strategy.context_attention if axes else "gather"
     if way == "ring" and details.can_ring:
         if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
-            raise InputError(f"ring attention of {q} with {k}: positions must be split alike.")
+            raise InputError(f"ring attention of {q} with {k}: positions must be split alike. Give T the same axes.")
         details = replace(details, ring=axes)
     elif way == "ulysses":
         # heads take the axes of positions
@@ -129,7 +127,7 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
 
 
 def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
-    """Returns the result, and the logarithm of each query's sum of exponentials, as the device makes them."""
+    """Returns the result, and the logarithm of each query's sum of exponentials, sharded as the queries are."""
     rows = out.dims[:3]
     axes = tuple(q.axes_of(dim) for dim in rows)
     return out.like(q), ShardedArray(f"{out.name.removesuffix('o')}lse", rows, axes, dtype="fp32")
@@ -147,13 +145,13 @@ def forward(tape: Tape, form: type[Attention] = Attention) -> None:
 
 
 def backward(tape: Tape, form: type[Attention] = Attention) -> None:
-    """Makes the cotangents of queries, keys and values, unreduced where each device saw a part of the queries."""
+    """Makes the cotangents of queries, keys and values; those of keys and values are unreduced if queries are split."""
     details, arrays, needed = _layout(tape, form)
     q, keys = arrays.q, (arrays.k, arrays.v)
     dout = tape.move(tape.dout, tape.dout.like(q))
     o, lse = _statistics(tape.out, q)
     tape.need(*arrays.inputs, lse)
-    # where the result is kept, it is kept as the product after it wants it
+    # where the result is kept, it is kept in the sharding of the product after it
     tape.move(tape.out, o)
     partial = tuple(a for a in q.axes_of(positions_of(q)) if a not in arrays.k.axes_of(positions_of(arrays.k)))
     names = [*tape.op.inputs[:3], *(array.name for array in needed[3:] if "B" not in array.dims)]
@@ -174,7 +172,7 @@ def backward(tape: Tape, form: type[Attention] = Attention) -> None:
 def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False) -> Number:
     """Returns the keys that a query attends to on average: T, or the window where that is shorter.
 
-    Causal, the first queries meet fewer: W - W^2 / 2T with W the window or T, which is T / 2 without a window.
+    With ``causal`` the first queries see fewer: W - W^2 / 2T with W the window or T, which is T / 2 without a window.
     """
     keys = length if window is None else np.minimum(length, window)
     return keys - keys**2 / (2 * length) if causal else keys
@@ -186,8 +184,7 @@ def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
 
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
-    """Returns the local B x N x T x S, S the keys that a query attends to; masked ones too where the sizes count
-    them."""
+    """Returns the local B x N x T x S, with S the keys that a query attends to (all, masked or not, unless causal)."""
     arrays, window = AttentionArrays.of(step), step.details.window
     rows = sizes.local(arrays.q)
     length = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)
@@ -198,7 +195,7 @@ def score_elements(step: Step, sizes: OpSizes) -> Number:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """2 B T S N (H + Hv): scores and the weighted sum; 4 B T S N H where values are as wide as keys.
+    """Returns 2 B T S N (H + Hv): scores and the weighted sum; 4 B T S N H where values are as wide as keys.
 
     Backward 2 B T S N (3 H + 2 Hv): the scores again, then the products for dV, dP, dQ and dK.
     """
@@ -209,8 +206,8 @@ def flops(step: Step, sizes: OpSizes) -> Number:
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Inputs and results, once for every block of keys; in memory also the scores (written, read twice) and weights
-    (written, read). Backward scores are moved again, dP is written and read twice, dS written and read twice."""
+    """Counts inputs and results, once for every block of keys; in memory also the scores (written, read twice) and
+    weights (written, read). Backward counts scores again; dP is written and read twice, dS written and read twice."""
     arrays = AttentionArrays.of(step)
     moved = (stream(step, sizes) - sizes.total(*arrays.passing)) * num_ring_blocks(step, sizes)
     if sizes.scores == "on_chip":
@@ -221,7 +218,7 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
-    """T x S arrays where no kernel keeps them on chip: scores in float32 and the weights; backward both cotangents."""
+    """Counts T x S arrays unless scores stay on chip: float32 scores and the weights; backward also float32 dP."""
     if sizes.scores == "on_chip":
         return 0.0
     arrays = AttentionArrays.of(step)

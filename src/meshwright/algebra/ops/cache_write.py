@@ -1,6 +1,6 @@
 """Writes keys or values of new positions into a cache, in place.
 
-A cache[B,S,K,H] stays on its devices: S is never split, and queries must have the heads that lie beside them. A pool of
+A cache[B,S,K,H] stays on its devices: S is never split, and heads are split as those of the queries. A pool of
 pages[Pg,Pl,K,H] is split as the sequences are, so that a device finds the pages of its own sequences in its own part.
 """
 
@@ -13,17 +13,16 @@ from meshwright.algebra.tape import Tape, require_whole
 
 
 class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: whether all positions of a prompt are written or one more of each row, and whether into pages."""
+    """Details: ``prompt`` says that all positions of a prompt are written, not one more of each row; ``paged`` that
+    they are written into pages."""
 
     prompt: bool = False
     paged: bool = False
 
 
 def forward(tape: Tape) -> None:
-    """Makes ``cache_write(cache[B,S,..], values[B,T,..], where)``: writes every position on the cache's devices.
-
-    A page table is a fourth input.
-    """
+    """Writes ``cache_write(cache[B,S,..], values[B,T,..], where)`` on the cache's devices: ``where`` is the last index
+    of each prompt, or the positions. A page table is a fourth input."""
     cache, values, *where = tape.inputs
     require_whole(cache, cache.dims[1], tape.op.kind)
     rows = {"B": cache.axes_of(cache.dims[0])}
@@ -33,7 +32,7 @@ def forward(tape: Tape) -> None:
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """The new positions are read and written; the rest of the cache stays as it is."""
+    """Counts the new positions, read and written; the rest of the cache stays as it is."""
     return 2 * sizes.bytes(step.inputs[1]) + sizes.total(*step.inputs[2:])
 
 

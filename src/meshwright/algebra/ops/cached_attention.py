@@ -12,7 +12,7 @@ from meshwright.core.errors import InputError
 
 
 class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details of attention, and whether the cache is a pool of pages, whose table follows the positions."""
+    """Details of attention; ``paged`` says that the cache is a pool of pages, whose table follows the positions."""
 
     paged: bool = False
 
@@ -27,9 +27,11 @@ def forward(tape: Tape) -> None:
     first, *others = tape.inputs
     for array in others:
         if array.axes_of("K") != first.axes_of("N") and "K" in array.dims:
-            raise InputError(f"attention of {first} with {array}: heads must be split alike.")
+            raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
         if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
-            raise InputError(f"attention of {first} with {array}: pages must be split as their sequences are.")
+            raise InputError(
+                f"attention of {first} with {array}: pages must be split as sequences. Give Pg the axes of B."
+            )
     inputs = (first, *(tape.move(array, array.like(first)) for array in others))
     result = tape.out.like(first)
     tape.run(tape.op.kind, inputs, result, details=tape.details(CachedAttention))
@@ -37,33 +39,32 @@ def forward(tape: Tape) -> None:
 
 
 def slots_kept(slots: Number, window: int | None) -> Number:
-    """Returns the slots of one sequence in a cache of ``slots`` positions; a window needs no more than its own
-    length."""
+    """Returns the slots of one sequence that has ``slots`` positions: at most the window, if there is one."""
     return slots if window is None else np.minimum(slots, window).item()
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:
-    """Returns the slots of one sequence that attention reads: its pages, or its part of the cache."""
+    """Returns the slots of one sequence that attention reads: those of all its pages, or of its row in the cache."""
     if step.details.paged:
         return sizes.dims["Bp"] * sizes.dims["Pl"]
     return slots_kept(sizes.dims["S"], step.details.window)
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """2 B T N S (H + Hv), S the slots of the cache: every slot is multiplied, whether it is visible or not."""
+    """Returns 2 B T N S (H + Hv), with S slots: every slot is multiplied, whether it is visible or not."""
     queries, _, values = step.inputs[:3]
     rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     return 2.0 * rows * slots_met(step, sizes) * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Every input read and the result written once, including the whole cache of these sequences.
+    """Counts every input, read, and the result, written once; of a cache, all slots of these sequences.
 
-    Pages of the sequences are gathered first: read, written side by side, and read again. Other pages are not touched.
+    Pages of the sequences are gathered first: read, written side by side, and read again. Other pages are not read.
     """
     caches = [array for array in step.inputs if array.dims[1:2] in (("S",), ("Pl",))]
     slots = sizes.local(step.inputs[0])["B"] * slots_met(step, sizes)
-    # bytes of one slot: those of an array over the elements of its first two dims
+    # bytes of one slot: the bytes of a cache over the elements of its first two dims
     each = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
     return stream(step, sizes) - sizes.total(*caches) + (3 if step.details.paged else 1) * slots * each
 

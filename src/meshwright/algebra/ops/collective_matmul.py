@@ -1,4 +1,4 @@
-"""Products computed block by block beside a permute. `rewrites.collective_matmul` makes it; no program names it."""
+"""Products computed block by block beside a permute: a step of `rewrites.collective_matmul`, not of programs."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ CollectiveForm = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class Blocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Details: the collective that the products replace, its mesh axes, and the number of directions of the blocks."""
+    """Details: the collective that the products replace, its mesh axes, and the number of directions of the ring."""
 
     form: CollectiveForm
     axes: tuple[str, ...]
@@ -23,7 +23,7 @@ class Blocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def num_blocks(step: Step, sizes: OpSizes) -> Number:
-    """Blocks that a collective matmul computes each of its parts in: its own, and one or two for each other device."""
+    """Returns the blocks in which each part is computed: the device's own, and ``ways`` for each other device."""
     if not step.parts:
         return 1
     return 1 + (product(sizes.mesh[axis] for axis in step.details.axes) - 1) * step.details.ways

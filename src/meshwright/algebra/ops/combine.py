@@ -1,4 +1,4 @@
-"""Combine: results of experts brought back to their tokens' devices and summed per token."""
+"""Combine: moves the results of experts back to their tokens' devices and sums them per token."""
 
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.ops.dispatch import own_slots
@@ -25,7 +25,7 @@ def backward(tape: Tape) -> None:
 
 
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """For every slot a row of the cotangent and one of the result are read, and one is written."""
+    """Counts for every slot a row of the cotangent and one of the result, read, and one written."""
     return sizes.bytes(step.result) + stream(step, sizes) - sizes.bytes(step.inputs[0])
 
 

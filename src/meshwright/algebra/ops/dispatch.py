@@ -1,4 +1,4 @@
-"""Dispatch: tokens into slots of their experts, slots to the devices of the experts.
+"""Dispatch: sorts tokens into slots of their experts, and moves the slots to the devices of the experts.
 
 Each device sorts its own tokens into slots of every expert, xe[E, C_{axes of its tokens}, D]; the declared sharding
 has experts on devices, xe[E_expert, C, D], and moving the axis from C to E is the AllToAll.
@@ -21,16 +21,16 @@ BLOCK_ROWS = 128
 weights more often, larger ones waste padded rows."""
 
 MOST_AT_ONCE = 64
-"""Blocks that an accelerator gathers for one product, at most: 8192 rows."""
+"""Most blocks that an accelerator gathers for one product: 8192 rows."""
 
 FEW_SLOTS = 1024
-"""Slots of a device, over its experts, up to which one batched product is as good as blocks."""
+"""Slots on a device, of all its experts, up to which one batched product is as good as blocks."""
 
 
 def blocks_at_once(mean_rows: Any) -> Any:
     """Returns the blocks that an accelerator gathers for one product of an expert with ``mean_rows`` rows on average.
 
-    As many as most experts have: each product reads the expert's weight, or reads and writes the sum of its gradient in
+    Most experts have as many: each product reads the expert's weight, or reads and writes the sum of its gradient in
     float32, which takes as long as the product of a few hundred to two thousand rows.
     """
     return np.clip(np.ceil(mean_rows / BLOCK_ROWS), 1, MOST_AT_ONCE)
@@ -39,7 +39,7 @@ def blocks_at_once(mean_rows: Any) -> Any:
 def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
     """Returns ``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
 
-    What the declared sharding has on E is minor in C, so that a single AllToAll moves it.
+    The axes that the declared sharding has on E are minor in C, so that a single AllToAll moves them.
     """
     axes = token_axes(tokens)
     experts = tuple(axis for axis in slots.axes_of("E") if axis in axes)
@@ -53,7 +53,7 @@ def forward(tape: Tape) -> None:
     x, gates = tape.inputs
     require_whole(x, "D", "dispatch")
     for dim in ("B", "T"):
-        # a device fills slots from its own tokens, and has the weights of just these
+        # a device fills slots from its own tokens, and has the routing weights of only these
         if x.axes_of(dim) != gates.axes_of(dim):
             raise InputError(f"dispatch needs {x} and {gates} split alike. Give {dim} the same axes in both.")
     slots = own_slots(tape.out, x)
@@ -69,7 +69,7 @@ def backward(tape: Tape) -> None:
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """One row of the stream is read for every slot that is written."""
+    """Counts the indices, and for every slot a row of the stream, read, and one written."""
     return sizes.bytes(step.inputs[1]) + 2 * sizes.bytes(step.result)
 
 

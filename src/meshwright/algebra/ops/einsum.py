@@ -15,7 +15,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """dB = A * dC first, then dA = dC * B, each with its primal's sharding (section 5.4.2)."""
+    """Makes dB = A * dC, then dA = dC * B, each with its primal's sharding."""
     lhs, rhs = tape.op.inputs
     for left, right, name in ((tape.declared(lhs), tape.dout, rhs), (tape.dout, tape.declared(rhs), lhs)):
         steps = product_steps(left, right, tape.cotangent(name), slice_axes=tape.slice_axes)
@@ -24,7 +24,7 @@ def backward(tape: Tape) -> None:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """2 for every combination of the dims of both operands."""
+    """Returns 2 times the product of the local sizes of all dims of both operands."""
     return 2.0 * product(sizes.local(*step.inputs[:2]).values())
 
 

@@ -9,7 +9,7 @@ from meshwright.algebra.tape import Tape
 
 
 def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
-    """Returns numbers as one-hot rows over the table's first dim; each device makes just its part of them."""
+    """Returns row numbers as one-hot rows over the table's first dim, split as that dim is."""
     rows = table.dims[0]
     return ShardedArray(numbers.name, (*numbers.dims, rows), (*numbers.axes, table.axes_of(rows)))
 
@@ -37,12 +37,12 @@ def backward(tape: Tape) -> None:
 
 
 def row_bytes(step: Step, sizes: OpSizes) -> Number:
-    """One row is read and written for each token; the rest of the table stays where it is."""
+    """Counts the numbers, and for each token one row, read and written; the rest of the table is not read."""
     return sizes.bytes(step.inputs[0]) + 2 * sizes.bytes(step.result)
 
 
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """The gradient of the table is cleared, then one row is read, added to and written for each token."""
+    """Counts the gradient, cleared; per token a row of the cotangent, read, and of the gradient, read and written."""
     return sizes.total(*step.inputs, step.result) + 2 * sizes.bytes(step.inputs[1])
 
 

@@ -1,5 +1,5 @@
-"""The loss head in chunks, and with both passes joined: loss and slopes from the same logits. `rewrites.fused_head`
-makes them; no program names them."""
+"""The loss head in chunks, and with both passes joined: loss and slopes from the same logits. The rules of
+`ops.linear_cross_entropy` and `rewrites.fused_head` make these steps; no program names them."""
 
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import product
@@ -11,41 +11,41 @@ CHUNK_TOKENS = 1024
 """Tokens per device whose logits exist at once where the loss head works in chunks (remat "full")."""
 
 PASSES = {"chunked_logits_statistics": 3, "chunked_logits_backward": 4, "fused_head": 5}
-"""Passes over the logits. Statistics write them and read them twice; the backward pass writes and reads them and writes
-their cotangent. The fused head writes them, reads them twice for the statistics and once for their cotangent, which it
-writes. Each product that makes a cotangent, of the stream and of a table that trains, reads that once more."""
+"""Reads and writes of the logits. Statistics write them and read them twice; the backward pass writes and reads them
+and their cotangent. The fused head writes them, reads them twice for the statistics and once for their cotangent, which
+it writes. Each product that makes a cotangent, of the stream and of a table that trains, is one more read."""
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """The product of the stream and the table."""
+    """Returns the FLOPs of the product of the stream and the table."""
     return 2.0 * product(sizes.local(*step.inputs[:2]).values())
 
 
 def num_cotangents(step: Step) -> int:
-    """Returns the cotangents that a step makes: of the stream, and of the table if it trains."""
+    """Returns the number of cotangents that a step makes: of the stream, and of the table if it trains."""
     return {"chunked_logits_statistics": 0, "fused_head": len(step.more)}.get(step.op, len(step.results))
 
 
 def backward_flops(step: Step, sizes: OpSizes) -> Number:
-    """The logits, and the product for each cotangent."""
+    """Returns the FLOPs of the logits and of the product for each cotangent."""
     return (1 + num_cotangents(step)) * flops(step, sizes)
 
 
 def local_logits(step: Step, sizes: OpSizes) -> Number:
-    """Returns the local logits of a step, which exist one chunk at a time."""
+    """Returns the number of local logits of a step, which exist one chunk at a time."""
     local = sizes.local(*step.inputs[:2])
     return local["B"] * local["T"] * local["V"]
 
 
 def num_chunks(step: Step, sizes: OpSizes) -> Number:
-    """Returns the chunks of a loss head on one device; not rounded up, so that sizes may be arrays."""
+    """Returns the number of chunks of a loss head on one device, at least 1, not rounded up."""
     local = sizes.local(*step.inputs[:2])
     chunks = local["B"] * local["T"] / CHUNK_TOKENS
     return (chunks + 1 + abs(chunks - 1)) / 2  # the larger of chunks and 1
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """The arrays; the table, and its gradient or slope, once for every chunk; passes over the float32 logits."""
+    """Counts inputs and results (the table and its gradient or slope once for every chunk) and passes over logits."""
     made = num_cotangents(step)
     tables = (step.inputs[1], *(step.more[-1:] if made == 2 else ()))
     again = (num_chunks(step, sizes) - 1) * sizes.total(*tables)
@@ -53,7 +53,7 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def chunk_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Logits of one chunk and their cotangent, in float32."""
+    """Returns the bytes of one chunk's logits and their cotangent, in float32."""
     return 2 * DTYPE_BYTES["fp32"] * local_logits(step, sizes) / num_chunks(step, sizes)
 
 

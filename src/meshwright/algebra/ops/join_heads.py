@@ -1,4 +1,4 @@
-"""Keys of each head joined with a part that all heads share (latent attention)."""
+"""Concatenates the keys of each head with the rotated part that all heads share (latent attention)."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import backward, forward

@@ -1,4 +1,5 @@
-"""The loss head: statistics of the logits, reduced over the vocabulary, and the loss from them."""
+"""The loss head: statistics of the logits, reduced over the vocabulary, and the loss from them. The rule writes the
+AllReduce of the largest logits itself, as `reshard` only sums."""
 
 import msgspec
 
@@ -19,10 +20,10 @@ class LossHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _Head:
-    """The arrays of one loss head, worked out alike for both passes.
+    """The arrays of one loss head, for both passes.
 
-    Per token: ``peak`` the largest logit, ``total`` the sum of exp(logit - peak), ``picked`` the label's
-    logit; each over the part of V that a device holds, then over all of V.
+    Per token, ``peak`` is the largest logit, ``total`` the sum of exp(logit - peak) and ``picked`` the label's logit:
+    first over a device's part of V, then over all of V.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -32,7 +33,7 @@ class _Head:
         self.logits = local_product(self.left, self.right, declared).replace(dtype="fp32")
         if self.logits.unreduced:
             over = ", ".join(self.logits.unreduced)
-            raise InputError(f"D is split over {over}, so that the loss head would sum logits over it; keep D whole.")
+            raise InputError(f"D is split over {over}; the loss head needs it whole. Assign {over} to another dim.")
         self.labels_of_logits, self.labels_of_stream = self.labels.like(self.logits), self.labels.like(self.x)
         self.vocabulary_axes = self.logits.axes_of("V")
         rows = ("B", "T")
@@ -75,7 +76,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangents of the stream and of the table, from the logits kept or made again in chunks."""
+    """Makes the cotangents of the stream and of the table, from logits that are kept or recomputed in chunks."""
     head = _Head(tape)
     peak, scaled = head.per_token(head.whole_peak), head.per_token(head.scaled)
     dscaled, dpicked = (head.per_token(a).replace(name=f"d{a.name}") for a in (head.scaled, head.picked))

@@ -21,10 +21,10 @@ ITERATIONS = 5
 
 
 class Dealt(msgspec.Struct, frozen=True, kw_only=True):
-    """Details of steps on matrices that are dealt out whole to the devices of ``axes``.
+    """Details of steps on whole matrices that are distributed over the devices of ``axes``.
 
-    The dim ``over`` counts the matrices; ``among`` split it before, and zeros fill it to a multiple of the devices. The
-    next ``num_inputs`` dims are the inputs of a matrix.
+    The dim ``over`` counts the matrices; the axes ``among`` split it before, and zeros pad it to a multiple of the
+    devices. The next ``num_inputs`` dims are the inputs of a matrix.
     """
 
     over: str
@@ -34,7 +34,7 @@ class Dealt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def padding_factor(step: Step, sizes: OpSizes) -> Number:
-    """Returns the number of matrices with padding over that without: 1 for steps that deal out none (`Dealt`)."""
+    """Returns the number of matrices with padding over the number without; 1 for steps without `Dealt`."""
     dealt = step.details
     if not isinstance(dealt, Dealt):
         return 1
@@ -44,7 +44,7 @@ def padding_factor(step: Step, sizes: OpSizes) -> Number:
 
 
 def orthogonalises(weight: Updated) -> bool:
-    """True for matrices of layers."""
+    """True for matrices of layers; False for vectors, the embedding and the head."""
     return bool(weight.inputs and weight.layers)
 
 
@@ -93,7 +93,7 @@ def moments(weight: Updated) -> tuple[ShardedArray, ...]:
 
 
 def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
-    """Returns how many matrices a device has, with padding, and their smaller and larger side."""
+    """Returns the number of matrices on a device, padding included, and their smaller and larger side."""
     array = step.inputs[0]
     local, inputs = sizes.local(array), array.dims[1 : 1 + step.details.num_inputs]
     rows, columns = (product(local[dim] for dim in dims) for dims in (inputs, array.dims[1 + len(inputs) :]))
@@ -102,20 +102,20 @@ def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """Each iteration makes X X^T, its square, and their product with X: 4 n^2 m + 2 n^3 for an n x m matrix."""
+    """Counts X X^T, its square, and the product of their mix with X: 4 n^2 m + 2 n^3 for n x m matrices, n <= m."""
     count, small, large = _matrices(step, sizes)
     return ITERATIONS * count * (4 * small**2 * large + 2 * small**3)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Each iteration, in float32, reads X three times and writes it, writes X X^T and reads it three times, and writes
-    and reads the mix of it and its square."""
+    """Counts for each iteration, in float32: X read three times and written, X X^T written and read three times, and
+    its mix with its square written and read."""
     count, small, large = _matrices(step, sizes)
     return DTYPE_BYTES["fp32"] * ITERATIONS * count * (4 * small * large + 6 * small**2)
 
 
 def momentum_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Gradient read twice (its norm, its use), momentum read and written, the mix of both written."""
+    """Counts two reads of the gradient (for its norm and its use), the momentum read and written, their mix written."""
     return 2 * adamw.gradient_bytes(step.inputs[0], sizes) + 3 * sizes.bytes(step.result)
 
 

@@ -7,7 +7,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Makes ``pick(x[B,T,D], number[B])``: the device that has the position returns it, the others return zeros."""
+    """Picks ``pick(x[B,T,D], number[B])``: the device that has the position returns it, the others return zeros."""
     (x, number), out = tape.inputs, tape.out
     result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
     tape.run("pick", (x, tape.move(number, number.like(x))), result)
@@ -15,7 +15,7 @@ def forward(tape: Tape) -> None:
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """One position and its number are read for each sequence, and the position is written."""
+    """Counts one position and its number for each sequence, read, and the position, written."""
     return sizes.bytes(step.inputs[1]) + 2 * sizes.bytes(step.result)
 
 

@@ -1,7 +1,7 @@
 """A product with a weight in whole numbers, times its scales: of each output channel, or of groups of inputs.
 
-A scale of groups has, for the dim D that is summed over, the dim Dg of its groups. Such a weight is frozen: the
-backward pass makes the cotangent of the other factor alone.
+A scale of groups has the dim Dg of groups in place of the summed dim D (or Fg, Hg for F, H). A weight in whole numbers
+is frozen: the backward pass makes only the cotangent of the other factor.
 """
 
 from meshwright.algebra.einsum import product_steps
@@ -12,7 +12,7 @@ from meshwright.algebra.tape import Tape
 
 
 def has_groups(scale: ShardedArray) -> bool:
-    """True if a scale is of groups of inputs."""
+    """True if each group of inputs has a scale."""
     return any(dim.endswith("g") for dim in scale.dims)
 
 
@@ -23,7 +23,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """dA = dC * B, of the values and scales of B."""
+    """Makes dA = dC * B from the values and scales of B."""
     _, values, scale = tape.inputs
     name = tape.op.inputs[0]
     tape.contribute(name, _multiply(tape, tape.dout, values, scale, tape.cotangent(name)))

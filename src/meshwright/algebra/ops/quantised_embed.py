@@ -7,7 +7,7 @@ from meshwright.algebra.steps import Step
 
 
 def row_bytes(step: Step, sizes: OpSizes) -> Number:
-    """One row of int8 and its scale are read for each token, and the row is written in the dtype of the result."""
+    """Counts the number, a row of int8 and its scale for each token, read, and the row of the result, written."""
     numbers, table, scale = step.inputs
     row, of_row = step.result.replace(dtype=table.dtype), numbers.replace(dtype=scale.dtype)
     return sizes.total(numbers, row, of_row, step.result)

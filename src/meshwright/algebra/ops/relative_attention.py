@@ -1,7 +1,7 @@
 """Attention whose scores have a bias of each head for each bucket of distances (T5); the bias is the model's only
 information on positions.
 
-Rules are those of attention; the table of biases goes where the heads are, as sinks do. The scores are written to
+Rules are those of attention; the table of biases is split as the heads are, like sinks. The scores are written to
 memory, because the bias and its gradient need them. Keys never go round a ring.
 """
 
@@ -17,13 +17,13 @@ from meshwright.algebra.steps import Step
 
 
 class RelativeAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details besides attention's: the ``distance`` from which on all share the last bucket."""
+    """Details besides attention's: all distances from ``distance`` on share the last bucket."""
 
     distance: int = 128
 
     @property
     def can_ring(self) -> bool:
-        """False: every block of keys would need its own part of the bias."""
+        """Always False: every block of keys would need its own part of the bias."""
         return False
 
 

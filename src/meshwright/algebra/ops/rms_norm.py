@@ -19,7 +19,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangents of the row and, summed over every row of the device, of the vectors."""
+    """Makes the cotangents of the rows and of the vectors; those of vectors are sums over the device's rows."""
     x, scale, *_ = tape.inputs
     dx, *dvectors = tape.dinputs
     sums = [_whole(d).replace(unreduced=x.spread) for d in dvectors]

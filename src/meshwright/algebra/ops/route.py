@@ -1,7 +1,7 @@
 """Routing: each token's experts and their weights from the scores of all experts.
 
-With a loss on the router, a bound on the slots, or a correction that follows the load, each device counts its choices,
-and one AllReduce in the backward pass sums the counts: the losses' gradients and the correction need them.
+With a loss on the router, a bound on the slots, or a correction that follows the load, each device counts its choices.
+One AllReduce in the backward pass sums the counts, for the gradients of the losses, the correction and the metrics.
 """
 
 import msgspec
@@ -11,16 +11,16 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.tape import Tape
 
 ROUTING_ROWS: tuple[str, ...] = ("load", "kept", "importance", "z")
-"""Rows of the counts routing[Er, E]; what each holds is said in `nn.experts.balance`."""
+"""Rows of the counts routing[Er, E], described in `nn.experts.balance`."""
 
 ROUTING = ShardedArray("routing", ("Er", "E"), ((), ()), dtype="fp32")
-"""The counts of a microbatch over all devices, as a layer's backward pass has them."""
+"""The counts of one layer and microbatch, summed over all devices."""
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: weights of the losses on how the router spreads its tokens (load balance, squared log-sum of scores),
-    the bound on an expert's slots over the mean load (0: none), the microbatches that the losses are means over, and
-    the rate of the correction, which the training step applies."""
+    """Details: ``balance`` and ``z`` are weights of losses on the router (load balance, squared log-sum-exp of scores),
+    ``capacity`` bounds an expert's slots relative to the mean load (0: no bound), ``microbatches`` is their number in a
+    step, over which losses are averaged, and ``correction_rate`` that of the correction, which the step applies."""
 
     balance: float = 0.0
     z: float = 0.0
@@ -39,7 +39,7 @@ def token_axes(tokens: ShardedArray) -> tuple[str, ...]:
 
 
 def _counts(tape: Tape) -> tuple[ShardedArray, ...]:
-    """Returns the counts that a device makes of its own tokens; none where no attribute of the op needs them."""
+    """Returns the counts that a device makes of its own tokens; () where no attribute of the op needs them."""
     return (ROUTING.replace(unreduced=token_axes(tape.out)),) if tape.op.attributes else ()
 
 
@@ -47,7 +47,7 @@ def forward(tape: Tape) -> None:
     """Makes the weights of each token's chosen experts from the scores of all experts."""
     gates = tape.out
     scores = tape.move(tape.inputs[0], _scores(tape.inputs[0], gates))
-    # further inputs are numbers of the experts that correct their choice
+    # the second input, if any, is a correction of each expert's score
     tape.run(
         "route", (scores, *tape.inputs[1:]), gates, chosen_of(gates), *_counts(tape), details=tape.details(Routing)
     )
@@ -56,7 +56,7 @@ def forward(tape: Tape) -> None:
 def backward(tape: Tape) -> None:
     """Makes the cotangent of the scores from the cotangent of the weights and from the losses that the attributes name.
 
-    The losses are means over the microbatches, whose number the step says.
+    The losses are means over the microbatches, whose number is in the details of the step.
     """
     gates, details = tape.out, tape.details(Routing)
     scores = _scores(tape.inputs[0], gates)

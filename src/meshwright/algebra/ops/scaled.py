@@ -7,7 +7,7 @@ from meshwright.algebra.tape import Tape
 
 
 class Scaled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: the number."""
+    """Details of the step: ``by`` is the factor."""
 
     by: float
 

@@ -6,7 +6,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Sums the squares of a row's part on each device, reduces them, and normalises the part."""
+    """Sums the squares of each device's part of a row, reduces the sums, and normalises the part."""
     x, scale = tape.inputs
     sums = _sums(tape, "squares")
     tape.run("sum_squares", (x,), sums)
@@ -17,7 +17,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Reduces the sum over a row of its scaled cotangent times the row, then makes the cotangents of the part."""
+    """Reduces the sum over each row of scaled cotangent times input, then makes the cotangents of the device's part."""
     x, scale = tape.inputs
     dx, dscale = tape.dinputs
     squares, sums = _sums(tape, "squares").replace(unreduced=()), _sums(tape, "along")
@@ -36,7 +36,7 @@ def _scale(x: ShardedArray, scale: ShardedArray) -> ShardedArray:
 
 
 def _sums(tape: Tape, name: str) -> ShardedArray:
-    """Returns a sum over each row, of the device's part of it."""
+    """Returns the sums over a device's part of each row."""
     x, scale = tape.inputs
     rows = tuple(dim for dim in x.dims if dim not in scale.dims)
     parts = tuple(axis for dim in scale.dims for axis in x.axes_of(dim))

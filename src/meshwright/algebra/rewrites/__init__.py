@@ -1,1 +1,1 @@
-"""Rewrites of derived steps that a strategy, a pipeline or several stacks need besides the plain derivation."""
+"""Rewrites of derived steps that a strategy, a pipeline or several stacks need after the plain derivation."""

@@ -1,11 +1,11 @@
 """Collective matmuls: products that run block by block while the blocks of a collective over ``tensor`` go round.
 
-A rewrite of the derived steps of one pass over a block. What is gathered for products goes round the devices in blocks,
-each multiplied as it comes by (AllGather-matmul). What products leave to be summed and split goes round as sums of one
-block, each device adding its part (matmul-ReduceScatter). A sum that stays whole is made in the same way and gathered
-afterwards, by an AllGather of its own: nothing is left to hide that behind (matmul-AllReduce).
-Every result keeps its name and sharding, so that the other steps stay as they are. Source: Wang et al., "Overlap
-communication with dependent computation via decomposition" (2023).
+A rewrite of the derived steps of one pass over a block. An array that is gathered for products goes round the devices
+in blocks, and each block is multiplied as it passes (AllGather-matmul). A sum of products that is scattered goes round
+in blocks, and each device adds its part to each (matmul-ReduceScatter). A sum that stays whole is made in the same way
+and then gathered by an AllGather that is exposed (matmul-AllReduce). Every result keeps its name and sharding, so that
+the other steps stay as they are. Source: Wang et al., "Overlap communication with dependent computation via
+decomposition" (2023).
 """
 
 from collections.abc import Collection, Sequence
@@ -26,7 +26,7 @@ AXES = ("tensor",)
 """Mesh axes whose collectives of activations within a layer are decomposed."""
 
 Unit = tuple[Step, ...]
-"""Steps that stay next to each other: one, or a product and the round that belongs to it."""
+"""Steps that stay next to each other: one, or a collective matmul and the permute of its blocks (its round)."""
 
 
 def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
@@ -55,11 +55,10 @@ def with_collective_matmuls(
 ) -> tuple[Step, ...]:
     """Returns the steps of one pass with every collective over ``tensor`` that is next to products decomposed.
 
-    With ``ways`` 2 a block goes round in two halves, one each way. ``kept`` are arrays that are used after the pass:
-    one that was gathered is put together from its blocks, as for any later step that is not in the round. ``weights``
-    are names whose collectives, and those of their gradients, stay. A sum that stays whole is cut along the dim
-    ``along`` where it has it, which leaves weights in one piece, else along its last, which leaves them apart but lets
-    each block read its own part of them only.
+    With ``ways`` 2 a block goes round in two halves, in opposite directions. A gathered array is assembled from its
+    blocks if it is ``kept`` (used after the pass), or if a step outside its round reads it. Collectives of ``weights``
+    and of their gradients stay. A sum that stays whole is cut along the dim ``along`` if it has that dim: each block
+    then reads all of the weights. Else it is cut along its last dim: each block then reads its own part of the weights.
     """
     units: list[Unit] = [(step,) for step in steps]
     for step in steps:
@@ -72,14 +71,14 @@ def with_collective_matmuls(
     return tuple(step for unit in units for step in unit)
 
 
-# -- what is gathered ---------------------------------------------------------------------------------------
+# -- gathers ------------------------------------------------------------------------------------------------
 
 
 def _with_gather(units: list[Unit], gather: Step, ways: int, kept: Collection[ShardedArray]) -> list[Unit]:
     """Joins a gather and all products of its result, also products that sum over the gathered dim (gradients of
     weights).
 
-    A product that needs what another of the round makes stays outside, and takes the array put together.
+    A product that needs a result of another product in the round stays outside, and reads the assembled array.
     """
     before, at = _before(units), _place(units, gather)
     members = {at}
@@ -104,7 +103,7 @@ def _gathering(gather: Step, parts: list[Step], ways: int, *, whole: bool) -> Un
 
 
 def _multiplies(step: Step, gather: Step) -> bool:
-    """True if a step is a product of what is gathered, each block of which makes a part of the result."""
+    """True if a step is a product with the gathered array that can be computed block by block."""
     found = gather.result
     if not _is_einsum(step) or step.inputs.count(found) != 1 or step.accumulates:
         return False
@@ -113,11 +112,11 @@ def _multiplies(step: Step, gather: Step) -> bool:
     return _split_alike(step, gather.dim, found.axes_of(gather.dim))
 
 
-# -- what is summed -----------------------------------------------------------------------------------------
+# -- sums ---------------------------------------------------------------------------------------------------
 
 
 def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[ShardedArray], along: str) -> list[Unit]:
-    """Products whose sum is scattered, or stays whole: one round for all addends."""
+    """Joins the ReduceScatter or AllReduce of a sum with the products that it adds: one round for all addends."""
     partial = total.inputs[0]
     dim = total.dim if total.op == "reduce_scatter" else along if along in partial.dims else partial.dims[-1]
     makers = [number for number, unit in enumerate(units) if any(partial in s.results for s in unit)]
@@ -189,7 +188,7 @@ def _is_einsum(step: Step) -> bool:
 def _split_alike(step: Step, dim: str, axes: tuple[str, ...]) -> bool:
     """True if every array shards ``dim`` over the same axes, so that a block of one is a block of all.
 
-    Slots of experts are left alone: their products skip empty blocks of their own.
+    False for slots of experts: their products skip empty blocks instead.
     """
     arrays = (*step.inputs, step.result)
     return all(a.axes_of(dim) == axes for a in arrays if dim in a.dims) and not any("C" in a.dims for a in arrays)
@@ -236,9 +235,9 @@ def _is_convex(members: set[int], before: Sequence[set[int]]) -> bool:
 
 
 def _joined(units: list[Unit], members: set[int], unit: Unit) -> list[Unit]:
-    """Replaces units by one, at the position of the first of them or after the last unit that it needs.
+    """Replaces ``members`` by one unit, at the position of the first or after the last unit that it needs.
 
-    What it does not need keeps its order.
+    Other units keep their order.
     """
     before = _before(units)
     outside = {*range(len(units))} - members

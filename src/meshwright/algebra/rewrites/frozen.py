@@ -1,4 +1,4 @@
-"""Backward passes beside frozen weights: only cotangents behind which a weight trains are made."""
+"""Backward passes beside frozen weights: they make only cotangents that the gradient of a trained weight needs."""
 
 from collections.abc import Collection, Iterable
 
@@ -13,8 +13,8 @@ def trained(program: Program) -> tuple[Variable, ...]:
 
 
 def differentiated(program: Program) -> frozenset[str]:
-    """Returns the variables whose cotangents training needs: weights that train, and what is computed from them; all
-    where nothing is frozen."""
+    """Returns the variables whose cotangents training needs: weights that train and variables computed from them, or
+    all if nothing is frozen."""
     if not any(variable.frozen for variable in program.variables.values()):
         return frozenset(program.variables)
     found, before = {variable.name for variable in trained(program)}, -1
@@ -30,7 +30,7 @@ def differentiated(program: Program) -> frozenset[str]:
 
 
 def needed_steps(steps: Iterable[Step], left: Collection[ShardedArray]) -> tuple[list[Step], set[ShardedArray]]:
-    """Returns the steps of a pass that the cotangents ``left`` by its block need, and every array that these read."""
+    """Returns the steps that the finished cotangents ``left`` of a backward pass need, and all arrays needed."""
     needed, kept = set(left), list[Step]()
     for step in reversed(list(steps)):
         if step.scope == "step" or not needed.isdisjoint(step.results):

@@ -1,6 +1,6 @@
 """Rewrites the chunked loss head: joins its two passes where a device has the whole vocabulary.
 
-In chunks, the head makes the logits twice: once for the loss, once in the backward pass. Nothing has to be reduced in
+A head in chunks makes the logits twice: once for the loss, once in the backward pass. Nothing has to be reduced in
 between where the vocabulary is whole, so that one step can make the loss and its slopes: the cotangents of the stream
 and of the table for a loss cotangent of 1. The backward pass then only scales them. Collectives stay as they are.
 """
@@ -17,7 +17,7 @@ _FORWARD = ("chunked_logits_statistics", "rescale")
 def with_fused_head(block: BlockSteps) -> BlockSteps:
     """Returns the block with the head's two passes joined.
 
-    Returns it unchanged if it has no chunked head, or its statistics are on several devices.
+    Returns it unchanged if it has no chunked head, or if several devices have parts of its statistics.
     """
     made = {step.op: step for step in (*block.forward, *block.backward)}
     if "chunked_logits_statistics" not in made:

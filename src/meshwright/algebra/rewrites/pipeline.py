@@ -1,4 +1,4 @@
-"""What stages of a pipeline send each other and sum; the form of a split backward pass. Schedules say when they run."""
+"""Sends and sums between stages of a pipeline, and the form of a split backward pass. Schedules say when they run."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,9 +21,9 @@ NO_PIPELINE = "an encoder with a decoder does not run in a pipeline in this vers
 class SplitBackward(msgspec.Struct, frozen=True):
     """A layer's backward pass in two parts, for schedules whose weight gradients have a pass of their own.
 
-    ``inputs`` and ``weights`` are indices of the backward steps that run for each microbatch: those behind the
-    cotangent of the entering stream, after a segment's second run, and the rest. ``handed`` is what the second part
-    needs besides weights and inputs: activations, cotangents, finished gradients.
+    Both are indices of the backward steps that run for each microbatch: ``inputs`` are a segment's second run and the
+    steps that the cotangent of the layer's input needs, ``weights`` are the rest. ``handed`` are arrays that the second
+    part needs from the first, besides weights and inputs: activations, cotangents, finished gradients.
     """
 
     inputs: tuple[int, ...]

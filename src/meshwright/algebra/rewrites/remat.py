@@ -1,5 +1,5 @@
 """Rematerialisation: the forward results that a strategy keeps for the backward pass, by name, and segments of layers
-that run again. What is not kept the backward pass makes again where it needs it (`Tape.need`)."""
+that run again. The backward pass recomputes other results where it needs them (`Tape.need`)."""
 
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ from meshwright.spec.strategy import Strategy
 
 
 class SavedSet:
-    """The saved set of a strategy: what `keeps` says of each result of the forward pass.
+    """The forward results that a strategy keeps for the backward pass.
 
     Raises InputError for a name that is not a result of the program.
     """
@@ -24,10 +24,10 @@ class SavedSet:
         self.names = _kept_names(shardings.program, shardings.strategy)
 
     def keeps(self, array: ShardedArray, block: Block) -> bool:
-        """True if the saved set has a forward result; a gathered weight only until the next block runs.
+        """True if a forward result is kept; gathered weights are not.
 
-        The backward pass of the block that ends in the loss follows its forward pass at once, so there everything
-        stays, the gathered table too; a head that does not keep its logits never has them whole.
+        The backward pass of the block that ends in the loss follows its forward pass at once, so it keeps everything,
+        the gathered table too; a head that does not keep its logits never has them whole.
         """
         if block.ops[-1].out == "loss":
             return True
@@ -64,8 +64,8 @@ def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
 
 
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
-    """Returns the steps of layers whose segments run again, where the strategy has any: the backward pass begins with
-    the forward steps, of which only gathers of weights count as its own."""
+    """Returns the steps of a block. With segments a layer's backward pass begins with its forward steps, in the
+    phase recompute, or backward for gathers of weights."""
     segment = shardings.strategy.segment
     if segment is None or not steps.is_layer:
         return steps

@@ -16,10 +16,10 @@ from meshwright.algebra.steps import Step
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     """Details of a permute that sends blocks round a ring of n devices in n - 1 moves.
 
-    ``ring`` "past": every other device of the group sees the block; "home": the block begins on the first of them,
-    gathers contributions on the way and ends at its owner. With a ``window`` of W positions only devices whose queries
-    reach a block see it, the ceil(W n / T) next ones. With ``ways`` 2 the block goes in two halves in opposite
-    directions. ``beside_products`` says that the products of a collective matmul run meanwhile.
+    With the ``ring`` "past" a block starts at its owner and visits every other device; with "home" it visits them
+    first, is added to by each, and ends at its owner. With a ``window`` of W positions it visits only the devices whose
+    queries see it, the ceil(W n / T) next ones. With ``ways`` 2 the block is sent in two halves in opposite directions.
+    ``beside_products`` says that the products of a collective matmul run meanwhile.
     """
 
     ring: Literal["past", "home"]
@@ -53,7 +53,7 @@ def num_ways(step: Step, sizes: OpSizes) -> Number:
 
 def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
     """Returns a step of attention, forward or backward, on ``keys`` (and values) that go round the ring of its details,
-    with the permutes; the step alone if they name no ring.
+    with the permutes; the step alone if its details name no ring.
 
     In the backward pass the keys go round once more, with their cotangents, which end on the device of their keys.
     """
@@ -75,6 +75,6 @@ def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
 
 
 def _round(step: Step, array: ShardedArray, result: ShardedArray, *, ring: Literal["past", "home"]) -> Step:
-    """Returns the permute of an array round the ring, as far as the window of the attention needs."""
+    """Returns the permute of an array round the ring of an attention step, as far as its window needs."""
     moves = Round(ring=ring, window=step.details.window)
     return Step(op="permute", inputs=(array,), result=result, axes=step.details.ring, details=moves)

@@ -1,4 +1,4 @@
-"""Gradients of weights in a derivation: as a microbatch leaves them, their sums once per step, a pass of their own."""
+"""Gradients of weights: as a microbatch leaves them, their sums once per step, and backward passes in two parts."""
 
 from msgspec.structs import replace
 
@@ -25,7 +25,7 @@ def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
 
 
 def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
-    """Maps a weight to the steps that run once per step on its gradient, after the last microbatch."""
+    """Maps a weight to the steps that run once per step on its gradient, during or after the last microbatch."""
     found: dict[str, tuple[Step, ...]] = {}
     for step in (step for block in derived.blocks for step in block.backward if step.scope == "step"):
         name = step.result.name.removeprefix("d")
@@ -45,14 +45,15 @@ def trained_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
 
 def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
     """Returns the router's counts of a block, summed over all devices, under a key that cannot clash with a weight's
-    name. Empty where no loss and no bound on slots needs them."""
+    name. Empty if nothing in the backward pass needs them."""
     counted = any(ROUTING in step.inputs for step in block.backward)
     return {f"{ROUTING.name} of {block.name}": ROUTING} if counted else {}
 
 
 def meetings(derived: Derived) -> tuple[Step, ...]:
-    """Returns the exchanges of devices that hold the layers of two stages: weights are sent to the device at the other
-    end of the pipeline before a step, and their gradients, summed in float32, and router counts back after it."""
+    """Returns the permutes of a pipeline with two copies of the weights, in which each device has the layers of two
+    stages: weights are sent to the device at the other end of the pipeline before a step, and their gradients, summed
+    in float32, and router counts are sent back after it."""
     gradients = gradient_arrays(derived)
     arrays: list[tuple[ShardedArray, Phase]] = []
     for name in dict.fromkeys(n for block in derived.blocks if block.is_layer for n in weights_of(derived, block)):
@@ -72,7 +73,7 @@ def once_per_layer(block: BlockSteps) -> tuple[Step, ...]:
 
 
 def with_split_backward(derived: Derived) -> Derived:
-    """Returns the derivation whose layers know their backward pass in two parts."""
+    """Returns the derivation with the backward passes of its layers in two parts."""
     splits = (_split(derived, block) if block.is_layer else None for block in derived.blocks)
     blocks = (replace(block, split=split) for block, split in zip(derived.blocks, splits, strict=True))
     return replace(derived, blocks=tuple(blocks))
@@ -92,7 +93,7 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
             needed.update(step.inputs)
             first.insert(block.num_again, place)
     steps = [block.backward[place] for place in own]
-    # available without a handover: results of the second part, declared weights, and inputs of the microbatch
+    # not handed over: results of the second part, declared weights, and inputs of the microbatch
     known = {array for step in steps for array in step.results}
     known |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
     gradients = gradient_arrays(derived)

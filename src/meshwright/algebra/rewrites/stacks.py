@@ -1,5 +1,5 @@
-"""Inputs that layers read of an earlier stack, as a decoder reads its encoder's result: resharded once for all layers,
-and their cotangent reduced once, after all layers have added to it."""
+"""Results of an earlier stack that layers read, as a decoder reads its encoder's: they are resharded once for all
+layers, and their cotangents are reduced once, after all layers have added to them."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,16 +12,15 @@ from meshwright.core.errors import InputError
 
 
 class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
-    """An input that every layer of a stack reads of an earlier one, as the layers need it sharded; and its cotangent as
-    they leave it, which may be unreduced until all layers have added to it."""
+    """A result of an earlier stack as the layers that read it need it sharded, and its cotangent as they leave it,
+    which may be unreduced until all layers have added to it."""
 
     given: ShardedArray
     cotangent: ShardedArray
 
 
 def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]]) -> dict[str, SharedInput]:
-    """Returns every such input by name, from ``steps_of`` each block that reads it: the input as its layers need it,
-    and the cotangent as each leaves it, before any sum over devices."""
+    """Returns every `SharedInput` of a program by name. ``steps_of`` returns the steps of both passes of a block."""
     found = {}
     for stack in program.stacks:
         for name in stack.inputs:
@@ -30,6 +29,7 @@ def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]])
             read = {array for step in used for array in step.inputs if array.name == name}
             left = {step.result for step in used if step.result.name == f"d{name}"}
             if len(read) != 1 or len(left) != 1:
-                raise InputError(f"layers want {', '.join(map(str, read | left))}; split heads and widths alike.")
+                found_all = ", ".join(map(str, read | left))
+                raise InputError(f"layers need {name} in several shardings: {found_all}. Split heads and widths alike.")
             found[name] = SharedInput(given=read.pop(), cotangent=left.pop())
     return found

@@ -1,1 +1,1 @@
-"""Pipeline schedules: orders, tick tables, closed forms, simulation."""
+"""Pipeline schedules: orders of passes, tick tables, closed forms, simulation."""

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: every pass exactly once, where its virtual stage lives, after what it needs."""
+"""Checks that a schedule can run: every pass once, on the device of its virtual stage, after the results it needs."""
 
 import itertools
 from collections.abc import Callable
@@ -16,8 +16,8 @@ Where = Callable[[int, int], str]
 def check(schedule: Schedule, where: Where | None = None) -> Schedule:
     """Returns the schedule if it can run. Raises InputError if it cannot.
 
-    Every F and B stands once, every W at most once, on the device that holds the virtual stage; B after its F and W
-    after its B; and no devices wait for each other in a ring. One op per device at a time is what an order means.
+    Every F and B must stand once and every W at most once, on the device of its virtual stage, B after its F and W
+    after its B. No devices may wait for each other in a ring.
     """
     named = where or (lambda device, number: f"device {device}, op {number + 1}")
     _require_once(schedule, named)

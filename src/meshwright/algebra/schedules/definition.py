@@ -22,14 +22,13 @@ from meshwright.core.errors import InputError
 OfSizes = Callable[[Number, Number, Number], Number]
 """A function of stages p, microbatches m and chunks v, each a number or an array."""
 
-
 OfTimes = Callable[[Number, Number, Number, Number, Number, Number], Number]
 """A function of p, m, v, and the seconds of F, B and W: B for the gradients of the inputs (with any recomputation), W
 for those of the weights, which schedules that do not split make in one pass."""
 
 
 class PassOrder(Protocol):
-    """The passes of one device, first to last."""
+    """A function that returns the passes of one device, first to last."""
 
     def __call__(self, device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[StagePass]: ...
 
@@ -44,13 +43,13 @@ class Requirement(msgspec.Struct, frozen=True):
 class StageForms(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule as it runs with a program for each stage: devices run ahead as far as messages let them.
 
-    ``bubble_s`` are the seconds of a step beyond the passes of all microbatches, with a barrier at its end, from the
-    seconds of one microbatch through all layers of a device; sending is free in it. ``stash`` counts the whole-stage
-    microbatches alive at once on the worst device, where W keeps as much as B and what is kept for one of several
-    pieces of a device counts as its part. ``sends`` counts the sends, one way, that a step
-    waits for where a send is short beside a pass: read off the simulator for equal passes and at least twice as many
-    microbatches as stages, as other microbatches pass meanwhile. ``split`` counts the microbatches whose weight
-    gradients have a pass of their own in a device's layers, on the device with most of them.
+    ``bubble_s`` are the seconds of a step beyond the passes of all microbatches, with a barrier at its end, for the
+    seconds of one microbatch's F, B and W through all layers of a device, without sends. ``stash`` counts the stashes
+    alive at once on the worst device: one is for a microbatch in all layers of a device, lives until W ends, and counts
+    as its share if it is for one of several chunks. ``sends`` counts the sends in one direction that a step waits for
+    if a send is short beside a pass; it was read off the simulator for equal passes and at least twice as many
+    microbatches as stages. ``split`` counts the microbatches whose weight gradients have a pass of their own in a
+    device's layers, on the device with most of them.
     """
 
     bubble_s: OfTimes
@@ -62,9 +61,9 @@ class StageForms(msgspec.Struct, frozen=True, kw_only=True):
 class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule as one program runs it on all devices. The defaults are those of 1F1B.
 
-    ``bubble_s`` as in `StageForms`; ``ticks`` are the rows of the table, and the other fields are the counts of
-    `ticks.Slots`; all devices allocate the largest: of ``stash`` and ``handed`` those of one virtual stage. ``waits``,
-    where given, counts the sends that a step waits for.
+    ``bubble_s`` is as in `StageForms`, and ``ticks`` counts the rows of the table. The next five fields are the counts
+    of `ticks.Slots`, which all devices allocate; an entry of ``stash`` or ``handed`` is for one virtual stage.
+    ``waits`` counts the sends in one direction that a step waits for, if other than `sends` says.
     """
 
     bubble_s: OfTimes = lambda p, m, v, f, b, w: (p - 1) * (f + b) + (p - 1) * w
@@ -77,8 +76,7 @@ class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
     waits: OfSizes | None = None
 
     def sends(self, p: Number, m: Number, v: Number) -> Number:
-        """Returns the sends in one direction that a step waits for: of all ticks but the first and the last, or
-        fewer."""
+        """Returns the sends in one direction that a step waits for: all ticks but two, unless ``waits`` is given."""
         return self.waits(p, m, v) if self.waits else self.ticks(p, m, v) - 2
 
 
@@ -103,7 +101,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stage_placement(self) -> StagePlacement:
-        """Where the virtual stages live."""
+        """The placement of the virtual stages on devices."""
         return PLACEMENTS[self.placement]
 
     def is_legal(self, stages: Number, microbatches: Number, chunks: Number) -> Number:

@@ -1,7 +1,7 @@
 """DualPipe: microbatches from both ends at once, over two copies of the weights.
 
 Source: DeepSeek-V3 Technical Report (2024), section 3.2.1, and the order of its published code. There a forward and a
-backward pass of the long middle part run at once, chunk by chunk; here they are rows one after the other.
+backward pass of the long middle part overlap; here one runs after the other.
 """
 
 import itertools
@@ -20,8 +20,8 @@ DeviceStreams = tuple[tuple[int, int], tuple[int, int]]
 
 
 def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStreams) -> Iterator[StagePass]:
-    """Returns the ops of the device ``distance`` steps from the end where stream 0 enters; the streams turn after
-    ``depth``."""
+    """Yields the passes of the device ``distance`` devices from the end where stream 0 enters; after ``depth`` devices
+    the streams turn back (V), or cross. A stream is the microbatches of one direction, ``per_stream`` of them."""
     inner, half, is_odd = depth - 1 - distance, (distance + 1) // 2, distance % 2 == 1
     # F and B of a stream; S is a B whose weight gradients wait for the next W
     words = [
@@ -50,7 +50,7 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStream
 
 
 def dual_bubble_seconds(hops: Number, f: Number, b: Number, w: Number) -> Number:
-    """Returns the bubble of one stream that turns back after ``hops`` stages, for times per virtual stage."""
+    """Returns the bubble of one stream that turns back after ``hops`` sends, for times per virtual stage."""
     longest = np.maximum(hops * f, hops * (f + b - w))
     longest = np.maximum(longest, hops * (2 * f - w - np.minimum(b, w)))
     return np.maximum(longest, hops * (b + np.maximum(b - w, 0)) - f)

@@ -1,5 +1,5 @@
-"""DualPipe-V: one half of DualPipe, down the devices and up again, each holding two pieces, with one copy of the
-weights. Source: the published code of DualPipe (2025)."""
+"""DualPipe-V: one half of DualPipe, with one copy of the weights. Microbatches go down the devices and up again, and
+each device has two pieces. Source: the published code of DualPipe (2025)."""
 
 from collections.abc import Iterator
 

@@ -5,8 +5,8 @@
     0: F0 F1 B0 B1
     1: F0 B0 F1 B1
 
-``F3/1`` is the forward pass of microbatch 3 in chunk 1. A device may go on in a further line with its number. The
-placement is ``looped`` (also where it is left out), ``v`` or ``bidirectional``: see `table.PLACEMENTS`.
+``F3/1`` is the forward pass of microbatch 3 in chunk 1. A device may continue on another line with its number. The
+placement is ``looped`` (the default), ``v`` or ``bidirectional``: see `table.PLACEMENTS`.
 """
 
 import functools
@@ -29,7 +29,7 @@ _SETTING = re.compile(r"(\w+)\s*=\s*(\S+)")
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Returns the schedule of a file, checked. An InputError names the file and the line of what cannot be."""
+    """Returns the schedule of a file, checked. Raises InputError that names the file and the line of a fault."""
     path = Path(path)
     text = read_text(path, "Give a schedule: a line for each device.")
     placement: PlacementName = "looped"
@@ -84,7 +84,7 @@ def _read_op(at: str, word: str) -> StagePass:
 
 
 def schedule_of_file(path: str) -> ScheduleDefinition:
-    """Returns the schedule of a file for its one number of stages, microbatches and chunks."""
+    """Returns the definition of a file's schedule, which exists for one number of stages, microbatches and chunks."""
     return _schedule_of_file(path, Path(path).stat().st_mtime_ns)
 
 

@@ -1,15 +1,15 @@
 """Bubble, stash, sends and buffers of a schedule with uniform stages, as functions of its sizes; the search reads them
 for a million candidates.
 
-`stage_forms` is a schedule with a program for each stage, which runs ahead as far as messages let it; `lockstep_forms`
-one program on all devices, which take part in every tick (see `ticks`): a message takes a tick each way, so that more
-microbatches are in flight, and what fills a bubble elsewhere may not. Sizes and times may be NumPy arrays; sizes that a
-schedule does not exist for are masked by `is_legal`, not branched on.
+`stage_forms` are for a schedule with a program for each stage, which runs ahead as far as messages let it;
+`lockstep_forms` are for one program on all devices, which take part in every tick (see `ticks`). There a message takes
+a tick each way, so more microbatches are in flight, and bubbles may be longer. Sizes and times may be NumPy arrays;
+sizes that a schedule does not exist for are masked by `is_legal`, not branched on.
 
 Forms come from the schedule's own file: each is the longest path through its rows, so that it equals the simulator's
 result (``tests/algebra/schedules/test_forms.py``). A schedule without them is simulated once for each size, and exact
-for all times. The time of a step is its longest path: the largest of a few sums of passes, each so many F, B and W.
-`longest_paths` finds every sum that is the largest for some times, so that a size is simulated a few times for all
+for all times. The time of a step is its longest path: the largest of a few sums, each of a number of F, of B and of W.
+`longest_paths` finds every sum that is the largest for some times, so that a few simulations of a size serve all
 candidates.
 """
 
@@ -32,13 +32,13 @@ from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 
 MAX_PASSES = 100_000
-"""Most passes of a table that is priced, F, B and W of every stage: its simulation takes about a second."""
+"""Limit on the passes (F, B and W of every stage) of a table that is priced: its simulation takes about a second."""
 
 _BITS = 20
-"""Bits of a number of passes on a path."""
+"""Bits for the number of passes of one kind on a path."""
 
 PathPasses = tuple[int, int, int]
-"""How many F, B and W a path has."""
+"""The numbers of F, B and W on a path."""
 
 Size = tuple[int, int, int]
 """Stages, microbatches and chunks."""
@@ -47,8 +47,8 @@ AnyForms = TypeVar("AnyForms", StageForms, LockstepForms)
 
 
 def stage_forms(name: str) -> StageForms:
-    """Returns the forms of a schedule with a program for each stage. Exact, but for zb-h2 with fewer microbatches than
-    stages.
+    """Returns the forms of a schedule with a program for each stage. They are exact, except for zb-h2 with fewer
+    microbatches than stages.
 
     Sends of simulated and of closed forms differ where microbatches are fewer than twice the stages.
     """
@@ -57,8 +57,8 @@ def stage_forms(name: str) -> StageForms:
 
 
 def lockstep_forms(name: str) -> LockstepForms:
-    """Returns the forms of a schedule as one program runs it on all devices. They equal `ticks` and its simulated time,
-    but for zb-h2 with more microbatches than stages and fewer than twice as many less one."""
+    """Returns the forms of a schedule as one program runs it on all devices. They equal the tables of `ticks` and their
+    simulated time, except for zb-h2 with p stages and more than p but fewer than 2 p - 1 microbatches."""
     found = definition(name)
     return found.lockstep or _simulated_forms(found, LockstepForms, _simulated_lockstep)
 
@@ -128,8 +128,8 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
     """Returns the passes of every path that is the longest for some times; ``step`` is the time of a step for whole
     times.
 
-    The time is convex in (f, b, w). So the paths found are all as soon as no longer one is found where three of them,
-    or two and a time of 0, tie: between such times the time of a step is linear.
+    The time is convex in (f, b, w). So all paths are found as soon as there is no longer one at any times at which
+    three known paths tie, or two if a time is 0: between such times the time of a step is linear.
     """
     found: dict[PathPasses, None] = {}
     asked: set[PathPasses] = set()
@@ -156,7 +156,7 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
 
 
 def _cross(one: PathPasses, other: PathPasses) -> PathPasses | None:
-    """Times, none below 0, at which both differences of paths take no time; None without any."""
+    """Returns times of at least 0 at which both differences of paths take no time; None if there are none."""
     x = one[1] * other[2] - one[2] * other[1]
     y = one[2] * other[0] - one[0] * other[2]
     z = one[0] * other[1] - one[1] * other[0]
@@ -188,10 +188,10 @@ def _simulated_forms(
     form: type[AnyForms],
     simulated: Callable[[ScheduleDefinition, Size], dict[str, Any]],
 ) -> AnyForms:
-    """Forms that simulate each size once; 0 for one stage, which has nothing to wait for."""
+    """Returns forms that simulate each size once; they are 0 for one stage, which has nothing to wait for."""
 
     def read(name: str, *arrays: Number) -> np.ndarray:
-        """A value of each size, or of paths the longest with these times."""
+        """Returns the value ``name`` of each size, for "paths" the time of the longest."""
         given = np.broadcast_arrays(*arrays)
         sizes = np.stack([array.reshape(-1) for array in given[:3]], axis=-1).astype(np.int64)
         different, which = np.unique(sizes, axis=0, return_inverse=True)

@@ -10,7 +10,7 @@ from meshwright.algebra.schedules.table import StagePass
 
 
 def alternating(warmup: int, forward: list[StagePass], backward: list[StagePass]) -> Iterator[StagePass]:
-    """``warmup`` forward passes, one forward and one backward alternately, and the remaining backward passes."""
+    """Yields ``warmup`` forward passes, one forward and one backward alternately, and the remaining backward passes."""
     warmup = min(warmup, len(forward))
     yield from forward[:warmup]
     for f, b in zip(forward[warmup:], backward, strict=False):

@@ -28,9 +28,9 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def searched_schedules(*, every: bool) -> tuple[str, ...]:
-    """Returns the schedules that a search tries, oldest first behind the one that meshes are screened with.
+    """Returns the schedules that a search tries: the one with which meshes are screened, then all, oldest first.
 
-    Those of ``search="usual"``, and with ``every`` those of ``search="full"`` too.
+    They have ``search="usual"``, or with ``every`` also ``search="full"``.
     """
     wanted = ("usual", "full") if every else ("usual",)
     names = [one.name for one in definitions().values() if one.search in wanted]

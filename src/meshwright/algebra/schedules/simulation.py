@@ -14,7 +14,7 @@ Seconds = float | Sequence[float]
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of one step of a schedule. The unit of time is the caller's; seconds in the product.
+    """Times of one step of a schedule. The unit of time is the caller's; seconds in meshwright.
 
     ``start_s`` and ``end_s`` have the shape of the schedule's ``orders``.
     """
@@ -25,13 +25,13 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def makespan_s(self) -> float:
-        """Time from the first start to the last end of all devices: of a step that ends with a barrier, as one that
-        clips gradients by their norm does."""
+        """Time from the first start to the last end of all devices, which is the time of a step with a barrier at its
+        end, such as one that clips gradients by their norm."""
         return max(ends[-1] for ends in self.end_s)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Work of each device."""
+        """Time in which each device runs passes."""
         rows = zip(self.start_s, self.end_s, strict=True)
         return tuple(sum(end - start for start, end in zip(*row, strict=True)) for row in rows)
 
@@ -54,24 +54,24 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bubble_s(self) -> float:
-        """Idle time of the device that works most: what the step takes beyond its work."""
+        """Idle time of the busiest device, which is the time of the step beyond its passes."""
         return self.makespan_s - max(self.busy_s)
 
     @property
     def bubble_share(self) -> float:
-        """Idle time of all devices over their total time; (K - 1) / (M + K - 1) for GPipe."""
+        """Idle time of all devices over their total time: (p - 1) / (m + p - 1) for GPipe with p stages."""
         return sum(self.idle_s) / (self.schedule.num_devices * self.makespan_s)
 
     @property
     def bubble_without_barrier_s(self) -> float:
-        """The largest span less the work of the device that works most: the bubble where steps are not kept apart."""
+        """The largest span less the busy time of the busiest device: the bubble if no barrier separates steps."""
         return max(self.span_s) - max(self.busy_s)
 
 
 def simulate(
     schedule: Schedule, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds = 0.0, send_s: float = 0.0
 ) -> Simulation:
-    """Runs every op as early as its device's order and the results it needs allow.
+    """Simulates a step in which every op runs as early as its device's order and the results it needs allow.
 
     ``forward_s``, ``backward_s`` and ``weight_s`` are per virtual stage and microbatch; ``backward_s`` makes the
     gradients of the inputs (with any recomputation) and ``weight_s`` those of the weights. A row B without a row W of
@@ -135,10 +135,9 @@ def _of_each(seconds: Seconds, count: int, what: str) -> list[float]:
 def peak_stash(schedule: Schedule) -> tuple[float, ...]:
     """Returns the most stashes of each device that are alive at once, in whole-stage microbatches.
 
-    One is what the backward pass of one microbatch needs of a device that holds ``1 / num_devices`` of the model.
-    A microbatch's stash lives from the start of F to the end of B. Where B only makes input gradients, what W needs
-    (inputs of the products and gradients of their results) stays until W ends, and is as large: results are saved.
-    Depends on the order only, not on times.
+    One is what the backward pass of one microbatch needs on a device with ``1 / num_devices`` of the model. It lives
+    from the start of F to the end of B. Where B only makes input gradients, it counts in full until W ends: W needs the
+    inputs of the products and the gradients of their results. Depends on the order only, not on times.
     """
     return tuple(schedule.piece_share * most_alive(tasks) for tasks in schedule.tasks)
 

@@ -35,10 +35,10 @@ class Result(NamedTuple):
 
 
 class Task(NamedTuple):
-    """An op by what it ``makes`` and the result that it ``needs``: of two, the one that is made last.
+    """An op by the result that it ``makes`` and the result that it ``needs``: of two, the one that is made last.
 
-    ``is_sent`` says whether that comes from another device. ``takes`` names the times that the op takes: "BW" where
-    its B is the whole backward pass.
+    ``is_sent`` says whether that comes from another device. ``takes`` names the times that the op takes: "BW" if a B
+    is the whole backward pass.
     """
 
     makes: Result
@@ -48,7 +48,7 @@ class Task(NamedTuple):
 
 
 class StagePlace(msgspec.Struct, frozen=True):
-    """Where a virtual stage lives."""
+    """The device and the chunk of a virtual stage."""
 
     device: int
     chunk: int = 0
@@ -61,9 +61,9 @@ Route = tuple[StagePlace, ...]
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Every device's ops in their order, and the placement of the virtual stages.
 
-    ``routes`` has one way through the model, or two where microbatches enter at both ends (then every virtual stage is
-    held twice); ``route_of`` says which one each microbatch takes. A microbatch may have a row W for a virtual stage or
-    not: without one, its row B there is the whole backward pass. `check.check` says whether it can run.
+    ``routes`` has one route through the model, or two if microbatches enter at both ends (then two devices have every
+    virtual stage); ``route_of`` has the number of each microbatch's route. A microbatch may have a row W for a virtual
+    stage or not: without one, its row B there is the whole backward pass. `check.check` says whether it can run.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         }
 
     def place(self, stage: int, microbatch: int) -> StagePlace:
-        """Returns where a microbatch passes a virtual stage."""
+        """Returns the device and chunk on which a microbatch passes a virtual stage."""
         return self.routes[self.route_of[microbatch]][stage]
 
     @cached_property
@@ -142,10 +142,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the virtual stages of a schedule live.
+    """The placement of virtual stages on devices.
 
-    ``routes`` takes devices and chunks. ``ends_share`` is the share of the microbatches for which an outer device runs
-    both embedding and head; None where two devices have one of them each, for all microbatches.
+    ``routes`` returns the routes for numbers of devices and chunks. ``ends_share`` is the share of the microbatches for
+    which an outer device runs both embedding and head; None if one device runs all embeddings, another all heads.
     """
 
     routes: Callable[[int, int], tuple[Route, ...]]

@@ -3,9 +3,9 @@
 Devices that exchange messages in every tick run in lockstep with their neighbours. With one op per tick the forward
 passes of one device wait for the backward passes of the next; with up to one F, one B and one W in a tick every steady
 tick costs the same on every device, and no time is lost to it. In a tick a device runs F, then B, then W, and then
-messages move: a result of tick t reaches another device before tick t + 1. Everything that waits lies in a numbered
-slot of a buffer, and values that are never alive at the same time share a slot, so that the buffers are as large as the
-most that is alive at once on the worst device.
+messages move: a result of tick t reaches another device before tick t + 1. A value that waits has a numbered slot of a
+buffer. Values that are never alive at the same time share a slot, so that a buffer has as many slots as values are
+alive at once on the worst device.
 """
 
 import itertools
@@ -27,19 +27,19 @@ Tick = tuple[tuple[Task, ...], ...]
 PASSES: tuple[PassKind, ...] = ("F", "B", "W")
 
 MAX_CELLS = 4_000_000
-"""Ticks times devices at most: larger tables take minutes."""
+"""Limit on ticks times devices: larger tables take minutes."""
 
 IDLE = -1
-"""In every column: nothing here. Of a slot that is read: the value does not come from that buffer."""
+"""Entry of a column where nothing runs or arrives; for a slot that is read, the value does not come from the buffer."""
 
 Column = Any
 """[ticks, devices] int32; or one device's [ticks], or one entry, where a table is being executed."""
 
 
 class ForwardColumns(NamedTuple):
-    """F: x comes from ``x_slot``, or from the embedding where that is idle; what B needs goes to ``stash_slot``.
+    """F reads x from ``x_slot``, or from the embedding if that is `IDLE`, and writes arrays for B to ``stash_slot``.
 
-    The last virtual stage (``is_last`` is 1) leaves its result in ``head_slot``, for the loss head in its B.
+    The last virtual stage (``is_last`` is 1) writes its result to ``head_slot``, for the loss head in its B.
     """
 
     microbatch: Column
@@ -51,10 +51,10 @@ class ForwardColumns(NamedTuple):
 
 
 class BackwardColumns(NamedTuple):
-    """B: dx comes from ``dx_slot``, or from the loss head, on ``head_slot``, where that is idle.
+    """B reads dx from ``dx_slot``, or if that is `IDLE` runs the loss head on ``head_slot``.
 
-    ``is_first`` is 1 where the result goes on to the embedding. What W needs goes to ``handed_slot``; where that is
-    idle, B is the whole backward pass.
+    ``is_first`` is 1 where the embedding takes the result. B writes the arrays for W to ``handed_slot``; if that is
+    `IDLE`, B is the whole backward pass.
     """
 
     microbatch: Column
@@ -67,7 +67,7 @@ class BackwardColumns(NamedTuple):
 
 
 class WeightColumns(NamedTuple):
-    """W, from the arrays that B left in ``handed_slot``."""
+    """W reads the arrays that B has written to ``handed_slot``."""
 
     microbatch: Column
     chunk: Column
@@ -90,7 +90,7 @@ class Columns(NamedTuple):
 class MessageChannel(msgspec.Struct, frozen=True):
     """Messages of one direction in a tick: from each first device of ``pairs`` to the second.
 
-    ``offset`` is receiver minus sender, modulo the number of devices; with 0 they stay where they are.
+    ``offset`` is receiver minus sender, modulo the number of devices; with 0 messages stay on their device.
     """
 
     offset: int
@@ -130,7 +130,7 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak_stash(self) -> tuple[float, ...]:
-        """Of each device, the most that is alive at once, as in `simulation.peak_stash`."""
+        """Most stashes of each device that are alive at once, as in `simulation.peak_stash`."""
         rows = zip(*self.ticks, strict=True)
         return tuple(self.schedule.piece_share * most_alive(itertools.chain(*row)) for row in rows)
 
@@ -154,7 +154,7 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tick_tables(schedule: Schedule) -> TickTables:
-    """Returns the tables of a schedule, with the fewest slots that all live values fit in."""
+    """Returns the tables of a schedule, with as few slots as the live values need."""
     return _Builder(schedule).tables()
 
 
@@ -167,9 +167,9 @@ def forward_tables(schedule: Schedule) -> TickTables:
 def lockstep_seconds(
     tables: TickTables, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds = 0.0, send_s: float = 0.0
 ) -> float:
-    """Returns the seconds of a step where each tick of a device begins when its neighbours have ended the one before.
+    """Returns the seconds of a step in which a tick of a device begins when its neighbours have ended the one before.
 
-    Times as in `simulation.simulate`; every tick's messages take ``send_s``.
+    Times are as in `simulation.simulate`; the messages of every tick take ``send_s``.
     """
     times = pass_times(tables.schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
     neighbours = [{device} for device in range(tables.schedule.num_devices)]
@@ -189,7 +189,7 @@ def lockstep_seconds(
 
 
 def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
-    """Returns the ops of a schedule in the earliest ticks that keep its order of passes on each device.
+    """Yields the ops of a schedule in the earliest ticks that keep its order of passes on each device.
 
     On each device every kind keeps its order; B and W also wait for the forward passes that precede them (GPipe
     stays GPipe), W for the backward passes. Forward passes may run ahead, because a message now takes a tick each
@@ -208,7 +208,7 @@ def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
         if not left:
             return
         if number * len(queues) > MAX_CELLS:
-            raise InputError(f"{schedule.name}: more than {number:,} ticks of {len(queues):,} devices. Give a smaller.")
+            raise InputError(f"{schedule.name}: more than {number:,} ticks of {len(queues):,} devices. Shorten it.")
         tick: list[tuple[Task, ...]] = [()] * len(queues)
         for device in awake:
             tick[device] = queues[device].take(made)
@@ -259,8 +259,8 @@ class _Queue:
 
 
 class _Value(NamedTuple):
-    """Something that waits on a device, of a virtual stage and microbatch: written and read at moments, four in a
-    tick."""
+    """A value that waits on a device, with the virtual stage and microbatch as ``key``. A tick has four moments; those
+    at which it is written and read are given."""
 
     device: int
     written: int
@@ -351,7 +351,7 @@ class _Builder:
 
 
 def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], Counter[int]]:
-    """A slot for each value, the lowest that is free; and how many slots each device uses.
+    """Returns a slot for each value, the lowest that is free, and how many slots each device uses.
 
     Taken in the order in which they are written, values need as many slots as are alive at once, and no more.
     """

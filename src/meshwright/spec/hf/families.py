@@ -19,7 +19,7 @@ ROPE_KEYS = {name: name for name in RopeScaling.__struct_fields__} | {
 """Field of a RopeScaling -> key in ``rope_scaling`` or ``rope_parameters``."""
 
 GROUP_KEYS = {"expert_groups": "n_group", "groups_per_token": "topk_group"}
-"""Rows of routers that choose among groups of experts."""
+"""Field -> key of routers that choose among groups of experts."""
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def known(self) -> set[str]:
-        """The keys that are read; another has no meaning here."""
+        """The keys that are read."""
         rotary = ("rope_scaling", "rope_parameters") if "rope_theta" in self.keys.values() else ()
         return {"model_type", *rotary, *self.keys.values(), *self.aliases, *self.computed}
 

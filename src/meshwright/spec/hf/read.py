@@ -1,8 +1,8 @@
-"""Hugging Face ``config.json`` to `Model`, for every family in `meshwright.spec.model.FAMILIES`.
+"""Reads a Hugging Face ``config.json`` as a `Model`, for every family in `meshwright.spec.model.FAMILIES`.
 
-A key that is absent means what transformers means by it: the defaults in ``data/families.toml`` are those of its
-configuration classes, so that a published file is read unchanged. Sizes that decide the parameter count have
-no default, except where published files leave them out (gpt2, gemma3).
+An absent key has the value that transformers gives it: ``data/families.toml`` has the defaults of its configuration
+classes, so that a published file is read unchanged. Sizes that decide the parameter count have no default, except
+where published files leave them out (gpt2, gemma3).
 """
 
 import difflib
@@ -65,7 +65,7 @@ class _Config:
         return dict(full)
 
     def require_understood(self) -> None:
-        """Raises InputError for a key that would change what the model computes, and does not here."""
+        """Raises InputError for a key that may change what the model computes and is not read."""
         known = self.form.known
         rotary = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
         for key, value in (*self.given.items(), *rotary.items()):
@@ -86,8 +86,8 @@ class _Config:
                 )
 
     def read(self, key: str, kind: type, of: type = object) -> Any:
-        """Returns the value of a key, a list ``of`` values of one type. Raises InputError if it is missing or mistyped,
-        or no number that a model can have."""
+        """Returns the value of a key as ``kind``; a list has entries of the type ``of``. Raises InputError if it is
+        missing or mistyped, or a number that no model can have."""
         value: Any = self.keys.get(key)
         if value is None:
             raise InputError(f"{self.what}: the key {key!r} is missing. {self._missing_hint(key)}")
@@ -125,7 +125,7 @@ class _Config:
 
 
 def similar(name: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean ...?" for a known name in another spelling, or with one letter that is left out here."""
+    """Returns " Did you mean ...?" if ``name`` is a known one in another spelling, or with one letter left out."""
 
     def plain(text: str) -> str:
         return re.sub(r"[\W_]", "", text.lower())
@@ -169,7 +169,7 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
 
 
 def _fields(config: _Config) -> dict[str, Any]:
-    """Returns the fields of rows, the fixed fields, and those computed from several keys."""
+    """Returns the fields of a model: those of one key each, the fixed ones, and those computed from several keys."""
     family, form = config.family, config.form
     in_groups = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
     rows = form.keys | (GROUP_KEYS if in_groups else {})
@@ -219,7 +219,7 @@ def _layers_without_experts(config: _Config) -> tuple[int, ...]:
 
 
 def _unrotated(config: _Config) -> tuple[int, ...]:
-    """Returns SmolLM3's layers without rope: those with a 0 in ``no_rope_layers``, else every fourth or so."""
+    """Returns SmolLM3's layers without rope: 0 in ``no_rope_layers``, else every ``no_rope_layer_interval``-th."""
     if not config.has("no_rope_layers"):
         every = max(config.read("no_rope_layer_interval", int), 1)
         return tuple(layer for layer in config.layers() if (layer + 1) % every == 0)
@@ -256,7 +256,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
         if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in fields.get(key, ())):
             raise InputError(f"{config.what}: {key} is not a list of numbers. Write numbers only.")
     if "factor" not in fields and kind in ("yarn", "longrope") and "original_max_positions" in fields:
-        # without a factor: by how much the longest sequence has grown
+        # the factor by which the longest sequence has grown
         fields["factor"] = config.read("max_position_embeddings", int) / fields["original_max_positions"]
     return RopeScaling(kind=kind, **fields)
 

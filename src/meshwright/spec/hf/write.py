@@ -16,7 +16,7 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def config_from_model(model: Model) -> dict[str, Any]:
     """Returns the config.json object of a model, such that `spec.hf.read.model_from_config` returns the same model.
 
-    A decoder that was nested in a model of several kinds of input is written as the text model it is (`text_model`).
+    A decoder that was nested in a multimodal model is written as a text model (see `text_model`).
     """
     form = formats()[model.family]
     camel = {"smollm3": "SmolLM3"}.get(model.family, model.family.title().replace("_", ""))
@@ -51,7 +51,7 @@ def _rope(model: Model) -> dict[str, Any]:
     keys = {ROPE_KEYS[name]: value for name, value in given if name == "factor" or value != plain[name]}
     if model.family != "phi3" or scaling.kind != "longrope":
         return {"rope_scaling": keys}
-    # Phi-3 has the length trained on beside the scaling, and a factor only where it is not the quotient of lengths.
+    # Phi-3 has the original length outside the scaling, and a factor only where it is not the quotient of lengths.
     original = scaling.original_max_positions or model.max_positions
     names = ("short_factor", "long_factor", "attention_factor", "factor")
     kept = {key: keys[key] for key in names if key in keys}

@@ -1,6 +1,0 @@
-"""The part of a query that is not rotated."""
-
-from meshwright.algebra.kinds import OpKind, StepKind, nothing
-from meshwright.algebra.ops.add import forward
-
-OP = OpKind(forward=forward, steps={"own_part": StepKind(hbm_bytes=nothing, group="copy", num_kernels=0)})
