@@ -101,7 +101,7 @@ CASES = [
     (2, (*SHARD, "--mesh", "X=3", "--dims", "I=8,J=4,K=4"), "I=8 of A[I_X, J] does not divide by X=3"),
     (2, (*SHARD, "--mesh", "X=0", "--dims", "I=8,J=4,K=4"), "mesh axis X=0 must be at least 1"),
     (2, (*SHARD, *SIZES, "--calibration", "x.toml"), "needs the cluster it is for: give --on"),
-    (3, (*SHARD, *SIZES, "--on", "v5e:1x2"), "the mesh has 4 devices and v5e:1x2 2 chips"),
+    (3, (*SHARD, *SIZES, "--on", "v5e:1x2"), "the mesh has 4 devices, but v5e:1x2 has 2 chips"),
     (2, (*SHARD, "--mesh", "X=128", "--dims", "I=128,J=4,K=4", "--run"), "--run takes at most 64 devices"),
     (2, (*SHARD, "--mesh", "X=8192", "--dims", "I=8192,J=4,K=4", "--png", "x.png"), "--png takes at most 4096 devices"),
     (2, (*SHARD, "--mesh", "X=4", "--dims", "I=1G,J=1G,K=4", "--run"), "--run holds whole arrays on this machine"),

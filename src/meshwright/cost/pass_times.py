@@ -1,4 +1,4 @@
-"""Seconds of the passes over each block, and of one training step made of them on the busiest device of a pipeline."""
+"""Seconds of the passes over each block, and of the training step that they make on a pipeline's busiest device."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerPasses(NamedTuple):
-    """Seconds of a microbatch in the layers of one device, forward and backward, and idle seconds of a step."""
+    """Seconds of one microbatch in the layers of one device, forward and backward, and the idle seconds of a step."""
 
     forward_s: Number
     backward_s: Number
@@ -37,8 +37,8 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one repeat of a block for one microbatch.
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
-    ``inputs`` and ``weight`` replace it in a split backward pass, whose two parts together may take longer than one
-    pass. ``update`` is the optimizer.
+    ``inputs`` and ``weight`` replace ``backward`` where a pipeline splits that pass; together they may take longer.
+    ``update`` is the optimizer.
     """
 
     repeat: int
@@ -51,12 +51,13 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the blocks of layers and of the ``ends``, embedding and head, and of what is done once: nothing about
-    a schedule.
+    """Seconds of the blocks of layers, of the ``ends`` (embedding and head) and of the rest of a step, which hold for
+    every schedule.
 
-    ``send_s`` sends over one boundary of stages, in both directions. ``meetings_s`` exchanges the layers of two stages
-    that share a device: the seconds of the bytes of all layers, and the latency. ``after_s`` belongs to no block,
-    ``microbatch_s`` is the host's part of each microbatch, ``slowdown`` the factor of stragglers.
+    ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``meetings_s`` is for the
+    exchange of the layers of two stages that share a device: (seconds by bytes, of all layers; latency). ``after_s`` is
+    the part of the update that belongs to no block. ``microbatch_s`` is added by the host to each microbatch.
+    ``overlap`` is the exponent by which passes hide sends (None: they do not), ``slowdown`` the factor of stragglers.
     """
 
     num_layers: int
@@ -70,31 +71,31 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: Number = 1.0
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
-        """Seconds of one part for one microbatch in a share of the layers, ``at_least`` so many for each repeat."""
+        """Returns the seconds of one field of `BlockSeconds` in a share of the layers, ``at_least`` for each repeat."""
         return total(np.maximum(getattr(one, part), at_least) * one.repeat * share for one in self.layers)
 
     def ends_s(self, *parts: str) -> list[Number]:
-        """Seconds of some parts together in embedding and head, one sum for each block."""
+        """Returns the seconds of some fields together in embedding and head, one sum for each block."""
         return [total(getattr(end, part) for part in parts) for end in self.ends]
 
     def once_s(self, pipeline: PipelineCost) -> Number:
-        """Seconds of the sums of gradients that run once per step, and of the optimizer, on all weights of a device."""
+        """Returns the seconds of a device's gradient sums that run once per step, and of its optimizer."""
         share = pipeline.share(self.num_layers) * pipeline.sums
         ends = pipeline.ends_held(self.ends_s("last", "update"))
         return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.meet_s(pipeline)
 
     def meet_s(self, pipeline: PipelineCost) -> Number:
-        """Seconds to exchange the layers of two stages that share a device, if one program runs both."""
+        """Returns the seconds to exchange the layers of two stages that share a device; 0 unless one program runs."""
         by_bytes, besides = self.meetings_s
         meet = pipeline.in_lockstep & (pipeline.weight_copies > 1)
         return meet * (pipeline.share(self.num_layers) * by_bytes + besides)
 
     def sends_s(self, pipeline: PipelineCost) -> Number:
-        """Seconds that a step waits for sends of the stream and of its cotangents."""
+        """Returns the seconds that a step waits for sends of the stream and of its cotangents."""
         return pipeline.num_sends * self.send_s / 2
 
     def layer_passes(self, pipeline: PipelineCost, at_least: Number = 0.0) -> LayerPasses:
-        """The passes of one microbatch over the layers of a device, and the bubble that their schedule leaves.
+        """Returns the passes of one microbatch over the layers of a device, and the bubble of the schedule.
 
         If only some microbatches split their backward pass, the bubble counts all as split.
         """
@@ -107,7 +108,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
 
     def step_s(self, pipeline: PipelineCost, offload: Transfers = NOTHING) -> StepSeconds:
-        """All microbatches through the busiest device, its once-per-step collectives and the update, and the bubble.
+        """Returns the seconds of all microbatches on the busiest device, of `once_s` and the update, and the bubble.
 
         A pass takes at least as long as the transfer of its offloaded results.
         """
@@ -173,9 +174,9 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     """Seconds of one pass over one repeat of a block: compute, exposed collectives, and hidden ones.
 
     By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
-    Blocks of a collective matmul hide behind its own products; the remainder is exposed. Fitted numbers say how far
-    overlap goes: see `partly_hidden`. With eager dispatch the compute is no shorter than
-    the host needs to start its kernels.
+    Blocks of a collective matmul hide behind its own products; the remainder is exposed. A fitted exponent says how
+    complete overlap is: see `partly_hidden`. With eager dispatch, compute takes at least the time in which
+    the host starts its kernels.
     """
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
@@ -195,10 +196,10 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
 
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
-    """Bytes that one iteration of a loop over layers moves besides its steps, forward and backward.
+    """Returns the bytes that one iteration of a loop over layers moves besides its steps, forward and backward.
 
-    Forward, weights are taken out of their stack (read, written) and what is kept is put into one that was cleared
-    (written, then read and written). Backward both are taken out, and gradients put into cleared stacks.
+    Forward, weights are copied out of their stack (read, written) and kept results into a stack that was cleared
+    (written, then read and written). Backward, both are copied out, and gradients are copied into cleared stacks.
     """
     made = {array for step in block.forward for array in step.results}
     read = set(weights_of(derived, block))
@@ -217,9 +218,9 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Num
 
 
 def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
-    """Exposed seconds of the moves of each collective matmul.
+    """Returns the exposed seconds of the moves of each collective matmul.
 
-    Of n blocks one is computed before the first arrives, or after the last has left: n - 1 products hide n - 1 moves.
+    One of n blocks is computed before the first arrives, or after the last has left: n - 1 products hide n - 1 moves.
     """
     left = []
     for number, cost in enumerate(costs):
@@ -247,9 +248,9 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
 def link_seconds(
     costs: Iterable[StepCost], rates: StepRates, *, field: str = "network_s", once: bool = False
 ) -> list[Number]:
-    """Seconds that each physical axis is busy with the collectives that bind it.
+    """Returns, for each physical axis, the sum of a ``field`` (seconds) over the collectives that keep it busy.
 
-    Each counts as often as it runs on the busiest device, or ``once``.
+    Each collective counts as often as it runs on the busiest device or, with ``once``, once.
     """
     seconds: dict[tuple[AxisGroup, str], Number] = {}
     for cost in costs:
@@ -264,5 +265,5 @@ def link_seconds(
 
 
 def _links_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """Seconds that the busiest link works for some collectives of one pass."""
+    """Seconds that the busiest physical axis works for some collectives of one pass."""
     return largest(link_seconds(costs, rates, once=True))

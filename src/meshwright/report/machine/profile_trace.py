@@ -70,15 +70,15 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
     """
     lanes = Lanes()
     for name, steps in _passes(priced, num_microbatches):
-        begin, number = lanes.chip_s, len(lanes.slices)
-        lanes.links_s = max(lanes.links_s, begin)
+        begin, number = lanes.compute_end_s, len(lanes.slices)
+        lanes.links_end_s = max(lanes.links_end_s, begin)
         for cost, times in steps:
             seconds = float(cost.time_s) * times
             if seconds > 0:
                 _add_step(lanes, cost, seconds, overlaps=priced.rates.overlaps)
-        lanes.chip_s = max(lanes.chip_s, lanes.links_s)
-        if lanes.chip_s > begin:
-            whole = Slice(lane="compute", what=name, kind="pass", start_s=begin, end_s=lanes.chip_s)
+        lanes.compute_end_s = max(lanes.compute_end_s, lanes.links_end_s)
+        if lanes.compute_end_s > begin:
+            whole = Slice(lane="compute", what=name, kind="pass", start_s=begin, end_s=lanes.compute_end_s)
             lanes.slices.insert(number, whole)
     bubble = float(priced.estimate.terms.get("bubble", 0.0))
     if bubble:
@@ -118,7 +118,7 @@ def _add_step(lanes: Lanes, cost: StepCost, seconds: float, *, overlaps: bool) -
     elif cost.hides and overlaps:
         lanes.send(name, seconds, kind=kind)
     else:
-        lanes.chip_s = lanes.send(name, seconds, kind=kind, when=lanes.chip_s)
+        lanes.compute_end_s = lanes.send(name, seconds, kind=kind, when=lanes.compute_end_s)
 
 
 # -- measured -----------------------------------------------------------------------------------------------
