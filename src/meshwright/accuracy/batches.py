@@ -27,15 +27,13 @@ NO_LEG = Leg(level="ici", size=1, bytes_per_s=1.0, hops=0, hop_s=0.0)
 """Leg of a case that has none where others have one: its size is 1, so it takes no time."""
 
 ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_experts")
-"""Fields of an efficiency that are not stacked: they are in the rates of a chip already, equal for all cases of a
-batch, or not needed."""
+"""Fields of an efficiency that are not stacked: equal in a batch, not needed, or in the rates of a chip already."""
 
 
 class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Cases of one pattern as arrays, without anything that depends on a calibration.
 
-    ``numbers`` are indices of the cases in the whole list. ``fills`` and ``links`` (names of levels) are
-    [physical axes, cases].
+    ``numbers`` index the whole list of cases. ``fills`` and ``links`` (names of levels) are [physical axes, cases].
     """
 
     cases: tuple[Case, ...]
@@ -86,10 +84,8 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
 def calibrations(
     cases: Sequence[Case], numbers: Mapping[str, float] | None = None, *, datasheet: bool = False
 ) -> dict[str, Calibration]:
-    """Maps the name of every chip of the cases to its calibration, from the shipped numbers if none are given.
-
-    A chip without fitted numbers gets its data sheet; with ``datasheet`` all chips do.
-    """
+    """Maps the name of every chip to its calibration, fitted with ``numbers`` or the shipped ones; chips without fitted
+    numbers, or with ``datasheet`` all chips, get their data sheet."""
     chips = {case.chip.name: case.chip for case in cases}
     fitted = {name: None if datasheet else fitted_calibration(chip, numbers) for name, chip in chips.items()}
     return {name: fitted[name] or datasheet_calibration(chip) for name, chip in chips.items()}

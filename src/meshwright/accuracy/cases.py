@@ -115,8 +115,7 @@ def _case(record: Record) -> Case:
 
 
 def model_of(shape: ModelShape, seq_len: int) -> Model:
-    """Returns a record's model: gpt2 blocks if the feed-forward part is not gated, else llama blocks; experts, latent
-    attention and windows are added if the record has them."""
+    """Returns a record's model: gpt2 blocks without a gate, llama blocks with one; experts, latents, windows if any."""
     fields: dict[str, Any] = {
         "name": shape.name,
         "family": "llama",
@@ -235,8 +234,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
 
 
 def _software(record: Record) -> Software:
-    """Returns "compiled" on TPUs and for MaxText; else a kind of eager software, that of 2021 if the precision is
-    fp16."""
+    """Returns "compiled" on TPUs and for MaxText; else a kind of eager software, that of 2021 for precision fp16."""
     if record.hardware.startswith("TPU") or record.group.startswith(COMPILED_GPU):
         return "compiled"
     if any(name in record.source for name in WITHOUT_OVERLAP):
@@ -245,8 +243,7 @@ def _software(record: Record) -> Software:
 
 
 def _chunks(record: Record, model: Model, stages: int) -> int:
-    """Returns the pipeline chunks per device; if the note says that they are not printed, the most chunks of at least
-    `MIN_CHUNK_LAYERS` layers."""
+    """Returns the chunks per device; if the note says "not printed", the most chunks of `MIN_CHUNK_LAYERS` or more."""
     if stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
         return record.parallelism.vpp or 1
     layers = model.num_layers // stages

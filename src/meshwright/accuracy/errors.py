@@ -45,8 +45,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors of ``n`` predictions: mean and median of their absolute values, their mean, and the share of measurements
-    inside the interval."""
+    """Errors of ``n`` predictions: mean and median size, mean with sign, share of measurements inside the interval."""
 
     n: int
     mape: float | None
@@ -58,9 +57,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 class PickRegret(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of picking, among the configurations measured for one job, the one with the fastest prediction.
 
-    ``regret`` is the measured step of the pick over the fastest measured step, minus 1: a mean over the ``num_jobs``
-    jobs with several configurations. ``random`` is the same for a random pick, ``right`` is the share of jobs whose
-    pick is the fastest.
+    ``regret`` is the measured step of the pick over the fastest one, minus 1: a mean over ``num_jobs`` with several
+    configurations. ``random`` is the same for a random pick, ``right`` is the share of jobs whose pick is the fastest.
     """
 
     num_jobs: int
@@ -115,8 +113,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the keys ``overall``, ``core_train``, one per group, ``pick`` (the regret), ``records`` and
-        ``unpredicted`` (the reasons)."""
+        """Returns ``overall``, ``core_train``, each group, ``pick`` (the regret), ``records`` and ``unpredicted``."""
         found = {
             "overall": self.summary(),
             "core_train": self.summary(core=True),

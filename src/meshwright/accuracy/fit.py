@@ -126,8 +126,7 @@ def fit(
 ) -> dict[str, float]:
     """Returns the numbers that predict the cases of the mask ``chosen`` best, pulled towards their priors.
 
-    Minimises errors of log step times (see `ERROR_SCALE`) from ``start``, by default the priors, in at most ``rounds``
-    iterations.
+    Minimises errors of log step times (see `ERROR_SCALE`) from ``start`` (default: priors) in ``rounds`` iterations.
     """
     predict = predictor or Predictor(problem)
     names = list(PRIORS)

@@ -17,8 +17,7 @@ Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
 
 
 class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Experts of a measured model. Layers from ``first_k_dense`` on whose number (from 1) ``interleave`` divides have
-    them."""
+    """Experts of a measured model: in each layer n >= ``first_k_dense`` (from 0) whose n + 1 ``interleave`` divides."""
 
     experts: RecordedSize
     top_k: RecordedSize
@@ -48,8 +47,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices of each kind of parallelism as the source gives them; ``vpp`` are pipeline chunks per device, ``sp`` is
-    sequence parallelism."""
+    """Devices of each kind of parallelism; ``vpp`` are pipeline chunks per device, ``sp`` is sequence parallelism."""
 
     dp: Degree | None = None
     tp: Degree | None = None

@@ -34,8 +34,8 @@ def run_training(
     """Trains by a plan on the devices of this process, or of all processes that were launched together.
 
     ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``; ``weights`` are by default the
-    plan's. The run writes a new folder under ``runs``, or continues in the folder ``resume``. ``on_step`` is called
-    after every step. Raises CannotRunError if the devices are not those of the plan.
+    plan's. The run writes a new folder under ``runs``, or continues in the folder ``resume``. Raises CannotRunError if
+    the devices are not those of the plan.
     """
     require_runnable(plan.model)
     require_devices(plan)
@@ -92,10 +92,8 @@ def require_devices(plan: Plan) -> None:
 
 
 class TextOptions(Checked, frozen=True, kw_only=True):
-    """How text is generated: ``mesh`` of devices (None: all of this machine on tensor), weights and caches as int8.
-
-    ``sampling`` is a `serve.sampling.Sampling`; None takes the likeliest token.
-    """
+    """How text is generated. The defaults are all devices on tensor and the likeliest tokens (``sampling`` takes a
+    `Sampling`); ``int8`` and ``cache_int8`` store weights and caches as int8."""
 
     max_tokens: int = 128
     sampling: Any = None

@@ -35,9 +35,8 @@ ROUNDING = 1e-9
 class Term(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of work: its seconds without overlap, and the seconds that it adds to the step.
 
-    The ``added_s`` of all terms add up to the step, and ``share`` is that share of it. Work that hides behind other
-    work adds less than ``alone_s``, or nothing. ``name`` is a key of `Estimate.terms`: a kind of local work, or the
-    mesh axes of collectives.
+    The ``added_s`` of all terms add up to the step; ``share`` is the term's share of it. Work that hides adds less than
+    ``alone_s``, or nothing. ``name`` is a key of `Estimate.terms`: a kind of local work, or mesh axes of collectives.
     """
 
     name: str

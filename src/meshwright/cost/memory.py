@@ -98,8 +98,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def optimizer_bytes(self, pipeline: PipelineCost) -> Number:
-        """Returns the bytes of optimizer state that one chip updates: moments, and master weights if the state has
-        them."""
+        """Returns the bytes of optimizer state that one chip updates: moments and, if there are any, master weights."""
         masters = self.elements("optimizer", pipeline) * master_bytes(self.state)
         return masters + self.elements("moments", pipeline) * moment_bytes(self.state)
 
@@ -325,8 +324,7 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Bytes of the live results that no other item counts, at the step of the backward pass where they are the most.
 
     Without a backward pass the forward pass counts. A result lives from the step that makes it to its last use; only
-    the cotangent of the logits is taken to be made in place. Scratch memory of a step (attention's scores) counts at
-    that step.
+    the cotangent of the logits is taken to be made in place. Scratch memory (attention's scores) counts at its step.
     """
     steps = block.backward if _trains(derived) else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]

@@ -12,8 +12,7 @@ class Transfers(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds over PCIe.
 
     ``activations_s`` is for the kept results of one repeat of a block in one direction, which its pass can hide.
-    ``optimizer_s`` is for the optimizer's state, both ways once a step, exposed. ``serial_s`` is for all transfers of a
-    step.
+    ``optimizer_s`` is for the optimizer's state, both ways once a step, exposed. ``serial_s`` is for all of a step.
     """
 
     activations_s: Number = 0.0
@@ -27,10 +26,7 @@ NOTHING = Transfers()
 def offloaded(
     parts: MemoryParts, pcie_bytes_per_s: float | None, pipeline: PipelineCost, chosen: tuple[str, ...]
 ) -> Transfers:
-    """Returns the transfers of the ``chosen`` items ("activations", "optimizer"); none for ().
-
-    Raises InputError if the rate of PCIe is not known.
-    """
+    """Returns the transfers of the ``chosen`` items; none for (). InputError if the rate of PCIe is not known."""
     if not chosen:
         return NOTHING
     if pcie_bytes_per_s is None:

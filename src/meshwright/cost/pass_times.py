@@ -34,11 +34,10 @@ class LayerPasses(NamedTuple):
 
 
 class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one repeat of a block for one microbatch.
+    """Seconds of one repeat of a block for one microbatch; ``update`` is the optimizer.
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
     ``inputs`` and ``weight`` replace ``backward`` where a pipeline splits that pass; together they may take longer.
-    ``update`` is the optimizer.
     """
 
     repeat: int
@@ -51,8 +50,7 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the blocks of layers, of the ``ends`` (embedding and head) and of the rest of a step, which hold for
-    every schedule.
+    """Seconds of layers, of the ``ends`` (embedding and head) and of the rest of a step, for every schedule.
 
     ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``meetings_s`` is for the
     exchange of the layers of two stages that share a device: (seconds by bytes, of all layers; latency). ``after_s`` is
@@ -122,8 +120,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRates) -> BlockTimes:
-    """Prices all passes over one repeat of every block. Gradient sums of scope "step" hide behind the last backward
-    pass.
+    """Prices all passes over one repeat of every block; ``last`` has the gradient sums of scope "step".
 
     On a host that has been measured, passes include the copies of the loop over layers.
     """
@@ -175,8 +172,7 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
     By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
     Blocks of a collective matmul hide behind its own products; the remainder is exposed. A fitted exponent says how
-    complete overlap is: see `partly_hidden`. With eager dispatch, compute takes at least the time in which
-    the host starts its kernels.
+    complete overlap is: see `partly_hidden`. With eager dispatch, compute is no shorter than the starts of its kernels.
     """
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)

@@ -124,8 +124,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return np.where(self.is_one, 1.0, first), np.where(self.is_one, 1.0, last)
 
     def ends_computed(self, sizes: list[Number]) -> Number:
-        """Returns the seconds of embedding and head per microbatch on the busiest device; half if two devices share
-        both."""
+        """Returns seconds of embedding and head per microbatch on the busiest device: half if two share both."""
         apart = largest(sizes) if self._ends_share is None else total(sizes) * self._ends_share
         return np.where(self.is_one, total(sizes), apart)
 

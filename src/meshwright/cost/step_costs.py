@@ -198,8 +198,7 @@ def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatch
 
 
 def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
-    """Returns the bytes of one element of a collective; ``width`` is that of the state's weights. Microbatches may be
-    an array.
+    """Returns the bytes of one element of a collective; ``width`` is that of the state's weights.
 
     Gradients that are sent once per step have been summed in float32 if there is more than one microbatch.
     """

@@ -182,8 +182,7 @@ def _busy_s(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
 def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
     """The busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
 
-    Latency binds where bytes explain less than half of the busiest link's time. The bubble binds where it is longer
-    than any resource works.
+    Latency binds where bytes explain less than half of the busiest link's time, the bubble where it is the longest.
     """
     waiting = link_seconds(costs, rates, field="latency_s")
     seconds = np.stack(np.broadcast_arrays(*busy, *waiting))
@@ -197,8 +196,7 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number
 
 
 def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
-    """Seconds of each kind of work by itself on the busiest device; latency is the part of collectives that bytes do
-    not explain.
+    """Seconds of each kind of work by itself on the busiest device; bytes do not explain the "latency" of collectives.
 
     "pipeline" and "bubble" exist only with several stages, and "pcie" only with transfers to the host.
     """

@@ -212,16 +212,14 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
 
 
 def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
-    """Returns the patterns that can need the least memory: with the first assignment, and a lean remat if there is
-    one."""
+    """Returns the patterns that can need the least memory: of the first assignment, and with lean remat if any is."""
     split = [pattern for pattern in patterns if not pattern.needs] or list(patterns)
     lean = [pattern for pattern in split if pattern.strategy.remat in LEAN_REMATS]
     return lean or split
 
 
 def _shards_what_replicas_split(pattern: Pattern) -> bool:
-    """True if ``fsdp`` splits every dim that ``data`` splits: moving ``data`` into ``fsdp`` then needs no more
-    memory."""
+    """True if ``fsdp`` splits every dim that ``data`` splits: then fsdp in place of data needs no more memory."""
     rules = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
     return all("fsdp" in axes for axes in rules if "data" in axes)
 

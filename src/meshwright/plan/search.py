@@ -80,8 +80,7 @@ def search(
     """Returns the fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, near it.
 
     They have at most ``top`` different meshes, chosen by `diverse`. With ``frontier`` the unbeaten strategies come too.
-    Unless ``exhaustive``, a large space is screened first: every mesh is priced in its plainest form, and only the
-    fastest are priced in all forms.
+    Unless ``exhaustive``, a large space is screened first: only the fastest meshes are priced in all forms.
     """
     meshes = candidates_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
     num_meshes = len(meshes)

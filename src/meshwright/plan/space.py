@@ -159,8 +159,7 @@ def open_space(
 
 
 def _by_tensor(pattern: Pattern, setting: Setting, fixed: int | None) -> list[Pattern]:
-    """Returns a pattern for meshes that split ``tensor`` and one for other meshes, or one of the two if its size is
-    fixed."""
+    """Returns a pattern for meshes that split ``tensor`` and one for others; only one if the size is ``fixed``."""
     found = []
     if fixed is None or fixed > 1:
         found.append(msgspec.structs.replace(pattern, tensor_split=True))

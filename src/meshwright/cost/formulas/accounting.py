@@ -35,8 +35,7 @@ ZERO_SHARDS: dict[int, tuple[StatePart, ...]] = {
 def train_flops_per_param(*, recomputed_forwards: Number = 0) -> Number:
     """Returns the FLOPs per parameter and token of training: 2 forward, 4 backward, 2 for each recomputed forward pass.
 
-    6 for MFU; 8 with block remat, which runs the whole forward pass twice. Source: How to Scale Your Model,
-    sections 4.2 and 4.4.
+    6 for MFU; 8 with block remat, which runs the whole forward pass twice. Source: sections 4.2 and 4.4.
     """
     return 2 + 4 + 2 * recomputed_forwards
 
@@ -121,8 +120,7 @@ def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[s
 
 
 def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Number, str, Number]]:
-    """Maps a strategy to (formula, bytes, formula, bytes) that one layer sends for ``num_tokens`` in bf16: forward,
-    then backward.
+    """Maps a strategy to (formula, bytes) forward and backward of what one layer sends for ``num_tokens`` in bf16.
 
     Whole arrays count, as on a ring: once for a gather or a scatter, twice for an all-reduce. P are the weights of a
     layer, in the mean. Source: How to Scale Your Model, sections 5.1 to 5.3.

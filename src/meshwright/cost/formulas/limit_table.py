@@ -1,7 +1,6 @@
 """The table of limits: bounds on a plan, or on a model on a cluster, in the letters of "How to Scale Your Model".
 
-A row applies if its letters are known. `explain`, `plan --why-not` and the verb `limits` read the same rows, each with
-the letters that it knows.
+A row applies if its letters are known. `explain`, `plan --why-not` and the verb `limits` read the same rows.
 """
 
 import math
@@ -48,8 +47,7 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     ``num_chips``, X is ``data_ways`` = data x fsdp x expert x context, Y is ``tensor``, F is ``d_ff``, C is
     ``peak_flops``, alpha is C / W in FLOPs per byte with W of one torus axis, which ``width`` describes. M_X and M_Y
     are the torus axes of X and Y, each at least one; beside rings a line counts as a half. ``sparsity`` is E / k:
-    hiding the same weights takes that many times the tokens. ``num_slices`` counts slices that divide the batch, not
-    those that are pipeline stages.
+    hiding the same weights takes that many times the tokens. ``num_slices`` counts slices that divide the batch.
     """
 
     batch_tokens: float
@@ -175,8 +173,7 @@ LetterForm = str | Callable[..., float]
 
 
 class _Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit: it applies if no letter of ``needs`` is None and all of ``if_not`` are. Without a relation it is a
-    hint."""
+    """A limit, which applies if no letter of ``needs`` and all of ``if_not`` are None; a hint if it has no relation."""
 
     name: str
     needs: tuple[str, ...]

@@ -95,14 +95,12 @@ def flops_per_joule(peak_flops: Number, *, watts_per_chip: Number, mfu: Number =
 
 
 def facility_energy_kwh(chips_kwh: Number, *, pue: Number, host_share: Number = 0.0) -> Number:
-    """Returns the energy at the building's meter: chips, plus hosts and network as ``host_share`` of them, times the
-    PUE (cooling, losses)."""
+    """Returns energy at the building's meter: chips, hosts and network (``host_share`` of chips), cooling (``pue``)."""
     return chips_kwh * (1 + host_share) * pue
 
 
 def floor_area_m2(num_chips: Number, *, chips_per_rack: Number, m2_per_rack: Number = 1.0) -> Number:
-    """Returns the floor of the racks: 1 m2 a rack gives about the 500 m2 that 16,000 H100 in racks of 32 are said to
-    take.
+    """Returns the floor of the racks. With 1 m2 a rack, 16,000 H100 in racks of 32 take the 500 m2 of the source.
 
     Source: Scaling systems for LLMs (slides).
     """

@@ -191,8 +191,7 @@ def _permute_rate(legs: Sequence[Leg]) -> KindRate:
 
 
 def _ring_links(legs: Sequence[Leg]) -> Number:
-    """Links of a device that a ring through the group can use at once: two if all axes are closed torus axes of three
-    or more chips, else one."""
+    """Links of a device that a ring can use at once: 2 if all axes are closed torus axes of over two chips, else 1."""
     both: Number = 1
     for leg in legs:
         both = both * ((leg.size == 1) | (leg.wraps & (leg.size > 2) & (leg.level == "ici")))

@@ -101,8 +101,7 @@ def _parts(*found: tuple[str, int]) -> Parts:
 
 
 def _first_chips(cluster: Cluster, needed: int) -> Cluster:
-    """Returns the first chips of a host or, domain by domain, of a switched cluster; the whole cluster if they fill no
-    whole domains."""
+    """Returns the first chips of a host, or the first domains of switches; the whole cluster if they fill none."""
     shape, left = [], needed
     for size in cluster.shape:
         shape.append(min(left, size))
@@ -223,8 +222,7 @@ def _splits(
 ) -> tuple[tuple[Factors, float], ...]:
     """Returns factorings of ``size`` over the free sizes, with the relative AllGather time of each.
 
-    Keeps the best ``keep`` for each number of physical axes, and one of factorings that a symmetry of the torus maps
-    to each other.
+    Keeps the best ``keep`` per number of physical axes, and one of those that are equal by symmetry of the torus.
     """
     free = tuple(p // u for p, u in zip(shape, used, strict=True))
     distinct: dict[tuple[object, ...], tuple[int, float, int, Factors]] = {}

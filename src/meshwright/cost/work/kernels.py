@@ -212,8 +212,7 @@ def moved_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def num_kernels(step: Step, sizes: OpSizes) -> int:
-    """Returns the kernels that a step starts: 0 for a step that only renames, and for the optimizer, whose few kernels
-    take all weights."""
+    """Returns the kernels that a step starts: 0 for renaming and for the optimizer, which takes all weights at once."""
     if step.phase == "update":
         return 0
     return UNFUSED_KERNELS if is_attention(step) and sizes.scores != "on_chip" else kind_of(step).num_kernels
@@ -242,8 +241,7 @@ def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
 
 
 def _host_cost(step: Step, sizes: OpSizes, host: HostRates, overlap: Number, kept: frozenset[ShardedArray]) -> StepCost:
-    """Prices a local step on an emulated device, without overlap of compute and memory
-    (`spec.calibration.HostRates`)."""
+    """Prices a local step on an emulated device by its `HostRates`."""
     amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
     kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
     return StepCost(

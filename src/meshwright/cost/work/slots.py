@@ -44,8 +44,7 @@ def slots_move(derived: Derived, mesh: Mapping[str, Any]) -> Any:
 
 
 def slot_sizes(step: Step, sizes: OpSizes) -> OpSizes:
-    """Returns the sizes of a local step's arrays: empty slots count if slots move in arrays of fixed size, or are
-    few."""
+    """Returns the sizes of a local step's arrays: empty slots count if slots move in fixed arrays, or are few."""
     slots = _slots(step)
     if slots is None or np.all(np.asarray(sizes.spare_slots) == 1):
         return sizes

@@ -1,7 +1,6 @@
 """The letters of a plan for the table of limits (`Letters`): from its sizes, its cluster's links and its priced steps.
 
-Limits on hiding weights scale the priced steps: compute grows with the tokens that a chip has of a microbatch, and
-the bytes of its weights do not.
+Limits on hiding weights scale the priced steps: compute grows with the tokens of a chip, the bytes of weights do not.
 """
 
 import math
@@ -189,8 +188,7 @@ def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
 def _hiding(
     what: str, priced: PricedStrategy, passes: Sequence[Sequence[StepCost]], *, scopes: tuple[str, ...]
 ) -> dict[str, float]:
-    """Returns the seconds of the collectives of these scopes, and of the rest of their pass, for the pass that hides
-    the smallest share of them."""
+    """Returns the seconds of these scopes' collectives and of the rest of the pass, for the pass that hides least."""
     pairs = []
     for costs in passes:
         moved = [c for c in costs if c.hides and c.step.scope in scopes and c.step.op != "permute"]

@@ -274,8 +274,7 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
 
 
 def _algorithm(title: str, costs: Sequence[StepCost], *, of_layers: bool = False) -> Algorithm:
-    """Returns the lines of one pass and their sums. With ``of_layers`` a step counts once for each layer of the busiest
-    device, else once."""
+    """Returns the lines of one pass and their sums, with ``of_layers`` each as often as the busiest device runs it."""
     every = [(cost, float(cost.here) if of_layers else 1.0) for cost in costs]
     total = sum(float(c.time_s) for c in costs)
     shown = [(c, n) for c, n in every if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total]

@@ -125,8 +125,7 @@ def _far(at: _Builder) -> Iterator[tuple[str, int, str]]:
 
 
 def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
-    """Returns the first strategy that fits, with the fewest stages (a power of two); if none fits, FSDP over all other
-    chips with block remat."""
+    """Returns the first strategy that fits, with the fewest stages (a power of two); if none fits, FSDP unpipelined."""
     powers = 1 if at.cluster.kind == "host" else int(math.log2(at.model.num_layers)) + 1
     others = inner["context"] * inner["tensor"]
     for stages in (2**power for power in range(powers)):
@@ -140,8 +139,7 @@ def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
 
 
 def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
-    """Yields sizes of data and fsdp: small jobs data alone, then FSDP over all chips; from 256 chips on FSDP in groups
-    of machines, the smallest first."""
+    """Yields data alone for small jobs; FSDP over all; from 256 chips on FSDP in groups of machines, smallest first."""
     if at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS:
         yield {"data": ways}
     if at.chips < HYBRID_CHIPS:

@@ -37,8 +37,7 @@ NAMES = {name: name for name in (*FIELDS, *ASSUMED, *ASSIGNMENT_FIELDS)} | {"mic
 
 
 class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that one kind of work adds to the winner's step and to the other's; ``share`` is its share of the
-    difference of the two steps."""
+    """Seconds that one kind of work adds to the winner's step and to the other's, and its share of their difference."""
 
     name: str
     winner_s: float

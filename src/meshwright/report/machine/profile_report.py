@@ -96,7 +96,7 @@ def predicted_overlap(profile: Profile) -> float | None:
 
 
 def times_table(rows: Sequence[TimeRow], what: str) -> Table:
-    """Returns the table of rows ``what``: predicted and measured seconds, and their difference."""
+    """Returns a table of predicted and measured seconds and their difference; ``what`` heads the names."""
     return Table.of(
         rows,
         {

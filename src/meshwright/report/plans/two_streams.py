@@ -1,4 +1,4 @@
-"""Timelines with two lanes: computation of a chip, and communication on its links below."""
+"""Timelines with two lanes: the computation of a chip, and below it the communication on its links."""
 
 from collections.abc import Sequence
 
