@@ -92,7 +92,7 @@ def calibrations(
 
 
 def batches(cases: Sequence[Case]) -> tuple[CaseBatch, ...]:
-    """Groups the cases by pattern."""
+    """Returns the cases as batches of one pattern each."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for number, case in enumerate(cases):
         found.setdefault(_pattern(case), []).append(number)

@@ -127,13 +127,13 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         return float(self.priced.estimate.step_s)
 
     def _seconds(self, change: Callable[[StepCost], StepCost], offload: Transfers | None = None) -> StepSeconds:
-        """Seconds of the step after a change of its costs, and with other transfers to the host if given."""
+        """Returns the seconds of the step after a change of its costs, with other transfers to the host if given."""
         at = self.priced
         times = block_times(at.derived, at.costs.changed(change), at.sizes, at.rates)
         return times.step_s(at.pipeline, at.moved if offload is None else offload)
 
     def _busy_s(self, free: Collection[str], offload: Transfers | None = None) -> float:
-        """Seconds without the bubble when the work of some terms takes no time."""
+        """Returns the seconds of the step without its bubble if the work of the ``free`` terms takes no time."""
         found = self._seconds(lambda cost: _free(cost) if cost.term in free else cost, offload)
         return float(found.step_s - found.bubble_s)
 
@@ -189,7 +189,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
             if cost.step.is_collective:
                 found[cost.term] = found.get(cost.term, 0.0) + float(cost.network_s * cost.here)
         if priced.costs.boundary:
-            between = priced.times.sends_s(priced.pipeline) + priced.times.meet_s(priced.pipeline)
+            between = priced.times.sends_s(priced.pipeline) + priced.times.exchange_s(priced.pipeline)
             found["pipeline"] = found.get("pipeline", 0.0) + float(between)
         return found
 

@@ -217,7 +217,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     """
     owners = {name: block for block in derived.blocks for name in weights_of(derived, block)}
     found: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
-    # a gradient is held as it enters the collectives that run once per step, whole where they scatter it
+    # a gradient is stored as it enters the collectives that run once per step, not scattered yet
     gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
     for name, block in owners.items():
         declared = derived.declared[name]
@@ -254,7 +254,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
 
 
 def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
-    """Bytes of keys and values of all layers; a step updates them in place."""
+    """Returns the bytes of keys and values of all layers; a step updates them in place."""
     found: Number = 0.0
     for block in derived.blocks:
         caches = [derived.declared[name] for name in caches_of(block.block)]
@@ -264,7 +264,7 @@ def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
 
 
 def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
-    """Bytes of the kept results of all repeats: (all but logits, logits). Gathered weights count as communication.
+    """Returns the bytes of kept results of all repeats: (all but logits, logits). Gathered weights do not count here.
 
     A gather or slice over one device returns its input, so its result counts only if there are several devices.
     Results that a backward step overwrites (the slopes of a fused head) count as its cotangents.
@@ -285,7 +285,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
 
 
 def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
-    """Bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
+    """Returns the bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
     steps = {array: step for step in (*block.forward, *block.backward) for array in step.results}
     found, handed = 0.0, block.split.handed if block.split else ()
     for array in handed:
@@ -305,7 +305,7 @@ def _role(array: ShardedArray, derived: Derived) -> str:
 
 
 def _moves(step: Step, sizes: OpSizes) -> Any:
-    """1 if the collective's group has several devices, else 0: over one device its result is its input."""
+    """True if the step's mesh axes have several devices; over one device its result is its input."""
     return product(sizes.mesh[axis] for axis in step.axes) > 1
 
 
@@ -321,7 +321,7 @@ class _Life(msgspec.Struct):
 
 
 def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
-    """Bytes of the live results that no other item counts, at the step of the backward pass where they are the most.
+    """Returns the most bytes, at any step of the backward pass, of live results that no other item counts.
 
     Without a backward pass the forward pass counts. A result lives from the step that makes it to its last use; only
     the cotangent of the logits is taken to be made in place. Scratch memory (attention's scores) counts at its step.

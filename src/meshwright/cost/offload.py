@@ -1,4 +1,4 @@
-"""Transfers over PCIe of what is offloaded to host memory, in seconds."""
+"""Seconds of the transfers over PCIe of offloaded optimizer state and activations."""
 
 import msgspec
 

@@ -52,9 +52,9 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
 class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of layers, of the ``ends`` (embedding and head) and of the rest of a step, for every schedule.
 
-    ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``meetings_s`` is for the
-    exchange of the layers of two stages that share a device: (seconds by bytes, of all layers; latency). ``after_s`` is
-    the part of the update that belongs to no block. ``microbatch_s`` is added by the host to each microbatch.
+    ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``exchange_parts_s`` is for
+    `Priced.exchanges`: (seconds by bytes of all layers, latency). ``after_s`` is the part of the update that belongs to
+    no block. ``microbatch_s`` is added by the host to each microbatch.
     ``overlap`` is the exponent by which passes hide sends (None: they do not), ``slowdown`` the factor of stragglers.
     """
 
@@ -63,7 +63,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[BlockSeconds, ...]
     send_s: Number
     after_s: Number
-    meetings_s: tuple[Number, Number] = (0.0, 0.0)
+    exchange_parts_s: tuple[Number, Number] = (0.0, 0.0)
     microbatch_s: Number = 0.0
     overlap: Number | None = None
     slowdown: Number = 1.0
@@ -80,13 +80,13 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the seconds of a device's gradient sums that run once per step, and of its optimizer."""
         share = pipeline.share(self.num_layers) * pipeline.sums
         ends = pipeline.ends_held(self.ends_s("last", "update"))
-        return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.meet_s(pipeline)
+        return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.exchange_s(pipeline)
 
-    def meet_s(self, pipeline: PipelineCost) -> Number:
-        """Returns the seconds to exchange the layers of two stages that share a device; 0 unless one program runs."""
-        by_bytes, besides = self.meetings_s
-        meet = pipeline.in_lockstep & (pipeline.weight_copies > 1)
-        return meet * (pipeline.share(self.num_layers) * by_bytes + besides)
+    def exchange_s(self, pipeline: PipelineCost) -> Number:
+        """Returns the seconds of `Priced.exchanges` in a step; 0 unless one program runs a schedule with them."""
+        by_bytes, latency = self.exchange_parts_s
+        exchanges = pipeline.in_lockstep & (pipeline.weight_copies > 1)
+        return exchanges * (pipeline.share(self.num_layers) * by_bytes + latency)
 
     def sends_s(self, pipeline: PipelineCost) -> Number:
         """Returns the seconds that a step waits for sends of the stream and of its cotangents."""
@@ -157,9 +157,9 @@ def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRat
         ends=tuple(ends),
         send_s=total(cost.network_s for cost in priced.boundary),
         after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
-        meetings_s=(
-            total(cost.count * (cost.network_s - cost.latency_s) for cost in priced.meetings),
-            total(cost.latency_s for cost in priced.meetings),
+        exchange_parts_s=(
+            total(cost.count * (cost.network_s - cost.latency_s) for cost in priced.exchanges),
+            total(cost.latency_s for cost in priced.exchanges),
         ),
         microbatch_s=at.host_microbatch_s * (rates.software != "compiled"),
         overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
@@ -168,7 +168,7 @@ def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRat
 
 
 def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """Seconds of one pass over one repeat of a block: compute, exposed collectives, and hidden ones.
+    """Returns the seconds of one pass over one repeat of a block: compute, exposed collectives, and hidden ones.
 
     By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
     Blocks of a collective matmul hide behind its own products; the remainder is exposed. A fitted exponent says how
@@ -230,7 +230,7 @@ def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]
 
 
 def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s: Number, rates: StepRates) -> Number:
-    """Seconds of the optimizer on one repeat of a block, and the exposed part of the gather of updated weights.
+    """Returns the seconds of the optimizer on one repeat of a block, with the exposed gather of updated weights.
 
     The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives.
     """
@@ -261,5 +261,5 @@ def link_seconds(
 
 
 def _links_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """Seconds that the busiest physical axis works for some collectives of one pass."""
+    """Returns the busy seconds of the busiest physical axis for some collectives of one pass."""
     return largest(link_seconds(costs, rates, once=True))

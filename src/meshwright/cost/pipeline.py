@@ -38,11 +38,11 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.software == "compiled"
 
     def layers_held(self, num_layers: int) -> Number:
-        """Layers of the device with the most layers."""
+        """Returns the layers of the device with the most layers."""
         return np.ceil(num_layers / (self.stages * self.chunks)) * self.chunks
 
     def share(self, num_layers: int) -> Number:
-        """Share of all layers on the device with the most layers."""
+        """Returns the share of all layers on the device with the most layers."""
         return self.layers_held(num_layers) / num_layers
 
     @property

@@ -47,15 +47,15 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
 
     ``update`` is the loss, the gradient norm and the optimizer. ``ends`` are the sums over stages of the gradients of
     embedding and head, empty unless one program runs on all stages. ``boundary`` are the sends of one microbatch over
-    one boundary of stages. ``meetings`` exchange the weights and gradients of two stages that share a device. The
-    schedule says how often these two run, so ``all`` leaves them out.
+    one boundary of stages. ``exchanges`` send weights and gradients between two devices that run the same two stages.
+    The schedule says how often these two run, so ``all`` leaves them out.
     """
 
     blocks: tuple[PricedBlock, ...]
     update: tuple[StepCost, ...]
     ends: tuple[StepCost, ...] = ()
     boundary: tuple[StepCost, ...] = ()
-    meetings: tuple[StepCost, ...] = ()
+    exchanges: tuple[StepCost, ...] = ()
 
     @property
     def layers(self) -> tuple[PricedBlock, ...]:
@@ -79,7 +79,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
             return replace(found, **{name: tuple(map(change, getattr(found, name))) for name in passes})
 
         blocks = tuple(every(block, "forward", "backward") for block in self.blocks)
-        return every(replace(self, blocks=blocks), "update", "ends", "boundary", "meetings")
+        return every(replace(self, blocks=blocks), "update", "ends", "boundary", "exchanges")
 
 
 def op_sizes(
@@ -157,7 +157,7 @@ def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pi
         update=tuple(priced(step, count) for step, count in steps),
         ends=tuple(priced(step, 1) for step in derived.ends) if pipeline.in_lockstep else (),
         boundary=tuple(map(alone, derived.boundary)),
-        meetings=tuple(
+        exchanges=tuple(
             alone(step, repeats[name if name in repeats else name.removeprefix("d")])
             for step in (meetings(derived) if derived.boundary else ())
             for name in (step.result.name,)

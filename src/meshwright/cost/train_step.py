@@ -65,7 +65,7 @@ class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def moved(self) -> Transfers:
-        """The transfers of what is offloaded."""
+        """The transfers of offloaded activations and optimizer state."""
         if not self.offload:
             return NOTHING
         return offloaded(self.memory, self.rates.pcie_bytes_per_s, self.pipeline, self.offload)
@@ -141,7 +141,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     needed = model_flops(model, Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)) * batch_seqs
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
-    serial = serial + bubble + priced.moved.serial_s + times.sends_s(pipeline) + times.meet_s(pipeline)
+    serial = serial + bubble + priced.moved.serial_s + times.sends_s(pipeline) + times.exchange_s(pipeline)
     return as_python(
         Estimate(
             step_s=expected,
@@ -161,7 +161,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
 
 
 def _masked_flops(costs: Sequence[StepCost], sizes: OpSizes) -> Number:
-    """FLOPs of attention's masked blocks, which are skipped but count in the HFU."""
+    """Returns the FLOPs of attention's masked blocks, which are skipped but count in the HFU."""
     if not sizes.causal:
         return 0.0
     whole = msgspec.structs.replace(sizes, causal=False, cache={})
@@ -173,14 +173,14 @@ def _masked_flops(costs: Sequence[StepCost], sizes: OpSizes) -> Number:
 
 
 def _busy_s(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
-    """Seconds that each resource works in one step: compute, memory, then every physical axis."""
+    """Returns the busy seconds of each resource in one step: compute, memory, then every physical axis."""
     compute = total(cost.math_s * cost.here for cost in costs)
     memory = total(cost.hbm_s * cost.here for cost in costs)
     return [compute, memory, *link_seconds(costs, rates)]
 
 
 def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
-    """The busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
+    """Returns the busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
 
     Latency binds where bytes explain less than half of the busiest link's time, the bubble where it is the longest.
     """
@@ -196,7 +196,7 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number
 
 
 def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
-    """Seconds of each kind of work by itself on the busiest device; bytes do not explain the "latency" of collectives.
+    """Returns the seconds of each kind of work without overlap; "latency" is the part of collectives beyond bytes.
 
     "pipeline" and "bubble" exist only with several stages, and "pcie" only with transfers to the host.
     """
@@ -207,7 +207,7 @@ def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
         terms[cost.term] = terms.get(cost.term, 0.0) + spent * cost.here
     terms["latency"] = total(cost.latency_s * cost.here for cost in costs)
     if np.any(np.asarray(pipeline.stages) > 1):
-        between = times.sends_s(pipeline) + times.meet_s(pipeline)
+        between = times.sends_s(pipeline) + times.exchange_s(pipeline)
         terms |= {"pipeline": terms.get("pipeline", 0.0) + between, "bubble": bubble}
     else:
         terms.pop("pipeline", None)

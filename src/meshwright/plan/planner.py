@@ -108,7 +108,7 @@ def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
     return msgspec.structs.replace(ranked[0], notes=(note, *ranked[0].notes))
 
 
-# -- what is asked for ----------------------------------------------------------------------------------
+# -- what is given --------------------------------------------------------------------------------------
 
 
 def space_of(
@@ -132,7 +132,7 @@ def space_of(
                     f"{name} is not a field of the strategy. Give Setting(..., assumptions=Assumptions({name}=...))."
                 )
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Give mesh axes in axes.")
-    # CPUs train in float32 unless told otherwise
+    # CPUs train in float32 unless the state is given
     usual = {"state": "fp32" if setting.cluster.kind == "host" else "bf16-adam"}
     fields = {**(template or usual), **given, "mesh": make_mesh({})}
     strategy = convert_fields(fields, Strategy, section="strategy")

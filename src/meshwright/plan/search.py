@@ -37,7 +37,7 @@ CHUNK_LAYERS = (*range(1, 9), 10, 12, 14, 16, 20, 21, 24, 28, 32, 40, 48)
 """Numbers of layers of one chunk that are tried."""
 
 KEPT_MESHES = 80
-"""Number of meshes above which a search is screened; the fastest so many are then priced in all forms."""
+"""Number of meshes above which a search is screened, and of the fastest meshes that are then priced in all forms."""
 
 SCREENED_MICROBATCHES = 3
 """How many numbers of microbatches screening tries for a mesh."""

@@ -128,7 +128,7 @@ def _calibrated(leg: Leg, calibration: Calibration) -> Leg:
 
 
 def _outer_terms(legs: Sequence[Leg], num_inner: Number) -> tuple[Number, Number]:
-    """Seconds per byte of an AllGather and an AllToAll on the slowest of the outer levels.
+    """Returns the seconds per byte of an AllGather and an AllToAll on the slowest of the outer levels.
 
     Traffic to outer levels also passes the levels before them. With p members inside a level and n in the group, a
     chip carries 1/p - 1/n of the gathered array through that level, and (1 - p/n)/n of an AllToAll's array.
@@ -145,7 +145,7 @@ def _outer_terms(legs: Sequence[Leg], num_inner: Number) -> tuple[Number, Number
 
 
 def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
-    """Seconds per byte of an AllGather and an AllToAll over the innermost level alone."""
+    """Returns the seconds per byte of an AllGather and an AllToAll over the innermost level alone."""
     if not legs:
         return 0.0, 0.0
     rates = [leg.bytes_per_s / leg.sharing for leg in legs]
@@ -154,7 +154,7 @@ def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
         return gather, gather / size
     exchange: Number = 0.0
     for leg, rate in zip(legs, rates, strict=True):
-        # this axis exchanges the share of the array that lies on one line of chips along it
+        # this axis exchanges the share of the array that one line of chips along it has
         busiest = busiest_link_share(leg.size, leg.wraps) * leg.size / size
         exchange = _larger(exchange, busiest * (leg.size > 1) / rate / leg.twist_gain)
     width: Number = sum((1 + leg.wraps) * rate * (leg.size > 1) for leg, rate in zip(legs, rates, strict=True))
@@ -163,7 +163,7 @@ def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
 
 
 def _line_or_ring(size: Number, closed: Any, width: Number) -> Number:
-    """Seconds per byte of an AllGather: 1/W of a ring, (n-1)/n of it otherwise."""
+    """Returns the seconds per byte of an AllGather: 1/W if an axis is a ring, (n-1)/n of that otherwise."""
     # a group of one has width 0 and moves nothing: the numerator is 0, and the divisor must not be
     return (size - 1 + closed) * (size > 1) / size / (width + (size == 1))
 
@@ -180,7 +180,7 @@ def busiest_link_share(size: Number, wraps: Any) -> Number:
 
 
 def _permute_rate(legs: Sequence[Leg]) -> KindRate:
-    """Rate of sends from every device to the next one in the group: one hop on the slowest link of the legs."""
+    """Returns the rate of sends from every device to the next of its group: one hop on the slowest link of the legs."""
     terms = [((leg.size > 1) / (leg.bytes_per_s / leg.sharing), leg.level) for leg in legs]
     floors = [(leg.size > 1) * leg.sharing * leg.hop_s for leg in legs]
     return KindRate(

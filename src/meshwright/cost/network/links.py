@@ -17,7 +17,7 @@ TORUS_AXES = "xyzuvw"
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """One physical axis, and the mesh axes on it: ``parts`` are (mesh axis, factor) from outer to inner.
 
-    ``bytes_per_s`` is one way and per chip. Inner factors are contiguous, outer ones strided by what is inside.
+    ``bytes_per_s`` is one way and per chip. Inner factors are contiguous; an outer one has the stride of all inside it.
     A ``twisted`` axis wraps around to the middle of the longer axes: it closes into rings only together with them.
     """
 
@@ -94,7 +94,7 @@ def _torus_links(cluster: Cluster) -> tuple[Link, ...]:
 
 
 def _switched_links(cluster: Cluster) -> tuple[Link, ...]:
-    """The domain over the chip's own links, then each network level; a rate is divided by its oversubscription."""
+    """Returns the domain on the chip's own links, then each network level; oversubscription divides a rate."""
     chip, links = cluster.chip, []
     for number, (name, size) in enumerate(zip(cluster.level_names, cluster.shape, strict=True)):
         figures = cluster.levels[number] if cluster.levels else None

@@ -194,7 +194,7 @@ def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> t
 
 
 def _shared_axes(splits: tuple[Factors, ...]) -> int:
-    """Number of mesh axes beyond the first on each physical axis; 0 if none is shared."""
+    """Returns the number of mesh axes beyond the first on each physical axis, summed; 0 if none is shared."""
     return sum(max(0, sum(split[i] > 1 for split in splits) - 1) for i in range(len(splits[0]))) if splits else 0
 
 

@@ -219,7 +219,7 @@ def num_kernels(step: Step, sizes: OpSizes) -> int:
 
 
 def _product_s(step: Step, flops: Number, sizes: OpSizes, rates: ChipRates) -> tuple[Number, Number]:
-    """Seconds of a matrix product, and the bytes that casting its first operand to a narrower dtype moves.
+    """Returns the seconds of a matrix product, and the bytes moved by casting its first operand to a narrower dtype.
 
     The operands of the loss head and the router are not cast.
     """

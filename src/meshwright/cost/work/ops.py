@@ -82,8 +82,8 @@ def mfu_words(model: Model) -> str:
 
 
 def _encoder_flops(model: Model, job: Job, width: int) -> float:
-    """FLOPs of training that an encoder adds: its own products and those that make keys and values of its result, for
-    its positions in place of the decoder's; and the scores of all keys in its layers and in cross-attention."""
+    """Returns the FLOPs that an encoder adds in training: its own products and cross-attention's keys and values, for
+    its positions in place of the decoder's; and the scores of its layers and of cross-attention."""
     assert model.encoder is not None
     length = model.encoder.length
     crossed = ("layers.cross_wk", "layers.cross_wv")

@@ -119,13 +119,13 @@ def _slots(step: Step) -> ShardedArray | None:
 
 
 def _filled(slots: ShardedArray, sizes: OpSizes) -> Number:
-    """Number of filled slots on one device."""
+    """Returns the number of filled slots on one device."""
     local = sizes.local(slots)
     return local["E"] * local["C"]
 
 
 def _at_once(slots: ShardedArray, sizes: OpSizes) -> Number:
-    """Blocks that are gathered for one product: 1 on CPUs, which are known by attention scores in memory."""
+    """Returns the number of blocks that a product gathers: 1 on CPUs, known by their attention scores in memory."""
     if sizes.scores == "in_memory":
         return 1.0
     return blocks_at_once(_filled(slots, sizes) / sizes.local(slots)["E"])

@@ -31,8 +31,7 @@ MAX_FREE_SHARE = 0.002
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     1: ("FSDP (or data parallelism) alone", ()),
     2: (
-        "context or tensor parallelism; not a pipeline, which needs as many microbatches as stages and so takes the "
-        "sequences back",
+        "context or tensor parallelism; not a pipeline, whose microbatches need the sequences that its stages save",
         ("context", "tensor"),
     ),
     3: (

@@ -28,7 +28,7 @@ SWEEPS = 12
 
 def graph_figure(graphs: Sequence[ComputationGraph], *, title: str) -> Figure:
     """Draws a panel per computation, side by side, with one legend."""
-    note = "arrows lead to what needs a result; those that follow from others are left out"
+    note = "an arrow leads to a user of a result; arrows that follow from others are left out"
     return themed(alt.hconcat(*map(_panel, graphs), spacing=60), title, note)
 
 
