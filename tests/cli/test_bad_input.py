@@ -29,7 +29,7 @@ CASES = [
     (2, (*PLAN, "--what-if", "chips=2"), "is not a factor from 0.001x to 1000x. Write for example chips=2x."),
     (2, (*swapped(PLAN, "v5e:4x4", "h100:8x4"), "--what-if", "ici=2x"), "h100:8x4 has no ici. Change nvlink or nic."),
     (2, (*PLAN, "--what-if", "chip.flop=2x"), "Did you mean 'chip.flops'?"),
-    (2, (*swapped(PLAN, "128seq", "256seq"), "--what-if", "batch=0.3x"), "is 76.8, not a whole number"),
+    (2, (*swapped(PLAN, "128seq", "256seq"), "--what-if", "batch=0.3x"), "is 76.8, not a positive whole number"),
     # names
     (2, ("show", "llama3-8c"), "'llama3-8c' is no model, chip or cluster. Did you mean 'llama3-8b'?"),
     (2, ("show", ""), "'' is no model, chip or cluster."),

@@ -13,7 +13,7 @@ from meshwright.cost.network.links import Link, Parts, physical_links
 from meshwright.spec.cluster import Cluster
 
 Factors = tuple[int, ...]
-Layout = tuple[tuple[tuple[int, int], ...], ...]
+MeshLayout = tuple[tuple[tuple[int, int], ...], ...]
 """For each link its factors, outermost first, as (index of the mesh axis, size)."""
 
 MAX_PLACEMENTS = 12
@@ -119,14 +119,14 @@ def physical_placement(cluster: Cluster) -> Placement:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _named(links: tuple[Link, ...], layout: Layout, names: tuple[str, ...]) -> tuple[Link, ...]:
+def _named(links: tuple[Link, ...], layout: MeshLayout, names: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(
         replace(link, parts=tuple((names[index], factor) for index, factor in parts))
         for link, parts in zip(links, layout, strict=True)
     )
 
 
-def _torus_layouts(cluster: Cluster, sizes: Factors) -> tuple[Layout, ...]:
+def _torus_layouts(cluster: Cluster, sizes: Factors) -> tuple[MeshLayout, ...]:
     slices = _take_outermost(sizes, cluster.num_slices)
     inside = tuple(size // outer for size, outer in zip(sizes, slices, strict=True))
     longest = max(cluster.shape)
@@ -153,7 +153,7 @@ def _take_outermost(sizes: Factors, num_slices: int) -> Factors:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _fill_levels(shape: Factors, sizes: Factors) -> Layout:
+def _fill_levels(shape: Factors, sizes: Factors) -> MeshLayout:
     """Returns the layout on switches: the minor axes fill the innermost level first, as far as they divide it."""
     rest, layout = sizes, []
     for size in shape[:-1]:
@@ -169,7 +169,7 @@ def _fill_levels(shape: Factors, sizes: Factors) -> Layout:
     return tuple(tuple((index, one) for index, one in enumerate(parts) if one > 1) for parts in layout)
 
 
-_LAYOUTS: dict[str, Callable[[Cluster, Factors], tuple[Layout, ...]]] = {
+_LAYOUTS: dict[str, Callable[[Cluster, Factors], tuple[MeshLayout, ...]]] = {
     "torus": _torus_layouts,
     "switched": lambda cluster, sizes: (_fill_levels(cluster.shape, sizes),),
     "host": lambda cluster, sizes: ((tuple(enumerate(sizes)),),),
@@ -177,7 +177,7 @@ _LAYOUTS: dict[str, Callable[[Cluster, Factors], tuple[Layout, ...]]] = {
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> tuple[Layout, ...]:
+def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> tuple[MeshLayout, ...]:
     """Returns the layouts of the sizes (major to minor) over a torus, best first."""
     partial: list[tuple[Factors, tuple[Factors, ...], tuple[float, ...]]] = [((1,) * len(shape), (), ())]
     for index in reversed(range(len(sizes))):
@@ -198,7 +198,7 @@ def _shared_axes(splits: tuple[Factors, ...]) -> int:
     return sum(max(0, sum(split[i] > 1 for split in splits) - 1) for i in range(len(splits[0]))) if splits else 0
 
 
-def _layout(splits: tuple[Factors, ...], num_axes: int) -> Layout:
+def _layout(splits: tuple[Factors, ...], num_axes: int) -> MeshLayout:
     return tuple(
         tuple((index, split[i]) for index, split in enumerate(splits) if split[i] > 1) for i in range(num_axes)
     )
