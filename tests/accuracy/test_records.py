@@ -73,7 +73,7 @@ def test_no_file_and_no_records(tmp_path):
     with pytest.raises(InputError, match=r"none\.jsonl cannot be read \(No such file"):
         read_records(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(InputError, match=r"empty\.jsonl holds no records"):
+    with pytest.raises(InputError, match=r"empty\.jsonl has no records"):
         read_records(tmp_path / "empty.jsonl")
 
 

@@ -45,6 +45,14 @@ def test_planning_loads_no_jax():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_a_model_may_be_a_path(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}')
+    setting = mw.make_setting(path, "v5e:4x4", batch="64seq", seq_len=64)
+    assert setting == mw.make_setting(str(path), "v5e:4x4", batch="64seq", seq_len=64)
+    assert mw.derive(path).num_layers == 1
+
+
 def test_the_page_says_what_happens(tmp_path, monkeypatch):
     write_rates(tmp_path).rename(tmp_path / "examples.toml")
     monkeypatch.chdir(tmp_path)

@@ -83,7 +83,7 @@ CALLS = {
         (lambda: mw.price_strategy("tiny", WHOLE), "setting is 'tiny'"),
         (lambda: mw.price_strategy(SETTING, None), "strategy is None"),
         (lambda: mw.price_strategy(SETTING, mw.Strategy(mesh={"rows": 8})), "'rows' is not known"),
-        (lambda: mw.price_strategy(SETTING, ALONE), "1 devices and h100:8x1 8 chips"),
+        (lambda: mw.price_strategy(SETTING, ALONE), "1 devices, but h100:8x1 has 8 chips"),
     ],
     "rank_plans": [
         (lambda: mw.rank_plans(PLAN), "setting is a Plan. Give a Setting."),
@@ -96,7 +96,8 @@ CALLS = {
     "explain": [(lambda: mw.explain("q.toml"), "explain: plan is 'q.toml'. Give a Plan.")],
     "changed_plan": [
         (lambda: mw.changed_plan(PLAN, job=None), "Plan.job is None. Give a Job."),
-        (lambda: mw.changed_plan(PLAN, jobs=None), "'jobs' is no part of a plan. Did you mean 'job'?"),
+        (lambda: mw.changed_plan(PLAN, jobs=None), "'jobs' is no part of a plan that can change. Did you mean 'job'?"),
+        (lambda: mw.changed_plan(PLAN, predicted=None), "'predicted' is no part of a plan that can change"),
         (lambda: mw.changed_plan(PLAN, strategy=mw.Strategy(mesh={"rows": 8})), "'rows' is not known"),
     ],
     "Plan": [
@@ -127,7 +128,7 @@ CALLS = {
     "run_training": [
         (lambda: mw.run_training("q.toml"), "plan is 'q.toml'"),
         (lambda: mw.run_training(PLAN, 3), "settings is 3"),
-        (lambda: mw.run_training(PLAN), "the plan is for 8 chips of h100"),
+        (lambda: mw.run_training(PLAN), "the plan is for 8 h100 chips"),
     ],
     "TrainStep": [
         (lambda: mw.TrainStep("tiny", ALONE), "TrainStep: model is 'tiny'"),

@@ -29,7 +29,7 @@ CASES = [
     (2, (*PLAN, "--what-if", "chips=2"), "is not a factor from 0.001x to 1000x. Write for example chips=2x."),
     (2, (*swapped(PLAN, "v5e:4x4", "h100:8x4"), "--what-if", "ici=2x"), "h100:8x4 has no ici. Change nvlink or nic."),
     (2, (*PLAN, "--what-if", "chip.flop=2x"), "Did you mean 'chip.flops'?"),
-    (2, (*swapped(PLAN, "128seq", "256seq"), "--what-if", "batch=0.3x"), "is 76.8, not a whole number"),
+    (2, (*swapped(PLAN, "128seq", "256seq"), "--what-if", "batch=0.3x"), "is 76.8, not a positive whole number"),
     # names
     (2, ("show", "llama3-8c"), "'llama3-8c' is no model, chip or cluster. Did you mean 'llama3-8b'?"),
     (2, ("show", ""), "'' is no model, chip or cluster."),
@@ -101,7 +101,7 @@ CASES = [
     (2, (*SHARD, "--mesh", "X=3", "--dims", "I=8,J=4,K=4"), "I=8 of A[I_X, J] does not divide by X=3"),
     (2, (*SHARD, "--mesh", "X=0", "--dims", "I=8,J=4,K=4"), "mesh axis X=0 must be at least 1"),
     (2, (*SHARD, *SIZES, "--calibration", "x.toml"), "needs the cluster it is for: give --on"),
-    (3, (*SHARD, *SIZES, "--on", "v5e:1x2"), "the mesh has 4 devices and v5e:1x2 2 chips"),
+    (3, (*SHARD, *SIZES, "--on", "v5e:1x2"), "the mesh has 4 devices, but v5e:1x2 has 2 chips"),
     (2, (*SHARD, "--mesh", "X=128", "--dims", "I=128,J=4,K=4", "--run"), "--run takes at most 64 devices"),
     (2, (*SHARD, "--mesh", "X=8192", "--dims", "I=8192,J=4,K=4", "--png", "x.png"), "--png takes at most 4096 devices"),
     (2, (*SHARD, "--mesh", "X=4", "--dims", "I=1G,J=1G,K=4", "--run"), "--run holds whole arrays on this machine"),

@@ -85,7 +85,7 @@ def test_a_step_of_layers_alone_is_the_simulation(schedule):
 
 def test_dualpipe_updates_two_stages_and_takes_turns_at_the_ends():
     """One program sums and updates each stage once, where its weights are at home."""
-    times = msgspec.structs.replace(TIMES, meetings_s=(0.8, 0.02))
+    times = msgspec.structs.replace(TIMES, exchange_parts_s=(0.8, 0.02))
     for software, copies, meet in (("eager", 2, 0.0), ("compiled", 1, 0.8 / 4 + 0.02)):
         pipeline = PipelineCost(schedule="dualpipe", stages=4, microbatches=8, software=software)
         step, sends = times.step_s(pipeline), times.sends_s(pipeline)

@@ -70,10 +70,10 @@ def test_strategies_that_run(axes, fields):
         ({"fsdp": 512, "tensor": 16}, {}, "tensor | K",
          "tensor=16 does not divide K=8 kv heads of llama3-70b. Use tensor in {1, 2, 4, 8}."),
         ({"fsdp": 256, "context": 8, "tensor": 4}, {"num_microbatches": 8}, "sequences",
-         "num_microbatches=8 does not divide the 4 sequences that each of 256 data shards has of 1024. "
+         "num_microbatches=8 does not divide the 4 of 1024 sequences that each of 256 data shards has. "
          "Use num_microbatches in {1, 2, 4}."),
         ({"pipeline": 16}, SMALL, "stages",
-         "pipeline=16 stages are more than the 8 layers of tiny. Use at most 8."),
+         "pipeline=16 is more stages than the 8 layers of tiny. Use at most 8."),
         ({"pipeline": 4, "fsdp": 4}, SMALL | {"schedule": "interleaved", "chunks": 4, "num_microbatches": 4}, "stages",
          "pipeline=4 x chunks=4 has 16 places for the 8 layers of tiny, more than 8. "
          "Use chunks in {1, 2}, or fewer stages."),
@@ -108,10 +108,10 @@ def test_positions_and_width():
 def test_devices_that_are_too_many_or_too_few():
     found = refusals({"fsdp": 1024, "tensor": 4})
     assert found["devices"] == (
-        "mesh fsdp=1024 x tensor=4 is for 4096 and v5p:16x16x32 has 8192 devices. "
+        "mesh fsdp=1024 x tensor=4 needs 4096 devices, but v5p:16x16x32 has 8192. "
         "Make the product of the axes 8192, or name a cluster of 4096."
     )
-    assert refusals({})["devices"].startswith("a mesh of one device is for 1 and v5p:16x16x32 has 8192 devices. ")
+    assert refusals({})["devices"].startswith("a mesh of one device needs 1 device, but v5p:16x16x32 has 8192. ")
 
 
 def test_a_mesh_that_cannot_be_laid_as_it_says():
@@ -129,7 +129,7 @@ def test_too_little_memory_says_what_fits():
     message = found["memory"]
     assert message.startswith("llama3-70b on mesh fsdp=64 needs ")
     assert " per chip (most: activations " in message
-    assert ", and a chip of v5p:4x4x4 has 95 GB. Use " in message
+    assert ", but a chip of v5p:4x4x4 has 95 GB. Use " in message
     assert message.endswith("GB).")
     assert refusals({"fsdp": 64}, cluster="v5p:4x4x4", **advice(message, remat="none")) == {}
 

@@ -150,7 +150,7 @@ def test_given_axes_are_kept_or_refused_in_words():
         ({"fsdp": 3}, "fsdp=3 does not divide the 8192 chips of v5p:16x16x32."),
         (make_mesh({"fsdp": 8, "tensor": 8}), "does not divide the 8192 chips"),
         ({"expert": 8}, "expert=8: llama3-70b has no experts. Leave the axis out, or use fsdp=8."),
-        ({"pipeline": 128}, "pipeline=128 stages are more than the 80 layers of llama3-70b. Use at most 80."),
+        ({"pipeline": 128}, "pipeline=128 is more stages than the 80 layers of llama3-70b. Use at most 80."),
     ):
         with pytest.raises(CannotRunError) as raised:
             planned(LLAMA70B, "v5p:16x16x32", 1024, axes=axes)

@@ -40,5 +40,5 @@ def test_it_is_drawn(tmp_path):
 
 
 def test_what_cannot_be_drawn():
-    with pytest.raises(InputError, match="There is no cell to draw"):
+    with pytest.raises(InputError, match="there is no cell to draw"):
         heatmap_figure((), **TITLES)

@@ -76,7 +76,7 @@ def test_they_are_drawn(tmp_path):
 
 
 def test_nothing_to_draw():
-    with pytest.raises(InputError, match="nothing runs anywhere in the sweep"):
+    with pytest.raises(InputError, match="nothing in the sweep runs"):
         scaling_figure((), over="on", title="t")
     with pytest.raises(InputError, match="Give clusters of several chips"):
         bandwidth_figure([], {"all-gather": []}, title="t")

@@ -1,4 +1,4 @@
-"""Predicts many cases at once: cases of one pattern share derived steps, and their sizes are arrays."""
+"""Predicts many cases at once: cases of a pattern share their derived steps, and differ in sizes, which are arrays."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,14 +24,17 @@ from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calib
 from meshwright.spec.efficiency import family, fitted_calibration
 
 NO_LEG = Leg(level="ici", size=1, bytes_per_s=1.0, hops=0, hop_s=0.0)
-"""Stands in for a leg that a case lacks: nothing moves over it."""
+"""Leg of a case that has none where others have one: its size is 1, so it takes no time."""
 
 ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_experts")
-"""Fields of an efficiency that are in the rates of a chip already, or the same for all cases of a batch."""
+"""Fields of an efficiency that are not stacked: equal in a batch, not needed, or in the rates of a chip already."""
 
 
 class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases of one pattern as arrays, without anything that depends on a calibration."""
+    """Cases of one pattern as arrays, without anything that depends on a calibration.
+
+    ``numbers`` index the whole list of cases. ``fills`` and ``links`` (names of levels) are [physical axes, cases].
+    """
 
     cases: tuple[Case, ...]
     numbers: np.ndarray
@@ -44,13 +47,13 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     num_hosts: np.ndarray
 
     def seconds(self, calibrations: Mapping[str, Calibration]) -> np.ndarray:
-        """Predicts seconds of a step of each case with the calibration of its chip."""
+        """Returns predicted step seconds [cases]; ``calibrations`` has one for each chip, by name."""
         rates = self.rates([calibrations[case.chip.name] for case in self.cases])
         priced = PricedStep(derived=self.derived, sizes=self.sizes, rates=rates, pipeline=self.pipeline)
         return np.broadcast_to(priced.seconds.step_s, len(self.cases))
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
-        """Returns the rates of each case's machine."""
+        """Returns the rates of the cases' machines as arrays; ``calibrations`` has one for each case."""
         chips = [
             chip_rates(
                 case.chip,
@@ -81,17 +84,15 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
 def calibrations(
     cases: Sequence[Case], numbers: Mapping[str, float] | None = None, *, datasheet: bool = False
 ) -> dict[str, Calibration]:
-    """Returns the calibration of every chip of the cases, from the shipped numbers if none are given.
-
-    Falls back on the data sheet for chips without numbers, or if asked to.
-    """
+    """Maps the name of every chip to its calibration, fitted with ``numbers`` or the shipped ones; chips without fitted
+    numbers, or with ``datasheet`` all chips, get their data sheet."""
     chips = {case.chip.name: case.chip for case in cases}
     fitted = {name: None if datasheet else fitted_calibration(chip, numbers) for name, chip in chips.items()}
     return {name: fitted[name] or datasheet_calibration(chip) for name, chip in chips.items()}
 
 
 def batches(cases: Sequence[Case]) -> tuple[CaseBatch, ...]:
-    """Groups the cases by pattern."""
+    """Returns the cases as batches of one pattern each."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for number, case in enumerate(cases):
         found.setdefault(_pattern(case), []).append(number)
@@ -111,8 +112,8 @@ def _pattern(case: Case) -> tuple[Any, ...]:
 
 
 def _left_out(case: Case) -> tuple[str, ...]:
-    """Returns the axes that are not derived: with adapters those of one device, since over an axis that splits the
-    stream the cotangents that adapter and base leave are added after another collective."""
+    """Returns the axes that are left out of the derivation: with adapters, axes of size 1. An axis in the derivation
+    moves the sum of the cotangents of adapter and base behind a further collective, even at size 1."""
     mesh = case.strategy.mesh
     return tuple(axis for axis, size in mesh.items() if size == 1) if case.setting.model.lora else ()
 
@@ -143,7 +144,7 @@ def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
 
 
 def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
-    """Returns the steps with the repeats of every case as arrays."""
+    """Returns the steps with arrays as the repeats of blocks, an entry per case."""
     programs = [case.setting.program for case in cases]
     blocks = []
     for number, steps in enumerate(derived.blocks):
@@ -163,7 +164,7 @@ def _stacked_sizes(cases: Sequence[Case]) -> OpSizes:
 
 
 def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
-    """Stacks the legs of all cases: the n-th leg of a level becomes one leg of arrays."""
+    """Stacks the legs of all cases: their n-th legs of a level become one leg whose figures are arrays."""
     slots: dict[tuple[Level, int], list[Leg]] = {}
     for number, legs in enumerate(every):
         seen: Counter[Level] = Counter()
@@ -183,7 +184,7 @@ def _arrays(every: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
-    """Returns physical axes x cases: True if the group uses the axis."""
+    """Returns True where the group uses the axis [physical axes, cases]."""
     filled = np.zeros(_links(placements).shape, dtype=bool)
     for number, placed in enumerate(placements):
         on = [any(axis in group and factor > 1 for axis, factor in link.parts) for link in placed.links]
@@ -192,13 +193,13 @@ def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
 
 
 def _links(placements: Sequence[Placement]) -> np.ndarray:
-    """Returns physical axes x cases: the level of each axis."""
+    """Returns the level of each axis, "" if a case has fewer axes [physical axes, cases]."""
     most = max(len(placed.links) for placed in placements)
     return np.array([[*(link.level for link in one.links), *[""] * (most - len(one.links))] for one in placements]).T
 
 
 def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
-    """Returns an object with those fields of a calibration that prices read, as arrays."""
+    """Returns an object with the fields of a calibration that prices read, as arrays."""
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
     stacked = _arrays([one.efficiency for one in calibrations], fields)
     efficiency = SimpleNamespace(**stacked, overlap=calibrations[0].efficiency.overlap)
@@ -206,7 +207,7 @@ def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
 
 
 class _Hops:
-    """Hop latencies of several calibrations; one without a latency uses the link's."""
+    """Hop latencies of several calibrations. A calibration without one for a level uses the link's (``own``)."""
 
     def __init__(self, every: Sequence[Mapping[str, float]]) -> None:
         self.every = every

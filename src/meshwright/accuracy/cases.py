@@ -1,6 +1,6 @@
-"""A published measurement as a job of this product: model, cluster, strategy, and the seconds that were measured.
+"""Converts a published measurement to a case: a setting and strategy of this package, and the measured seconds.
 
-What a source leaves open is filled in by the rules of `docs/accuracy.md`, the same for every source.
+The rules of `docs/accuracy.md`, the same for every source, fill in what a source leaves open.
 """
 
 import math
@@ -24,10 +24,10 @@ from meshwright.spec.strategy import Assumptions, AttentionKernel, Software, Str
 _GIGABITS_PER_NODE = re.compile(r"\b([1-9]\d{0,6}) Gb/s inter-node")
 _ROPE_DIM = 64
 _MLA_HEAD = 128
-"""Widths of latent attention that records leave out: as in DeepSeek-V3's config.json."""
+"""Head widths of latent attention that records leave out: those of DeepSeek-V3's config.json."""
 
 A3_HIGH_BYTES_PER_S = 12.5e9
-"""Per GPU: four 200 Gb/s cards for the eight of an A3 High machine (Google Cloud's machine-type page)."""
+"""Network rate per GPU of an A3 High machine: four 200 Gb/s cards for eight GPUs (Google Cloud's machine-type page)."""
 
 PRECISIONS = {
     "bf16": "",
@@ -41,22 +41,22 @@ PRECISIONS = {
     "fp4": "fp4",
     "int8": "int8",
 }
-"""First word of a record's precision -> dtype of products, "" for 16 bits; what follows the word may say how."""
+"""Start of a record's precision -> dtype of products, "" for 16 bits; the rest of the precision is ignored."""
 
 RECOMPUTE_COUNTED = ("counts recompute", "count recompute", "recompute FLOPs", "hardware FLOPs", "96Bsl")
-"""Words of a note which say that the rate counts the recomputed forward pass."""
+"""Words in a note that say that the rate counts the recomputed forward pass."""
 
 COMPILED_GPU = ("maxtext",)
-"""Software on GPUs that runs a step as one compiled program; the others start it kernel by kernel."""
+"""Starts of the groups whose GPUs run a step as one compiled program; other groups start it kernel by kernel."""
 
 
 WITHOUT_OVERLAP = ("MooreThreads/SimuMax",)
 """Sources whose instructions turn off every overlap of communication with compute."""
 
 NUM_FOLDS = 5
-"""Parts of the cases in cross-validation."""
+"""Number of parts of the cases in cross-validation."""
 MIN_CHUNK_LAYERS = 2
-"""Layers of a pipeline chunk at least, where the number of chunks is not printed."""
+"""Fewest layers of a pipeline chunk if the source does not print the number of chunks."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,14 +74,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unpredicted(msgspec.Struct, frozen=True, kw_only=True):
-    """A record that is not predicted, and why."""
+    """A record that is not predicted, and the reason."""
 
     record: Record
     reason: str
 
 
 def case_of(record: Record) -> Case | Unpredicted:
-    """Converts a record to a case, or returns the reason why it cannot."""
+    """Returns the case of a record, or the reason why it cannot be predicted."""
     try:
         return _case(record)
     except (InputError, CannotRunError) as error:
@@ -101,7 +101,7 @@ def _case(record: Record) -> Case:
     measured = measured_seconds(record, model, job, cluster.chip)
     strategy = strategy_of(record, model, cluster)
     peak(cluster.chip, strategy.matmul_dtype)  # a dtype that the chip lacks is a reason, not a fault of the file
-    # the first: whole physical axes under mesh axes, as device meshes are made, not the best that a search finds
+    # the first candidate, whose mesh axes have whole physical axes, as libraries make device meshes; not the fastest
     placed = strategy_placements(cluster, strategy)[0].describe()
     strategy = msgspec.structs.replace(strategy, placement=placed)
     # published software sends filled expert slots only
@@ -115,7 +115,7 @@ def _case(record: Record) -> Case:
 
 
 def model_of(shape: ModelShape, seq_len: int) -> Model:
-    """Builds a record's model: a gpt2 block if the feed-forward part is not gated, else llama's, with experts."""
+    """Returns a record's model: gpt2 blocks without a gate, llama blocks with one; experts, latents, windows if any."""
     fields: dict[str, Any] = {
         "name": shape.name,
         "family": "llama",
@@ -164,21 +164,21 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
 
 
 def cluster_of(record: Record) -> Cluster:
-    """Builds a record's cluster: as many whole domains as needed, or slices of nearly cubic tori."""
+    """Returns a record's cluster: equal domains as large as possible, or slices that are nearly cubic tori."""
     found = chip_of(record)
     if found.topology == "torus":
         slices = record.slices or 1
         if record.n_chips % slices:
             raise InputError(f"{record.n_chips} chips do not divide into {slices} slices")
         return make_cluster(found, _torus_shape(found, record.n_chips // slices), num_slices=slices)
-    # of the 72 chips of a rack a power of two is used where more than one domain is needed
+    # the domain must divide the chips: of the 72 chips of a rack, 64 for 128
     largest = min(found.domain_chips or record.n_chips, record.n_chips)
     domain = max(size for size in range(1, largest + 1) if record.n_chips % size == 0)
     return make_cluster(found, (domain, record.n_chips // domain))
 
 
 def _torus_shape(chip: Chip, num_chips: int) -> tuple[int, ...]:
-    """Returns the shape closest to a cube, made of whole optically switched cubes where possible."""
+    """Returns the shape closest to a cube, made of whole optically switched cubes if possible."""
     axes, cube = chip.num_ici_axes or 1, chip.wrap_multiple or 1
     if axes == 3 and num_chips % cube**axes == 0:
         return tuple(cube * size for size in balanced_shape(num_chips // cube**axes, axes))
@@ -205,7 +205,7 @@ def chip_of(record: Record) -> Chip:
 
 
 def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
-    """Returns the record's parallelism as a mesh and its choices; see the rules in `docs/accuracy.md`."""
+    """Returns the record's parallelism as a strategy, by the rules in `docs/accuracy.md`."""
     given = record.parallelism
     tpu = cluster.kind == "torus"
     sizes = {"pipeline": given.pp or 1, "context": given.cp or 1, "tensor": given.tp or 1}
@@ -234,7 +234,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
 
 
 def _software(record: Record) -> Software:
-    """Returns "compiled" on TPUs and for MaxText, else an eager kind, that of 2021 if the precision is fp16."""
+    """Returns "compiled" on TPUs and for MaxText; else a kind of eager software, that of 2021 for precision fp16."""
     if record.hardware.startswith("TPU") or record.group.startswith(COMPILED_GPU):
         return "compiled"
     if any(name in record.source for name in WITHOUT_OVERLAP):
@@ -243,7 +243,7 @@ def _software(record: Record) -> Software:
 
 
 def _chunks(record: Record, model: Model, stages: int) -> int:
-    """Returns the pipeline chunks per device; if the note says that they are not printed, chunks of two layers."""
+    """Returns the chunks per device; if the note says "not printed", the most chunks of `MIN_CHUNK_LAYERS` or more."""
     if stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
         return record.parallelism.vpp or 1
     layers = model.num_layers // stages
@@ -251,7 +251,7 @@ def _chunks(record: Record, model: Model, stages: int) -> int:
 
 
 def _outer_replicas(record: Record, cluster: Cluster, replicas: int) -> int:
-    """Returns the replicas of a fully sharded model: slices, or nodes if the note says that a node shards it."""
+    """Returns the size of ``data`` beside FSDP: slices, or nodes if the note says that FSDP stays inside a node."""
     if cluster.kind == "torus":
         return math.gcd(cluster.num_slices, replicas)
     inside = re.search(r"FSDP (\d+) in node", record.note)
@@ -259,9 +259,9 @@ def _outer_replicas(record: Record, cluster: Cluster, replicas: int) -> int:
 
 
 def _microbatches(record: Record, replicas: int, per_step: float, tpu: bool) -> int:
-    """Returns the steps of accumulation, by the stated microbatch; else one per sequence in a pipeline, or one in all.
+    """Returns the number of microbatches by the stated size of one; without it one per sequence in a pipeline, else 1.
 
-    The batches that MaxText states are per chip, and it accumulates nothing.
+    On TPUs it is 1: the batches that MaxText states are per chip, and it accumulates nothing.
     """
     if tpu:
         return 1
@@ -278,22 +278,22 @@ def _precision(record: Record, chip: Chip) -> Any:
 
 
 def _wide(chip: Chip) -> str:
-    """Returns the 16-bit dtype of a chip's products: fp16 if it has no bf16, as a V100."""
+    """Returns the 16-bit dtype of a chip's products: fp16 if it has no bf16, such as a V100."""
     return "bf16" if "bf16" in chip.peak_flops else "fp16"
 
 
-_FULL_ON_HOSTED = "every-1"
-"""Libraries that checkpoint whole layers run all of a layer again; compilers leave out what nothing needs."""
+_FULL_IF_EAGER = "every-1"
+"""Full recompute of eager software runs a whole layer again; compilers leave out what nothing needs."""
 
 
 def _remat(record: Record) -> str | tuple[str, ...]:
-    """Returns the remat policy of a record; nothing is recomputed unless stated.
+    """Returns the remat policy of a record; nothing is recomputed unless it says so.
 
-    "selective" of 2021 makes attention's scores again, which both forms of attention here always do.
+    "selective" of eager software recomputes attention's scores, as attention here always does: it is "none".
     """
     how, policy, compiled = record.recompute or "none", record.remat_policy or "", _software(record) == "compiled"
     if how == "full":
-        return "block" if compiled else _FULL_ON_HOSTED
+        return "block" if compiled else _FULL_IF_EAGER
     if how != "selective" or not compiled:
         return "none"
     if record.hardware.startswith("TPU"):
@@ -307,9 +307,9 @@ def _remat(record: Record) -> str | tuple[str, ...]:
 
 
 def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> float:
-    """Returns seconds of a step: as given, else from throughput, else from utilisation with the source's own FLOPs.
+    """Returns the seconds of a step: as given, else from throughput, else from utilisation and the source's own FLOPs.
 
-    Raises InputError where nothing of it was measured.
+    Raises InputError if none of these was measured.
     """
     found, tokens = record.measured, job.tokens_per_step
     if found.step_s:
@@ -326,7 +326,7 @@ def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> floa
 
 
 def _counted_flops(record: Record, model: Model, job: Job) -> float:
-    """Counts FLOPs of a step as the source does, including recomputation if its note says so."""
+    """Returns the FLOPs of a step as the source counts them, with recomputation if its note says so."""
     if any(words in record.note for words in RECOMPUTE_COUNTED):
         width, layers = model.d_model, model.num_layers
         ends = model.vocab_size / (16 * layers * width)

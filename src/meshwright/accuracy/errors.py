@@ -1,4 +1,4 @@
-"""Predictions beside published measurements: errors, bias, and how often the interval holds, per group."""
+"""Compares predictions with published measurements: errors, bias, and coverage of the interval, per group."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from meshwright.spec.calibration import Calibration
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured step and its prediction, in seconds; the interval is from the 10th to the 90th percentile.
+    """One measured step and its prediction, in seconds; ``low_s`` and ``high_s`` are its 10th and 90th percentile.
 
-    ``fitted`` is whether fitted numbers were used; data-sheet rates come without an interval. ``job`` names what was
-    done on which chips, however it was split.
+    ``fitted`` is true if fitted numbers were used; data-sheet rates come without an interval. ``job`` names model,
+    cluster and batch, so that it is equal for different strategies.
     """
 
     id: str
@@ -33,7 +33,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted over measured, minus 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
@@ -45,7 +45,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors of several predictions, as shares: mean and median of their size, mean with sign, and coverage."""
+    """Errors of ``n`` predictions: mean and median size, mean with sign, share of measurements inside the interval."""
 
     n: int
     mape: float | None
@@ -55,10 +55,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PickRegret(msgspec.Struct, frozen=True, kw_only=True):
-    """How much longer the step predicted fastest takes than the step measured fastest, as a share of it.
+    """The cost of picking, among the configurations measured for one job, the one with the fastest prediction.
 
-    Both are of the configurations measured for one job: means over ``num_jobs`` with at least two. ``random`` is the
-    same for a configuration drawn at random, ``right`` the share of jobs in which the pick is the fastest.
+    ``regret`` is the measured step of the pick over the fastest one, minus 1: a mean over ``num_jobs`` with several
+    configurations. ``random`` is the same for a random pick, ``right`` is the share of jobs whose pick is the fastest.
     """
 
     num_jobs: int
@@ -85,14 +85,14 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         return summarise(chosen)
 
     def reasons(self) -> dict[str, list[str]]:
-        """Maps each reason to the ids of the records it excludes."""
+        """Maps each reason to the ids of the records that are not predicted for it."""
         found: dict[str, list[str]] = {}
         for one in self.unpredicted:
             found.setdefault(one.reason, []).append(one.record.id)
         return found
 
     def regret(self) -> PickRegret:
-        """Returns the cost of choosing by the predictions, in the jobs with several measured configurations."""
+        """Returns the regret over all jobs with several measured configurations."""
         jobs: dict[str, list[Comparison]] = {}
         for one in self.predictions:
             jobs.setdefault(one.job, []).append(one)
@@ -113,8 +113,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``overall``, ``core_train`` and one object per group; the regret of the pick; every record, and why
-        others are not predicted."""
+        """Returns ``overall``, ``core_train``, each group, ``pick`` (the regret), ``records`` and ``unpredicted``."""
         found = {
             "overall": self.summary(),
             "core_train": self.summary(core=True),
@@ -127,29 +126,29 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(predictions: Sequence[Comparison]) -> Summary:
-    """Summarises errors; numbers of no predictions are None."""
+    """Returns the summary of some predictions; without any its figures are None."""
     if not predictions:
         return Summary(n=0, mape=None, median=None, bias=None, coverage=None)
     errors = np.array([one.error for one in predictions])
-    held = [one.covered for one in predictions if one.covered is not None]
+    covered = [one.covered for one in predictions if one.covered is not None]
     return Summary(
         n=len(predictions),
         mape=float(np.abs(errors).mean()),
         median=float(np.median(np.abs(errors))),
         bias=float(errors.mean()),
-        coverage=sum(held) / len(held) if held else None,
+        coverage=sum(covered) / len(covered) if covered else None,
     )
 
 
 def cases_of(records: Sequence[Record]) -> tuple[tuple[Case, ...], tuple[Unpredicted, ...]]:
-    """Splits records into cases, and those that cannot be predicted with their reasons."""
+    """Splits records into cases, and records that cannot be predicted, with their reasons."""
     every = [case_of(record) for record in records]
     cases = tuple(one for one in every if isinstance(one, Case))
     return cases, tuple(one for one in every if isinstance(one, Unpredicted))
 
 
 def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
-    """Predicts all records with the fitted numbers, or with data-sheet rates alone."""
+    """Compares all records with predictions from the fitted numbers, or from data-sheet rates alone."""
     cases, unpredicted = cases_of(records)
     found = calibrations(cases, datasheet=datasheet)
     seconds = np.empty(len(cases))

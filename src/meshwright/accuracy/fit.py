@@ -46,24 +46,24 @@ PRIORS: dict[str, tuple[float, float]] = {
     "overlap": (1.5, 0.1),
     "straggler": (0.005, 0.6),
 }
-"""Number -> (prior value, spread of its logarithm). `docs/accuracy.md` says which rest on measured kernels; the others
-are estimates."""
+"""Fitted number -> (prior value, standard deviation of its logarithm). `docs/accuracy.md` says which priors rest on
+measured kernels; the others are estimates."""
 
 ERROR_SCALE = 0.05
-"""Errors of log step time above this count linearly instead of squared."""
+"""Error of log step time above which errors count linearly, no longer squared."""
 
 COVERED = (0.1, 0.9)
-"""Quantiles of measured over predicted that bound a printed interval."""
+"""Quantiles of measured over predicted that are the ends of a printed interval."""
 
 OUTSIDE_CORE, LARGE_GROUP = 0.35, 40
-"""Weight of a record outside its group's core; cases as which a larger group without a core counts in all."""
+"""Weight of a record outside its group's core; total squared weight of a group without a core that has more cases."""
 
 USUAL_SIZE, SIZE_POWER, SIZE_FACTORS = 15, 0.25, (0.7, 1.6)
 """Weights of a group whose squares sum to s are multiplied by (15 / s)^0.25, at least 0.7 and at most 1.6."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases, their batches (``parts``), and each case's measured seconds and weight."""
+    """Cases, their batches (``parts``), and the measured seconds and weight of each case."""
 
     cases: tuple[Case, ...]
     parts: tuple[CaseBatch, ...]
@@ -72,7 +72,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_problem(cases: Sequence[Case]) -> Problem:
-    """Batches the cases and weighs them: records of large groups, and those outside a group's core, count less."""
+    """Batches the cases and weights them: cases of large groups, and cases outside a group's core, count less."""
     groups = np.array([case.record.group for case in cases])
     core = np.array([case.record.core for case in cases])
     weights = np.ones(len(cases))
@@ -101,7 +101,7 @@ class Predictor:
         self.known: list[tuple[Any, np.ndarray] | None] = [None] * len(problem.parts)
 
     def __call__(self, numbers: Mapping[str, float], *, keep: bool = True) -> np.ndarray:
-        """Predicts seconds of the cases [cases]; ``keep`` remembers them for equal numbers."""
+        """Returns predicted seconds [cases]; with ``keep`` a batch is not priced again for equal numbers."""
         found = calibrations(self.problem.cases, numbers)
         seconds = np.empty(len(self.problem.cases))
         for index, (part, chips) in enumerate(zip(self.problem.parts, self.chips, strict=True)):
@@ -124,9 +124,9 @@ def fit(
     predictor: Predictor | None = None,
     rounds: int = 12,
 ) -> dict[str, float]:
-    """Returns the numbers that predict the cases of the mask ``chosen`` best, held near their priors.
+    """Returns the numbers that predict the cases of the mask ``chosen`` best, pulled towards their priors.
 
-    Minimises errors of log step times, see `ERROR_SCALE`, in at most ``rounds`` iterations.
+    Minimises errors of log step times (see `ERROR_SCALE`) from ``start`` (default: priors) in ``rounds`` iterations.
     """
     predict = predictor or Predictor(problem)
     names = list(PRIORS)
@@ -149,9 +149,9 @@ def fit(
 
 
 def folds(cases: Sequence[Case]) -> np.ndarray:
-    """Returns which of ``NUM_FOLDS`` folds each case is in [cases].
+    """Returns the number of the fold of each case, below ``NUM_FOLDS`` [cases].
 
-    Near duplicates (same group, model, chip, number of chips, mesh) share one.
+    Near duplicates (same group, model, chip, number of chips, mesh) are in the same fold.
     """
     keys = [configuration(case) for case in cases]
     fold_of: dict[Any, int] = {}
@@ -172,17 +172,17 @@ def configuration(case: Case) -> tuple[Any, ...]:
 
 
 def cross_validate(problem: Problem, *, rounds: int = 12) -> np.ndarray:
-    """Predicts seconds of every case with numbers fitted on the other folds."""
+    """Returns predicted seconds of every case, with numbers fitted on the other folds [cases]."""
     return _held_out(problem, folds(problem.cases), rounds)
 
 
 def leave_groups_out(problem: Problem, *, rounds: int = 10) -> np.ndarray:
-    """Predicts seconds of every case with numbers fitted on the other groups."""
+    """Returns predicted seconds of every case, with numbers fitted on the other groups [cases]."""
     return _held_out(problem, np.array([case.record.group for case in problem.cases]), rounds)
 
 
 def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
-    """Predicts seconds of every case with numbers fitted on the other parts; ``parts`` has the part of each.
+    """Predicts seconds of every case with numbers fitted on the other parts; ``parts`` has the part of each case.
 
     Every fit starts at the priors: numbers fitted on all cases would leak the held-out measurements.
     """
@@ -201,5 +201,5 @@ def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarra
 
 
 def rounded(numbers: Mapping[str, float], *, digits: int = 3) -> dict[str, float]:
-    """Rounds to ``digits`` significant digits, as many as the measurements support."""
+    """Rounds numbers to ``digits`` significant digits; the measurements support three."""
     return {name: float(f"{value:.{digits}g}") for name, value in numbers.items()}

@@ -1,4 +1,4 @@
-"""Published measurements of training steps: one JSON object a line, read with the line of every fault."""
+"""Reads published measurements of training steps: one JSON object a line; errors name file and line."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
 
 
 class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Experts of a measured model; every ``interleave``-th layer has them, after ``first_k_dense`` that do not."""
+    """Experts of a measured model: in each layer n >= ``first_k_dense`` (from 0) whose n + 1 ``interleave`` divides."""
 
     experts: RecordedSize
     top_k: RecordedSize
@@ -47,7 +47,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices of each kind of parallelism as the source gives them; ``vpp`` are pipeline chunks per device."""
+    """Devices of each kind of parallelism; ``vpp`` are pipeline chunks per device, ``sp`` is sequence parallelism."""
 
     dp: Degree | None = None
     tp: Degree | None = None
@@ -60,7 +60,7 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a source gives of a step: its seconds, or a rate that they follow from; tokens per second of all chips."""
+    """The seconds of a step, or a rate from which they follow; ``tokens_per_s`` is of all chips."""
 
     step_s: Positive | None = None
     tokens_per_s: Positive | None = None
@@ -70,7 +70,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedLora(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapters that trained beside a frozen model."""
+    """LoRA adapters that trained beside a frozen model."""
 
     rank: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
     alpha: Positive
@@ -102,14 +102,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_records(path: Path) -> tuple[Record, ...]:
-    """Reads every record of a JSON-lines file. Raises InputError with file:line for a line that cannot be read."""
+    """Returns every record of a JSON-lines file. Raises InputError with file:line for a line that cannot be read."""
     lines = read_bytes(Path(path), "Name a file of one JSON object a line.").splitlines()
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             found.append(_record(line, f"{path}:{number}"))
     if not found:
-        raise InputError(f"{path} holds no records. Name a file of one JSON object a line.")
+        raise InputError(f"{path} has no records. Name a file of one JSON object a line.")
     return tuple(found)
 
 
@@ -117,7 +117,7 @@ def _record(line: bytes, where: str) -> Record:
     try:
         head = msgspec.json.decode(line, type=dict[str, Any])
         if head.get("kind") != "train":
-            # other kinds have models of other shapes: they are counted, not read
+            # other kinds of records have models of other shapes: they are counted, not predicted
             head = {name: head.get(name) for name in ("id", "kind", "group", "core") if head.get(name) is not None}
         return msgspec.convert(head, Record)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""What `import meshwright as mw` offers and the verbs of the command line call: plans, proofs and runs by name."""
+"""The front door for Python, which the verbs of the command line call: from names to plans, proofs and runs."""

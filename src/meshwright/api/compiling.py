@@ -12,7 +12,7 @@ from meshwright.verify.request import ERROR, REQUEST, Request
 
 
 def main(folder: Path) -> int:
-    """Compile the request of the folder; 0 when it is done, 1 with ``error.json`` when it cannot be."""
+    """Compiles the request in the folder. Returns the exit code: 0, or 1 after an error, written to ``error.json``."""
     from meshwright.verify.compiling import compile_request
 
     try:
@@ -32,7 +32,7 @@ def _say_error(path: Path, kind: str, message: str) -> None:
 
 
 def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:
-    """The real step of a request: what `train` and `generate` run."""
+    """Returns the real step of a request, as `train` and `generate` run it, and the sizes of its inputs."""
     setting, job = request.setting, request.setting.job
     if job.trains:
         from meshwright.train.settings import settings_from_table

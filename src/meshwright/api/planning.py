@@ -1,4 +1,4 @@
-"""Plans from names: a model, a cluster and a batch as a person writes them, and the plan that is best."""
+"""Settings and plans from names, as a person writes them."""
 
 from pathlib import Path
 from typing import Any
@@ -26,51 +26,52 @@ from meshwright.spec.strategy import Strategy, make_mesh
 
 
 def make_setting(
-    model: str | Model,
+    model: str | Path | Model,
     cluster: str | Cluster,
     *,
     batch: int | str,
     seq_len: int | str,
     calibration: Calibration | Path | str | None = None,
-    **job: Any,
+    **job_fields: Any,
 ) -> Setting:
-    """What strategies are priced in: the model, the cluster, the job and the rates.
+    """Returns the setting that strategies are priced in.
 
-    ``model`` is a name of the catalogue or a path to a config.json, ``cluster`` such as "v5p:16x20x28" or "h100:8x256",
-    ``batch`` as the command's ``--batch``: tokens a step ("4Mi", or 4194304) or sequences ("1024seq"); ``seq_len`` the
-    tokens of a sequence ("4Ki", or 4096). ``calibration`` is one, the path to one, or "datasheet"; without it the
-    chip's fitted rates are taken, and for "cpu:N" this machine's, which are measured once.
-    ``job`` are further fields of `Job`. Raises InputError for what is not known or does not divide.
+    ``model`` is a name of the catalogue or a path to a config.json. ``cluster`` is such as "v5p:16x20x28" or
+    "h100:8x256". ``batch`` is in tokens ("4Mi", 4194304) or sequences ("1024seq") a step, ``seq_len`` in tokens
+    ("4Ki", 4096). ``calibration`` is a `Calibration`, the path to one, or "datasheet"; the default is the chip's fitted
+    rates, and "cpu:N" measures this machine once. ``job_fields`` are further fields of `Job`. Raises InputError for
+    unknown names, and for a batch that is no whole number of sequences.
     """
-    found = load_model(model) if isinstance(model, str) else model
+    found = load_model(model) if isinstance(model, str | Path) else model
     chips = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     length = parse_count(f"{seq_len}", what="seq_len")
     sequences = parse_batch(f"{batch}", seq_len=length)
-    weights = weights_of(str(model)) if isinstance(model, str | Path) else ""
-    work = convert_fields({"batch_seqs": sequences, "seq_len": length, "weights": weights, **job}, Job, section="job")
+    weights_folder = weights_of(str(model)) if isinstance(model, str | Path) else ""
+    fields = {"batch_seqs": sequences, "seq_len": length, "weights": weights_folder, **job_fields}
     if not isinstance(calibration, Calibration):
         calibration = rates_for(chips, None if calibration is None else Path(calibration), fitted=True)
-    return Setting(found, chips, work, calibration)
+    return Setting(found, chips, convert_fields(fields, Job, section="job"), calibration)
 
 
-def derive(model: str | Model, strategy: Strategy | None = None, *, optimizer: str = "adamw") -> Derived:
-    """The steps of one training step under a strategy, on one device without one: local ops and collectives."""
-    found = load_model(model) if isinstance(model, str) else model
+def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optimizer: str = "adamw") -> Derived:
+    """Returns the local ops and collectives of one training step; without a strategy, those on one device."""
+    found = load_model(model) if isinstance(model, str | Path) else model
     return derive_program(transformer(found), strategy or Strategy(mesh=make_mesh({})), optimizer=optimizer)
 
 
 def plan_of(setting: Setting, strategy: Strategy) -> Plan:
-    """The plan of a strategy in its setting, checked and predicted.
+    """Returns the plan of a strategy in its setting, checked and predicted.
 
-    Raises CannotRunError, with the rule that is broken, for a strategy that does not run.
+    Raises CannotRunError, which names the broken rule, for a strategy that does not run.
     """
     require_legal(setting, strategy)
     return plan_in(setting, strategy, estimate_step(setting, strategy))
 
 
 def changed_plan(plan: Plan, **changes: Any) -> Plan:
-    """A plan with other parts (``strategy=``, ``job=``, ...), checked and predicted again as `plan_of` does."""
-    if unknown := set(changes) - set(Plan.__struct_fields__):
-        raise InputError(f"{min(unknown)!r} is no part of a plan.{nearest(min(unknown), Plan.__struct_fields__)}")
+    """Returns the plan with parts changed (``strategy=``, ``job=``, ...), checked and predicted again by `plan_of`."""
+    parts = set(Plan.__struct_fields__) - {"predicted", "version"}
+    if unknown := set(changes) - parts:
+        raise InputError(f"{min(unknown)!r} is no part of a plan that can change.{nearest(min(unknown), parts)}")
     found = msgspec.structs.replace(plan, **changes)
     return plan_of(setting_of(found), found.strategy)

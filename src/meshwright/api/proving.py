@@ -1,4 +1,4 @@
-"""Proofs of plans: what the compiler is asked for a setting and a strategy, and what it says."""
+"""Proofs of plans: compiles the step of a strategy for its chips, and compares it with the derivation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,9 +26,9 @@ TIMEOUT_S = 600.0
 class ProofOptions(Checked, frozen=True, kw_only=True):
     """How a step is compiled.
 
-    ``depth``: "lower" (does everything divide and agree), "partition" (memory and collectives, in seconds) or "full".
-    ``platform`` is the compiler, by default the cluster's own. ``settings`` are those of training by name. What the
-    compiler wrote is kept in the folder ``keep``. ``asked`` is the step in the words of the one who asks.
+    ``depth`` is "lower" (do all sizes divide and agree), "partition" (memory and collectives, takes seconds) or "full".
+    ``platform`` is the compiler, by default the cluster's own. ``settings`` are those of training by name. The folder
+    ``keep`` gets what the compiler wrote. ``asked`` is the name by which the user asked for the step: "" for the job's.
     """
 
     depth: Depth = "partition"
@@ -43,10 +43,10 @@ USUAL = ProofOptions()
 
 
 def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> "Proof":
-    """Compile the real step of a strategy for its chips, which need not be there, and compare it with the derivation.
+    """Compiles the real step of a strategy for its chips, which need not be there, and compares it with the derivation.
 
-    Returns a `verify.proof.Proof`; ``proof.runs`` is False, and ``proof.refusal`` says why, where the step does not
-    partition or does not fit. Raises InputError where the strategy is not for these chips.
+    Returns a `verify.proof.Proof`; if the step does not partition or does not fit, ``proof.runs`` is False and
+    ``proof.refusal`` says why. Raises InputError if the strategy is not for these chips.
     """
     from meshwright.verify.proof import prove
     from meshwright.verify.running import python_program
@@ -56,7 +56,7 @@ def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions =
 
 
 def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> Request:
-    """The `verify.request.Request` of a strategy; its chips in the order in which the strategy lies on the cluster."""
+    """Returns the `verify.request.Request` of a strategy; ``order`` has the chips in the order of its placement."""
     from meshwright.cost.train_step import price_strategy
     from meshwright.train.settings import program_options, settings_from_table
 
@@ -64,8 +64,8 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
     require_runnable_assumptions(setting.assumptions)
     if strategy.num_chips != cluster.num_chips:
         raise InputError(
-            f"the mesh has {strategy.num_chips} devices and {cluster.short_name} {cluster.num_chips} chips. "
-            f"Give axes whose product is {cluster.num_chips}, or a smaller cluster."
+            f"the mesh has {strategy.num_chips} devices, but {cluster.short_name} has {cluster.num_chips} chips. "
+            f"Give axes whose product is {cluster.num_chips}, or a cluster of {strategy.num_chips}."
         )
     order: tuple[int, ...] = ()
     target = _target(setting, options)
@@ -88,7 +88,7 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
 
 
 def _target(setting: Setting, options: ProofOptions) -> Any:
-    """The compiler that is asked for, else what is installed; to lower, the cluster's own needs none."""
+    """Returns the target of the wanted compiler, else of an installed one; to lower, the cluster's own needs none."""
     from meshwright.verify.targets import target_of, usable_target
 
     platform: Any = options.platform

@@ -13,15 +13,15 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.efficiency import fitted_calibration
 
 DATASHEET = "datasheet"
-"""Given in place of a calibration file: data-sheet rates, whatever has been fitted."""
+"""The word that is given in place of a calibration file for data-sheet rates, whatever has been fitted."""
 
 
 def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = False) -> Calibration | None:
-    """The calibration file when one is given; for ``cpu:N`` this machine's rates; else the data sheet, which is None.
+    """Returns the calibration of a file if one is given; for ``cpu:N`` this machine's rates; else None, the data sheet.
 
-    Verbs that predict a whole step take the chip's ``fitted`` numbers where there are any, unless the word "datasheet"
-    is given; those that do the book's arithmetic do not. This machine is measured the first time (a minute or two) and
-    the rates are kept in the cache folder.
+    With ``fitted`` the chip's fitted numbers, if it has any, replace the data sheet, unless "datasheet" is given: so in
+    verbs that predict a whole step. This machine is measured the first time (a minute or two), and its rates are kept
+    in the cache folder. Raises InputError for a calibration of another chip or number of devices.
     """
     if str(calibration) == DATASHEET:
         if cluster.kind == "host":
@@ -31,14 +31,14 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
         found = load_calibration(calibration)
         if found.chip != cluster.chip.name:
             raise InputError(
-                f"{calibration} holds rates of {found.chip} and the cluster is of {cluster.chip.name}. "
+                f"{calibration} has rates of {found.chip}, but the chips of the cluster are {cluster.chip.name}. "
                 f"Give a calibration of {cluster.chip.name}."
             )
         if cluster.kind == "host" and found.devices not in (None, cluster.num_chips):
             raise InputError(
-                f"{calibration} holds rates of {found.devices} emulated devices at once, and {cluster.short_name} is "
-                f"{cluster.num_chips}, which share the machine otherwise. Measure it: bench --on {cluster.short_name} "
-                f"-o FILE, or leave --calibration out."
+                f"{calibration} has rates of {found.devices} emulated devices, but {cluster.short_name} emulates "
+                f"{cluster.num_chips}, whose rates differ. Measure them (bench --on {cluster.short_name} -o FILE), or "
+                f"leave --calibration out."
             )
         return found
     if cluster.kind != "host":
@@ -48,7 +48,7 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
 
 
 def _kept(path: Path) -> Calibration | None:
-    """Rates of this machine that were kept; None for none, changed ones and those of versions that measured others."""
+    """Returns the rates that were kept; None if there are none, or if the file was changed or lacks some rates."""
     try:
         found = None if not path.exists() or read_toml(path).is_changed else load_calibration(path)
     except InputError:
@@ -58,7 +58,7 @@ def _kept(path: Path) -> Calibration | None:
 
 
 def measure(cluster: Cluster, *, keep: Path) -> Calibration:
-    """This machine measured as ``cluster`` now, and written to ``keep``."""
+    """Measures this machine as ``cluster``, writes the rates to ``keep`` and returns them."""
     from meshwright.bench.machine import measure_machine
     from meshwright.parallel.mesh import emulate_devices
 

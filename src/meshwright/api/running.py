@@ -31,11 +31,11 @@ def run_training(
     resume: Path | str | None = None,
     on_step: "OnStep | None" = None,
 ) -> "TrainResult":
-    """Train by a plan on the devices of this process, or of all that were launched together.
+    """Trains by a plan on the devices of this process, or of all processes that were launched together.
 
     ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``; ``weights`` are by default the
-    plan's. The run leaves a folder under ``runs``, or goes on in the folder ``resume``. Raises CannotRunError when the
-    devices are not those of the plan.
+    plan's. The run writes a new folder under ``runs``, or continues in the folder ``resume``. Raises CannotRunError if
+    the devices are not those of the plan.
     """
     require_runnable(plan.model)
     require_devices(plan)
@@ -56,9 +56,9 @@ def run_training(
 
 
 def require_devices(plan: Plan) -> None:
-    """Join the other processes, emulate devices where the plan says so, and count what there is.
+    """Joins the other processes, emulates devices if the plan is for them, and counts the devices.
 
-    Raises CannotRunError for a plan of other people's software too: its prediction is not of what would run.
+    Raises CannotRunError if they are not those of the plan, and for a plan that assumes other software.
     """
     require_runnable_assumptions(plan.assumptions)
     from meshwright.parallel.mesh import emulate_devices
@@ -78,13 +78,13 @@ def require_devices(plan: Plan) -> None:
     devices = jax.devices()
     if cluster.kind != "host" and (devices[0].platform == "cpu" or len(devices) < cluster.num_chips):
         raise CannotRunError(
-            f"the plan is for {cluster.num_chips} chips of {cluster.chip.name} and this machine has "
-            f"{len(devices)} of platform {devices[0].platform}. Run it there, or plan for emulated devices: --on cpu:8."
+            f"the plan is for {cluster.num_chips} {cluster.chip.name} chips, but this machine has {len(devices)} of "
+            f"platform {devices[0].platform}. Run it on such chips, or plan for emulated devices: --on cpu:8."
         )
     if processes > 1 and jax.local_device_count() != share:
         raise CannotRunError(
-            f"this process has {jax.local_device_count()} devices and the plan gives each of {processes} processes "
-            f"{share}. Start them with launch --processes {processes} --devices {share}, or with that many in sight."
+            f"this process has {jax.local_device_count()} devices, but the plan gives {share} to each of {processes} "
+            f"processes. Start them with launch --processes {processes} --devices {share}, or make {share} visible."
         )
 
 
@@ -92,7 +92,8 @@ def require_devices(plan: Plan) -> None:
 
 
 class TextOptions(Checked, frozen=True, kw_only=True):
-    """How text is generated: ``mesh`` of devices (None: all of this machine on tensor), weights and caches as int8."""
+    """How text is generated. The defaults are all devices on tensor and the likeliest tokens (``sampling`` takes a
+    `Sampling`); ``int8`` and ``cache_int8`` store weights and caches as int8."""
 
     max_tokens: int = 128
     sampling: Any = None
@@ -109,7 +110,7 @@ AS_TRAINED = TextOptions()
 
 
 class GeneratedText(msgspec.Struct, frozen=True, kw_only=True):
-    """The continuation of each prompt as text and as tokens, and the pace of all."""
+    """The continuation of each prompt as text; ``generated`` has tokens and times (`serve.generate.Generated`)."""
 
     model: str
     mesh: dict[str, int]
@@ -125,10 +126,10 @@ def generate_text(
     on_text: Callable[[int, str], None] | None = None,
     on_loaded: Callable[[str], None] | None = None,
 ) -> GeneratedText:
-    """Continue prompts with the model of a folder: a finished run, or config.json with safetensors files.
+    """Continues prompts with the model of a folder: a finished run, or config.json with safetensors files.
 
-    ``on_text`` sees the number of the prompt and the next piece of its text as it comes, ``on_loaded`` a line about
-    what was loaded. Raises InputError for prompts that the model has no positions for.
+    ``on_text`` gets the number of a prompt and the next piece of its text as soon as it exists; ``on_loaded`` gets a
+    line about the loaded model. Raises InputError for prompts that the model has too few positions for.
     """
     import jax
 
@@ -170,7 +171,7 @@ def _loaded(
     options: TextOptions,
     say: Callable[[str], None],
 ) -> tuple["GenerateStep", dict[str, Any]]:
-    """The step for these prompts, and the weights on its devices."""
+    """Returns the step for these prompts, and the weights on its devices."""
     import jax.numpy as jnp
 
     from meshwright.nn.hf.weights import load_params
@@ -203,11 +204,11 @@ def _loaded(
 
 
 def _require_positions(source: "ModelFolder", prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Raises InputError where a sequence would be longer than the model was made for: what comes then is no text."""
+    """Raises InputError if a sequence would be longer than the model's positions: the model would not write text."""
     longest, there = max(map(len, prompts)), source.model.max_positions
     if longest + max_tokens > there:
         raise InputError(
             f"a prompt of {longest:,} {'token' if longest == 1 else 'tokens'} and {max_tokens:,} more need "
-            f"{longest + max_tokens:,} positions; {source.model.name} has {there:,}. Shorten the prompt, or give fewer "
-            f"--max-tokens."
+            f"{longest + max_tokens:,} positions, but {source.model.name} has {there:,}. Shorten the prompt, or use a "
+            f"smaller --max-tokens."
         )

@@ -19,7 +19,7 @@ def total(values: Iterable[Number]) -> Number:
 
 
 def largest(values: Iterable[Number]) -> Number:
-    """Returns the elementwise maximum, at least 0."""
+    """Returns the elementwise maximum of numbers or arrays, at least 0."""
     return functools.reduce(np.maximum, values, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Where the seconds of one training step go: the time of each kind of work alone, and what it adds to the step."""
+"""Where the seconds of one training step go: what each kind of work takes alone, and what it adds to the step."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
@@ -35,8 +35,8 @@ ROUNDING = 1e-9
 class Term(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of work: its seconds without overlap, and the seconds that it adds to the step.
 
-    ``added_s`` of all terms add up to the step. What hides behind other work adds less than it takes, or nothing.
-    ``name`` is that of `Estimate.terms`: a kind of local work, or the mesh axes of collectives.
+    The ``added_s`` of all terms add up to the step; ``share`` is the term's share of it. Work that hides adds less than
+    ``alone_s``, or nothing. ``name`` is a key of `Estimate.terms`: a kind of local work, or mesh axes of collectives.
     """
 
     name: str
@@ -46,21 +46,21 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """What a sentence calls it."""
+        """The term's name in a sentence."""
         return term_words(self.name)
 
 
 def term_words(name: str) -> str:
-    """``"matrix products"``, ``"collectives over fsdp and context"``."""
+    """Returns a term's name in a sentence: ``"matrix products"``, ``"collectives over fsdp and context"``."""
     return WORDS.get(name) or f"collectives over {' and '.join(name.split(','))}"
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of collective over one group of mesh axes, in one training step of the busiest device.
 
-    ``num_bytes`` are those of the full arrays, all executions together. ``alone_s`` is their time with nothing else
-    going on. ``exposed_s`` is their part of what the step waits for: collectives are made free one by one, from the
-    longest to the shortest and the other way round, and each has the mean of what it saves. The parts add up.
+    ``num_bytes`` and ``alone_s`` (no overlap) are sums over all executions; bytes are those of the full arrays.
+    ``exposed_s`` is its part of the exposed communication: collectives are made free one by one, from the longest to
+    the shortest and in reverse order, and each gets the mean of its two savings. The parts add up.
     """
 
     op: str
@@ -72,9 +72,9 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LabelledStep(msgspec.Struct, frozen=True, kw_only=True):
-    """All executions in one training step of the derived steps that carry one label, by themselves.
+    """All executions, in one training step, of the derived steps that carry one label: seconds without overlap, FLOPs.
 
-    ``gathers_weights`` says that it is a gather which could run ahead of its pass.
+    ``gathers_weights`` is true for a gather that could run ahead of its pass.
     """
 
     step: Step
@@ -84,12 +84,12 @@ class LabelledStep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes of a collective, none of local work."""
+        """The mesh axes of a collective; () for local work."""
         return self.step.axes if self.step.is_collective else ()
 
 
 def label_text(step: Step) -> str:
-    """The label that a step's instructions carry; the updates of all weights are one."""
+    """Returns the label that a step's instructions carry; the updates of all weights have the same one."""
     local = not step.is_collective and kind_of(step).group == "optimizer"
     return OPTIMIZER if local else str(step.label)
 
@@ -109,7 +109,7 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Name -> seconds, in the order in which they are shown."""
+        """Maps the name of each part to its seconds, in the order in which tables show them."""
         names = ("compute", "memory-bound", "exposed communication", "overhead", "idle")
         return dict(zip(names, msgspec.structs.astuple(self), strict=True))
 
@@ -127,19 +127,19 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         return float(self.priced.estimate.step_s)
 
     def _seconds(self, change: Callable[[StepCost], StepCost], offload: Transfers | None = None) -> StepSeconds:
-        """Seconds of the step after a change of its costs, and with other transfers to the host if given."""
+        """Returns the seconds of the step after a change of its costs, with other transfers to the host if given."""
         at = self.priced
         times = block_times(at.derived, at.costs.changed(change), at.sizes, at.rates)
         return times.step_s(at.pipeline, at.moved if offload is None else offload)
 
     def _busy_s(self, free: Collection[str], offload: Transfers | None = None) -> float:
-        """Seconds without the bubble when the work of some terms takes no time."""
+        """Returns the seconds of the step without its bubble if the work of the ``free`` terms takes no time."""
         found = self._seconds(lambda cost: _free(cost) if cost.term in free else cost, offload)
         return float(found.step_s - found.bubble_s)
 
     @cached_property
     def steps(self) -> dict[str, LabelledStep]:
-        """Label -> what is expected of the derived steps that carry it."""
+        """Maps a label to the priced steps that carry it."""
         found: dict[str, LabelledStep] = {}
         for cost in self.priced.costs.all:
             name, here = label_text(cost.step), float(cost.here)
@@ -158,9 +158,9 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     def terms(self) -> tuple[Term, ...]:
         """Every kind of work, the one that adds most first.
 
-        All communication together adds the difference that it makes to the step; groups of axes divide it in
+        All communication together adds as much as the step would be shorter without it; groups of axes divide that in
         proportion to what each saves when it alone is free. Local work adds its seconds in a step without
-        communication, the bubble the idle seconds of the schedule.
+        communication. The bubble adds the idle seconds of the schedule.
         """
         priced, links = self.priced, self._links
         bubble_s = float(priced.seconds.bubble_s)
@@ -183,21 +183,21 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _links(self) -> dict[str, float]:
-        """Seconds of the collectives of each group of axes, sends between stages among them."""
+        """Seconds of the collectives of each group of axes, and of "pipeline": the sends between stages."""
         priced, found = self.priced, dict[str, float]()
         for cost in priced.costs.all:
             if cost.step.is_collective:
                 found[cost.term] = found.get(cost.term, 0.0) + float(cost.network_s * cost.here)
         if priced.costs.boundary:
-            between = priced.times.sends_s(priced.pipeline) + priced.times.meet_s(priced.pipeline)
+            between = priced.times.sends_s(priced.pipeline) + priced.times.exchange_s(priced.pipeline)
             found["pipeline"] = found.get("pipeline", 0.0) + float(between)
         return found
 
     def _exposed(self, busy_s: float, quiet_s: float) -> dict[str, float]:
-        """What each group of axes, and the sends between stages, add to the busy seconds."""
+        """Maps each name of `_links` to its share of the seconds that communication adds: ``busy_s - quiet_s``."""
         alone = {name: max(0.0, busy_s - self._busy_s({name})) for name in self._links}
         if sum(alone.values()) <= ROUNDING * busy_s:
-            # two links that are busy equally long: neither alone shortens the step
+            # two links are busy equally long: neither alone shortens the step
             alone = self._links
         whole = sum(alone.values())
         return {name: (busy_s - quiet_s) * s / whole if whole else 0.0 for name, s in alone.items()}
@@ -212,12 +212,12 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def local(self) -> dict[str, float]:
-        """Work on the busiest device by kind."""
+        """Seconds of each kind of work on the busiest device itself."""
         return {name: self.priced.estimate.terms[name] for name in LOCAL_TERMS}
 
     @property
     def alone(self) -> dict[str, float]:
-        """Collectives by themselves, by mesh axes; what they take beyond bytes is ``latency``."""
+        """Seconds of collectives without overlap by mesh axes; the part that bytes do not explain is ``latency``."""
         waits = {"bubble", "pcie", *LOCAL_TERMS}
         return {name: s for name, s in self.priced.estimate.terms.items() if name not in waits and s > 0}
 
@@ -243,11 +243,11 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def other_s(self) -> float:
-        """The rest: stragglers, a host that starts kernels too slowly, PCIe."""
+        """Seconds of the rest: stragglers, a host that starts kernels too slowly, PCIe."""
         return max(0.0, self._free[0] - self.bubble_s - sum(self.local.values()))
 
     def named(self) -> dict[str, float]:
-        """Names the parts that add up to the step; parts below a ten-thousandth of it are left out."""
+        """Maps the parts that add up to the step to seconds; parts below a ten-thousandth of it are left out."""
         parts = {
             **self.local,
             "exposed communication": self.exposed_s,
@@ -280,12 +280,12 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.alone_s)))
 
     def _saved_in_turn(self, order: Sequence[tuple[str, AxisGroup]]) -> dict[tuple[str, AxisGroup], float]:
-        """Seconds that each collective saves when it becomes free after all collectives before it in ``order``."""
+        """Maps each collective to the seconds that it saves if it and all before it in ``order`` take no time."""
         after = [self.priced.estimate.step_s, *(self._without(order[:number]) for number in range(1, len(order) + 1))]
         return {key: longer - shorter for key, (longer, shorter) in zip(order, pairwise(after), strict=True)}
 
     def _without(self, free: Collection[tuple[str, AxisGroup]]) -> float:
-        """Seconds of the step when some kinds of collectives on some groups take no time."""
+        """Returns the seconds of the step if the ``free`` collectives take no time."""
         found = self._seconds(lambda cost: _without_links(cost) if (cost.step.op, cost.group) in free else cost)
         return float(found.step_s)
 
@@ -293,11 +293,11 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def partition(self) -> Partition:
-        """The step in the five parts of a measured one.
+        """The step in the five parts into which a measured step is divided.
 
-        Local work is compute-bound or memory-bound by which takes longer, launches are overhead and the pipeline's
-        bubble is idle. What the step takes beyond these is communication that nothing hides, at most all that there
-        is; what is left is the host's and the stragglers' overhead.
+        A local step counts as compute if its FLOPs take longer than its bytes, else as memory-bound. Launches are
+        overhead and the pipeline's bubble is idle. The rest of the step is exposed communication, at most all
+        communication; what then is left is overhead of the host and of stragglers.
         """
         priced = self.priced
         seconds = {"compute": 0.0, "memory": 0.0, "launch": 0.0}

@@ -10,7 +10,7 @@ Lane = Literal["compute", "links"]
 class Slice(msgspec.Struct, frozen=True, kw_only=True):
     """Something that takes time on one lane: a step, or a pass with the steps in it.
 
-    ``what`` is its name, ``kind`` the class of its work where one is needed, ``layer`` the layer that it belongs to.
+    ``what`` is its name, ``kind`` is the class of its work or "", and ``layer`` is the number of its layer.
     """
 
     lane: Lane
@@ -25,54 +25,56 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
         return self.end_s - self.start_s
 
 
-class Streams(msgspec.Struct, frozen=True, kw_only=True):
-    """Both lanes with everything on them: ``compute_s`` and ``links_s`` are the seconds that each works."""
+class LaneSlices(msgspec.Struct, frozen=True, kw_only=True):
+    """The slices on both lanes; ``name`` is the title of their row in a picture."""
 
     name: str
-    boxes: tuple[Slice, ...]
+    slices: tuple[Slice, ...]
 
     @property
     def total_s(self) -> float:
-        """From the start to the end of the last slice."""
-        return max(box.end_s for box in self.boxes)
+        """Seconds from 0 to the end of the last slice."""
+        return max(one.end_s for one in self.slices)
 
     @property
     def compute_s(self) -> float:
-        return self._work_s("compute")
+        """Seconds in which the chip computes."""
+        return self._busy_s("compute")
 
     @property
     def links_s(self) -> float:
-        return self._work_s("links")
+        """Seconds in which the links carry something."""
+        return self._busy_s("links")
 
     @property
     def exposed_s(self) -> float:
         """Seconds in which the chip waits for the links."""
         return self.total_s - self.compute_s
 
-    def _work_s(self, lane: Lane) -> float:
-        return sum(box.seconds for box in self.boxes if box.lane == lane)
+    def _busy_s(self, lane: Lane) -> float:
+        return sum(one.seconds for one in self.slices if one.lane == lane)
 
 
 class Lanes:
-    """Both lanes while slices are laid down, one after the other on each."""
+    """Builds both lanes: a new slice starts after the last one on its lane, at ``compute_end_s`` or ``links_end_s``."""
 
     def __init__(self) -> None:
-        self.chip_s = self.links_s = 0.0
+        self.compute_end_s = self.links_end_s = 0.0
         self.slices: list[Slice] = []
 
     def compute(self, what: str, seconds: float, *, kind: str = "", layer: int = 0, when: float = 0.0) -> float:
-        """Computes for so long as soon as the chip is free, not before ``when``; returns the end."""
-        start = max(self.chip_s, when)
-        self.chip_s = start + seconds
-        self._add(Slice(lane="compute", what=what, kind=kind, layer=layer, start_s=start, end_s=self.chip_s))
-        return self.chip_s
+        """Adds a computation that starts when the chip is free, not before ``when``; returns its end."""
+        start = max(self.compute_end_s, when)
+        self.compute_end_s = end = start + seconds
+        self._add(Slice(lane="compute", what=what, kind=kind, layer=layer, start_s=start, end_s=end))
+        return end
 
     def send(self, what: str, seconds: float, *, kind: str = "", layer: int = 0, when: float = 0.0) -> float:
-        """Sends for so long as soon as the links are free, not before ``when``; returns the end."""
-        start = max(self.links_s, when)
-        self.links_s = start + seconds
-        self._add(Slice(lane="links", what=what, kind=kind, layer=layer, start_s=start, end_s=self.links_s))
-        return self.links_s
+        """Adds a transfer that starts when the links are free, not before ``when``; returns its end."""
+        start = max(self.links_end_s, when)
+        self.links_end_s = end = start + seconds
+        self._add(Slice(lane="links", what=what, kind=kind, layer=layer, start_s=start, end_s=end))
+        return end
 
     def _add(self, one: Slice) -> None:
         if one.end_s > one.start_s:
@@ -80,7 +82,7 @@ class Lanes:
 
 
 def joined(slices: list[Slice]) -> tuple[Slice, ...]:
-    """The slices, with computations of one name and layer that follow each other at once as one."""
+    """Returns the slices; adjacent computations of one name and layer are merged."""
     found: list[Slice] = []
     at = -1
     for one in slices:

@@ -29,12 +29,12 @@ STATE_PARTS = ("weights", "gradients", "optimizer", "moments")
 
 
 class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one block stores on a chip, for any schedule.
+    """The memory of one block on a chip, for any schedule.
 
-    ``elements`` of each part of the training state, ``kept_bytes`` and ``logits_bytes`` of results held for the
-    backward pass of one microbatch, and ``pending_bytes`` that a pass for the gradients of weights reads, count all
-    repeats. ``stream_bytes`` enter a repeat. ``gathered_bytes`` of whole weights, and ``working_bytes`` of temporary
-    results, are alive only while a repeat runs.
+    Four fields count all repeats: ``elements`` of each of `STATE_PARTS`, ``kept_bytes`` and ``logits_bytes`` of results
+    kept for the backward pass of one microbatch, and ``pending_bytes`` that a separate pass for weight gradients reads.
+    The others are of one repeat: ``stream_bytes`` enter it; ``gathered_bytes`` of whole weights and ``working_bytes``
+    of temporary results are alive only while it runs. ``segment`` is that of `BlockSteps`.
     """
 
     repeat: int
@@ -48,31 +48,33 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     working_bytes: Number
 
     def saved_bytes(self, share: Number, stash: Number) -> Number:
-        """Bytes from the forward pass to the backward, on a device with a share of the repeats, for ``stash``
-        microbatches in flight: the results of every repeat or, where segments are run again, what enters each."""
+        """Returns the bytes kept from forward to backward pass on a device with a share of the repeats, for ``stash``
+        microbatches in flight: the results of every repeat or, where segments are run again, their inputs."""
         return stash * share * self.repeat * self.moved_bytes(share)
 
     def moved_bytes(self, share: Number) -> Number:
-        """Saved bytes of one repeat and one microbatch."""
+        """Returns the saved bytes of one repeat and one microbatch."""
         return (
             self.kept_bytes / self.repeat if self.segment is None else self.stream_bytes / self.segment_repeats(share)
         )
 
     def segment_bytes(self, share: Number) -> Number:
-        """All results of the segment that is run again, while its backward pass lasts."""
+        """Returns the bytes of all results of the one segment that is being run again."""
         return 0.0 if self.segment is None else self.kept_bytes / self.repeat * self.segment_repeats(share)
 
     def segment_repeats(self, share: Number) -> Number:
-        """Repeats on a device from one kept input to the next."""
+        """Returns the repeats on a device from one kept input to the next."""
         held = share * self.repeat
         return np.sqrt(held) if self.segment == "sqrt" else np.minimum(int(self.segment or 1), held)
 
 
 class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one chip holds, before layers are shared out over a pipeline: computed once, for any schedule.
+    """The memory of one chip before pipeline stages divide the layers: computed once, for any schedule.
 
-    ``ends`` are embedding and head, ``shared_bytes`` what layers read of earlier stacks with its cotangents.
-    ``cache_bytes`` are keys and values of all layers, in a step that generates.
+    ``ends`` are embedding and head. ``shared_bytes`` are results of earlier stacks that layers read, with their
+    cotangents. ``chunk_bytes`` are the logits of one chunk of a chunked loss head, with their cotangent.
+    ``boundary_bytes`` are sent from stage to stage for one microbatch: (forward, backward). ``cache_bytes`` are keys
+    and values of all layers, in a step that generates.
     """
 
     state: str
@@ -85,33 +87,33 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes: Number
 
     def moved_bytes(self, pipeline: PipelineCost) -> Number:
-        """Bytes that one repeat keeps for the backward pass of one microbatch; the most if blocks differ."""
+        """Returns the bytes that one repeat keeps for the backward pass of one microbatch: the most of any block."""
         return largest(layer.moved_bytes(pipeline.share(self.num_layers)) for layer in self.layers)
 
     def elements(self, part: str, pipeline: PipelineCost) -> Number:
-        """Elements of weights, gradients or optimizer on the fullest device."""
+        """Returns the elements of one of `STATE_PARTS` on the fullest device."""
         share = pipeline.share(self.num_layers) * pipeline.copies(part)
         return total(one.elements[part] for one in self.layers) * share + pipeline.ends_held(
             [one.elements[part] for one in self.ends]
         )
 
     def optimizer_bytes(self, pipeline: PipelineCost) -> Number:
-        """Optimizer state that one chip updates: master weights, where the state has them, and moments."""
+        """Returns the bytes of optimizer state that one chip updates: moments and, if there are any, master weights."""
         masters = self.elements("optimizer", pipeline) * master_bytes(self.state)
         return masters + self.elements("moments", pipeline) * moment_bytes(self.state)
 
     def items(self, pipeline: PipelineCost = ONE_STAGE, offload: tuple[str, ...] = ()) -> dict[str, Number]:
-        """Bytes per chip of each item; their sum is what must fit.
+        """Returns the bytes per chip of each item; their sum must fit.
 
-        weights, gradients, optimizer: bytes per parameter of the state; with several microbatches the sum of the
-        gradients is a further float32 copy unless they are that wide already, and in stages of one program the only
-        one: what a stage leaves is added to it at once. One program without stages brings the gradients of its only
-        microbatch to the optimizer's shards layer by layer, and holds those. activations: results kept for the backward
-        pass of every microbatch in flight. The others are of the block that needs the most while it runs, a layer or an
-        end. logits: those kept, or one chunk of them with its cotangent; none while a layer runs. communication: the
-        gathered weights of one repeat, and the buffers between stages. workspace: the largest set of passing results
-        alive at once in the backward pass of one repeat. Of a pipeline the fullest device is taken to have the longest
-        run of layers, the most microbatches in flight and what `PipelineCost.ends_held` says of embedding and head.
+        weights, gradients, optimizer: bytes per parameter of the state. With several microbatches the sum of the
+        gradients is a further float32 copy, unless gradients are that wide already; in pipeline stages of one program
+        it is the only copy, to which every stage adds at once. One program without stages scatters the gradients of its
+        only microbatch to the optimizer's shards layer by layer, and stores the shards. activations: results kept for
+        the backward pass of every microbatch in flight. kv_cache: keys and values. The other items are those of the
+        block, layer or end, that needs the most while it runs. logits: those kept, or one chunk with its cotangent;
+        none while a layer runs. communication: the gathered weights of one repeat, and the buffers between stages.
+        workspace: the largest set of temporary results alive at once in one repeat. The fullest device of a pipeline is
+        taken to have the most layers, the most microbatches in flight and the ends of `PipelineCost.ends_held`.
         Offloading leaves the buffers of two repeats on the chip.
         """
         state, several = STATE_BYTES[self.state], np.asarray(pipeline.microbatches) > 1
@@ -145,7 +147,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def at_peak(self, pipeline: PipelineCost) -> tuple[Number, Number, Number]:
-        """Logits, gathered weights and passing results of the block that needs the most of them while it runs."""
+        """Returns bytes of the block that needs most while it runs: (logits, gathered weights, temporary results)."""
         logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
         layer, end = _most(self.layers), _most(self.ends)
         in_end = logits + sum(end) > sum(layer)
@@ -154,7 +156,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
-    """(gathered weights, passing results) of the block where their sum is largest."""
+    """Returns the bytes of (gathered weights, temporary results) of the block where their sum is largest."""
     gathered: Number = 0.0
     working: Number = 0.0
     for one in blocks:
@@ -165,7 +167,7 @@ def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
 
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
-    """The parts of a chip's memory that do not depend on the schedule."""
+    """Returns the parts of a chip's memory that do not depend on the schedule."""
     sizes = with_room(sizes, slots_move(derived, sizes.mesh))
     elements = _state_elements(derived, sizes)
     blocks = [(block, _block_memory(block, derived, sizes, elements[block.name])) for block in derived.blocks]
@@ -177,9 +179,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
         layers=tuple(found for block, found in blocks if block.is_layer),
         ends=tuple(found for block, found in blocks if not block.is_layer),
         shared_bytes=total(sizes.total(one.given, one.cotangent) for one in shared),
-        # logits of one chunk and their cotangent, where the loss head is chunked
         chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local),
-        # what stages send each other one way, for one microbatch
         boundary_bytes=tuple(
             total(sizes.bytes(s.result) for s in derived.boundary if s.op == "permute" and s.phase == phase)
             for phase in ("forward", "backward")
@@ -189,12 +189,12 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
 
 
 def total_bytes(items: dict[str, Number]) -> Number:
-    """The sum of the items."""
+    """Returns the sum of the items of `MemoryParts.items`."""
     return sum(items.values())
 
 
 def memory_limit(cluster: Cluster, calibration: Calibration | None = None) -> float:
-    """Bytes that a program may fill on one chip; infinity for a machine whose memory is not known."""
+    """Returns the bytes that a program may fill on one chip; infinity for this machine if its memory is not known."""
     measured = calibration or datasheet_calibration(cluster.chip)
     try:
         return memory_bytes(cluster.chip, measured)
@@ -205,19 +205,19 @@ def memory_limit(cluster: Cluster, calibration: Calibration | None = None) -> fl
 
 
 def _trains(derived: Derived) -> bool:
-    """True if there is a backward pass; programs that generate have none."""
+    """True if there is a backward pass; steps that generate have none."""
     return any(block.backward for block in derived.blocks)
 
 
 def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Number]]:
-    """Block -> elements per chip of its weights, their gradients and what the optimizer updates, by part.
+    """Maps a block to the elements per chip of each of `STATE_PARTS`.
 
-    A weight of several blocks (tied embeddings) is the last one's. What is not trained has weights alone, and those of
-    another width than the state's count by their bytes.
+    A weight of several blocks (tied embeddings) belongs to the last one. A frozen weight counts as weights alone: its
+    bytes over the width of the state, as its dtype may differ.
     """
     owners = {name: block for block in derived.blocks for name in weights_of(derived, block)}
     found: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
-    # a gradient is held as it enters the collectives that run once per step, whole where they scatter it
+    # a gradient is stored as it enters the collectives that run once per step, not scattered yet
     gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
     for name, block in owners.items():
         declared = derived.declared[name]
@@ -236,7 +236,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
 def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
     is_layer, trains = block.is_layer, _trains(derived)
     kept, logits = _kept_bytes(block, derived, sizes)
-    # of a layer, a pass does not wait for one weight to be used before the next is gathered
+    # a pass gathers all weights of a repeat, without waiting until one is used
     gathers = {
         step.result: step for step in block.forward if step.op == "all_gather" and _is_weight(step.result, derived)
     }
@@ -254,7 +254,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
 
 
 def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
-    """Bytes of keys and values of all layers; a step updates them in place."""
+    """Returns the bytes of keys and values of all layers; a step updates them in place."""
     found: Number = 0.0
     for block in derived.blocks:
         caches = [derived.declared[name] for name in caches_of(block.block)]
@@ -264,10 +264,10 @@ def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
 
 
 def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
-    """Kept results of all repeats, without the logits, and the logits. Gathered weights count as communication.
+    """Returns the bytes of kept results of all repeats: (all but logits, logits). Gathered weights do not count here.
 
-    What is gathered or sliced over one device is the array it came from, so it counts only where there are several.
-    Of a head with joined passes, slopes become cotangents in place and count as those.
+    A gather or slice over one device returns its input, so its result counts only if there are several devices.
+    Results that a backward step overwrites (the slopes of a fused head) count as its cotangents.
     """
     in_place = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
     made = {array: step for step in block.forward for array in step.results}
@@ -277,7 +277,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
         if _is_weight(array, derived) or (array in in_place and not is_logits):
             continue
         step, count = made.get(array), 1
-        # a source that is kept itself, or was there before the block ran
+        # its input is kept itself, or existed before the block ran
         if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in made):
             count = _moves(step, sizes)
         found[is_logits] = found[is_logits] + sizes.bytes(array) * count
@@ -285,7 +285,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
 
 
 def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
-    """Bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
+    """Returns the bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
     steps = {array: step for step in (*block.forward, *block.backward) for array in step.results}
     found, handed = 0.0, block.split.handed if block.split else ()
     for array in handed:
@@ -305,7 +305,7 @@ def _role(array: ShardedArray, derived: Derived) -> str:
 
 
 def _moves(step: Step, sizes: OpSizes) -> Any:
-    """1 if the collective's group has several devices, else 0: over one device its result is its input."""
+    """True if the step's mesh axes have several devices; over one device its result is its input."""
     return product(sizes.mesh[axis] for axis in step.axes) > 1
 
 
@@ -321,11 +321,10 @@ class _Life(msgspec.Struct):
 
 
 def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
-    """Largest sum, over the steps of the backward pass, of live results that no other item counts.
+    """Returns the most bytes, at any step of the backward pass, of live results that no other item counts.
 
-    Without a backward pass, over the steps of the forward pass. A result lives from the step that makes it to its last
-    use; only the cotangent of the logits is taken to be made in place. What exists only while a step runs (attention's
-    scores in memory) is counted in that step.
+    Without a backward pass the forward pass counts. A result lives from the step that makes it to its last use; only
+    the cotangent of the logits is taken to be made in place. Scratch memory (attention's scores) counts at its step.
     """
     steps = block.backward if _trains(derived) else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
@@ -349,9 +348,9 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
 def _comes_and_goes(
     array: ShardedArray, life: _Life, lives: dict[ShardedArray, _Life], sizes: OpSizes
 ) -> list[tuple[int, Number]]:
-    """Changes (step, bytes) before which a result begins and ceases to count.
+    """Returns (step number, change of bytes): from that step on a result counts, or no longer counts.
 
-    A move over one device is an alias: it counts only after the last use of its source.
+    A collective or slice over one device is an alias: its result counts only after the last use of its input.
     """
     size = sizes.bytes(array)
     if life.source is None:
@@ -366,7 +365,8 @@ def _comes_and_goes(
 def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
     """Returns the temporary results of a pass; weights, caches, kept results and sums of gradients count elsewhere.
 
-    Training gathers the weights of a whole repeat ahead; a forward pass alone gathers each for its product.
+    Training gathers the weights of a whole repeat ahead, which `BlockMemory.gathered_bytes` counts; a forward pass
+    alone gathers each weight for its product, which counts here.
     """
     shared = (derived.shared[name] for name in derived.program.inputs_from_earlier_stacks(block.name))
     held = {*block.kept, *(array for one in shared for array in (one.given, one.cotangent))}

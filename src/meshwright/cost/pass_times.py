@@ -1,4 +1,4 @@
-"""Seconds of the passes over each block, and of one training step made of them on the busiest device of a pipeline."""
+"""Seconds of the passes over each block, and of the training step that they make on a pipeline's busiest device."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerPasses(NamedTuple):
-    """Seconds of a microbatch in the layers of one device, forward and backward, and idle seconds of a step."""
+    """Seconds of one microbatch in the layers of one device, forward and backward, and the idle seconds of a step."""
 
     forward_s: Number
     backward_s: Number
@@ -34,11 +34,10 @@ class LayerPasses(NamedTuple):
 
 
 class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one repeat of a block for one microbatch.
+    """Seconds of one repeat of a block for one microbatch; ``update`` is the optimizer.
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
-    ``inputs`` and ``weight`` replace it in a split backward pass, whose two parts together may take longer than one
-    pass. ``update`` is the optimizer.
+    ``inputs`` and ``weight`` replace ``backward`` where a pipeline splits that pass; together they may take longer.
     """
 
     repeat: int
@@ -51,12 +50,12 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the blocks of layers and of the ``ends``, embedding and head, and of what is done once: nothing about
-    a schedule.
+    """Seconds of layers, of the ``ends`` (embedding and head) and of the rest of a step, for every schedule.
 
-    ``send_s`` sends over one boundary of stages, in both directions. ``meetings_s`` exchanges the layers of two stages
-    that share a device: the seconds of the bytes of all layers, and the latency. ``after_s`` belongs to no block,
-    ``microbatch_s`` is the host's part of each microbatch, ``slowdown`` the factor of stragglers.
+    ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``exchange_parts_s`` is for
+    `Priced.exchanges`: (seconds by bytes of all layers, latency). ``after_s`` is the part of the update that belongs to
+    no block. ``microbatch_s`` is added by the host to each microbatch.
+    ``overlap`` is the exponent by which passes hide sends (None: they do not), ``slowdown`` the factor of stragglers.
     """
 
     num_layers: int
@@ -64,37 +63,37 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[BlockSeconds, ...]
     send_s: Number
     after_s: Number
-    meetings_s: tuple[Number, Number] = (0.0, 0.0)
+    exchange_parts_s: tuple[Number, Number] = (0.0, 0.0)
     microbatch_s: Number = 0.0
     overlap: Number | None = None
     slowdown: Number = 1.0
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
-        """Seconds of one part for one microbatch in a share of the layers, ``at_least`` so many for each repeat."""
+        """Returns the seconds of one field of `BlockSeconds` in a share of the layers, ``at_least`` for each repeat."""
         return total(np.maximum(getattr(one, part), at_least) * one.repeat * share for one in self.layers)
 
     def ends_s(self, *parts: str) -> list[Number]:
-        """Seconds of some parts together in embedding and head, one sum for each block."""
+        """Returns the seconds of some fields together in embedding and head, one sum for each block."""
         return [total(getattr(end, part) for part in parts) for end in self.ends]
 
     def once_s(self, pipeline: PipelineCost) -> Number:
-        """Seconds of the sums of gradients that run once per step, and of the optimizer, on all weights of a device."""
+        """Returns the seconds of a device's gradient sums that run once per step, and of its optimizer."""
         share = pipeline.share(self.num_layers) * pipeline.sums
         ends = pipeline.ends_held(self.ends_s("last", "update"))
-        return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.meet_s(pipeline)
+        return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.exchange_s(pipeline)
 
-    def meet_s(self, pipeline: PipelineCost) -> Number:
-        """Seconds to exchange the layers of two stages that share a device, if one program runs both."""
-        by_bytes, besides = self.meetings_s
-        meet = pipeline.in_lockstep & (pipeline.weight_copies > 1)
-        return meet * (pipeline.share(self.num_layers) * by_bytes + besides)
+    def exchange_s(self, pipeline: PipelineCost) -> Number:
+        """Returns the seconds of `Priced.exchanges` in a step; 0 unless one program runs a schedule with them."""
+        by_bytes, latency = self.exchange_parts_s
+        exchanges = pipeline.in_lockstep & (pipeline.weight_copies > 1)
+        return exchanges * (pipeline.share(self.num_layers) * by_bytes + latency)
 
     def sends_s(self, pipeline: PipelineCost) -> Number:
-        """Seconds that a step waits for sends of the stream and of its cotangents."""
+        """Returns the seconds that a step waits for sends of the stream and of its cotangents."""
         return pipeline.num_sends * self.send_s / 2
 
     def layer_passes(self, pipeline: PipelineCost, at_least: Number = 0.0) -> LayerPasses:
-        """The passes of one microbatch over the layers of a device, and the bubble that their schedule leaves.
+        """Returns the passes of one microbatch over the layers of a device, and the bubble of the schedule.
 
         If only some microbatches split their backward pass, the bubble counts all as split.
         """
@@ -107,7 +106,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
 
     def step_s(self, pipeline: PipelineCost, offload: Transfers = NOTHING) -> StepSeconds:
-        """All microbatches through the busiest device, its once-per-step collectives and the update, and the bubble.
+        """Returns the seconds of all microbatches on the busiest device, of `once_s` and the update, and the bubble.
 
         A pass takes at least as long as the transfer of its offloaded results.
         """
@@ -121,8 +120,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRates) -> BlockTimes:
-    """Prices all passes over one repeat of every block. Gradient sums of scope "step" hide behind the last backward
-    pass.
+    """Prices all passes over one repeat of every block; ``last`` has the gradient sums of scope "step".
 
     On a host that has been measured, passes include the copies of the loop over layers.
     """
@@ -159,9 +157,9 @@ def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRat
         ends=tuple(ends),
         send_s=total(cost.network_s for cost in priced.boundary),
         after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
-        meetings_s=(
-            total(cost.count * (cost.network_s - cost.latency_s) for cost in priced.meetings),
-            total(cost.latency_s for cost in priced.meetings),
+        exchange_parts_s=(
+            total(cost.count * (cost.network_s - cost.latency_s) for cost in priced.exchanges),
+            total(cost.latency_s for cost in priced.exchanges),
         ),
         microbatch_s=at.host_microbatch_s * (rates.software != "compiled"),
         overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
@@ -170,12 +168,11 @@ def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRat
 
 
 def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """Seconds of one pass over one repeat of a block: compute, exposed collectives, and hidden ones.
+    """Returns the seconds of one pass over one repeat of a block: compute, exposed collectives, and hidden ones.
 
     By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
-    Blocks of a collective matmul hide behind its own products; the remainder is exposed. Fitted numbers say how far
-    overlap goes: see `partly_hidden`. With eager dispatch the compute is no shorter than
-    the host needs to start its kernels.
+    Blocks of a collective matmul hide behind its own products; the remainder is exposed. A fitted exponent says how
+    complete overlap is: see `partly_hidden`. With eager dispatch, compute is no shorter than the starts of its kernels.
     """
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
@@ -195,10 +192,10 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
 
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
-    """Bytes that one iteration of a loop over layers moves besides its steps, forward and backward.
+    """Returns the bytes that one iteration of a loop over layers moves besides its steps, forward and backward.
 
-    Forward, weights are taken out of their stack (read, written) and what is kept is put into one that was cleared
-    (written, then read and written). Backward both are taken out, and gradients put into cleared stacks.
+    Forward, weights are copied out of their stack (read, written) and kept results into a stack that was cleared
+    (written, then read and written). Backward, both are copied out, and gradients are copied into cleared stacks.
     """
     made = {array for step in block.forward for array in step.results}
     read = set(weights_of(derived, block))
@@ -217,9 +214,9 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Num
 
 
 def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
-    """Exposed seconds of the moves of each collective matmul.
+    """Returns the exposed seconds of the moves of each collective matmul.
 
-    Of n blocks one is computed before the first arrives, or after the last has left: n - 1 products hide n - 1 moves.
+    One of n blocks is computed before the first arrives, or after the last has left: n - 1 products hide n - 1 moves.
     """
     left = []
     for number, cost in enumerate(costs):
@@ -233,7 +230,7 @@ def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]
 
 
 def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s: Number, rates: StepRates) -> Number:
-    """Seconds of the optimizer on one repeat of a block, and the exposed part of the gather of updated weights.
+    """Returns the seconds of the optimizer on one repeat of a block, with the exposed gather of updated weights.
 
     The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives.
     """
@@ -247,9 +244,9 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
 def link_seconds(
     costs: Iterable[StepCost], rates: StepRates, *, field: str = "network_s", once: bool = False
 ) -> list[Number]:
-    """Seconds that each physical axis is busy with the collectives that bind it.
+    """Returns, for each physical axis, the sum of a ``field`` (seconds) over the collectives that keep it busy.
 
-    Each counts as often as it runs on the busiest device, or ``once``.
+    Each collective counts as often as it runs on the busiest device or, with ``once``, once.
     """
     seconds: dict[tuple[AxisGroup, str], Number] = {}
     for cost in costs:
@@ -264,5 +261,5 @@ def link_seconds(
 
 
 def _links_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """Seconds that the busiest link works for some collectives of one pass."""
+    """Returns the busy seconds of the busiest physical axis for some collectives of one pass."""
     return largest(link_seconds(costs, rates, once=True))

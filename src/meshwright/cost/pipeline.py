@@ -15,12 +15,12 @@ from meshwright.spec.strategy import Software, Strategy
 
 
 class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule on ``stages`` devices of ``chunks`` runs of layers each; sizes may be arrays.
+    """A schedule on ``stages`` devices, each with ``chunks`` runs of layers; sizes may be arrays.
 
-    Layers that do not divide are shared out so that no run is more than one layer longer than another. "compiled"
-    ``software`` is one program on all devices, as the executor runs it: in lockstep, with embedding and head on every
-    stage, and all buffers as large as the worst device needs them; ``names``, the blocks of the model's layers, say how
-    many layers such a stage has (`stage_layers`). Other software has a program for each stage.
+    If the layers do not divide evenly, no run is more than one layer longer than another. "compiled" ``software``
+    is one program on all devices, as the executor runs it: in lockstep, with embedding and head on every stage, and
+    with buffers of the size that the worst device needs; ``names``, the blocks of the model's layers, say how many
+    layers such a stage runs (`stage_layers`). Other software has a program for each stage.
     """
 
     schedule: str = "1f1b"
@@ -41,7 +41,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.software == "compiled"
 
     def layers_held(self, num_layers: int) -> Number:
-        """Layers of the device with the most layers."""
+        """Returns the layers of the device with the most layers."""
         runs = np.asarray(self.stages * self.chunks)
         if not self.in_lockstep or len({*self.names}) < 2:
             return np.ceil(num_layers / runs) * self.chunks
@@ -50,7 +50,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return held[places].reshape(runs.shape) * self.chunks
 
     def share(self, num_layers: int) -> Number:
-        """Share of all layers on the device with the most layers."""
+        """Returns the share of all layers on the device with the most layers."""
         return self.layers_held(num_layers) / num_layers
 
     @property
@@ -66,20 +66,20 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stash(self) -> Number:
-        """Microbatches in flight on the fullest device: their kept results, in units of all its layers."""
+        """Microbatches whose results the fullest device keeps, each counted by the share of its layers that it ran."""
         found = self._forms.stash(*self._sizes)
         return np.where(self.is_one, 1.0, found / np.asarray(self.chunks) if self.in_lockstep else found)
 
     @property
     def running_stash(self) -> Number:
-        """Kept results of the running pass, which one program stores besides the stash; in units of all layers."""
+        """Results that one program keeps besides the stash, of the running pass; 1 is one microbatch in all layers."""
         return np.where(self.is_one | (not self.in_lockstep), 0.0, 1 / np.asarray(self.chunks))
 
     @property
     def pending_stash(self) -> Number:
-        """Microbatches whose weight gradients are still to be computed by a pass of their own, in units of all layers.
+        """Microbatches that await a separate pass for weight gradients; 1 is one microbatch in all layers of a device.
 
-        Only in lockstep: other software keeps what that pass needs in the stash.
+        0 outside lockstep: other software keeps the inputs of that pass in the stash.
         """
         if not self.in_lockstep:
             return np.where(self.is_one, 0.0, 0.0)
@@ -99,9 +99,10 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return np.where(self.is_one, 1, definition(self.schedule).stage_placement.weight_copies)
 
     def copies(self, part: str) -> Number:
-        """How many stages' weights, gradients or optimizer state one device stores.
+        """Returns how many stages' weights, gradients or optimizer state one device stores.
 
-        One program stores them once, and has both stages' weights beside them for a step: see `meetings`.
+        One program stores them once. During a step it also has the weights of both its stages (see `meetings` in
+        `algebra.rewrites.split_backward`) and both their gradients.
         """
         copies = self.weight_copies
         if not self.in_lockstep or part == "gradients":
@@ -114,7 +115,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return np.ones_like(self.weight_copies) if self.in_lockstep else self.weight_copies
 
     def ends_held(self, sizes: list[Number]) -> Number:
-        """Sum of ``sizes`` of embedding and head if one device stores both, else the larger."""
+        """Returns the sum of ``sizes`` of embedding and head if one device stores both, else the larger."""
         if self.in_lockstep or self._ends_share is not None:
             return total(sizes)
         return np.where(self.is_one, total(sizes), largest(sizes))
@@ -131,8 +132,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return np.where(self.is_one, 1.0, first), np.where(self.is_one, 1.0, last)
 
     def ends_computed(self, sizes: list[Number]) -> Number:
-        """Seconds of embedding and head per microbatch on the busiest device: half of both if two devices share
-        them."""
+        """Returns seconds of embedding and head per microbatch on the busiest device: half if two share both."""
         apart = largest(sizes) if self._ends_share is None else total(sizes) * self._ends_share
         return np.where(self.is_one, total(sizes), apart)
 
@@ -148,7 +148,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return np.where(self.is_one, 0.0, split / np.asarray(self.microbatches))
 
     def bubble_s(self, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
-        """Idle seconds of a step, from the seconds of one microbatch in all layers of a device.
+        """Returns the idle seconds of a step, from the seconds of one microbatch in all layers of a device.
 
         ``backward_s`` computes the gradients of inputs, ``weight_s`` the gradients of weights.
         """
@@ -159,13 +159,13 @@ ONE_STAGE = PipelineCost()
 
 
 def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches: Number) -> Any:
-    """Whether a schedule runs with these sizes, which may be arrays; on one stage every one does."""
+    """True where a schedule runs with these sizes, which may be arrays; on one stage every schedule does."""
     fits = is_legal(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
     return fits | ((np.asarray(stages) == 1) & (np.asarray(chunks) == 1))
 
 
 def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: int) -> str:
-    """Why a schedule does not run with these sizes, or is not priced."""
+    """Returns why a schedule does not run with these sizes, or is not priced."""
     found = definition(schedule)
     refusal = found.refusal(stages, microbatches, chunks)
     return refusal or too_many_passes(found, stages, microbatches, chunks)
@@ -174,7 +174,7 @@ def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: i
 def strategy_pipeline(
     strategy: Strategy, software: Software = "compiled", *, names: tuple[str, ...] = ()
 ) -> PipelineCost:
-    """The pipeline of one strategy, as software runs it; ``names`` are the blocks of the model's layers."""
+    """Returns the pipeline of one strategy, as ``software`` runs it; ``names`` are the blocks of the model's layers."""
     return PipelineCost(
         schedule=strategy.schedule,
         stages=strategy.mesh.get("pipeline", 1),

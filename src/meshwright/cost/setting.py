@@ -1,4 +1,4 @@
-"""The setting of a question: what is trained, on which chips, how much of it, and at which rates."""
+"""A setting: the model, cluster, job and rates for which strategies are priced."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -36,9 +36,9 @@ from meshwright.spec.strategy import (
 class Setting(Checked, frozen=True, dict=True):
     """The model, cluster, job and rates that strategies are priced in. A verb makes one and passes it on whole.
 
-    Without a ``calibration`` links and kernels take the rates of the data sheet. ``assumptions`` say whose software
-    runs the step. What follows from the fields is made when it is first asked for, and kept; the program is shared by
-    all settings of one model.
+    Without a ``calibration`` links and kernels take the rates of the data sheet. ``storage`` says how a job that
+    generates stores weights and caches, ``assumptions`` which software runs the step. Properties are computed when
+    they are first read, and kept; the program is shared by all settings of one model.
     """
 
     model: Model
@@ -64,13 +64,13 @@ class Setting(Checked, frozen=True, dict=True):
         return memory_limit(self.cluster, self.calibration)
 
     def derived(self, strategy: Strategy) -> Derived:
-        """The steps of the job under a strategy, as the assumed software runs them; InputError for unknown axes."""
+        """Returns the job's steps under a strategy, as the assumed software runs them; InputError for unknown axes."""
         make_mesh(strategy.mesh)
         fused_head = self.assumptions.fused_head
         return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)
 
     def symbolic(self, strategy: Strategy, *, without: tuple[str, ...] = ()) -> Derived:
-        """Returns the training steps of every mesh, ``without`` some axes: sizes are filled in when they are priced."""
+        """Returns the training steps for a mesh of any sizes, ``without`` some axes; pricing fills in the sizes."""
         optimizer, fused_head = self.job.optimizer, self.assumptions.fused_head
         return derive(
             self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fused_head
@@ -79,10 +79,10 @@ class Setting(Checked, frozen=True, dict=True):
     def sizes(
         self, strategy: Strategy, *, mesh: Mapping[str, Number] | None = None, microbatch_seqs: Number = None
     ) -> OpSizes:
-        """Sizes of one microbatch under a strategy; of caches too, in a job that generates.
+        """Returns the sizes of one microbatch under a strategy; those of caches too, in a job that generates.
 
-        Another mesh and other sequences of a microbatch may be arrays. A query that meets a cache meets every slot of
-        it: nothing is skipped.
+        ``mesh`` and ``microbatch_seqs`` replace the strategy's; their sizes may be arrays. In decode no key is skipped:
+        a query is multiplied with every slot of a cache.
         """
         job = self.job
         found = op_sizes(
@@ -101,7 +101,7 @@ class Setting(Checked, frozen=True, dict=True):
         return replace(found, dims={**found.dims, **cache}, causal=causal)
 
     def memory(self, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
-        """Bytes per chip of each item under a strategy, whose steps may be derived already."""
+        """Returns the bytes per chip of each item under a strategy; ``derived`` are its steps if they exist already."""
         parts = memory_parts(derived or self.derived(strategy), self.sizes(strategy))
         return parts.items(self.pipeline(strategy), strategy.offload)
 
@@ -117,7 +117,7 @@ class Setting(Checked, frozen=True, dict=True):
         )
 
     def pipeline(self, strategy: Strategy) -> PipelineCost:
-        """The pipeline of a strategy."""
+        """Returns the pipeline of a strategy."""
         return strategy_pipeline(strategy, self.assumptions.software, names=layer_names(self.model))
 
     def require_runnable(self, strategy: Strategy) -> None:
@@ -132,5 +132,5 @@ class Setting(Checked, frozen=True, dict=True):
 
 
 def setting_of(plan: Plan, storage: Storage = AS_WRITTEN) -> Setting:
-    """The setting of a plan file, for weights and caches stored so."""
+    """Returns the setting of a plan file, with weights and caches stored as ``storage`` says."""
     return Setting(plan.model, plan.cluster, plan.job, plan.calibration, storage, plan.assumptions)

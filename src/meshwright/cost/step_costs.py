@@ -1,4 +1,4 @@
-"""What every derived step costs one device: FLOPs, bytes through memory and over links, seconds by itself."""
+"""The costs of every derived step on one device: FLOPs, bytes through memory and over links, seconds by itself."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +26,7 @@ from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, held_dims
 
 
 class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """The derived steps of one block and, step by step, what its two passes cost."""
+    """The derived steps of one block, and the cost of each step of its two passes."""
 
     steps: BlockSteps
     forward: tuple[StepCost, ...]
@@ -45,17 +45,17 @@ class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
 class Priced(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of a training step, in the shape of its derivation.
 
-    ``update`` is the loss, the gradient norm and the optimizer; ``ends`` the sums over the pipeline of what every
-    stage holds, priced only where one program runs on all stages. ``boundary`` are the sends of one microbatch over
-    one boundary of stages, and ``meetings`` exchange the layers of two stages that share a device: the schedule says
-    how often they run, so that they are not among ``all``.
+    ``update`` is the loss, the gradient norm and the optimizer. ``ends`` are the sums over stages of the gradients of
+    embedding and head, empty unless one program runs on all stages. ``boundary`` are the sends of one microbatch over
+    one boundary of stages. ``exchanges`` send weights and gradients between two devices that run the same two stages.
+    The schedule says how often these two run, so ``all`` leaves them out.
     """
 
     blocks: tuple[PricedBlock, ...]
     update: tuple[StepCost, ...]
     ends: tuple[StepCost, ...] = ()
     boundary: tuple[StepCost, ...] = ()
-    meetings: tuple[StepCost, ...] = ()
+    exchanges: tuple[StepCost, ...] = ()
 
     @property
     def layers(self) -> tuple[PricedBlock, ...]:
@@ -69,7 +69,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all(self) -> tuple[StepCost, ...]:
-        """Every cost in order: forward and backward of each block, then what runs once."""
+        """Every cost in order: forward and backward of each block, then `once`."""
         return (*(cost for block in self.blocks for cost in (*block.forward, *block.backward)), *self.once)
 
     def changed(self, change: Callable[[StepCost], StepCost]) -> "Priced":
@@ -79,7 +79,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
             return replace(found, **{name: tuple(map(change, getattr(found, name))) for name in passes})
 
         blocks = tuple(every(block, "forward", "backward") for block in self.blocks)
-        return every(replace(self, blocks=blocks), "update", "ends", "boundary", "meetings")
+        return every(replace(self, blocks=blocks), "update", "ends", "boundary", "exchanges")
 
 
 def op_sizes(
@@ -92,9 +92,9 @@ def op_sizes(
     scores: Scores = "on_chip",
     assumptions: Assumptions = AS_RUN,
 ) -> OpSizes:
-    """Sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
+    """Returns the sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
 
-    The strategy says the training state and the bound on the slots of experts.
+    The strategy gives the training state and the bound on the slots of experts.
     A kernel that keeps its scores on chip also skips the keys that are masked.
     """
     known = held_dims(model.dims | layer_dims(model), mesh)
@@ -110,17 +110,17 @@ def op_sizes(
 
 
 def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
-    """Every group of mesh axes that some collective of the steps runs over."""
+    """Returns every group of mesh axes that some collective of the steps runs over."""
     steps = (step for one in derived for step in (*(step for step, _ in one.steps()), *one.boundary))
     return tuple(dict.fromkeys(frozenset(step.axes) for step in steps if step.is_collective))
 
 
 def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: PipelineCost) -> Priced:
-    """Prices every step. Sums over the stages of what every stage holds run only if one program runs on all stages."""
+    """Prices every step of a derivation."""
     moving = replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
     num_microbatches = pipeline.microbatches
     shares, owners, kept = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
-    # gradients of weights as each microbatch leaves them, to be added to the sum of those before
+    # gradients of weights as each microbatch leaves them, to be added to the sum of earlier microbatches
     summed = {array.name: array for array in gradient_arrays(derived).values()}
 
     def priced(step: Step, count: Number) -> StepCost:
@@ -157,7 +157,7 @@ def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pi
         update=tuple(priced(step, count) for step, count in steps),
         ends=tuple(priced(step, 1) for step in derived.ends) if pipeline.in_lockstep else (),
         boundary=tuple(map(alone, derived.boundary)),
-        meetings=tuple(
+        exchanges=tuple(
             alone(step, repeats[name if name in repeats else name.removeprefix("d")])
             for step in (meetings(derived) if derived.boundary else ())
             for name in (step.result.name,)
@@ -166,7 +166,7 @@ def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pi
 
 
 def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArray]]:
-    """Maps (block, phase) to the results of its steps that a layer keeps."""
+    """Maps (block, phase) of each block of layers to the results that a layer keeps for its backward pass."""
     return {(block.name, "forward"): frozenset(block.kept) for block in derived.blocks if block.is_layer}
 
 
@@ -189,7 +189,7 @@ def block_shares(derived: Derived, pipeline: PipelineCost) -> dict[str, Number]:
 def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatches: Number) -> StepCost:
     """Adds to a product the traffic of accumulating its result in float32, if there are several microbatches.
 
-    Libraries with eager dispatch let the product add; a compiled program adds in a pass of its own.
+    With eager dispatch the product itself adds; a compiled program adds in a pass of its own.
     """
     moved = 2 * DTYPE_BYTES["fp32"] * elements * (np.asarray(num_microbatches) > 1)
     field = "launch_s" if rates.software == "compiled" else "hbm_s"
@@ -198,10 +198,9 @@ def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatch
 
 
 def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
-    """Bytes of one element of a collective; ``width`` is the width of the state's weights. Microbatches may be an
-    array.
+    """Returns the bytes of one element of a collective; ``width`` is that of the state's weights.
 
-    Gradients that go out once per step have been summed in float32 when there was more than one microbatch.
+    Gradients that are sent once per step have been summed in float32 if there is more than one microbatch.
     """
     if step.full.dtype:
         return DTYPE_BYTES[step.full.dtype]
@@ -236,7 +235,7 @@ def price_step(
     if chip.host is not None:  # devices that share cores wait for each other
         by_bytes, latency = chip.host.waits * (seconds - latency), chip.host.meets * latency
         seconds = by_bytes + latency
-    # accumulation reads the sum of before, as after a product
+    # accumulation also reads the sum so far, as after a product
     adds = sizes.bytes(step.result) if step.accumulates else 0.0
     adds = adds * chip.efficiency.eager_traffic if chip.eager else adds
     return StepCost(

@@ -1,4 +1,4 @@
-"""Rates that price a step's ops and collectives: of one chip, and of every group of mesh axes on its links."""
+"""Rates that price a step: those of one chip for ops, and those of every group of mesh axes for collectives."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,10 +21,10 @@ from meshwright.spec.strategy import AS_RUN, Assumptions, Software, Strategy, me
 class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of the machine, for one placement or (arrays) for many.
 
-    ``peak_flops_per_s`` is what utilisation is a share of. ``link_levels`` are the levels of the physical axes and
-    ``uses``, per group and kind of collective, for each of them whether it is kept busy: what does so at once competes.
-    ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``software`` is the
-    assumed one: whether a host starts every kernel, and whether communication overlaps compute.
+    Utilisation is a share of ``peak_flops_per_s``. ``link_levels`` has the level of each physical axis. ``uses`` says
+    for a group and a kind of collective which physical axes it keeps busy; collectives that share one compete.
+    ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``software`` decides
+    whether a host starts every kernel, and whether communication overlaps compute.
     """
 
     chip: ChipRates
@@ -39,16 +39,16 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Scores:
-    """Where attention keeps its scores: fused kernels of accelerators on chip, CPUs and stacks of 2021 in memory."""
+    """Returns where attention keeps its scores: on chip in fused kernels, in memory on CPUs and in stacks of 2021."""
     if cluster.kind == "host":
         return "in_memory"
     return "in_memory_16" if assumptions.software == "eager-2021" else "on_chip"
 
 
 def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement, ...]:
-    """The placement that a strategy's texts describe, or every candidate where it has none.
+    """Returns the placement that ``strategy.placement`` describes, or every candidate if it is empty.
 
-    Raises CannotRunError when the mesh cannot be laid on the cluster, or not as described.
+    Raises CannotRunError if the mesh cannot be laid on the cluster, or not as described.
     """
     found = place_axes(cluster, strategy.mesh)
     wanted = strategy.placement
@@ -72,9 +72,9 @@ def step_rates(
     assumptions: Assumptions = AS_RUN,
     calibration: Calibration | None = None,
 ) -> StepRates:
-    """The rates for the dtypes of a strategy, as arrays with one entry for each placement.
+    """Returns the rates for the dtypes of a strategy, as arrays with one entry for each placement.
 
-    Raises InputError for a figure that is not known.
+    Raises InputError if the chip lacks a figure that is needed.
     """
     measured = calibration or datasheet_calibration(cluster.chip)
     dtype = strategy.matmul_dtype
@@ -110,9 +110,9 @@ def step_rates(
 def busy_links(
     group: AxisGroup, rates: GroupRates, fills: np.ndarray, levels: Iterable[Any]
 ) -> dict[tuple[AxisGroup, str], tuple[Number, ...]]:
-    """Which of the physical axes that a group fills each kind of collective keeps busy: those of its binding level.
+    """Maps (group, kind of collective) to a flag for each physical axis: whether the collective keeps it busy.
 
-    Others stay half idle.
+    Busy are the axes of the binding level that the group uses (``fills``); others stay half idle.
     """
     return {
         (group, kind): tuple(

@@ -1,9 +1,9 @@
 """Seconds of one step of a job from its derived steps: bounds, the expected value between them, and what binds.
 
-Local ops take the larger of their FLOPs at the matmul rate and their bytes at the memory rate. Within one pass
+A local op takes the larger of its FLOPs at the matmul rate and its bytes at the memory rate. Within one pass
 over a block, collectives on weights and weight gradients hide behind compute and behind collectives on other
-links; collectives on activations are exposed. Lower bound: the busiest resource, all others hidden behind it.
-Upper bound: compute, memory and every collective without overlap.
+links; collectives on activations are exposed. The lower bound is the time of the busiest resource, which hides all
+others. The upper bound is compute, memory and every collective without overlap.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ Estimate = Prediction[Any]
 
 
 class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Derived steps with the sizes, the rates and the pipeline that they are priced with; all may hold arrays.
+    """Derived steps with the sizes, the rates and the pipeline that price them; all three may hold arrays.
 
     Every property is computed when it is first read, and kept.
     """
@@ -55,31 +55,31 @@ class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def times(self) -> BlockTimes:
-        """Seconds of the blocks, which every schedule has in common."""
+        """Seconds of the blocks, the same for every schedule."""
         return block_times(self.derived, self.costs, self.sizes, self.rates)
 
     @cached_property
     def memory(self) -> MemoryParts:
-        """The parts of a chip's memory, which every schedule has in common."""
+        """The parts of a chip's memory, the same for every schedule."""
         return memory_parts(self.derived, self.sizes)
 
     @cached_property
     def moved(self) -> Transfers:
-        """The transfers of what is offloaded."""
+        """The transfers of offloaded activations and optimizer state."""
         if not self.offload:
             return NOTHING
         return offloaded(self.memory, self.rates.pcie_bytes_per_s, self.pipeline, self.offload)
 
     @cached_property
     def seconds(self) -> StepSeconds:
-        """Seconds of the step, and of its bubble."""
+        """Seconds of the step and of its bubble."""
         return self.times.step_s(self.pipeline, self.moved)
 
 
 class PricedStrategy(PricedStep, frozen=True, kw_only=True, dict=True):
-    """One strategy with the placement, what its steps cost, and the prediction, in plain numbers.
+    """One strategy with its placement, the costs of its steps and its prediction, in plain numbers.
 
-    ``derived`` has the axes of several devices only: its steps are those that run.
+    ``derived`` has only axes of several devices, so that its steps are those that run.
     """
 
     setting: Setting
@@ -93,9 +93,9 @@ class PricedStrategy(PricedStep, frozen=True, kw_only=True, dict=True):
 
 
 def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
-    """Prices a step of the job, on the placement that the strategy's texts describe or else on the best one.
+    """Prices a step of the job, on the placement that the strategy describes or else on the fastest one.
 
-    Raises InputError or CannotRunError where the strategy cannot be derived or placed.
+    Raises InputError or CannotRunError if the strategy cannot be derived or placed.
     """
     strategy = job_strategy(setting.job, strategy)
     derived = setting.derived(strategy)
@@ -122,12 +122,12 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
 
 
 def estimate_step(setting: Setting, strategy: Strategy) -> Estimate:
-    """The prediction alone."""
+    """Returns the prediction of `price_strategy` alone."""
     return price_strategy(setting, strategy).estimate
 
 
 def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Estimate:
-    """Predicts every candidate at once: sizes, placements' rates and microbatches may be arrays."""
+    """Returns the prediction of every candidate at once: sizes, rates and microbatches may be arrays."""
     costs, sizes, rates, pipeline, times = priced.costs.all, priced.sizes, priced.rates, priced.pipeline, priced.times
     model, job = setting.model, setting.job
     expected, bubble = priced.seconds.step_s, priced.seconds.bubble_s
@@ -141,7 +141,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     needed = model_flops(model, Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)) * batch_seqs
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
-    serial = serial + bubble + priced.moved.serial_s + times.sends_s(pipeline) + times.meet_s(pipeline)
+    serial = serial + bubble + priced.moved.serial_s + times.sends_s(pipeline) + times.exchange_s(pipeline)
     return as_python(
         Estimate(
             step_s=expected,
@@ -161,7 +161,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
 
 
 def _masked_flops(costs: Sequence[StepCost], sizes: OpSizes) -> Number:
-    """FLOPs of attention's masked blocks, which are skipped but count in the utilisation."""
+    """Returns the FLOPs of attention's masked blocks, which are skipped but count in the HFU."""
     if not sizes.causal:
         return 0.0
     whole = msgspec.structs.replace(sizes, causal=False, cache={})
@@ -173,17 +173,16 @@ def _masked_flops(costs: Sequence[StepCost], sizes: OpSizes) -> Number:
 
 
 def _busy_s(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
-    """Seconds that each resource works in one step: compute, memory, then every physical axis."""
+    """Returns the busy seconds of each resource in one step: compute, memory, then every physical axis."""
     compute = total(cost.math_s * cost.here for cost in costs)
     memory = total(cost.hbm_s * cost.here for cost in costs)
     return [compute, memory, *link_seconds(costs, rates)]
 
 
 def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
-    """The busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
+    """Returns the busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
 
-    A link is bound by latency when more than half of its time is not explained by bytes. The bubble binds when
-    it is longer than any resource works.
+    Latency binds where bytes explain less than half of the busiest link's time, the bubble where it is the longest.
     """
     waiting = link_seconds(costs, rates, field="latency_s")
     seconds = np.stack(np.broadcast_arrays(*busy, *waiting))
@@ -197,10 +196,9 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number
 
 
 def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
-    """Seconds of each kind of work by itself on the busiest device; latency is the part of collectives that bytes do
-    not explain.
+    """Returns the seconds of each kind of work without overlap; "latency" is the part of collectives beyond bytes.
 
-    Terms of a pipeline and of offloading exist only with several stages, or with transfers.
+    "pipeline" and "bubble" exist only with several stages, and "pcie" only with transfers to the host.
     """
     costs, times, pipeline, pcie_s = priced.costs.all, priced.times, priced.pipeline, priced.moved.serial_s
     terms: dict[str, Number] = dict.fromkeys(LOCAL_TERMS, 0.0)
@@ -209,7 +207,7 @@ def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
         terms[cost.term] = terms.get(cost.term, 0.0) + spent * cost.here
     terms["latency"] = total(cost.latency_s * cost.here for cost in costs)
     if np.any(np.asarray(pipeline.stages) > 1):
-        between = times.sends_s(pipeline) + times.meet_s(pipeline)
+        between = times.sends_s(pipeline) + times.exchange_s(pipeline)
         terms |= {"pipeline": terms.get("pipeline", 0.0) + between, "bubble": bubble}
     else:
         terms.pop("pipeline", None)

@@ -33,7 +33,7 @@ LEAN_REMATS = ("block", "sqrt", "full")
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
     """Whole numbers, one entry per candidate: sizes of mesh axes, sequences of the batch, microbatches.
 
-    ``laid`` is the index of its mesh's placement, 0 before it is placed.
+    ``laid`` is the index of the placement in the search's list, 0 before candidates are placed.
     """
 
     mesh: dict[str, np.ndarray]
@@ -51,12 +51,12 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach: float = 0.0) -> Candidates:
-    """Returns every mesh of exactly ``num_chips`` whose sizes divide in some pattern; one microbatch.
+    """Returns every mesh of exactly ``num_chips`` whose sizes divide in some pattern, with one microbatch.
 
-    With ``reach``, a share of the batch, each mesh has the nearest batches at most and above it that its data shards
-    divide, within reach.
+    With ``reach`` each mesh comes with the nearest batches up to ``batch_seqs`` and above it that its data shards
+    divide, unless they differ from it by more than that share.
     """
-    # B = num_chips is a multiple of every axis, so that the batch rules out no size
+    # with B = num_chips, a multiple of every axis, the batch rules out no size
     dims = space.dims(num_chips if reach else batch_seqs)
     options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in MESH_AXES]
     meshes = np.array(list(factorings(num_chips, options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
@@ -70,7 +70,7 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
 
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
-    """Returns every mesh of any number of chips whose sizes divide in some pattern; one microbatch."""
+    """Returns every mesh of any number of chips whose sizes divide in some pattern, with one microbatch."""
     sizes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
     grid = np.meshgrid(*(np.array(some, dtype=np.int64) for some in sizes), indexing="ij")
     found = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
@@ -78,7 +78,7 @@ def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
 
 
 def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarray:
-    """Filters the meshes by every split that all patterns share; the first such split rejects most."""
+    """Selects the meshes whose sizes divide in every split that all patterns share, splits over most axes first."""
     dims = space.dims(batch_seqs)
     same = set.intersection(*(set(pattern.splits) for pattern in space.patterns))
     for dim, axes in sorted(same, key=lambda split: (-len(split[1]), split)):
@@ -88,7 +88,7 @@ def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarr
 
 
 def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the sizes of one mesh axis that may be legal: the given one, else all that divide in some pattern."""
+    """Returns the sizes of one mesh axis to try: the fixed one, else all that divide in some pattern."""
     if axis in space.fixed:
         return (space.fixed[axis],)
     if axis == "pipeline":
@@ -103,7 +103,7 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
 
 
 def stage_counts(num_layers: int) -> tuple[int, ...]:
-    """Returns the stage counts that leave few places for layers empty."""
+    """Returns the numbers of stages that leave few places for layers empty."""
     return tuple(count for count in range(1, num_layers + 1) if few_idle_places(num_layers, count))
 
 
@@ -118,7 +118,7 @@ def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
 
 
 def _legal_somewhere(space: Space, found: Candidates, num_chips: int | None) -> np.ndarray:
-    """True where the sizes of at least one pattern divide."""
+    """True where the sizes divide in at least one pattern."""
     # policies of remat split nothing: one pattern stands for all that split alike
     distinct = {(pattern.splits, pattern.needs, pattern.tensor_split): pattern for pattern in space.patterns}
     return np.logical_or.reduce([legal_in(space, pattern, found, num_chips=num_chips) for pattern in distinct.values()])
@@ -132,9 +132,9 @@ def legal_in(
     num_chips: int | None = None,
     chunks: Any = 1,
 ) -> np.ndarray:
-    """True where the sizes divide in a pattern and it differs from earlier ones.
+    """True where the sizes divide in a pattern, and the pattern differs there from earlier ones.
 
-    Schedules are not looked at, nor the number of chips unless it is given.
+    Schedules are not checked, and the number of chips only if it is given.
     """
     facts = StrategySizes(
         model=space.setting.model.name,
@@ -157,7 +157,7 @@ def legal_in(
 def with_microbatches(space: Space, found: Candidates, *, most: int | None = None) -> Candidates:
     """Returns every candidate with each number of microbatches that leaves whole sequences to every data shard.
 
-    With ``most`` only so many: one, all sequences of a shard, and some in between.
+    With ``most`` at most that many numbers: 1, the sequences of a shard, and some in between.
     """
     if space.num_microbatches is not None:
         return msgspec.structs.replace(found, microbatches=np.full(len(found), space.num_microbatches, dtype=np.int64))
@@ -199,7 +199,7 @@ def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b
 def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
     """Returns the clusters of exactly ``num_chips`` inside a cluster: sub-tori, fewer nodes, fewer slices.
 
-    Those of fewer slices come first, then those with more closed rings, then the more compact ones.
+    Clusters of fewer slices come first, then those with more closed rings, then those with a shorter longest axis.
     """
     found = []
     for num_slices in range(1, cluster.num_slices + 1):
@@ -213,14 +213,14 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
 
 
 def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
-    """Returns the patterns that can need the least memory: fully split, with a lean remat where there is one."""
+    """Returns the patterns that can need the least memory: of the first assignment, and with lean remat if any is."""
     split = [pattern for pattern in patterns if not pattern.needs] or list(patterns)
     lean = [pattern for pattern in split if pattern.strategy.remat in LEAN_REMATS]
     return lean or split
 
 
 def _shards_what_replicas_split(pattern: Pattern) -> bool:
-    """True if ``fsdp`` splits every dim that ``data`` splits: moving ``data`` into it then needs no more memory."""
+    """True if ``fsdp`` splits every dim that ``data`` splits: then fsdp in place of data needs no more memory."""
     rules = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
     return all("fsdp" in axes for axes in rules if "data" in axes)
 
@@ -242,7 +242,7 @@ def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     every = candidates_on_any_chips(space, batch)
     if all(map(_shards_what_replicas_split, space.patterns)):
         every = select(every, ~_could_shard(every))
-    # memory is least with one microbatch or with the most: above one, more keep less
+    # memory is least with one microbatch or with the most: above one, smaller microbatches keep less
     found = with_microbatches(space, every, most=2)
     need = np.full(len(found), np.inf)
     for pattern in _leanest(space.patterns):

@@ -53,17 +53,17 @@ NOUNS: dict[str, str] = {
     "Bp": "pages per sequence",
     **dict.fromkeys(("Dg", "Fg", "Hg"), "groups of inputs"),
 }
-"""Dim -> what a message calls it after its size: "K=8 kv heads of llama3-70b"."""
+"""Dim -> its name in a message, after its size: "K=8 kv heads of llama3-70b"."""
 
 MAX_LISTED = 16
-"""Sizes that a message lists in full; of more it names the nearest two."""
+"""Number of sizes up to which a message lists all; of more it names the nearest two."""
 
 MAX_IDLE_SHARE = 0.1
-"""Places for layers that may stay empty in a pipeline, as a share of the number of layers."""
+"""Empty places for layers that a pipeline may have, as a share of the number of layers."""
 
 
 class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that rules check; they may be arrays. ``dims`` has B for the whole batch, in sequences."""
+    """The sizes that rules check; they may be arrays. B of ``dims`` is the whole batch, in sequences."""
 
     model: str
     cluster: str
@@ -97,7 +97,7 @@ class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LegalRule(msgspec.Struct, frozen=True):
-    """A named condition. ``holds`` takes sizes or arrays of them; ``message`` explains one that does not hold."""
+    """A named condition. ``holds`` takes sizes or arrays; ``message`` says why one strategy breaks it."""
 
     name: str
     holds: Callable[[StrategySizes], Any]
@@ -116,16 +116,16 @@ DimSplit = tuple[str, tuple[str, ...]]
 
 
 def splits(derived: Derived) -> tuple[DimSplit, ...]:
-    """Returns every dim with the axes that split it in some array; splits contained in a larger one are left out.
+    """Returns every dim with the axes that split it in some array, without splits that a larger one contains.
 
-    Updates of all layers at once are left out: whole matrices can go to any number of devices.
+    Updates of all layers at once are left out: they send whole matrices to any number of devices.
     """
     found: dict[DimSplit, None] = {}
     passes = (step for block in derived.blocks for step in (*block.forward, *block.backward))
     for step in (*passes, *(step for step in derived.update if not derived.is_stacked(step))):
         for array in (*step.inputs, step.result, *step.more):
             for dim, axes in zip(array.dims, array.axes, strict=True):
-                # slots C need not divide: their number is a mean; V is filled up
+                # slots C need not divide: their number is a mean; V is padded
                 if axes and dim != "C" and (dim, axes) != ("V", ("tensor",)):
                     found[dim, axes] = None
     return tuple(
@@ -134,7 +134,7 @@ def splits(derived: Derived) -> tuple[DimSplit, ...]:
 
 
 def size_rules(derived: Derived) -> tuple[LegalRule, ...]:
-    """Returns the rules that need nothing but sizes: even splits, stages, experts. `DEVICES_RULE` needs a cluster."""
+    """Returns the rules on the sizes of a derivation: even splits, stages, experts."""
     found, layers = splits(derived), derived.num_layers
     rules = [LegalRule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
     if not is_one_stack(derived.program):
@@ -177,14 +177,14 @@ DEVICES_RULE = LegalRule(
 STACKS_RULE = "stacks"
 """Name of the rule that stages need a training job of one stack of layers."""
 MEMORY_RULE = "memory"
-"""Name of the refusal for too little memory, the only one of a strategy that can be priced all the same."""
+"""Name of the refusal for too little memory. Only a strategy that is refused for it can still be priced."""
 
 
 def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
     """Returns why a strategy cannot be planned in a setting; () when it can.
 
-    What this machine does not execute is refused first; placement and memory are looked at only if the rules hold.
-    Raises InputError for an assignment that cannot be derived at all.
+    What this version does not run on this machine is refused first; placement and memory are checked only if all rules
+    on sizes hold. Raises InputError for an assignment that cannot be derived.
     """
     try:
         setting.require_runnable(strategy)
@@ -211,9 +211,9 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
 
 
 def microbatches_that_fit(setting: Setting, strategy: Strategy) -> dict[int, float]:
-    """Maps the numbers of microbatches with which a strategy runs and fits in memory, ascending, to bytes per chip.
+    """Maps each number of microbatches with which a strategy runs and fits, ascending, to its bytes per chip.
 
-    The strategy's own number is not looked at. Empty if it breaks another rule.
+    The strategy's own number is ignored. {} if it breaks another rule.
     """
     try:
         derived = setting.derived(strategy)
@@ -291,12 +291,12 @@ def _experts_divide(facts: StrategySizes) -> Any:
 
 
 def layer_places(num_layers: int, runs: Number) -> Number:
-    """Returns the places for layers in ``runs`` of equally many, as few as the layers need."""
+    """Returns the places for layers in ``runs`` of equal length, the shortest that have room for all layers."""
     return -(-num_layers // runs) * runs
 
 
 def few_idle_places(num_layers: int, runs: Number) -> Any:
-    """True if at most `MAX_IDLE_SHARE` times the number of layers stay empty of the places in ``runs``."""
+    """True if the empty places in ``runs`` are at most `MAX_IDLE_SHARE` times the number of layers."""
     return layer_places(num_layers, runs) <= (1 + MAX_IDLE_SHARE) * num_layers
 
 
@@ -307,7 +307,7 @@ def _places_used(facts: StrategySizes, num_layers: int) -> Any:
 
 
 def _choices(values: Sequence[int], wanted: int) -> str:
-    """Returns ``{1, 2, 4, 8}``, or of a long list the nearest on both sides."""
+    """Returns ``{1, 2, 4, 8}``, or the two values of a long list that are nearest on both sides."""
     if len(values) <= MAX_LISTED:
         return "{" + ", ".join(map(str, values)) + "}"
     below = max((v for v in values if v < wanted), default=values[0])
@@ -329,7 +329,7 @@ def _batch_message(facts: StrategySizes, axes: tuple[str, ...]) -> str:
     size, count = facts.dims["B"], int(facts.devices(axes))
     if size % count == 0:
         local = size // count
-        whose = f"the {local} sequences that each of {count} data shards has of {size}"
+        whose = f"the {local} of {size} sequences that each of {count} data shards has"
         return (
             f"num_microbatches={facts.num_microbatches} does not divide "
             f"{whose if count > 1 else f'the batch of {size} sequences'}. "
@@ -345,7 +345,7 @@ def _batch_message(facts: StrategySizes, axes: tuple[str, ...]) -> str:
 def _devices_message(facts: StrategySizes) -> str:
     have = int(product(facts.mesh.values()))
     return (
-        f"{facts.mesh_text} is for {have} and {facts.cluster} has {facts.num_chips} devices. "
+        f"{facts.mesh_text} needs {have} device{'s' * (have > 1)}, but {facts.cluster} has {facts.num_chips}. "
         f"Make the product of the axes {facts.num_chips}, or name a cluster of {have}."
     )
 
@@ -353,7 +353,7 @@ def _devices_message(facts: StrategySizes) -> str:
 def _stages_message(facts: StrategySizes, num_layers: int) -> str:
     stages, chunks = int(facts.stages), int(facts.chunks)
     if stages > num_layers:
-        more = f"pipeline={stages} stages are more than the {num_layers} layers of {facts.model}."
+        more = f"pipeline={stages} is more stages than the {num_layers} layers of {facts.model}."
         return f"{more} Use at most {num_layers}."
     most = int((1 + MAX_IDLE_SHARE) * num_layers)
     tried = (msgspec.structs.replace(facts, chunks=count) for count in range(1, most // stages + 1))
@@ -378,14 +378,14 @@ def _memory_message(facts: StrategySizes, memory: dict[str, Number], limit: floa
     items = ", ".join(f"{name} {format_bytes(float(size))}" for name, size in largest)
     return (
         f"{facts.model} on {facts.mesh_text} needs {format_bytes(float(total_bytes(memory)))} per chip "
-        f"(most: {items}), and a chip of {facts.cluster} has {format_bytes(limit)}."
+        f"(most: {items}), but a chip of {facts.cluster} has {format_bytes(limit)}."
     )
 
 
 def _remedy(setting: Setting, strategy: Strategy) -> str:
-    """Names the smallest change that fits: of the remat policy or the number of microbatches alone if that is enough.
+    """Names the smallest change with which it fits: the remat policy or the microbatches, or both if one is not enough.
 
-    Of several it is the one with the fewest microbatches, and of these the first policy.
+    Of several such changes it is the one with the fewest microbatches.
     """
     own = strategy.num_microbatches
     found: list[tuple[int, int, float, str | tuple[str, ...]]] = []

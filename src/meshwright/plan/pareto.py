@@ -12,19 +12,19 @@ from meshwright.plan.space import Space
 
 MAX_HALVINGS = 12
 LEAST_CHEAPER = 2e-3
-"""Share of the cost that a smaller cluster has to save to be worth its longer steps."""
+"""Share of the cost that a smaller cluster has to save to be listed."""
 
 
 class Frontier(msgspec.Struct, frozen=True, kw_only=True):
-    """``memory``: on all chips, fastest first, each needs less memory than the ones before. ``cost``: on the cluster
-    and parts of it, fastest first, each cheaper per token than the ones before; () if the chip has no price."""
+    """Two lists of plans, fastest first. ``memory``: plans on all chips, each with less memory than the one before.
+    ``cost``: plans on the cluster and parts of it, each cheaper per token; () if the chip has no price."""
 
     memory: tuple[PlannedStrategy, ...]
     cost: tuple[PlannedStrategy, ...]
 
 
 def pareto(result: PlanResult) -> Frontier:
-    """Returns both frontiers of the chips that a result uses; parts of them are half the chips, a quarter and so on."""
+    """Returns both frontiers for the chips that a result uses; the parts are half of them, a quarter and so on."""
     setting = result.setting.on(result.strategies[0].cluster)
     space = space_of(setting, result.axes, result.overrides, result.choices)
     outcome = search(space, setting.cluster, setting.job.batch_seqs, top=1, frontier=True)
@@ -48,7 +48,7 @@ def _on_parts(space: Space) -> list[PlannedStrategy]:
 
 
 def _cheaper(found: Sequence[PlannedStrategy]) -> tuple[PlannedStrategy, ...]:
-    """Selects plans with clearly fewer chip-seconds than every faster plan."""
+    """Selects plans with fewer chip-seconds, by `LEAST_CHEAPER`, than every faster plan."""
     kept: list[PlannedStrategy] = []
     for one in sorted(found, key=lambda one: one.estimate.step_s):
         spent = one.estimate.step_s * one.num_chips

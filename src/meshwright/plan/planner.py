@@ -23,10 +23,10 @@ from meshwright.spec.job import Job, optimizer_words, require_training
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words
 
 NEAREST_BATCH_SHARE = 0.25
-"""How far from the wanted batch, as a share, one that uses all chips is looked for."""
+"""Share of the wanted batch by which a batch that uses all chips may differ from it."""
 
 MAX_PARTS = 20
-"""Sizes of smaller clusters that are tried before nothing is said to run."""
+"""Number of smaller clusters that are searched before the job is said not to run."""
 
 FIELDS = tuple(name for name in Strategy.__struct_fields__ if name not in ("mesh", "placement"))
 """Fields of the strategy that may be given beside the mesh; the placement follows from the search."""
@@ -43,11 +43,11 @@ def rank_plans(
 ) -> PlanResult:
     """Returns the best strategies for a job on a cluster. This machine's own devices can run each of them unchanged.
 
-    ``axes`` fixes sizes of mesh axes, ``overrides`` fields of the strategy (``{"remat": "block"}``). Where no mesh
-    of all chips divides the work, the largest part of the cluster that does is planned, and the nearest batch
-    that uses all chips is given beside it; so too where only pipeline stages do and fewer chips are faster without.
-    Unless ``exhaustive``, a large space is screened: see `search`. Raises CannotRunError, saying what would run, when
-    nothing does.
+    ``axes`` fixes sizes of mesh axes, ``overrides`` fixes fields of the strategy (``{"remat": "block"}``). If no
+    strategy on all chips runs, the largest part of the cluster that can run the job is planned, together with a near
+    batch that uses all chips; also if all chips need pipeline stages and fewer chips without stages are faster.
+    Unless ``exhaustive``, a large space is screened: see `search`. Raises CannotRunError, which says what would run, if
+    nothing does; InputError for a job that does not train or is longer than the model's positions.
     """
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
@@ -70,7 +70,7 @@ def rank_plans(
     near = None
     shortfall: tuple[str, ...] = ()
     if outcome.found[0].cluster != cluster:
-        # the fastest per token on all chips, which need not be the nearest
+        # the fastest per token within reach, which need not be the nearest batch
         near = next(iter(search(space, cluster, job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found), None)
         shortfall = _part_notes(cluster, job, outcome, whole, near)
     return PlanResult(
@@ -86,10 +86,10 @@ def rank_plans(
 
 
 def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
-    """Returns the plan of the shape of slice that is fastest per token, with a note of the times of the others.
+    """Returns the result for the slice shape with the fastest step, with a note of the times of all shapes.
 
-    Optical switches give the same chips different shapes. ``choices`` are those of `plan`. Raises the first shape's
-    error when the job runs on none.
+    Optical switches give the same chips different shapes: one setting each. ``choices`` are arguments of `rank_plans`.
+    Raises the first shape's error if the job runs on none.
     """
     results: list[PlanResult] = []
     refused: CannotRunError | None = None
@@ -108,7 +108,7 @@ def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
     return msgspec.structs.replace(ranked[0], notes=(note, *ranked[0].notes))
 
 
-# -- what is asked for ----------------------------------------------------------------------------------
+# -- what is given --------------------------------------------------------------------------------------
 
 
 def space_of(
@@ -121,7 +121,7 @@ def space_of(
 ) -> Space:
     """Returns the search space that remains once the given axes and fields are fixed.
 
-    Fields that are neither given nor searched are those of ``template``, by name, or the usual ones.
+    Fields that are neither given nor searched come from ``template``, by name, or have their usual values.
     """
     make_mesh(axes)
     given = {name.removeprefix("strategy."): value for name, value in overrides.items()}
@@ -129,10 +129,10 @@ def space_of(
         if name not in FIELDS:
             if name in Assumptions.__struct_fields__:
                 raise InputError(
-                    f"{name} is assumed, not chosen: give Setting(..., assumptions=Assumptions({name}=...))."
+                    f"{name} is not a field of the strategy. Give Setting(..., assumptions=Assumptions({name}=...))."
                 )
-            raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
-    # CPUs train in float32 unless told otherwise
+            raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Give mesh axes in axes.")
+    # CPUs train in float32 unless the state is given
     usual = {"state": "fp32" if setting.cluster.kind == "host" else "bf16-adam"}
     fields = {**(template or usual), **given, "mesh": make_mesh({})}
     strategy = convert_fields(fields, Strategy, section="strategy")
@@ -140,7 +140,7 @@ def space_of(
 
 
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
-    """Returns the named conventions behind the numbers."""
+    """Returns notes that name the conventions behind the numbers."""
     cluster = setting.cluster
     notes = [
         f"times rest on {setting.rates.describe()}",
@@ -158,7 +158,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
 
 
 def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
-    """Returns what it means that nothing bounds the slots of experts; [] where something does or there are none."""
+    """Returns a note if nothing bounds the slots of experts; [] if something does, or the model has no experts."""
     if not setting.model.num_experts or strategy.capacity_factor or not setting.assumptions.holds_empty_slots:
         return []
     return [
@@ -171,7 +171,7 @@ def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
 
 
 def _largest_part(space: Space, top: int) -> SearchOutcome:
-    """Returns the plans of the most chips inside the cluster on which the job runs. Raises CannotRunError for none."""
+    """Returns the outcome on the most chips, fewer than all, on which the job runs. Raises CannotRunError for none."""
     cluster, job, limit = space.setting.cluster, space.setting.job, space.setting.memory_limit
     needs = memory_of_any_mesh(space, job.batch_seqs)
     counts = [n for n in sorted(needs, reverse=True) if n < cluster.num_chips and needs[n] <= limit]
@@ -183,7 +183,7 @@ def _largest_part(space: Space, top: int) -> SearchOutcome:
 
 
 def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOutcome:
-    """Returns the plans of fewer chips without stages if all chips need stages and fewer are faster."""
+    """Returns the outcome on fewer chips without stages, if all chips need stages and fewer chips are faster."""
     if outcome.fits_without_stages or "pipeline" in space.fixed:
         return outcome
     alone = msgspec.structs.replace(space, fixed={**space.fixed, "pipeline": 1})
@@ -218,7 +218,7 @@ def _part_notes(
 
 
 def refuse_given(space: Space) -> None:
-    """Raises CannotRunError when what is given cannot run whatever else is chosen."""
+    """Raises CannotRunError if the given axes and fields cannot run, whatever else is chosen."""
     cluster, total = space.setting.cluster, math.prod(space.fixed.values())
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     devices = f"{named} = {total} devices does" if len(space.fixed) > 1 else f"{named} does"
@@ -232,7 +232,7 @@ def refuse_given(space: Space) -> None:
 
 
 def broken_rule(space: Space) -> Refusal | None:
-    """Returns the first rule of sizes that the given axes and fields break, whatever else is chosen, or None."""
+    """Returns the first refusal of the given axes and fields that no choice of the others could lift, or None."""
     given = msgspec.structs.replace(
         space.template, mesh=make_mesh(space.fixed), num_microbatches=space.num_microbatches or 1
     )
@@ -241,7 +241,7 @@ def broken_rule(space: Space) -> Refusal | None:
 
 
 def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
-    """Says why no strategy runs, and names the fewest chips on which one would."""
+    """Says why no strategy runs, and names the fewest chips that would hold one."""
     setting = space.setting
     cluster, job, limit = setting.cluster, setting.job, setting.memory_limit
     what = f"{setting.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
@@ -261,5 +261,5 @@ def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
     tried = "any remat policy" if len(remats) > 1 else f"remat={next(iter(remats))}"
     return (
         f"{what} does not fit {cluster.short_name}: the best mesh ({count} chips, {tried}) needs "
-        f"{format_bytes(here[count])} per chip and a chip has {format_bytes(limit)}. {advice}"
+        f"{format_bytes(here[count])} per chip, but a chip has {format_bytes(limit)}. {advice}"
     )

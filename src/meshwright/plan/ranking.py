@@ -1,4 +1,4 @@
-"""Candidates priced, remembered and ranked: the fastest of every variant of every pattern, and a diverse choice."""
+"""Ranks priced candidates: keeps the fastest and leanest of every variant, and makes a diverse choice of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,14 @@ TIE = 1e-3
 """Times or bytes that differ by less than this share count as equal."""
 
 KEPT_PER_VARIANT = 512
-"""Fastest candidates of each variant that are remembered, besides the unbeaten ones."""
+"""Number of fastest candidates of each variant that are kept, besides the unbeaten ones."""
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """Candidates of one pattern, schedule and offloading that fit: ``seconds`` per sequence, bytes ``need``.
+    """The candidates of one pattern, schedule and choice of offloading that fit in memory.
 
-    ``pattern`` is the index of the pattern, ``rank`` that of its remat policy. ``num_legal`` counts the candidates
-    that do not fit too, and ``least_bytes`` is the least that any of them needs.
+    ``seconds`` are per sequence of the batch, ``need`` are bytes per chip. ``pattern`` is the index of the pattern,
+    ``rank`` that of its remat policy. ``num_legal`` and ``least_bytes`` also count candidates that do not fit.
     """
 
     pattern: int
@@ -37,7 +37,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Best:
-    """The fastest and leanest candidates of every variant, with counts of all."""
+    """The fastest and leanest candidates of every variant, with counts of all candidates."""
 
     def __init__(self) -> None:
         self.kept: list[Variant] = []
@@ -56,7 +56,7 @@ class Best:
         self.kept.append(select(variant, fastest_and_leanest(variant.seconds, variant.need)))
 
     def at(self, index: int) -> Variant:
-        """Returns candidate ``index``, counted over all kept, as a variant of one row."""
+        """Returns candidate ``index`` of all kept ones as a variant of one row."""
         ends = np.cumsum([len(variant.rows) for variant in self.kept])
         which = int(np.searchsorted(ends, index, side="right"))
         return select(self.kept[which], np.array([index - ends[which]]))
@@ -74,8 +74,8 @@ class Best:
     def order(self) -> np.ndarray:
         """Returns the indices of all kept candidates, fastest per token first.
 
-        Among equals those of fewer stages, less offloaded, fewer microbatches, less remat, the earlier pattern (ZeRO-3
-        first), less data, less context.
+        Of equally fast ones those come first that have fewer stages, then less offloaded, fewer microbatches, less
+        remat, an earlier pattern (ZeRO-3 first), smaller data, smaller context.
         """
         seconds = self.seconds
         if not len(seconds):
@@ -98,10 +98,7 @@ class Best:
 
 
 def unbeaten(seconds: np.ndarray, need: np.ndarray) -> list[int]:
-    """Returns the indices of candidates that need less, by `TIE`, than each faster one that is listed; fastest first.
-
-    No candidate needs less than the last one listed, but for that share.
-    """
+    """Returns the indices, fastest first, of candidates that need less memory, by `TIE`, than all listed before."""
     order = np.lexsort((need, seconds))
     lower = np.minimum.accumulate(need[order])
     # only a new minimum can be listed: the loop is short
@@ -123,11 +120,10 @@ def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
 
 
 def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
-    """Returns at most ``top`` meshes: the best of each (pipeline, data x fsdp x context, expert, tensor), then each
-    second best, ...; sorted by time.
+    """Returns the indices of at most ``top`` candidates, sorted by time, from ``order``, which has the best first.
 
-    ``order`` are indices of all kept candidates, the best first. A mesh is listed once, with its best remat, schedule
-    and microbatches.
+    Each has another mesh, with that mesh's best remat, schedule and microbatches. Meshes are grouped by (pipeline,
+    data x fsdp x context, expert, tensor): the best mesh of every group is chosen first, then the second best, ...
     """
     if not len(order):
         return []

@@ -1,4 +1,4 @@
-"""What a plan returns: strategies that run with their predictions, as data, as JSON and as a plan file."""
+"""The result of planning: strategies that run with their predictions, as data, as JSON and as a plan file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from meshwright.spec.strategy import Strategy
 
 
 class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy that runs as it stands, in the setting of the chips that it uses, with its prediction."""
+    """One strategy that runs, with its prediction; its setting has the chips that it uses."""
 
     setting: Setting
     strategy: Strategy
@@ -37,14 +37,14 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usd_per_token(self) -> float | None:
-        """What all chips cost for one token; None without a price."""
+        """Dollars that all chips cost for one token; None without a price."""
         price = self.cluster.chip.price_usd_per_hour
         if price is None:
             return None
         return price * self.num_chips / 3600 * self.estimate.step_s / self.job.tokens_per_step
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain data, the keys of `plan --json`: the fields of the strategy and of its prediction."""
+        """Returns the fields of the strategy and of its prediction as plain data, with the keys of `plan --json`."""
         found = msgspec.to_builtins(self.strategy) | msgspec.to_builtins(self.estimate)
         more = {"zero": self.strategy.zero, "precision": self.strategy.matmul_dtype, "num_chips": self.num_chips}
         return {"axes": found.pop("mesh"), **found, **more}
@@ -53,9 +53,9 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     """Strategies, best first, for the job as given.
 
-    ``axes``, ``overrides`` and ``choices`` are what the search was given, for the questions that search again.
-    ``shortfall`` says why chips are left over and what would use them. ``nearest_batch`` is set only then: the
-    fastest strategy per token on all chips, of the batches within a quarter of the wanted one.
+    ``axes``, ``overrides`` and ``choices`` are what the search was given: `why_not` and `what_if` search again with
+    them. ``shortfall`` says why chips are left over and what would use them. Only then ``nearest_batch`` may be set:
+    the fastest strategy per token on all chips, of the batches within a quarter of the wanted one.
     """
 
     setting: Setting
@@ -98,7 +98,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def plan(self, chosen: PlannedStrategy | None = None) -> Plan:
-        """Returns the plan file of one of the strategies; of the best if none is named."""
+        """Returns the plan file of one of the strategies; by default of the best."""
         one = chosen or self.strategies[0]
         return plan_in(one.setting, one.strategy, one.estimate)
 
@@ -117,7 +117,7 @@ def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:
 
 
 def planned(setting: Setting, batch_seqs: int, strategy: Strategy, estimate: Estimate) -> PlannedStrategy:
-    """Returns the strategy with days and money for all tokens of the job, at the chip's price where there is one."""
+    """Returns the strategy for a batch, with days and dollars (None without a price) for all tokens of the job."""
     job = msgspec.structs.replace(setting.job, batch_seqs=batch_seqs)
     if job.train_tokens is not None:
         seconds = estimate.step_s * job.train_tokens / job.tokens_per_step

@@ -1,4 +1,4 @@
-"""What the whole training run of a plan takes: FLOPs, days, chip-hours, money, energy."""
+"""The budget of the whole training run of a plan: FLOPs, days, chip-hours, money, energy."""
 
 import msgspec
 
@@ -20,7 +20,7 @@ from meshwright.spec.weights import num_active_params
 
 
 class ChipTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What equal chips take for so many seconds; ``None`` where a price or a power is not known.
+    """Days, chip-hours, money, power and energy of a time on equal chips; None if a price or a power is not known.
 
     Power and energy are those of the chips alone.
     """
@@ -33,11 +33,11 @@ class ChipTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunBudget(ChipTime, frozen=True, kw_only=True):
-    """All tokens of a job at one step time.
+    """The budget of all tokens of a job at one step time.
 
-    ``flops`` are 6 N D with N the active parameters, ``one_chip_years`` their time on one chip at peak, and
-    ``mfu_6nd`` what they are of the peak over the run's chip-hours, the utilisation that published runs allow to
-    compute; the plan's own MFU counts attention too.
+    ``flops`` are 6 N D with N the active parameters, and ``one_chip_years`` is their time on one chip at peak.
+    ``mfu_6nd`` is their share of the FLOPs at peak in the run's chip-hours: the utilisation that can be computed for
+    published runs. The plan's own MFU also counts attention.
     """
 
     train_tokens: int

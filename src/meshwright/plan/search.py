@@ -1,8 +1,8 @@
 """Prices every legal strategy of a job on a cluster at once, and ranks them.
 
-The steps are derived once per pattern of axes with sizes as symbols. Meshes, batches, microbatches and placements
-are then arrays with one entry per candidate; the times of a layer are priced once per pattern, and shared by every
-schedule, number of chunks and choice of offloading.
+The steps of a pattern (`space.Pattern`) are derived once, with sizes as symbols. Meshes, batches, microbatches and
+placements are then arrays with one entry per candidate; the times of a layer are priced once per pattern, and shared by
+every schedule, number of chunks and choice of offloading.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,25 +37,25 @@ CHUNK_LAYERS = (*range(1, 9), 10, 12, 14, 16, 20, 21, 24, 28, 32, 40, 48)
 """Numbers of layers of one chunk that are tried."""
 
 KEPT_MESHES = 80
-"""Maximum number of meshes that are priced in all forms: of more, the most promising."""
+"""Number of meshes above which a search is screened, and of the fastest meshes that are then priced in all forms."""
 
 SCREENED_MICROBATCHES = 3
-"""Numbers of microbatches with which a mesh is screened."""
+"""How many numbers of microbatches screening tries for a mesh."""
 
 SCREENED_REMATS = ("none", "selective", "full")
 """Policies of remat with which a mesh is screened, where they are among the choices."""
 
 KEPT_PER_STAGES = 10
-"""Meshes of each number of pipeline stages that are priced in all forms in any case."""
+"""Number of meshes that screening keeps in any case of each number of pipeline stages, the fastest."""
 
 
 class SearchOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The best strategies, best first; ``least_bytes`` is the smallest memory per chip of any looked at.
+    """The best strategies, best first; ``least_bytes`` is the least memory per chip of any legal strategy.
 
-    ``num_meshes`` counts meshes whose sizes divide, ``num_legal`` strategies whose sizes divide and that have a
-    placement, ``num_candidates`` those of them that fit in memory and were ranked. Nothing fits when there are meshes
-    and ``found`` is empty. ``frontier`` are the strategies that nothing beats in both step time and memory.
-    ``fits_without_stages`` says whether any of those ranked has one pipeline stage.
+    ``num_meshes`` counts meshes whose sizes divide; ``num_legal`` counts strategies with such a mesh and a placement;
+    ``num_candidates`` counts the legal strategies that fit in memory, which are ranked. If ``num_meshes`` is not 0 and
+    ``found`` is empty, nothing fits. ``frontier`` are the strategies that no other beats in both step time and memory.
+    ``fits_without_stages`` is true if any ranked strategy has one pipeline stage.
     """
 
     found: tuple[PlannedStrategy, ...] = ()
@@ -79,9 +79,8 @@ def search(
 ) -> SearchOutcome:
     """Returns the fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, near it.
 
-    These are at most ``top`` meshes, of as many (pipeline, data x fsdp x context, expert, tensor) as there are (see
-    `diverse`). Unless ``exhaustive``, a large space is screened first: every mesh is priced in its plainest form, and
-    only the most promising in all forms.
+    They have at most ``top`` different meshes, chosen by `diverse`. With ``frontier`` the unbeaten strategies come too.
+    Unless ``exhaustive``, a large space is screened first: only the fastest meshes are priced in all forms.
     """
     meshes = candidates_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
     num_meshes = len(meshes)
@@ -90,14 +89,14 @@ def search(
     laid, placements = _laid(cluster, meshes)
     if not placements:
         return SearchOutcome(num_meshes=num_meshes)
-    bench, every = _Bench(space, cluster, placements), with_microbatches(space, laid)
+    pricer, every = _Pricer(space, cluster, placements), with_microbatches(space, laid)
     best = Best()
     for number, pattern in enumerate(space.patterns):
-        for variant in bench.variants(number, pattern, every):
+        for variant in pricer.variants(number, pattern, every):
             best.add(variant)
     picked = diverse(best.order(), best, top)
-    found = tuple(bench.found(best, index) for index in picked)
-    front = tuple(bench.found(best, index) for index in best.frontier()) if frontier else ()
+    found = tuple(pricer.planned_at(best, index) for index in picked)
+    front = tuple(pricer.planned_at(best, index) for index in best.frontier()) if frontier else ()
     return SearchOutcome(
         found=found,
         num_meshes=num_meshes,
@@ -112,13 +111,13 @@ def search(
 def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
     """Selects the meshes that fit and are fastest per token in their plainest form; all meshes if none fits.
 
-    Plain is the first placement, the first schedule and no offloading, with the first assignment and a few
-    policies of remat, from the fastest to the leanest.
+    The plainest form has the first placement, schedule, choice of offloading and assignment; a few policies of remat
+    are tried, from the fastest to the leanest.
     """
     first = space.patterns[0].strategy
     plain = tuple(p for p in space.patterns if not p.needs and p.strategy.assignment == first.assignment)
     few = tuple(p for p in plain if p.strategy.remat in SCREENED_REMATS)
-    # with stages, weights that stay whole can be worth more than what they take
+    # with stages, weights that stay whole can save more than they cost
     few += tuple(p for p in space.patterns if p.strategy.zero == 1 and p.strategy.remat == SCREENED_REMATS[1])[:1]
     quick = msgspec.structs.replace(
         space,
@@ -130,16 +129,16 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
     if not placements:
         return laid
     best = np.full(len(placements), np.inf)
-    bench, every = _Bench(quick, cluster, placements), with_microbatches(space, laid, most=SCREENED_MICROBATCHES)
+    pricer, every = _Pricer(quick, cluster, placements), with_microbatches(space, laid, most=SCREENED_MICROBATCHES)
     for number, pattern in enumerate(quick.patterns):
-        for variant in bench.variants(number, pattern, every):
+        for variant in pricer.variants(number, pattern, every):
             np.minimum.at(best, variant.rows.laid, variant.seconds)
     kept = _promising(best, np.array([placement.mesh["pipeline"] for placement in placements]))
     return select(laid, kept[laid.laid]) if kept.any() else meshes
 
 
 def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
-    """True for the fastest meshes, and for the fastest of every number of stages, which other schedules help."""
+    """True for the fastest meshes, and for the fastest of every number of stages, as other schedules may help them."""
     order = np.argsort(seconds, kind="stable")
     kept = np.zeros(len(seconds), dtype=bool)
     kept[order[:KEPT_MESHES]] = True
@@ -168,8 +167,8 @@ def _laid(cluster: Cluster, meshes: Candidates, *, most: int | None = None) -> t
 # -- pricing --------------------------------------------------------------------------------------------
 
 
-class _Bench:
-    """Prices candidates: the space, the placements and the rates of the machine on them."""
+class _Pricer:
+    """Prices candidates of a space on placements, at the machine's rates on these."""
 
     def __init__(self, space: Space, cluster: Cluster, placements: Sequence[Placement]) -> None:
         self.space, self.placements = space, placements
@@ -199,7 +198,7 @@ class _Bench:
                 fits = np.flatnonzero(need <= self.setting.memory_limit)
                 step_s = np.full(len(chosen), np.inf)
                 if len(fits):
-                    # what never fits is never priced: most of a refusal's time
+                    # what never fits is never priced: pricing it would take most of the time of a refusal
                     times = times or self._priced(pattern, rows, candidate_pipeline(space, rows)).times
                     step_s = np.broadcast_to(select(times, which).step_s(pipeline, moved).step_s, len(chosen))
                 yield Variant(
@@ -227,10 +226,10 @@ class _Bench:
         )
 
     def _chunks(self, schedule: str, rows: Candidates, pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
-        """Returns indices of candidates on which a schedule runs, once per number of chunks, and these numbers.
+        """Returns (indices of candidates on which a schedule runs, number of chunks): each pair of the two once.
 
-        On one stage every schedule is the same, so only the first is listed there. Several chunks are looked at
-        where they leave few places for layers empty.
+        On one stage every schedule is the same, so only the first is listed there. Several chunks are tried only if
+        they leave few places for layers empty.
         """
         stages, num_layers = rows.mesh["pipeline"], pattern.derived.num_layers
         first = schedule == self.space.schedules[0]
@@ -238,7 +237,7 @@ class _Bench:
         for count in self._chunk_counts(schedule, stages, num_layers):
             fits = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
             fits = fits & ((stages > 1) | (first & (count == 1)))
-            # the one rule on sizes that chunks change: `variants` has applied the others
+            # chunks change only this rule on sizes; `variants` has applied the others
             fits = fits & ((count == 1) | few_idle_places(num_layers, stages * count))
             found = np.flatnonzero(fits)
             numbers.append(found)
@@ -246,18 +245,18 @@ class _Bench:
         return np.concatenate(numbers), np.concatenate(chunks)
 
     def _chunk_counts(self, schedule: str, stages: np.ndarray, num_layers: int) -> Iterator[np.ndarray]:
-        """Yields numbers of chunks to try, one for each candidate: as given, or for runs of one layer, two, ..."""
+        """Yields arrays of chunks to try, one number per candidate: as given, or for chunks of one layer, two, ..."""
         found = definition(schedule)
         if self.space.chunks or not found.more_chunks:
             yield np.full(len(stages), self.space.chunks or found.chunks, dtype=np.int64)
             return
         for layers in CHUNK_LAYERS:
             count = -(-num_layers // (stages * layers))
-            # where fewer layers make no more chunks they have been tried already
+            # 1 where this number of chunks has been tried already
             yield np.where(-(-num_layers // (stages * count)) == layers, count, 1)
 
-    def found(self, best: Best, index: int) -> PlannedStrategy:
-        """Returns one candidate with its whole prediction."""
+    def planned_at(self, best: Best, index: int) -> PlannedStrategy:
+        """Returns candidate ``index`` of ``best`` with its whole prediction."""
         one = best.at(index)
         rows, pattern, placement = one.rows, self.space.patterns[one.pattern], self.placements[int(one.rows.laid[0])]
         strategy = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""The space of a search: patterns of axes derived once with sizes as symbols, schedules, and fixed sizes."""
+"""The space of a search: patterns, each derived once with sizes as symbols; schedules; and fixed sizes."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -50,8 +50,8 @@ EMULATED = Choices(
     context_attention=("gather",),
     schedules=("1f1b",),
 )
-"""For emulated devices, which share one memory and one processor: what can make a difference there. Everything else
-runs there too where it is asked for."""
+"""Choices for emulated devices, which share one memory and one processor: only those that can make a difference there.
+All others run there if they are given."""
 
 
 def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
@@ -63,9 +63,11 @@ def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
 
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True):
-    """One assignment of axes, derived once. It is looked at only where one of ``needs`` has several devices
-    (() for everywhere): elsewhere it is the same strategy as another pattern. ``tensor_split`` restricts it to meshes
-    with or without several devices on ``tensor``, where the steps of the two differ (None: they do not).
+    """One assignment, remat policy and context attention, derived once for all meshes.
+
+    Each entry of ``needs`` are axes of which one must have several devices: on other meshes the strategy equals that of
+    an earlier pattern. ``tensor_split`` restricts it to meshes with (True) or without (False) several devices on
+    ``tensor``, if the steps differ; else it is None. ``rank`` is the index of its remat policy.
     """
 
     strategy: Strategy
@@ -80,8 +82,8 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True):
 class Space(msgspec.Struct, frozen=True, kw_only=True):
     """All strategies that are searched, for jobs and clusters that differ from the setting's in size only.
 
-    ``fixed`` are mesh axes whose size is given; ``num_microbatches`` and ``chunks`` are None for any that divide.
-    ``template`` carries the choices that are the same for all.
+    ``fixed`` are mesh axes whose size is given; ``num_microbatches`` and ``chunks`` are None if all numbers are tried.
+    ``template`` has the choices that all strategies share.
     """
 
     setting: Setting
@@ -95,7 +97,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     axes: tuple[str, ...] = MESH_AXES
 
     def dims(self, batch_seqs: Any) -> dict[str, Any]:
-        """Returns the sizes of all dims, B of the whole batch."""
+        """Returns the sizes of all dims; B is the whole batch, in sequences."""
         return self.setting.model.dims | {"B": batch_seqs, "T": self.setting.job.seq_len}
 
 
@@ -107,9 +109,9 @@ def open_space(
     choices: Choices = USUAL,
     fixed: Mapping[str, int] | None = None,
 ) -> Space:
-    """Opens the space around a template; choices named in ``given`` stay as the template has them.
+    """Returns the space around a template; choices named in ``given`` stay as the template has them.
 
-    Raises CannotRunError on this machine's own devices for a template that they would not run.
+    Raises CannotRunError for a template that this machine's own devices do not run, if they are the cluster.
     """
     held = set(given)
     fixed = dict(fixed or {})
@@ -150,8 +152,7 @@ def open_space(
 
 
 def _by_tensor(pattern: Pattern, setting: Setting, fixed: int | None) -> list[Pattern]:
-    """Splits a pattern into one for meshes that split ``tensor`` and one for other meshes, as far as its size
-    allows."""
+    """Returns a pattern for meshes that split ``tensor`` and one for others; only one if the size is ``fixed``."""
     found = []
     if fixed is None or fixed > 1:
         found.append(msgspec.structs.replace(pattern, tensor_split=True))
@@ -162,7 +163,7 @@ def _by_tensor(pattern: Pattern, setting: Setting, fixed: int | None) -> list[Pa
 
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Rules], tuple[tuple[str, ...], ...]]]:
-    """Returns every assignment, with the axes of which one must be split for it to differ from earlier ones."""
+    """Returns every assignment with the ``needs`` of its pattern."""
     found = []
     for zero, sequence_parallel in itertools.product(choices.zeros, choices.sequence_parallel):
         needs: tuple[tuple[str, ...], ...] = ()

@@ -1,4 +1,4 @@
-"""What a verb answers, as data: facts for programs, and tables, facts and sentences for people; and how it prints."""
+"""Answers of verbs as data (facts for programs; tables, facts and sentences for people), and how they are printed."""
 
 import csv
 import math
@@ -15,11 +15,11 @@ from msgspec.structs import asdict
 from meshwright.report.tables import cell_text, joined, render, table
 
 Show = Callable[[Any], Any]
-"""Turns a raw value into what a person reads."""
+"""A function from a raw value to the text that a person reads."""
 
 
 class Heading(msgspec.Struct, frozen=True):
-    """A header, how a person reads the raw values below it, and its name for programs: that of JSON, with the unit."""
+    """A column's header: ``show`` formats its raw values, ``name`` is its name in CSV: the JSON key, with the unit."""
 
     title: str
     show: Show | None = None
@@ -27,11 +27,11 @@ class Heading(msgspec.Struct, frozen=True):
 
 
 TableColumns = Mapping[str, str | Show | tuple[str | Show, Show | None] | tuple[str | Show, Show | None, str]]
-"""Header -> what of a record stands below it, how a person reads that, and its name where that is not a field."""
+"""Header -> value (see `Table.of`), or (value, ``Show``), or (value, ``Show``, name of the column in CSV)."""
 
 
 class Quantity(msgspec.Struct, frozen=True):
-    """A cell with its own reading: the raw value, and what a person reads."""
+    """A cell with a format of its own: the raw value, and its ``Show``."""
 
     value: Any
     show: Show
@@ -41,7 +41,7 @@ class Quantity(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """Raw values under columns; a column with a ``Show`` is read through it. None is not known."""
+    """Raw values under columns; the ``Show`` of a column formats its values. None means not known."""
 
     columns: Sequence[str | Heading]
     rows: Sequence[Sequence[Any]]
@@ -49,11 +49,11 @@ class Table(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(records: Iterable[Any], columns: TableColumns, title: str = "") -> "Table":
-        """A row for each record (struct or dictionary): column -> its value, and how a person reads that.
+        """Returns a table with a row for each record (struct or dictionary).
 
-        A value is named by a field, by a path of attributes such as ``seconds.median_s``, by a key of a dictionary in a
-        field such as ``memory/weights`` (None where the field is None), or by a function of the record. The name of the
-        column is ``median_s`` and ``memory.weights`` then; where two columns end alike it has the whole path.
+        A value is a field, a path of attributes such as ``seconds.median_s``, a key of a dictionary in a field such as
+        ``memory/weights`` (None if the field is None), or a function of the record. By default the column's name is
+        the end of the path, here ``median_s`` and ``memory.weights``, or the whole path if two columns end alike.
         """
         reads = {head: what if isinstance(what, tuple) else (what, None) for head, what in columns.items()}
         rows = [[_field(one, what) for what, *_ in reads.values()] for one in records]
@@ -66,9 +66,9 @@ class Table(msgspec.Struct, frozen=True):
 
     @staticmethod
     def as_is(records: "Table | Iterable[Any]") -> "Table":
-        """A row for each record with all its fields as they are, but for lists of records; a table as it is.
+        """Returns a table with a row for each record: all fields but lists of records. A table is returned as it is.
 
-        A field that is a record itself is a column for each of its own: ``run.days``.
+        A field that is itself a record gives a column for each of its fields: ``run.days``.
         """
         if isinstance(records, Table):
             return records
@@ -78,7 +78,7 @@ class Table(msgspec.Struct, frozen=True):
 
     @staticmethod
     def compared(rows: Iterable[tuple[str, float | None, float | None, Show]]) -> "Table":
-        """Predictions beside measurements with their ratio, each row in its own unit."""
+        """Returns a table of (name, predicted, measured, ``Show``) with their ratio, each row in its own unit."""
         cells = [
             [name, *(None if value is None else Quantity(value, show) for value in (predicted, measured)),
              measured / predicted if predicted and measured is not None else None]
@@ -87,22 +87,22 @@ class Table(msgspec.Struct, frozen=True):
         return Table([Heading("", name="figure"), "predicted", "measured", Heading("ratio", "{:.2f}".format)], cells)
 
     def known(self) -> "Table":
-        """The table without the columns of which nothing is known."""
+        """Returns the table without columns that have only None."""
         kept = [n for n in range(len(self.columns)) if any(row[n] is not None for row in self.rows)]
         return Table([self.columns[n] for n in kept], [[row[n] for n in kept] for row in self.rows], self.title)
 
     @property
     def heads(self) -> list[Heading]:
-        """The columns, those that are named alone too."""
+        """The columns as headings."""
         return [Heading(one) if isinstance(one, str) else one for one in self.columns]
 
     def shown(self) -> list[list[Any]]:
-        """The rows as a person reads them."""
+        """Returns the rows as a person reads them."""
         return [[_shown(cell, column) for cell, column in zip(row, self.heads, strict=True)] for row in self.rows]
 
 
 def _cells(record: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and values of a record and of those inside it."""
+    """Yields (name, value) of the fields of a record and of records inside it."""
     for name, value in (record if isinstance(record, Mapping) else asdict(record)).items():
         if isinstance(value, Mapping | msgspec.Struct):
             yield from _cells(value, f"{before}{name}.")
@@ -128,7 +128,7 @@ def _field(record: Any, what: str | Show) -> Any:
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """A label and what is said of it, broken at the width inside its own column."""
+    """A label and a text, which wraps in a column of its own."""
 
     label: str
     text: str
@@ -136,7 +136,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class Paragraph(msgspec.Struct, frozen=True):
-    """A sentence whose further lines are indented by ``indent``; with ``indent=None`` never broken."""
+    """A text that wraps, its further lines indented by ``indent``; with ``indent=None`` it does not wrap."""
 
     text: str
     indent: int | None = 2
@@ -147,12 +147,11 @@ Piece = str | Paragraph | Fact | Table
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a verb found.
+    """The answer of a verb.
 
-    ``facts`` is the one JSON object of ``--json`` (structs, arrays and paths may stand in it). ``pieces`` are the text.
-    ``pictures`` maps the file that was asked for to the function that draws its chart; None is not asked for.
-    ``raw`` are the tables of CSV, or their records, where those of the text have too little. ``error`` is raised once
-    all is printed.
+    ``facts`` is the one JSON object of ``--json`` (it may contain structs, arrays and paths). ``pieces`` are the text.
+    ``pictures`` maps the wanted file to the function that draws its chart; a file of None is not drawn. ``raw`` has
+    the tables of CSV, or their records, if those of the text lack something. ``error`` is raised after all is printed.
     """
 
     facts: Mapping[str, Any]
@@ -162,18 +161,18 @@ class Answer(msgspec.Struct, frozen=True):
     error: Exception | None = None
 
     def tables(self) -> Sequence[Table]:
-        """The tables of CSV: those of the text, and a row of all that JSON has besides."""
+        """Returns the tables of CSV: ``raw`` if it is given, else those of the text and one with a row of ``facts``."""
         found = [Table.as_is(one) for one in self.raw or [*tables_of(self.pieces), [self.facts]] if one]
         return [one for one in found if one.columns]
 
 
 def tables_of(pieces: Iterable[Piece]) -> list[Table]:
-    """The tables among the blocks of a text."""
+    """Returns the tables among the pieces of a text."""
     return [piece for piece in pieces if isinstance(piece, Table)]
 
 
 def as_text(pieces: Iterable[Piece], width: int) -> Iterable[str]:
-    """Every block as text of ``width`` columns, one after the other."""
+    """Yields every piece as text of ``width`` columns."""
     for piece in pieces:
         if isinstance(piece, Table):
             if piece.title:
@@ -191,7 +190,7 @@ def _filled(text: str, width: int, indent: int) -> str:
 
 
 def as_csv(found: Table) -> str:
-    """Comma-separated raw values under their names; what is not known or not finite is an empty field."""
+    """Returns comma-separated raw values under their names; a value that is None or not finite is an empty field."""
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([column.name or column.title for column in found.heads])
@@ -205,7 +204,7 @@ def _raw(cell: Any) -> Any:
 
 
 def as_markdown(found: Table) -> str:
-    """A table of GitHub-flavoured Markdown as a person reads it; columns of numbers are aligned to the right."""
+    """Returns a table of GitHub-flavoured Markdown as a person reads it; columns of numbers are right-aligned."""
     cells = [[cell_text(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in found.shown()]
     names = [one.title for one in found.heads]
     columns = range(len(names))

@@ -1,4 +1,4 @@
-"""Stacked bars: where the time of a step goes, and what fills a device's memory."""
+"""Stacked bars of the time of a step and of a device's memory."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -31,7 +31,7 @@ LINK_COLORS = ("#009E73", "#44AA99", "#7FCDB5", "#B5DFC9", "#117733", "#DDCC77",
 def step_breakdown_figure(step_s: Bars, *, title: str = "Where a step goes", subtitle: str = "") -> Figure:
     """Draws a bar per estimate or measurement: ``{"predicted": {"compute": 0.2}, "measured": {"step": 0.25}}``.
 
-    Amounts are seconds; the total is printed at the end of a bar.
+    Amounts are seconds; the total is written at the end of a bar.
     """
     return themed(_stacked(step_s, "time per step", "s"), title, subtitle)
 
@@ -46,9 +46,9 @@ def memory_figure(
 def breakdown_figure(
     parts_s: Mapping[str, float], links_s: Mapping[str, float], *, title: str, subtitle: str = ""
 ) -> Figure:
-    """Draws two bars on one axis: the parts of the step, and the collectives by themselves.
+    """Draws two bars on one axis: the parts of the step, and the collectives without overlap, by mesh axes.
 
-    ``links_s`` is by mesh axes. Communication in the second bar that is not exposed in the first is overlapped.
+    Communication in the second bar that is not exposed in the first is overlapped. All amounts are seconds.
     """
     bars = {"step": parts_s, "links alone": links_s} if any(links_s.values()) else {"step": parts_s}
     links = {name: LINK_COLORS[number % len(LINK_COLORS)] for number, name in enumerate(links_s)}

@@ -28,10 +28,10 @@ def curves_figure(
 ) -> Figure:
     """Draws all curves with a legend, and dashed reference lines.
 
-    ``x_ticks`` are whole numbers that replace powers of ten as labels of the horizontal axis.
+    ``x_ticks`` are whole numbers that label the horizontal axis in place of powers of ten.
     """
     if not curves or not all(curves.values()):
-        raise InputError("There is no curve to draw. Give at least one point.")
+        raise InputError("there is no curve, or one without points. Give each curve at least one point.")
     check_positive((name, value) for name, points in curves.items() for point in points for value in point)
     xs = [x for points in curves.values() for x, _ in points]
     ys = [y for points in curves.values() for _, y in points]

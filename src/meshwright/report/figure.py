@@ -14,13 +14,13 @@ else:
     Figure = Any
 
 Layer = Any
-"""A chart or layered chart, as part of a picture. Altair's own types reject options gathered in a dict."""
+"""A chart or layered chart, as part of a picture. Altair's own types reject options that are passed as a dict."""
 Encoding = Any
 """An encoding: an axis or a colour, with its field."""
 
 
 class _Altair:
-    """Imports Altair at the first use of one of its names: tables and text do without its 0.4 s."""
+    """Imports Altair, which takes 0.4 s, at the first use of one of its names: tables and text do not need it."""
 
     def __getattr__(self, name: str) -> Any:
         import altair
@@ -37,8 +37,8 @@ PNG_SCALE = 2.0
 PICTURES = (".png", ".svg", ".json")
 """Suffixes of the files that `save` writes."""
 
-# Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour blindness. The last four,
-# for pictures of many parts, are from Paul Tol's "muted" scheme (2021).
+# The first seven are Okabe and Ito's (2008), which colour-blind readers can tell apart; grey replaces their black.
+# The last four, for pictures of many parts, are from Paul Tol's "muted" scheme (2021).
 PALETTE: tuple[str, ...] = (
     *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"),
     *("#332288", "#882255", "#44AA99", "#DDCC77"),
@@ -87,15 +87,15 @@ def headline(title: str, subtitle: str = "", **style: Any) -> Any:
 
 
 def panel(*layers: Layer, size: tuple[float, float], title: str = "", note: str = "") -> Layer:
-    """Returns layers as one part of a picture, ``size`` pixels wide and high, under a title with a line below it."""
+    """Returns layers as one part of a picture, ``size`` pixels wide and high, under a title and a note, if any."""
     heading = {"title": headline(title, note, fontSize=13, subtitleFontSize=11, offset=8)} if title else {}
     return alt.layer(*layers).properties(width=size[0], height=size[1], **heading)
 
 
 def si_scale(largest: float, unit: str) -> tuple[float, str]:
-    """Returns divisor and name of the unit in which ``largest`` is between 1 and 1000: (1e-3, "ms") for 0.02 s.
+    """Returns (divisor, unit) with which ``largest`` is between 1 and 1000: (1e-3, "ms") for 0.02 s.
 
-    An axis has one unit, so its largest value decides. Zero and non-finite values keep the bare unit.
+    An axis has one unit, so its largest value decides. Zero, non-finite values and parts of a byte keep the bare unit.
     """
     prefixes = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
     if not math.isfinite(largest) or largest <= 0:
@@ -107,14 +107,14 @@ def si_scale(largest: float, unit: str) -> tuple[float, str]:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Writes the picture as PNG, SVG or Vega-Lite spec, by the suffix, and returns its path.
+    """Writes the picture as PNG, SVG or Vega-Lite spec, by the suffix, and returns its path; InputError for others.
 
-    The file appears whole or not at all: a page that polls the folder never reads half a picture.
+    The file appears whole or not at all: a program that polls the folder never reads half a picture.
     """
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in PICTURES:
-        raise InputError(f"Cannot write a picture as {path.name!r}. Use a name that ends in .png, .svg or .json.")
+        raise InputError(f"cannot write a picture as {path.name!r}. Use a name that ends in .png, .svg or .json.")
     content = _rendered(figure.to_dict(validate=False), suffix)
     write_whole(path, lambda part: part.write_bytes(content))
     return path

@@ -1,4 +1,4 @@
-"""The heatmap of best plans over two fields: a figure as colour, the mesh as text of a cell."""
+"""The heatmap of best plans over two fields: a cell has a figure as its colour and the mesh as its text."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ EMPTY = "#EFEFEF"
 
 
 class HeatCell(msgspec.Struct, frozen=True):
-    """One cell: a value as colour, its headline and the lines below it. ``value`` is None if nothing runs."""
+    """One cell: the value of its colour, and its text, whose first line is a headline; None if nothing runs."""
 
     row: str
     column: str
@@ -36,11 +36,10 @@ def heatmap_figure(
 ) -> Figure:
     """Draws rows from top to bottom and columns from left to right, in the order of the cells.
 
-    ``axes`` are the titles of rows and columns. Values are shares (of 1) if the ``unit`` is "%"; without a unit they
-    have no prefix.
+    ``axes`` are the titles of rows and columns. Values are shares of 1 if ``unit`` is "%"; None gives them no prefix.
     """
     if not cells:
-        raise InputError("There is no cell to draw. Give at least one.")
+        raise InputError("there is no cell to draw. Give at least one.")
     rows, columns = list(dict.fromkeys(c.row for c in cells)), list(dict.fromkeys(c.column for c in cells))
     most = max((cell.value for cell in cells if cell.value is not None), default=1.0)
     scale, unit_name = (1.0, "") if unit in ("%", None) else si_scale(most, unit)

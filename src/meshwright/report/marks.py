@@ -14,7 +14,7 @@ Datum = dict[str, Any]
 
 DASHES = (5, 4)
 TICK_LABEL = "datum.value < 1 ? toString(datum.value) : format(datum.value, '~s')"
-"""Labels below one have no SI prefix: "100m" is hard to read."""
+"""Vega expression of a label: an SI prefix from 1 on; below 1 it is plain, as "100m" is hard to read."""
 WHOLE_NUMBERS = "format(datum.value, ',d')"
 DARK_BELOW = 136
 """Brightness (of 255) of a colour below which text on it is white."""
@@ -25,7 +25,7 @@ Points = Sequence[tuple[float, float]]
 
 
 class ReferenceLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A dashed line across the picture at a value of one axis, with a text at its start or end."""
+    """A dashed line across the picture at a value of one axis, with its text at its start or end."""
 
     axis: Literal["x", "y"]
     value: float
@@ -47,7 +47,7 @@ def labels(rows: Iterable[Datum], x: Any, y: Any, **style: Any) -> Layer:
 
 
 def without_overlaps(rows: Iterable[Datum], at: Callable[[Datum], tuple[float, float]]) -> list[Datum]:
-    """Returns the rows whose labels overlap none before them; ``at`` gives positions in sizes of a label."""
+    """Returns the rows whose labels overlap no earlier one that is kept; ``at`` gives positions in sizes of a label."""
     kept: list[tuple[float, float, Datum]] = []
     for row in rows:
         across, down = at(row)
@@ -57,19 +57,19 @@ def without_overlaps(rows: Iterable[Datum], at: Callable[[Datum], tuple[float, f
 
 
 def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Encoding:
-    """Returns an encoding of names as these colours, with a legend of squares in their order."""
+    """Returns an encoding of a field's names as colours, with a legend of squares in the order of ``colors``."""
     scale = alt.Scale(domain=list(colors), range=list(colors.values()))
     style = {"title": None, "symbolType": "square", **legend}
     return alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(**style))
 
 
 def stroke_colors(names: Iterable[str], **legend: Any) -> Encoding:
-    """Returns an encoding of the names of lines as colours of the palette."""
+    """Returns an encoding of lines' names (the field ``name``) as colours of the palette."""
     return color_by("name", palette_of(names), symbolType="stroke", **legend)
 
 
 def palette_of(names: Iterable[str]) -> dict[str, str]:
-    """Returns a colour per name; the palette repeats after twelve."""
+    """Maps each name to a colour; the palette repeats after twelve."""
     return dict(zip(dict.fromkeys(names), cycle(PALETTE), strict=False))
 
 
@@ -142,7 +142,7 @@ def span(start: float, end: float, text: str, color: str, px: float, *, font: in
 
 
 def spans(rows: Sequence[Datum], *, y: Any, x: Any, color: Any, band: float, edge: float = 1, font: int = 11) -> Layer:
-    """Draws boxes from ``start`` to ``end`` over a share of their band, each with its text in the middle."""
+    """Draws boxes from ``start`` to ``end`` with texts in the middle; ``band`` is their share of a row's height."""
     named = plot(row for row in rows if row["text"])
     boxes = plot(rows).mark_bar(height=alt.RelativeBandSize(band=band), stroke="white", strokeWidth=edge)
     texts = named.mark_text(fontSize=font, baseline="middle")

@@ -1,4 +1,4 @@
-"""The roofline picture: the rate that each link allows over arithmetic intensity, and the operations."""
+"""The roofline picture: the rate that each link allows over arithmetic intensity, and operations as points."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ def roofline_figure(
     points: Sequence[RooflinePoint] = (),
     title: str = "Roofline",
 ) -> Figure:
-    """Draws min(peak, intensity * bandwidth) per link, critical intensities, and the points on logarithmic axes.
+    """Draws min(peak, intensity * bandwidth) per link, critical intensities, and points on logarithmic axes.
 
     The critical intensity of a link is peak_flops_per_s / link_bytes_per_s: right of it the peak binds.
     Source: How to Scale Your Model, section 1.
@@ -119,7 +119,7 @@ def _frame(
 
 
 def _label_rows(points: Sequence[RooflinePoint], taken: Sequence[_Box], frame: _Frame) -> list[Datum]:
-    """Returns labels beside their points where that is free, else further down, connected by a thin line."""
+    """Returns the labels beside their points if there is room, else further down; each row has the dot's pixels too."""
     dots = [frame.pixel(point.intensity, point.flops_per_s) for point in points]
     boxes = [*taken, *(_Box(x - 6, x + 6, y, 6) for x, y in dots)]
     rows = []
@@ -132,8 +132,8 @@ def _label_rows(points: Sequence[RooflinePoint], taken: Sequence[_Box], frame: _
 
 
 def _free_box(label: str, x: float, y: float, taken: Sequence[_Box]) -> _Box:
-    """Returns the first free position of a label: below right of (x, y), above left, right, left, right of the boxes
-    that follow, then further down."""
+    """Returns the first free box of a label: below right of (x, y), above left, right, left, to the right of other
+    boxes, then further down; the first one if none is free."""
     width = len(label) * CHARACTER_PX
     right, left = min(x + 9, WIDTH_PX - width), x - 9 - width
     down = [(right, y + 12 + LINE_PX * line) for line in range(len(taken) + 2)]

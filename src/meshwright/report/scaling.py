@@ -1,4 +1,4 @@
-"""Curves over chips or another field: throughput, step time, shares of a step, memory; collective bandwidth."""
+"""Curves of throughput, step time, shares of a step and memory over chips or a field; curves of bandwidth."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from meshwright.report.marks import DASHES, WHOLE_NUMBERS, Points, color_by, lin
 
 PANEL_PX = (300, 240)
 MIN_SHARE = 5e-3
-"""Share of a step up to which the bubble is not drawn."""
+"""Largest share of a step that a bubble may have without being drawn."""
 MOST_LETTERS = 36
-"""Letters of all labels below which a panel's horizontal axis has room for them side by side."""
+"""Number of letters, in all labels together, for which a panel's horizontal axis has room side by side."""
 LEAST_RANGE = 3
-"""Largest over smallest value from which an axis is logarithmic: a shorter one would have one or two labels."""
+"""Ratio of the largest to the smallest value above which an axis is logarithmic: a shorter one has too few labels."""
 PERFECT, LIMIT = "perfect scaling", "what a chip holds"
 
 
@@ -23,11 +23,11 @@ def scaling_figure(
 ) -> Figure:
     """Draws tokens per second, time per step, shares of a step, and memory over one field.
 
-    A point is one of `sweep --json`. Over clusters of one chip (``over="on"``) the axis is of chips, with perfect
-    scaling beside tokens per second; else it has one place per value. ``limit_bytes`` is a chip's memory.
+    A point is one of `sweep --json`. Over clusters of one kind of chip (``over="on"``) the axis shows numbers of chips,
+    and perfect scaling is drawn beside tokens per second; else it shows every value. ``limit_bytes`` is of one chip.
     """
     if not points:
-        raise InputError("There is no point to draw: nothing runs anywhere in the sweep.")
+        raise InputError("there is no point to draw: nothing in the sweep runs. Sweep other values.")
     first, shown = points[0], [point["values"][over] for point in points]
     by_chips = over == "on" and all(text.replace(",", "").isdigit() for text in shown)
     xs = [float(point["num_chips"]) if by_chips else float(number) for number, point in enumerate(points)]
@@ -56,7 +56,7 @@ def scaling_figure(
 def _panel(
     xs: Sequence[float], x: Encoding, series: Mapping[str, Sequence[float]], y_title: str, unit: str = ""
 ) -> Layer:
-    """Draws a line with dots per series, logarithmic if no share or bytes; references are dashed, without dots."""
+    """Draws a line with dots per series; rates and times may have a logarithmic axis; references are dashed lines."""
     scale, unit_name = (1.0, "") if unit == "%" else si_scale(max(map(max, series.values())), unit)
     curves: dict[str, Points] = {
         name: list(zip(xs, (value / scale for value in values), strict=True)) for name, values in series.items()
@@ -79,13 +79,13 @@ def _panel(
 
 
 def _named_axis(names: Sequence[str], title: str) -> Encoding:
-    """Returns an axis with a name at each of 0, 1, 2 and so on, slanted where they are long."""
+    """Returns an axis with a name at each of 0, 1, 2 and so on, slanted if the names are long."""
     angle = -35 if max(map(len, names)) * len(names) > MOST_LETTERS else 0
     return alt.X("x:O", title=title, axis=alt.Axis(labelExpr=f"{json.dumps(names)}[datum.value]", labelAngle=angle))
 
 
 def chips_axis(chips: Sequence[float]) -> Encoding:
-    """Returns a logarithmic axis labelled with the given numbers of chips, as many as fit."""
+    """Returns a logarithmic axis labelled with the given numbers of chips, at most seven of them."""
     numbers = sorted(set(chips))
     domain = (numbers[0], numbers[-1]) if len(numbers) > 1 else (1, 2 * numbers[0])
     axis = {"values": numbers[:: -(-len(numbers) // 7)], "labelExpr": WHOLE_NUMBERS}
@@ -102,6 +102,6 @@ def bandwidth_figure(
         key = tuple(float(f"{rate:.3g}") for rate in values)
         merged[key] = f"{merged[key]}, {name}" if key in merged else name
     if not any(merged):
-        raise InputError("There is no point to draw. Give clusters of several chips.")
+        raise InputError("there is no point to draw. Give clusters of several chips.")
     chart = _panel(chips, chips_axis(chips), {name: values for values, name in merged.items()}, "{}/s and chip", "B")
     return themed(chart, title, subtitle, width=2 * PANEL_PX[0], height=300)

@@ -1,4 +1,4 @@
-"""Tables that read well at 80 and 120 columns: no boxes, numbers to the right and never cut."""
+"""Tables for 80 to 120 columns of text: no boxes, numbers right-aligned and never cut."""
 
 import re
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from rich.text import Text
 
 Cell = str | int | float | None
 
-# Text as core.units prints it: a number, with a unit or a percent sign behind it.
+# Matches text that core.units prints: a number, with a unit or a percent sign after it.
 _QUANTITY = re.compile(r"[-+~<>]?\s?\d[\d,.]*(e[+-]?\d+)?(\s?[%a-zA-Z/]{0,8})?")
 _WORD_WIDTH = 12
 _GAP = 2
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
-    """A rich table: columns of quantities are right-aligned and unbroken, columns of words wrap."""
+    """Returns a rich table: columns of quantities are right-aligned and do not wrap, columns of words wrap."""
     for row in rows:
         assert len(row) == len(columns), f"{len(row)} cells for {len(columns)} columns: {row}"
     texts = [[cell_text(cell) for cell in row] for row in rows]
@@ -34,13 +34,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
     for index, column in enumerate(columns):
         _add_column(result, column, [row[index] for row in texts])
     for row in texts:
-        # Text, not str: square brackets of the notation are no markup.
+        # Text, not str: rich would read the square brackets of the notation as markup.
         result.add_row(*(Text(cell) for cell in row))
     return result
 
 
 def render(result: Table, width: int) -> str:
-    """The table as plain text of at most ``width`` columns; wider only where a number would be cut."""
+    """Returns the table as plain text of at most ``width`` columns; it is wider only if a number would be cut."""
     console = Console(file=StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
     console.width = max(
         width, sum(column.min_width or 0 for column in result.columns) + _GAP * (len(result.columns) - 1)
@@ -56,12 +56,12 @@ def _add_column(result: Table, header: str, cells: Sequence[str]) -> None:
     longest_word = max(map(len, header.split()), default=1)
     widest = max([longest_word, *map(len, cells)])
     result.add_column(
-        # Rich shares the missing columns among all that may wrap: a header over numbers is broken here instead.
+        # Rich would narrow every column that may wrap: a header over numbers is wrapped here instead.
         Text(fill(header, widest) if is_number else header),
         justify="right" if is_number else "left",
         no_wrap=is_number,
         overflow="fold",
-        # One bound for all columns of words: then rich, which narrows the widest first, never goes below it.
+        # One bound for all columns of words: rich narrows the widest first, and never below it.
         min_width=widest if is_number else min(max(widest, len(header)), _WORD_WIDTH),
     )
 

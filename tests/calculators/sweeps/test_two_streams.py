@@ -22,14 +22,14 @@ def ways():
 def test_a_lane_does_one_thing_at_a_time(ways):
     for streams in ways.values():
         for lane in ("compute", "links"):
-            boxes = [box for box in streams.boxes if box.lane == lane]
+            boxes = [box for box in streams.slices if box.lane == lane]
             for before, after in pairwise(boxes):
                 assert before.end_s <= after.start_s + 1e-12
 
 
 def test_passes_run_through_the_layers_and_back(ways):
     for streams in ways.values():
-        order = [(box.what, box.layer) for box in streams.boxes if box.lane == "compute"]
+        order = [(box.what, box.layer) for box in streams.slices if box.lane == "compute"]
         passes = list(dict.fromkeys(one for one in order if one[0] != "optimizer"))
         assert passes == [*(("forward", n) for n in range(3)), *(("backward", n) for n in (2, 1, 0))]
 
@@ -38,8 +38,8 @@ def test_naive_waits_for_every_byte(ways):
     naive = ways["data parallel, naive"]
     assert naive.exposed_s == pytest.approx(naive.links_s)
     assert naive.total_s == pytest.approx(naive.compute_s + naive.links_s)
-    backward = max(box.end_s for box in naive.boxes if box.what == "backward")
-    assert all(box.start_s >= backward for box in naive.boxes if box.lane == "links")
+    backward = max(box.end_s for box in naive.slices if box.what == "backward")
+    assert all(box.start_s >= backward for box in naive.slices if box.lane == "links")
 
 
 def test_overlap_does_the_same_work_sooner(ways):
@@ -55,15 +55,15 @@ def test_buckets_of_nothing_send_each_and_of_everything_send_at_the_end():
     way = DataParallelism(name="bucketed", zero=0, send="buckets")
     tiny = two_streams(Setting(LLAMA, CLUSTER, JOB), way, bucket_bytes=1)
     each = two_streams(Setting(LLAMA, CLUSTER, JOB), DataParallelism(name="each", zero=0, send="each"))
-    assert tiny.boxes == each.boxes
+    assert tiny.slices == each.slices
     huge = two_streams(Setting(LLAMA, CLUSTER, JOB), way, bucket_bytes=1e15)
-    assert sum(box.lane == "links" for box in huge.boxes) == 1
+    assert sum(box.lane == "links" for box in huge.slices) == 1
 
 
 def test_the_optimizer_waits_for_all_gradients(ways):
     for streams in ways.values():
-        sent = [box.end_s for box in streams.boxes if box.what in ("all-reduce", "reduce-scatter")]
-        starts = [box.start_s for box in streams.boxes if box.what == "optimizer"]
+        sent = [box.end_s for box in streams.slices if box.what in ("all-reduce", "reduce-scatter")]
+        starts = [box.start_s for box in streams.slices if box.what == "optimizer"]
         assert min(starts) >= max(sent) - 1e-12
 
 
@@ -76,7 +76,7 @@ def test_what_each_stage_of_zero_sends(ways):
 
 def test_weights_are_there_before_they_are_used(ways):
     """Of ZeRO-3: the first layer waits for its first weight, the others find theirs gathered."""
-    boxes = ways["ZeRO-3"].boxes
+    boxes = ways["ZeRO-3"].slices
     first = next(box for box in boxes if box.lane == "compute")
     gather = next(box for box in boxes if box.what == "all-gather")
     assert first.start_s >= gather.start_s == 0

@@ -132,8 +132,8 @@ def test_tables_fit(call):
 @pytest.mark.parametrize(
     ("chip", "channel", "words"),
     [
-        ("h100", "ici", "h100 has no ICI; use --channel nvlink."),
-        ("v5e", "nvlink", "v5e has no NVLink; use --channel ici."),
+        ("h100", "ici", "h100 has no ICI. Use --channel nvlink."),
+        ("v5e", "nvlink", "v5e has no NVLink. Use --channel ici."),
     ],
 )
 def test_a_link_that_a_chip_lacks(call, chip, channel, words):

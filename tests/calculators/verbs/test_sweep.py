@@ -182,7 +182,7 @@ def test_streams(call):
         (("sweep", "batch", "mlp:0x8", "--on", "h100:8x1"), "no layer has such widths"),
         ((*STREAMS[:-1], "9seq"), "9 sequences cannot be divided over 8 chips. Use --batch 8seq"),
         ((*STREAMS, "--layers", "0"), "--layers 0 must be between 1 and 32"),
-        ((*CHIPS, "--png", "out.gif"), "Cannot write a picture as 'out.gif'"),
+        ((*CHIPS, "--png", "out.gif"), "cannot write a picture as 'out.gif'"),
     ],
 )
 def test_what_is_refused(call, args, message):

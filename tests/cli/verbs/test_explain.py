@@ -173,7 +173,7 @@ def edited(path, old, new):
 @pytest.mark.parametrize(
     ("old", "new", "code", "message"),
     [
-        ("fsdp = 1024", "fsdp = 512", 3, "is for 4096 and v5p:16x16x32 has 8192 devices"),
+        ("fsdp = 1024", "fsdp = 512", 3, "needs 4096 devices, but v5p:16x16x32 has 8192"),
         ("batch_seqs = 1024", "batch_seqs = 1000", 3, "does not divide the batch of 1000 sequences"),
         ("batch_seqs = 1024", "batch_seqs = '1024'", 2, "job.batch_seqs = '1024': expected a whole number, got text"),
         ("[strategy]", "[strategy]\nremot = 1", 2, "unknown key 'remot'. Did you mean 'remat'?"),

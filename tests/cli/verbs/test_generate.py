@@ -94,7 +94,7 @@ def test_several_texts_are_numbered(capsys):
         (["--prompt", "a", "--top-p", "0"], 2, "top_p=0.0 must be more than 0"),
         (["--prompt", "a", "--on", "h200:1"], 3, "h200:1x1 is not this machine"),
         (["--prompt", "", "--on", "cpu:1"], 2, "prompt 1 is empty"),
-        (["--prompt", "a", "--on", "cpu:1", "--max-tokens", "5000"], 2, "need 5,001 positions; "),
+        (["--prompt", "a", "--on", "cpu:1", "--max-tokens", "5000"], 2, "need 5,001 positions, but "),
         (["--prompt", "a\udc80"], 2, "prompt 1 is not UTF-8"),
         (["--prompt", "a", "--axes", "tensor=64"], 3, "emulate them: --on cpu:64"),
     ],

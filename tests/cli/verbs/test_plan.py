@@ -178,4 +178,4 @@ def test_this_machine_by_measured_rates(call, tmp_path):
     assert "When communication" not in told.out
     wrong = call(*args[:3], "v5e:4x4", *args[4:])
     assert wrong.code == 2
-    assert "rates.toml holds rates of cpu and the cluster is of v5e" in wrong.err
+    assert "rates.toml has rates of cpu, but the chips of the cluster are v5e" in wrong.err

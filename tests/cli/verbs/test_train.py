@@ -159,7 +159,7 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, capsys):
     assert run(plan) == 0
     capsys.readouterr()
     assert run(["train", str(plan_file), "--steps", "1", "--runs", str(tmp_path)]) == 3
-    assert "64 chips of v5p and this machine has" in capsys.readouterr().err
+    assert "64 v5p chips, but this machine has" in capsys.readouterr().err
 
 
 def test_a_bound_on_slots_is_priced_unless_the_strategy_has_another():

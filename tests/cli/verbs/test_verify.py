@@ -120,7 +120,7 @@ def test_no_time(call, rates):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--step", "generate", "--axes", "tensor=2"), "the mesh has 2 devices and cpu:4 4 chips"),
+        (("--step", "generate", "--axes", "tensor=2"), "the mesh has 2 devices, but cpu:4 has 4 chips"),
         (("--axes", "fsdp=4", "--timeout", "0"), "--timeout 0 leaves the compiler no time"),
         (("--axes", "fsdp=4", "--timeout", "nan"), "--timeout nan: give a finite number"),
         (("--axes", "fsdp=4", "--weights", "int8"), "Take --step generate"),
@@ -164,7 +164,7 @@ def test_a_plan_file_of_another_size(call, tmp_path, rates):
     asked = ("plan", "tiny", "--on", "cpu:4", "--batch", "8seq", "--seq", "64", "--axes", "fsdp=4", "--out", str(plan))
     assert call(*asked, *rates).code == 0
     said = call("verify", str(plan), "--depth", "lower", "--set", "strategy.fsdp=2")
-    said.assert_refused(2, "the mesh has 2 devices and cpu:4 4 chips")
+    said.assert_refused(2, "the mesh has 2 devices, but cpu:4 has 4 chips")
 
 
 def test_a_folder_of_other_files(call, rates, tmp_path):

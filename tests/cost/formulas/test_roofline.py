@@ -73,7 +73,7 @@ def test_refusals():
     work = einsum_work(*matmul(), {"B": 1, "D": 2, "F": 3})
     with pytest.raises(InputError, match=r"unknown channel 'hmb'. Did you mean 'hbm'"):
         chip_roofline(work, chip("v5e"), dtype="bf16", channel="hmb")
-    with pytest.raises(InputError, match="dim 'Q' is in none"):
+    with pytest.raises(InputError, match="no array has the dim 'Q'"):
         critical_size(*matmul(), {"D": 1, "F": 1}, dim="Q", peak_flops=1, bytes_per_s=1)
 
 

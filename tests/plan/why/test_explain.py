@@ -69,7 +69,7 @@ def test_what_does_not_divide_is_refused_and_memory_is_not():
     one = planned(fsdp=4, tensor=4)
     with pytest.raises(CannotRunError, match="num_microbatches=5 does not divide"):
         explain(changed(one, num_microbatches=5))
-    with pytest.raises(CannotRunError, match="is for 8 and v5e:4x4 has 16 devices"):
+    with pytest.raises(CannotRunError, match="needs 8 devices, but v5e:4x4 has 16"):
         explain(changed(one, mesh={"data": 1, "fsdp": 4, "context": 1, "tensor": 2}))
     full = explain(changed(one, remat="none", num_microbatches=1))
     memory = next(limit for limit in full.limits if limit.unit == "bytes")

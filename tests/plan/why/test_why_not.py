@@ -30,7 +30,11 @@ def result():
         ({"microbatches": 5}, "sequences", r"num_microbatches=5 does not divide"),
         ({"data": 32, "fsdp": 16}, "sequences", r"data=32 x fsdp=16 = 512 does not divide the batch of 256"),
         ({"expert": 2}, "experts", r"llama3-8b has no experts"),
-        ({"data": 2, "fsdp": 2, "context": 1, "pipeline": 1, "tensor": 4}, "devices", r"the other 2 of 32 chips"),
+        (
+            {"data": 2, "fsdp": 2, "context": 1, "pipeline": 1, "tensor": 4},
+            "devices",
+            r"the product of the other axes must be 2",
+        ),
         ({"schedule": "dualpipe", "pipeline": 4, "microbatches": 4}, "schedule", r"dualpipe"),
         ({"data": 32, "remat": "none", "microbatches": 1}, "memory", r"needs \d+ GB per chip .* 80 GB"),
     ],

@@ -47,5 +47,5 @@ def test_a_single_step_is_a_visible_point():
 
 @pytest.mark.parametrize(("losses", "tokens"), [([], []), ([1.0, 2.0], [1])])
 def test_lists_that_do_not_go_together_are_refused(losses, tokens):
-    with pytest.raises(InputError, match=f"{len(losses)} losses do not go with {len(tokens)} token counts"):
+    with pytest.raises(InputError, match=f"there are {len(losses)} losses and {len(tokens)} token counts"):
         loss_figure(losses, tokens)

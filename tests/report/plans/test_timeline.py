@@ -68,7 +68,7 @@ def test_numbers_stand_where_they_fit():
 
 
 def test_too_many_passes_are_refused():
-    with pytest.raises(InputError, match="65,536 passes are too many to draw; at most 20,000"):
+    with pytest.raises(InputError, match="65,536 passes are too many to draw; a picture shows at most 20,000"):
         timeline_figure(*run("1f1b", 64, 512))
 
 

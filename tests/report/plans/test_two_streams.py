@@ -1,11 +1,11 @@
-from meshwright.cost.lanes import Slice, Streams
+from meshwright.cost.lanes import LaneSlices, Slice
 from meshwright.report.figure import save
 from meshwright.report.plans.two_streams import two_streams_figure
 from tests.charts import marks, texts
 
-PAIR = Streams(
+PAIR = LaneSlices(
     name="overlapped",
-    boxes=(
+    slices=(
         Slice(lane="compute", what="forward", layer=0, start_s=0.0, end_s=0.01),
         Slice(lane="compute", what="backward", layer=0, start_s=0.01, end_s=0.019),
         Slice(lane="links", what="all-reduce", layer=0, start_s=0.015, end_s=0.02),

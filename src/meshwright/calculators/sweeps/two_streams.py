@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.algebra.notation import ShardedArray
-from meshwright.cost.lanes import Lanes, Streams, joined
+from meshwright.cost.lanes import Lanes, LaneSlices, joined
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.kernels import StepCost
@@ -47,7 +47,7 @@ def two_streams(
     layers: int = 3,
     remat: str = "none",
     bucket_bytes: float = BUCKET_BYTES,
-) -> Streams:
+) -> LaneSlices:
     """Forward, backward and optimizer of so many layers, one microbatch, all chips data parallel.
 
     The optimizer waits for every gradient, since the norm of all of them scales each.
@@ -70,7 +70,7 @@ def two_streams(
     lanes.send_gradients()
     for layer in range(layers):
         lanes.update(layer, update)
-    return Streams(name=way.name, boxes=joined(lanes.slices))
+    return LaneSlices(name=way.name, slices=joined(lanes.slices))
 
 
 class _Passes(Lanes):
@@ -86,7 +86,7 @@ class _Passes(Lanes):
         """Queue the gathers of a pass now."""
         for cost in costs:
             if cost.gathers_weights:
-                self.gathered[of, layer, cost.step.result] = self._collective(cost, layer, self.chip_s)
+                self.gathered[of, layer, cost.step.result] = self._collective(cost, layer, self.compute_end_s)
 
     def run(self, what: str, layer: int, costs: Sequence[StepCost]) -> None:
         """One pass over one layer."""
@@ -99,7 +99,7 @@ class _Passes(Lanes):
             elif step.is_collective and cost.hides:
                 self._gradient(cost, layer, when)
             elif step.is_collective:
-                ready[step.result] = self._collective(cost, layer, max(when, self.chip_s))
+                ready[step.result] = self._collective(cost, layer, max(when, self.compute_end_s))
             else:
                 end = self.compute(what, float(cost.local_s), layer=layer, when=when)
                 ready.update(dict.fromkeys((step.result, *step.more), end))
@@ -119,8 +119,8 @@ class _Passes(Lanes):
         if self.way.send == "buckets":
             self._send_bucket()
         for cost, layer, _ in self.waiting:
-            self._collective(cost, layer, self.chip_s)
-        self.chip_s = max(self.chip_s, self.links_s)
+            self._collective(cost, layer, self.compute_end_s)
+        self.compute_end_s = max(self.compute_end_s, self.links_end_s)
 
     def _send_bucket(self) -> None:
         """All waiting gradients as one collective: the bytes of all, the latency of one."""
@@ -136,7 +136,7 @@ class _Passes(Lanes):
         """The optimizer of one layer, and the gathers of what it has updated."""
         for cost in costs:
             if cost.step.is_collective:
-                self._collective(cost, layer, self.chip_s)
+                self._collective(cost, layer, self.compute_end_s)
             else:
                 self.compute("optimizer", float(cost.local_s), layer=layer)
 

@@ -68,7 +68,7 @@ def command(given: Given) -> Answer:
         f"sequence{'s' if each > 1 else ''} of {format_count(job.seq_len)} tokens per chip"
     )
     ways = [
-        {"name": one.name, **{name: getattr(one, name) for name, _ in SECONDS.values()}, "boxes": one.boxes}
+        {"name": one.name, **{name: getattr(one, name) for name, _ in SECONDS.values()}, "boxes": one.slices}
         for one in found
     ]
     where = f"{given.model} on {cluster.short_name}"

@@ -1,7 +1,6 @@
-"""What a transformer holds and does before anything is split: FLOPs, lengths at which attention matters, bytes.
+"""Counts of a whole transformer: FLOPs, sequence lengths at which attention matters, bytes; sizes may be NumPy arrays.
 
-Counts of one model or of a number of parameters; sizes may be NumPy arrays. Nothing here is used to price a plan:
-that is `cost.work.ops`, `cost.memory` and `cost.train_step`, from the derived steps.
+Plans are not priced with them but from derived steps: `cost.work.ops`, `cost.memory` and `cost.train_step`.
 """
 
 import math
@@ -27,17 +26,16 @@ ZERO_SHARDS: dict[int, tuple[StatePart, ...]] = {
     2: ("optimizer", "gradients"),
     3: ("optimizer", "gradients", "weights"),
 }
-"""What each ZeRO stage splits over the data-parallel devices; 3 is FSDP. Source: section 5.4.1."""
+"""ZeRO stage -> the parts that it splits over the data-parallel devices; 3 is FSDP. Source: section 5.4.1."""
 
 
 # -- FLOPs ----------------------------------------------------------------------------------------------
 
 
 def train_flops_per_param(*, recomputed_forwards: Number = 0) -> Number:
-    """FLOPs per parameter and token of training: 2 forward, 4 backward, 2 for every forward pass done again.
+    """Returns the FLOPs per parameter and token of training: 2 forward, 4 backward, 2 for each recomputed forward pass.
 
-    6 for MFU; 8 with block remat, which runs the whole forward pass twice. Source: How to Scale Your Model,
-    sections 4.2 and 4.4.
+    6 for MFU; 8 with block remat, which runs the whole forward pass twice. Source: sections 4.2 and 4.4.
     """
     return 2 + 4 + 2 * recomputed_forwards
 
@@ -52,7 +50,7 @@ def attention_work(
     batch_seqs: Number = 1,
     element_bytes: Number = 2,
 ) -> Work:
-    """FLOPs and bytes of one layer's dot-product attention in one kernel, without causal discount: 4 B T S N H.
+    """Returns FLOPs and bytes of one layer's dot-product attention in one kernel: 4 B T S N H, no causal discount.
 
     q, k, v are read and the result is written once; scores stay on chip. The intensity in bf16 is T S G / (T G + S):
     T G / (G + 1) in prefill, where T = S, and near G in generation, where T = 1. Source: exercise 4.4.
@@ -62,20 +60,20 @@ def attention_work(
 
 
 def attention_equal_len(model: Model) -> float:
-    """Sequence length at which attention's own products take as many FLOPs as all matrices of the layers.
+    """Returns the sequence length at which attention's own products take as many FLOPs as all matrices of the layers.
 
-    6 P T = 6 T^2 N (H + Hv) L with P the matrix parameters that a token uses in the layers, so T = P / (N (H + Hv) L);
-    8 D with F = 4 D gated, full heads and N H = D. No causal discount. Layers with a window see that many positions at
-    most: infinite where all have one and it is too short. Source: section 4.3.
+    6 P T = 6 T^2 N (H + Hv) L with P the matrix parameters that a token uses in the layers, so T = P / (N (H + Hv) L):
+    8 D if F = 4 D with a gate, K = N and N H = D. There is no causal discount. A layer with a window sees at most that
+    many positions; the length is infinite if all layers have one and it is too short. Source: section 4.3.
     """
     return _equal_len(model, _layer_matrices(model))
 
 
 def projection_equal_len(model: Model) -> float:
-    """Sequence length at which attention's own products take as many FLOPs as its projections.
+    """Returns the sequence length at which attention's own products take as many FLOPs as its projections.
 
-    As ``attention_equal_len`` with the attention matrices alone: 24 B T D N H = 12 B T^2 N H gives 2 D with as many
-    kv heads as heads. Source: exercise 4.5.
+    This is ``attention_equal_len`` with the attention matrices alone: 24 B T D N H = 12 B T^2 N H gives 2 D with as
+    many kv heads as heads. Source: exercise 4.5.
     """
     return _equal_len(model, [row for row in _layer_matrices(model) if row.part == "attention"])
 
@@ -99,14 +97,14 @@ FLOP_PARTS = {
     **dict.fromkeys(("mlp", "router", "experts", "shared_experts"), "feed-forward"),
     "unembedding": "vocabulary",
 }
-"""Part of the weight table -> the part of the FLOPs that its products are; the look-up of the embedding is free."""
+"""Part of the weight table -> the item of `forward_flops` that counts its products; the embedding look-up is free."""
 
 
 def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[str, float]:
-    """FLOPs of the forward pass of one sequence by part: 2 P T of matrices, 2 T S N (H + Hv) a layer of scores.
+    """Returns the FLOPs of the forward pass of one sequence by item: matrices 2 P T, scores 2 T S N (H + Hv) a layer.
 
-    The backward pass has twice as many. S are the keys that a query meets, see `keys_per_query`; chosen experts count.
-    Three times their sum is what MFU counts. Source: How to Scale Your Model, section 4.3.
+    The backward pass has twice as many. S are the keys of a query, see `keys_per_query`; only chosen experts count.
+    MFU counts three times their sum. Source: How to Scale Your Model, section 4.3.
     """
     found = dict.fromkeys(("projections", "scores", "feed-forward", "vocabulary"), 0.0)
     for row in weight_table(model):
@@ -122,10 +120,10 @@ def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[s
 
 
 def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Number, str, Number]]:
-    """What one layer sends for ``num_tokens`` in bf16 by strategy: formula and bytes, forward, then backward.
+    """Maps a strategy to (formula, bytes) forward and backward of what one layer sends for ``num_tokens`` in bf16.
 
-    Whole arrays as rings carry them: a gather or a scatter once, an all-reduce twice. P are the weights of a layer, in
-    the mean. Source: How to Scale Your Model, sections 5.1 to 5.3.
+    Whole arrays count, as on a ring: once for a gather or a scatter, twice for an all-reduce. P are the weights of a
+    layer, in the mean. Source: How to Scale Your Model, sections 5.1 to 5.3.
     """
     weights = 2 * sum(row.num_params for row in weight_table(model) if row.layers) / model.num_layers
     acts = 2 * num_tokens * model.d_model
@@ -148,25 +146,25 @@ def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Numb
 
 
 def bytes_per_param(state: str, *, part: StatePart | None = None) -> float:
-    """Bytes per parameter of a training state, or of one part of it.
+    """Returns the bytes per parameter of a training state, or of one part of it. InputError for an unknown state.
 
-    Without a part it is the number that the option is known by: 10 for bf16-adam, which leaves the short-lived bf16
-    gradient out, 16, 18 or 20 with a master copy. Source: How to Scale Your Model, section 5.1.1.
+    Without a part it is the number by which a state is known: 10 for bf16-adam, which leaves out the short-lived bf16
+    gradient, 16, 18 or 20 with a master copy. Source: How to Scale Your Model, section 5.1.1.
     """
     if state not in STATE_BYTES:
-        raise InputError(f"state {state!r} is not known.{nearest(state, STATE_BYTES)}")
+        raise InputError(f"the training state {state!r} is not known.{nearest(state, STATE_BYTES)}")
     return STATE_BYTES[state][part or "counted"]
 
 
 def state_bytes(num_params: Number, *, state: str, part: StatePart | None = None, num_shards: Number = 1) -> Number:
-    """Bytes per device of the training state, or of one part, split evenly over the devices."""
+    """Returns the bytes per device of the training state, or of one part, split evenly over ``num_shards`` devices."""
     return num_params * bytes_per_param(state, part=part) / num_shards
 
 
 def zero_bytes(num_params: Number, *, state: str, stage: ZeroStage, num_shards: Number) -> Number:
-    """Bytes per device of weights, gradients and optimizer where a ZeRO stage splits some of them.
+    """Returns the bytes per device of weights, gradients and optimizer if a ZeRO stage splits some of them.
 
-    Gradients count in every state, also where the option's own number leaves them out. Source: section 5.4.1.
+    Gradients count in every state, although `bytes_per_param` of bf16-adam leaves them out. Source: section 5.4.1.
     """
     if stage not in ZERO_SHARDS:
         raise InputError(f"ZeRO stage {stage} does not exist. Choose 0, 1, 2 or 3.")
@@ -176,7 +174,7 @@ def zero_bytes(num_params: Number, *, state: str, stage: ZeroStage, num_shards: 
 
 
 def max_params(memory_bytes: Number, *, state: str) -> Number:
-    """Parameters of the largest model whose state fills a memory: pure data parallelism, activations left out.
+    """Returns the parameters of the model whose state fills a memory: pure data parallelism, without activations.
 
     Source: How to Scale Your Model, section 5.1.1.
     """
@@ -189,11 +187,11 @@ def max_params(memory_bytes: Number, *, state: str) -> Number:
 def saved_widths(
     model: Model, remat: str | tuple[str, ...], *, tensor: int = 1, sequence_parallel: bool = True
 ) -> dict[str, Number]:
-    """Elements per token that each layer keeps for its backward pass under a remat policy, by result.
+    """Maps a result to the elements per token that each layer keeps of it for its backward pass under a remat policy.
 
-    Read off the derived steps on one device, or on each of ``tensor``: "block" keeps the layer's input alone (D), the
-    list ("g", "u") the outputs of the feed-forward matmuls as well (D + 2 F). Where layers differ it is their mean; a
-    token has a slot with each of its experts.
+    They are read off the derived steps on one device, or on each of ``tensor``: "block" keeps the layer's input alone
+    (D), the list ("g", "u") keeps the outputs of the feed-forward matmuls as well (D + 2 F). Layers that differ count
+    with their mean; a token has one slot in each of its experts.
     """
     assignment = standard_assignment(sequence_parallel=sequence_parallel)
     derived = derive(transformer(model), Strategy(mesh={"tensor": tensor}, remat=remat, assignment=assignment))
@@ -212,7 +210,7 @@ def saved_widths(
 def saved_bytes(
     num_tokens: Number, *, num_layers: Number, width: Number, element_bytes: Number = 2, num_shards: Number = 1
 ) -> Number:
-    """Bytes per device of results kept for the backward pass: tokens x layers x elements per token and layer.
+    """Returns the bytes per device of results kept for the backward pass: tokens x layers x elements x bytes.
 
     ``width`` is the sum of ``saved_widths``, or k D for k results of the model's width. Source: section 4.4.
     """
@@ -220,7 +218,8 @@ def saved_bytes(
 
 
 def kv_cache_bytes(model: Model, num_positions: int, *, element_bytes: Number = 2) -> Number:
-    """Bytes of the keys and values of one sequence: 2 K H per position and layer; layers with a window stop there.
+    """Returns the bytes of the keys and values of one sequence: 2 K H elements per position and layer; a layer with a
+    window keeps that many positions at most.
 
     With latent attention the latent and the rotary key are kept instead: Rkv + Hr. Source: section 7.1.
     """
@@ -240,6 +239,6 @@ def kv_cache_bytes(model: Model, num_positions: int, *, element_bytes: Number = 
 def cached_elements(
     num_positions: int, *, per_position: int, num_layers: int, window: int | None, num_local: int
 ) -> int:
-    """Elements that all layers keep of one sequence; ``num_local`` of them stop at the window, where there is one."""
+    """Returns the elements that all layers keep of one sequence; ``num_local`` of them keep at most a ``window``."""
     near = num_positions if window is None else min(num_positions, window)
     return ((num_layers - num_local) * num_positions + num_local * near) * per_position

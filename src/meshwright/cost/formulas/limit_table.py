@@ -1,7 +1,6 @@
-"""The table of limits: what bounds a plan, or a model on a cluster, in the letters of the book.
+"""The table of limits: bounds on a plan, or on a model on a cluster, in the letters of "How to Scale Your Model".
 
-A row applies where its letters are known. Explanations of plans, the question why-not and the verb `limits` fill in
-the letters that they have and read the same rows.
+A row applies if its letters are known. `explain`, `plan --why-not` and the verb `limits` read the same rows.
 """
 
 import math
@@ -25,10 +24,10 @@ from meshwright.spec.model import Model
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """A bound beside this plan's number. ``holds`` is None where it is a hint, not a bound.
+    """A bound, ``limit``, beside the plan's number, ``here``. ``holds`` is None for a hint, and if ``here`` is unknown.
 
-    ``kind`` says what is lost where it does not hold: "speed" (communication no longer hides behind compute) or
-    "size" (the plan cannot run). ``unit`` is that of ``limit`` and ``here``: bytes, s, or a plain number.
+    ``kind`` says what happens if it does not hold: "speed" (communication no longer hides behind compute) or
+    "size" (the plan cannot run). ``unit`` is that of ``limit`` and ``here``: bytes, s, or "" for a plain number.
     """
 
     name: str
@@ -42,13 +41,13 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Letters(msgspec.Struct, frozen=True, kw_only=True):
-    """What the forms are made of, for one slice and stage; None is not known, or has no meaning there.
+    """The letters of the formulas, for one slice and stage; None means not known, or without meaning there.
 
     B is ``batch_tokens`` of one microbatch: weights are gathered anew for each, so its tokens have to hide them. N is
-    ``num_chips``, X ``data_ways`` = data x fsdp x expert x context, Y ``tensor``, F ``d_ff``, C ``peak_flops``, alpha
-    C / W in FLOPs per byte with W of one torus axis, ``width``. M_X and M_Y are the torus axes of X and Y, each at
-    least one; beside rings a line counts as a half. ``sparsity`` is E / k: so many more tokens hide the same weights.
-    ``num_slices`` are those that share out the batch, not the stages of a pipeline.
+    ``num_chips``, X is ``data_ways`` = data x fsdp x expert x context, Y is ``tensor``, F is ``d_ff``, C is
+    ``peak_flops``, alpha is C / W in FLOPs per byte with W of one torus axis, which ``width`` describes. M_X and M_Y
+    are the torus axes of X and Y, each at least one; beside rings a line counts as a half. ``sparsity`` is E / k:
+    hiding the same weights takes that many times the tokens. ``num_slices`` counts slices that divide the batch.
     """
 
     batch_tokens: float
@@ -118,17 +117,17 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fsdp_alpha(self) -> float | None:
-        """C / W of the links that FSDP uses; None for one chip."""
+        """C / W of the links that FSDP uses; None for one torus chip, and where it is not known."""
         return self.link_alpha if self.alpha is None else self.alpha if self.num_chips > 1 else None
 
     @property
     def fsdp_links(self) -> float:
-        """Torus axes that FSDP alone uses at once; one switched link."""
+        """Torus axes that FSDP alone uses at once; 1 on switches."""
         return 1 if self.alpha is None else self.num_axes
 
     @property
     def tensor_most(self) -> float | None:
-        """The size up to which tensor collectives hide."""
+        """The size of ``tensor`` up to which its collectives hide; None where no form of it is known."""
         if self.alpha is not None:
             most = limits.tensor_max_size(self.d_ff, self.alpha, self.tensor_axes)
             return None if self.mixed_alpha is None else most
@@ -140,12 +139,12 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mixed_alpha(self) -> float | None:
-        """C / W for the mixture of FSDP and tensor parallelism of a dense model on a torus; None elsewhere."""
+        """C / W for mixed FSDP and tensor parallelism of a dense model on several torus chips; None elsewhere."""
         return self.alpha if self.sparsity == 1 and self.num_chips > 1 else None
 
     @property
     def mixture(self) -> limits.Mixture:
-        """The mixture of FSDP and tensor parallelism."""
+        """Mixed FSDP and tensor parallelism with these letters."""
         return limits.Mixture(
             self.batch_tokens, self.d_ff, self.num_chips, self.mixed_alpha, self.fsdp_axes, self.tensor_axes
         )
@@ -160,21 +159,21 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def feed_forward_width(model: Model) -> int:
-    """F: of a dense block, or of all the experts that a token passes."""
+    """Returns F of a dense block, or the sum over all experts that one token uses, shared ones included."""
     return model.experts_per_token * model.d_ff_expert + model.d_ff_shared if model.num_experts else model.d_ff
 
 
 def sparsity(model: Model) -> float:
-    """E / k, experts over experts per token: weights need so many times the tokens to hide. 1 without experts."""
+    """Returns E / k, experts over experts per token: weights need that many times the tokens to hide. 1 without."""
     return model.num_experts / model.experts_per_token if model.num_experts else 1.0
 
 
 LetterForm = str | Callable[..., float]
-"""The name of a letter, which is NaN where it is not known and the limit applies all the same, or a form of several."""
+"""The name of a letter, whose value is NaN if it is not known, or a function of several letters."""
 
 
 class _Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit: it applies where none of ``needs`` is None. Without a relation it is a hint."""
+    """A limit, which applies if no letter of ``needs`` and all of ``if_not`` are None; a hint if it has no relation."""
 
     name: str
     needs: tuple[str, ...]
@@ -188,7 +187,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     if_not: tuple[str, ...] = ()
 
     def at(self, at: Letters) -> Limit | None:
-        """The limit with the letters' numbers; None where it does not apply."""
+        """Returns the limit with the letters' numbers; None if it does not apply."""
         known = all(getattr(at, name) is not None for name in self.needs)
         if not known or any(getattr(at, name) is not None for name in self.if_not):
             return None
@@ -214,12 +213,12 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
 
 
 def limits_at(at: Letters) -> tuple[Limit, ...]:
-    """Returns every limit that applies: of single axes, then of the whole mesh, then of size."""
+    """Returns every limit that applies: those of single axes, then of the whole mesh, then of size."""
     return tuple(found for row in LIMITS if (found := row.at(at)) is not None)
 
 
 def _open(value: float | None) -> float:
-    """A number that takes a choice: NaN where none was made."""
+    """Returns the value of a letter: NaN if it is not known."""
     return math.nan if value is None else value
 
 
@@ -238,7 +237,7 @@ def _bubble_words(at: Letters) -> str:
 
 
 def _fewest_words(at: Letters) -> str:
-    """How long the run would take on the fewest chips, where its length is known."""
+    """Says how long the run would take on the fewest chips; "" if its length is not known."""
     if at.run_days is None or at.train_tokens is None:
         return ""
     fewest = min_chips(_open(at.shared_bytes), _open(at.memory_bytes))
@@ -406,4 +405,4 @@ LIMITS: tuple[_Row, ...] = (
         limit=lambda at: min_chips(at.state_bytes, at.memory_bytes), here="all_chips",
     ),
 )  # fmt: skip
-"""Every limit. Sources: How to Scale Your Model, sections 3.2, 4.4.1, 5 and 6.3, and what follows from its rules."""
+"""Every limit. Sources: How to Scale Your Model, sections 3.2, 4.4.1, 5 and 6.3; the rest follows from its rules."""

@@ -29,7 +29,7 @@ _CHANNEL_FIGURES: dict[str, str] = {
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operation computes and moves. Multiply and add are 2 FLOPs."""
+    """The FLOPs and bytes of an operation. A multiplication with an addition is 2 FLOPs."""
 
     flops: Number
     num_bytes: Number
@@ -41,7 +41,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation's bounds on one chip and one channel."""
+    """The bounds on the seconds of an operation on one chip and one channel."""
 
     work: Work
     peak_flops: Number
@@ -50,21 +50,23 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def math_s(self) -> Number:
+        """Seconds of the FLOPs at peak."""
         return self.work.flops / self.peak_flops
 
     @property
     def transfer_s(self) -> Number:
+        """Seconds of the bytes on the channel."""
         return self.work.num_bytes / self.bytes_per_s
 
     @property
     def lower_s(self) -> Number:
-        """Perfect overlap: the larger of the two."""
+        """Seconds with perfect overlap: the larger of the two."""
         is_array = isinstance(self.math_s, np.ndarray) or isinstance(self.transfer_s, np.ndarray)
         return (np.maximum if is_array else max)(self.math_s, self.transfer_s)
 
     @property
     def upper_s(self) -> Number:
-        """No overlap: their sum, at most twice the lower bound."""
+        """Seconds without overlap: the sum of the two, at most twice the lower bound."""
         return self.math_s + self.transfer_s
 
     @property
@@ -92,33 +94,33 @@ class Operand(msgspec.Struct, frozen=True):
 
 
 def critical_intensity(peak_flops: Number, bytes_per_s: Number) -> Number:
-    """FLOPs per byte above which compute binds: peak / bandwidth. Source: section 1.1."""
+    """Returns the FLOPs per byte above which compute binds: peak / bandwidth. Source: section 1.1."""
     return peak_flops / bytes_per_s
 
 
 def channel_rate(chip: Chip, channel: Channel) -> float:
-    """Bytes/s of one channel of a chip; "ici" is both directions of one torus axis, "nvlink" one way,
-    "dcn" a chip's share."""
+    """Returns the bytes/s of one channel of a chip: "ici" counts both directions of one torus axis, "nvlink" one way,
+    "dcn" a chip's share. InputError if the chip has no such channel."""
     if channel not in _CHANNEL_FIGURES:
         raise InputError(f"unknown channel {channel!r}.{nearest(channel, _CHANNEL_FIGURES)}")
     links = {"ici": ("torus", "ICI"), "nvlink": ("switched", "NVLink")}
     if channel in links and chip.topology != links[channel][0]:
         other = next((name for name, (wiring, _) in links.items() if wiring == chip.topology), "hbm")
-        raise InputError(f"{chip.name} has no {links[channel][1]}; use --channel {other}.")
+        raise InputError(f"{chip.name} has no {links[channel][1]}. Use --channel {other}.")
     return known(chip, _CHANNEL_FIGURES[channel])
 
 
 def dtype_bytes(dtype: str) -> float:
-    """Bytes of one stored element; an unknown dtype is an InputError with the nearest name."""
+    """Returns the bytes of one stored element. InputError for an unknown dtype."""
     if dtype not in DTYPE_BYTES:
         raise InputError(f"unknown dtype {dtype!r}.{nearest(dtype, DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
 
 
 def einsum_work(operands: Sequence[Operand], out: Operand, sizes: Mapping[str, Number]) -> Work:
-    """FLOPs and bytes of one local einsum: 2 x the product of all dims (1 x for a single operand).
+    """Returns FLOPs and bytes of one local einsum: FLOPs are 2 x the product of all dims (1 x for a single operand).
 
-    Every array moves once. A dim of all arrays (one matrix per batch element) is counted once in the FLOPs and
+    Every array moves once. A dim of all arrays (one matrix per batch element) counts once in the FLOPs and
     in each array's bytes, so that batched matrices have no reuse. Source: section 1.1, exercise 1.4.
     """
     arrays = (*operands, out)
@@ -129,7 +131,7 @@ def einsum_work(operands: Sequence[Operand], out: Operand, sizes: Mapping[str, N
 
 
 def chip_roofline(work: Work, chip: Chip, *, dtype: str, channel: Channel = "hbm") -> Roofline:
-    """The bounds on a chip whose products are computed in ``dtype``."""
+    """Returns the bounds of work on a chip whose products are computed in ``dtype``."""
     return Roofline(work=work, peak_flops=peak(chip, dtype), bytes_per_s=channel_rate(chip, channel), channel=channel)
 
 
@@ -142,7 +144,7 @@ def critical_size(
     peak_flops: Number,
     bytes_per_s: Number,
 ) -> Number:
-    """Size of ``dim`` from which the einsum is compute-bound, every byte counted; infinity when it never is.
+    """Returns the size of ``dim`` from which the einsum is compute-bound, every byte counted; infinity if it never is.
 
     Time is linear in one dim: B = (bytes without B) / (FLOPs per B / critical intensity - bytes per B).
     Source: How to Scale Your Model, exercise 2.4 (exactly 262.7 there).
@@ -151,7 +153,7 @@ def critical_size(
     one = {**sizes, dim: 1}
     if not any(dim in array.dims for array in arrays):
         known_dims = dict.fromkeys(d for array in arrays for d in array.dims)
-        raise InputError(f"dim {dim!r} is in none of the arrays. Choose one of {', '.join(known_dims)}.")
+        raise InputError(f"no array has the dim {dim!r}. Choose one of {', '.join(known_dims)}.")
     _check_sizes(arrays, one)
     growing: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim in a.dims)
     fixed: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim not in a.dims)
@@ -167,9 +169,9 @@ def critical_batch(
     num_experts: Number = 1,
     active_experts: Number = 1,
 ) -> Number:
-    """Tokens from which [B,D] x [D,F] is compute-bound when B is far below D and F.
+    """Returns the tokens from which [B,D] x [D,F] is compute-bound if B is far below D and F.
 
-    B = critical intensity x weight bytes / 2, times E/k when each token meets k of E experts; only the weights'
+    B = critical intensity x weight bytes / 2, times E/k if each token uses k of E experts; only the weights'
     bytes count. Source: How to Scale Your Model, section 1.1.2, exercises 1.1, 1.2 and 4.8.
     """
     dense = critical_intensity(peak_flops, bytes_per_s) * weight_bytes / 2
@@ -179,7 +181,7 @@ def critical_batch(
 def critical_split_dim(
     peak_flops: Number, link_bytes_per_s: Number, *, num_chips: Number = 2, result_bytes: Number = 2
 ) -> Number:
-    """Contracting size D from which a matmul split along D is compute-bound on the link between chips.
+    """Returns the contracting size D from which a matmul split along D is compute-bound on the link between chips.
 
     Each chip computes 2BDF/n FLOPs and sends its partial [B,F] once: D > n x bytes / 2 x peak / link; B and F
     cancel. Source: How to Scale Your Model, section 1.1.3.
@@ -188,7 +190,7 @@ def critical_split_dim(
 
 
 def critical_repeats(ops_per_s: Number, bytes_per_s: Number, *, bytes_per_element: Number) -> Number:
-    """Fused operations per element at which compute takes as long as reading and writing it once."""
+    """Returns the fused operations per element that take as long as its transfer of ``bytes_per_element``."""
     return ops_per_s * bytes_per_element / bytes_per_s
 
 

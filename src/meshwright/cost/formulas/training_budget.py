@@ -10,7 +10,7 @@ YEAR_S = 365 * DAY_S
 
 
 def training_flops(num_active_params: Number, num_tokens: Number) -> Number:
-    """6 N D: 2 per parameter and token forward, 4 backward; attention's own products are not in it.
+    """Returns 6 N D: 2 per parameter and token forward, 4 backward, without attention's own products.
 
     Source: How to Scale Your Model, section 4.2.
     """
@@ -18,88 +18,89 @@ def training_flops(num_active_params: Number, num_tokens: Number) -> Number:
 
 
 def train_seconds(flops: Number, *, num_chips: Number = 1, peak_flops: Number, mfu: Number = 1.0) -> Number:
-    """Seconds of that many FLOPs at a model FLOPs utilisation. Source: How to Scale Your Model, section 6.2."""
+    """Returns the seconds of these FLOPs at a model FLOPs utilisation. Source: How to Scale Your Model, section 6.2."""
     return flops / (num_chips * peak_flops * mfu)
 
 
 def days(seconds: Number) -> Number:
+    """Returns days of 24 hours."""
     return seconds / DAY_S
 
 
 def years(seconds: Number) -> Number:
-    """Years of 365 days."""
+    """Returns years of 365 days."""
     return seconds / YEAR_S
 
 
 def petaflop_days(flops: Number) -> Number:
-    """Days of one machine that does 1e15 FLOP/s."""
+    """Returns the days that these FLOPs take one machine that does 1e15 FLOP/s."""
     return flops / (1e15 * DAY_S)
 
 
 def available_flops(chip_hours: Number, peak_flops: Number) -> Number:
-    """FLOPs that this many chip-hours could do at peak."""
+    """Returns the FLOPs that these chip-hours could do at peak."""
     return chip_hours * 3600 * peak_flops
 
 
 def mfu_from_hours(flops: Number, chip_hours: Number, peak_flops: Number) -> Number:
-    """Utilisation of a run from its published chip-hours. Source: How to Scale Your Model, exercise 4.7."""
+    """Returns the utilisation of a run from its published chip-hours. Source: How to Scale Your Model, exercise 4.7."""
     return flops / available_flops(chip_hours, peak_flops)
 
 
 def rescaled_days(run_days: Number, *, chips_from: Number, chips_to: Number) -> Number:
-    """Days of a run on another number of chips at an unchanged utilisation."""
+    """Returns the days of a run on another number of chips at an unchanged utilisation."""
     return run_days * chips_from / chips_to
 
 
 def min_chips(num_bytes: float, bytes_per_chip: float) -> int:
-    """Fewest chips that hold this many bytes."""
+    """Returns the fewest chips that hold these bytes. InputError for a chip without memory."""
     if bytes_per_chip <= 0:
-        raise InputError(f"a chip with {bytes_per_chip:g} bytes holds nothing. Give its memory in bytes.")
+        raise InputError(f"a chip of {bytes_per_chip:g} bytes has no memory. Give its memory in bytes.")
     return math.ceil(num_bytes / bytes_per_chip)
 
 
 def cost_usd(seconds: Number, *, num_chips: Number, price_usd_per_hour: Number) -> Number:
-    """Money for the chips at a price per chip-hour."""
+    """Returns dollars for the chips at a price per chip-hour."""
     return seconds / 3600 * num_chips * price_usd_per_hour
 
 
 def power_w(num_chips: Number, watts_per_chip: Number) -> Number:
-    """Power of the chips alone: no hosts, network or cooling."""
+    """Returns the power of the chips alone: no hosts, network or cooling."""
     return num_chips * watts_per_chip
 
 
 def energy_kwh(seconds: Number, *, num_chips: Number, watts_per_chip: Number) -> Number:
-    """Energy of the chips alone at that power throughout."""
+    """Returns the energy of the chips alone, at this power all the time."""
     return power_w(num_chips, watts_per_chip) * seconds / 3.6e6
 
 
 def global_batch(microbatch_seqs: Number, *, data_parallel: Number, num_microbatches: Number) -> Number:
-    """Sequences per step: sequences of a microbatch x replicas x accumulated microbatches."""
+    """Returns the sequences per step: sequences of a microbatch x replicas x accumulated microbatches."""
     return microbatch_seqs * data_parallel * num_microbatches
 
 
 def num_microbatches(global_batch_seqs: Number, *, data_parallel: Number, microbatch_seqs: Number) -> Number:
-    """Microbatches to accumulate for a global batch."""
+    """Returns the microbatches to accumulate for a global batch."""
     return global_batch_seqs / (data_parallel * microbatch_seqs)
 
 
 def flops_per_dollar(peak_flops: Number, *, price_usd_per_hour: Number, mfu: Number = 1.0) -> Number:
-    """FLOPs that a dollar buys on one chip at a utilisation of its peak."""
+    """Returns the FLOPs that a dollar buys on one chip at a utilisation of its peak."""
     return peak_flops * mfu * 3600 / price_usd_per_hour
 
 
 def flops_per_joule(peak_flops: Number, *, watts_per_chip: Number, mfu: Number = 1.0) -> Number:
-    """FLOPs per joule of one chip alone, drawing its full power whatever the utilisation."""
+    """Returns the FLOPs per joule of one chip alone, which draws its full power at any utilisation."""
     return peak_flops * mfu / watts_per_chip
 
 
 def facility_energy_kwh(chips_kwh: Number, *, pue: Number, host_share: Number = 0.0) -> Number:
-    """Energy at the building's meter: chips, hosts and network as a share of them, times the PUE (cooling, losses)."""
+    """Returns energy at the building's meter: chips, hosts and network (``host_share`` of chips), cooling (``pue``)."""
     return chips_kwh * (1 + host_share) * pue
 
 
 def floor_area_m2(num_chips: Number, *, chips_per_rack: Number, m2_per_rack: Number = 1.0) -> Number:
-    """Floor of the racks: about 1 m2 a rack gives the 500 m2 that 16,000 H100 in racks of 32 are said to take.
+    """Returns the floor of the racks. With 1 m2 a rack, 16,000 H100 in racks of 32 take the 500 m2 of the source.
 
     Source: Scaling systems for LLMs (slides).
     """

@@ -1,8 +1,8 @@
 """Seconds of a collective over the links of a group: torus rings, switched domains, slices, this machine.
 
-A GROUP is one or several mesh axes that one collective uses jointly. ``array_bytes`` is the full (gathered)
-array on that group, per device that ends up with it; for a permute, what each device sends. Sizes and bytes may
-be NumPy arrays: nothing branches on them.
+A GROUP is the mesh axes, one or several, that one collective uses jointly. ``array_bytes`` are those of the full
+(gathered) array of one group; of a permute, the bytes that each device sends. Sizes and bytes may be NumPy arrays:
+nothing branches on them.
 Sources: How to Scale Your Model, sections 3.2 (rings, latency), 3.4 (summary), 5.1.6 (DCN).
 """
 
@@ -27,7 +27,7 @@ _INNER: tuple[Level, ...] = ("ici", "nvlink", "host")
 
 
 class KindRate(msgspec.Struct, frozen=True):
-    """``time = setup_s + max(bytes x seconds_per_byte, floor_s)``; ``level`` is that whose bandwidth binds."""
+    """``time = setup_s + max(bytes x seconds_per_byte, floor_s)``; ``level`` is the level whose bandwidth binds."""
 
     seconds_per_byte: Number
     floor_s: Number = 0.0
@@ -35,15 +35,15 @@ class KindRate(msgspec.Struct, frozen=True):
     level: Any = "none"
 
     def time(self, array_bytes: Number) -> Number:
-        """Seconds for that many bytes."""
+        """Returns the seconds for an array of these bytes."""
         return self.setup_s + _larger(array_bytes * self.seconds_per_byte, self.floor_s)
 
 
 class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group needs to be priced: its size, and the rate of each kind of collective.
+    """The size of a group, and the rate of each kind of collective on it.
 
-    ``ring_links`` is 2 where a device has a link to each side of its ring, so that halves sent both ways pass at the
-    same time; 1 where they share a port, or where one of the ways round a line uses all its links.
+    ``ring_links`` is 2 where a device has a link to each neighbour in a ring, so that halves sent in both directions
+    travel at the same time. It is 1 where they share a port, and on a line, whose links one direction uses all.
     """
 
     size: Number
@@ -53,7 +53,7 @@ class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
     def __getitem__(self, kind: str) -> KindRate:
         rate = self.kinds.get(kind)
         if rate is None:
-            raise InputError(f"no rate of the collective {kind!r} on this group.{nearest(kind, self.kinds)}")
+            raise InputError(f"there is no rate of the collective {kind!r} on this group.{nearest(kind, self.kinds)}")
         return rate
 
     @property
@@ -63,7 +63,7 @@ class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collective_time(kind: CollectiveKind, array_bytes: Number, group: GroupRates) -> Number:
-    """Seconds of one collective: the larger of its bandwidth and its latency term.
+    """Returns the seconds of one collective: the larger of its bandwidth and its latency term, plus any setup.
 
     AllReduce is a ReduceScatter and an AllGather. Source: How to Scale Your Model, section 3.2.
     """
@@ -71,24 +71,24 @@ def collective_time(kind: CollectiveKind, array_bytes: Number, group: GroupRates
 
 
 def collective_bound_by(kind: CollectiveKind, array_bytes: float, group: GroupRates) -> str:
-    """ "latency" where the hops take longer than the bytes, else the level whose bandwidth binds."""
+    """Returns "latency" where the hops take longer than the bytes, else the level whose bandwidth binds."""
     rate = group[kind]
     return "latency" if rate.floor_s > array_bytes * rate.seconds_per_byte else str(rate.level)
 
 
 def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibration | None = None) -> GroupRates:
-    """The rates of a group of mesh axes on a placement; the data sheet's without a calibration."""
+    """Returns the rates of a group of mesh axes on a placement; the data sheet's without a calibration."""
     return leg_rates(group_legs(placement, axes), calibration)
 
 
 def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> GroupRates:
-    """The rates of a group made of these legs.
+    """Returns the rates of a group made of these legs.
 
-    Torus axes add their bandwidths: W = 2 x one way of a ring, one way of a line, over ``sharing``. AllGather
-    is V/W with a ring, (n-1)/n V/W without. An AllToAll crosses the axes one after the other in a pipeline, each
-    with a quarter (a line: half) of what an AllGather of that axis's share takes: the longest axis binds.
-    Inside a switch: (n-1)/n V over the port. Levels work at the same time, the slowest binds: an outer one carries,
-    per chip, what all members inside it share and send on.
+    The bandwidths of torus axes add up to W: twice the one-way rate for a ring, once for a line, each over
+    ``sharing``. An AllGather of V bytes takes V/W if an axis is a ring, (n-1)/n V/W otherwise. An AllToAll crosses the
+    axes one after the other in a pipeline; each takes a quarter (a line: half) of an AllGather of that axis's share,
+    and the longest binds. Inside a switch an AllGather sends (n-1)/n V through the port. Levels work at the same
+    time and the slowest binds: see `_outer_terms`. Raises InputError on emulated devices without a calibration.
     """
     if not legs:
         return GroupRates(size=1, kinds=dict.fromkeys(COLLECTIVES, KindRate(0.0)))
@@ -122,21 +122,21 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
 
 
 def _calibrated(leg: Leg, calibration: Calibration) -> Leg:
-    """Returns a leg with the share of its bandwidth, and the latency of a hop, that were measured on its level."""
+    """Returns a leg with the calibration's share of its bandwidth and, if there is one, latency of a hop."""
     reached = leg.bytes_per_s * getattr(calibration.efficiency, leg.level)
     return replace(leg, bytes_per_s=reached, hop_s=calibration.hop_s.get(leg.level, leg.hop_s))
 
 
 def _outer_terms(legs: Sequence[Leg], num_inner: Number) -> tuple[Number, Number]:
-    """Seconds per byte of an AllGather and an AllToAll on the slowest of the outer levels.
+    """Returns the seconds per byte of an AllGather and an AllToAll on the slowest of the outer levels.
 
-    What a chip sends further out goes through the nearer levels too. With p members inside a level and n in the
-    group, a chip carries 1/p - 1/n of the gathered array through it, and (1 - p/n)/n of an AllToAll's.
+    Traffic to outer levels also passes the levels before them. With p members inside a level and n in the group, a
+    chip carries 1/p - 1/n of the gathered array through that level, and (1 - p/n)/n of an AllToAll's array.
     """
     size = num_inner * product(leg.size for leg in legs)
     inside, gather, exchange = num_inner, 0.0, 0.0
     for leg in legs:
-        # a level that the group does not use has nothing to bind, whatever goes on further out
+        # a level that the group does not use cannot bind, whatever outer levels carry
         used = leg.size > 1
         gather = _larger(gather, used * (1 / inside - 1 / size) / leg.bytes_per_s)
         exchange = _larger(exchange, used * (1 - inside / size) / size / leg.bytes_per_s)
@@ -145,7 +145,7 @@ def _outer_terms(legs: Sequence[Leg], num_inner: Number) -> tuple[Number, Number
 
 
 def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
-    """Seconds per byte of an AllGather and an AllToAll over the innermost level alone."""
+    """Returns the seconds per byte of an AllGather and an AllToAll over the innermost level alone."""
     if not legs:
         return 0.0, 0.0
     rates = [leg.bytes_per_s / leg.sharing for leg in legs]
@@ -154,7 +154,7 @@ def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
         return gather, gather / size
     exchange: Number = 0.0
     for leg, rate in zip(legs, rates, strict=True):
-        # this axis exchanges the share of the array that lies on one line of chips along it
+        # this axis exchanges the share of the array that one line of chips along it has
         busiest = busiest_link_share(leg.size, leg.wraps) * leg.size / size
         exchange = _larger(exchange, busiest * (leg.size > 1) / rate / leg.twist_gain)
     width: Number = sum((1 + leg.wraps) * rate * (leg.size > 1) for leg, rate in zip(legs, rates, strict=True))
@@ -163,24 +163,24 @@ def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
 
 
 def _line_or_ring(size: Number, closed: Any, width: Number) -> Number:
-    """Seconds per byte of an AllGather: 1/W of a ring, (n-1)/n of it otherwise."""
-    # a group of one has width 0 and moves nothing: its numerator is 0, and the divisor only must not be
+    """Returns the seconds per byte of an AllGather: 1/W if an axis is a ring, (n-1)/n of that otherwise."""
+    # a group of one has width 0 and moves nothing: the numerator is 0, and the divisor must not be
     return (size - 1 + closed) * (size > 1) / size / (width + (size == 1))
 
 
 def busiest_link_share(size: Number, wraps: Any) -> Number:
-    """Share of the array that the busiest link carries in one direction when n devices exchange it (AllToAll).
+    """Returns the share of the array that the busiest link carries in one direction of an AllToAll of n devices.
 
-    On a ring both ways an eighth, a quarter of an AllGather's half. The middle link of a line parts k = n/2 devices
-    (rounded down) from n - k, and each sends 1/n^2 of the array to each behind it: k (n - k) / n^2, a quarter if n is
-    even. Source: How to Scale Your Model, exercise 3.10, which counts rings.
+    In a ring used in both directions it is an eighth, a quarter of an AllGather's half. In a line the middle link
+    parts k = n/2 devices (rounded down) from n - k, and each device sends 1/n^2 of the array to each device beyond it:
+    k (n - k) / n^2, a quarter if n is even. Source: How to Scale Your Model, exercise 3.10, which counts rings.
     """
     half = size // 2
     return wraps / 8 + (1 - wraps) * half * (size - half) / size**2
 
 
 def _permute_rate(legs: Sequence[Leg]) -> KindRate:
-    """Every device sends to its neighbour in a ring over the group: the slowest link of the legs, one hop on it."""
+    """Returns the rate of sends from every device to the next of its group: one hop on the slowest link of the legs."""
     terms = [((leg.size > 1) / (leg.bytes_per_s / leg.sharing), leg.level) for leg in legs]
     floors = [(leg.size > 1) * leg.sharing * leg.hop_s for leg in legs]
     return KindRate(
@@ -191,7 +191,7 @@ def _permute_rate(legs: Sequence[Leg]) -> KindRate:
 
 
 def _ring_links(legs: Sequence[Leg]) -> Number:
-    """Links of a device that a ring through the group can use at once: two on closed torus axes of three or more."""
+    """Links of a device that a ring can use at once: 2 if all axes are closed torus axes of over two chips, else 1."""
     both: Number = 1
     for leg in legs:
         both = both * ((leg.size == 1) | (leg.wraps & (leg.size > 2) & (leg.level == "ici")))
@@ -199,7 +199,7 @@ def _ring_links(legs: Sequence[Leg]) -> Number:
 
 
 def received_share(kind: str, size: Number) -> Number:
-    """Bytes each device must receive, as a share of ``array_bytes``: how measured rates are counted."""
+    """Returns the bytes that each device must receive as a share of ``array_bytes``; measured rates count these."""
     once = (size - 1) / size
     if kind == "all_reduce":
         return 2 * once
@@ -210,7 +210,7 @@ def received_share(kind: str, size: Number) -> Number:
 
 def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
     if calibration is None:
-        raise InputError("devices of this machine have no data sheet. Measure them: give a calibration.")
+        raise InputError("the devices of this machine have no data sheet. Measure them and give a calibration.")
     kinds = {}
     for kind in COLLECTIVES:
         if any(rate.kind == kind for rate in calibration.collectives):
@@ -224,7 +224,7 @@ def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
 
 
 def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_shards: Number = 1) -> Number:
-    """Array bytes below which a hop takes longer to start than to send its shard: shards x link x hop.
+    """Returns the array bytes below which a hop's latency is longer than the time to send a shard: shards x link x hop.
 
     Source: How to Scale Your Model, sections 3.2 and 7.6.3.
     """
@@ -232,10 +232,10 @@ def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_sh
 
 
 def ring_link_share(kind: CollectiveKind, size: Number, *, two_way: bool) -> Number:
-    """Share of the array that crosses one link in one direction of a ring of ``size`` devices.
+    """Returns the share of the array that crosses one link in one direction of a ring of ``size`` devices.
 
-    One way, AllGather (n-1)/n and AllToAll half of it; both directions used, a half and a quarter of that.
-    Exact on a one-way ring; for AllToAll over both directions the limit of a large ring.
+    On a one-way ring AllGather sends (n-1)/n and AllToAll half of that; with ``two_way`` AllGather sends a half and
+    AllToAll a quarter of these. All are exact but the last, which is the limit of a large ring.
     Source: How to Scale Your Model, exercise 3.10.
     """
     factors: Mapping[str, tuple[float, float]] = {
@@ -248,14 +248,14 @@ def ring_link_share(kind: CollectiveKind, size: Number, *, two_way: bool) -> Num
 
 
 def _larger(first: Number, second: Number) -> Number:
-    """The larger of two numbers or arrays, without a branch on them."""
+    """Returns the elementwise larger of two numbers or arrays."""
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return np.maximum(first, second)
     return max(first, second)
 
 
 def _binding(*terms: tuple[Number, str]) -> Any:
-    """The level that takes longest, of (seconds, level) from inside out; an inner one where two take as long."""
+    """Returns the level that takes longest, of (seconds, level) from inside out; of equal ones the inner level."""
     longest, chosen = terms[0][0], np.where(np.asarray(terms[0][0]) > 0, terms[0][1], "none")
     for seconds, level in terms[1:]:
         chosen = np.where(seconds > longest, level, chosen)

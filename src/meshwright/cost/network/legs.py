@@ -1,4 +1,4 @@
-"""The legs of a group: which part of it lies on each physical axis, and how far its furthest shard travels."""
+"""The legs of a group: its part on each physical axis, and how far its furthest shard travels there."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -12,16 +12,16 @@ from meshwright.cost.network.links import Level, Link
 from meshwright.cost.network.placement import Placement
 
 TWIST_GAIN = {"k x k x 2k": 1.63, "k x 2k x 2k": 1.31}
-"""AllToAll throughput of a whole twisted torus over the plain one of its shape, as measured on TPU v4 in slices of
-4x4x8 and 4x8x8. Source: Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023)."""
+"""AllToAll throughput of a whole twisted torus divided by that of the plain torus of its shape, as measured on TPU v4
+in slices of 4x4x8 and 4x8x8. Source: Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023)."""
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a group on one physical axis.
 
-    ``bytes_per_s`` is one way and per chip; ``sharing`` is how many interleaved groups use the same links;
-    ``hops`` are the links that the furthest shard crosses; ``twist_gain`` how much more an AllToAll gets through
-    because the torus that the group fills is twisted.
+    ``bytes_per_s`` is one way and per chip; ``sharing`` is the number of interleaved groups on the same links;
+    ``hops`` are the links that the furthest shard crosses; ``twist_gain`` is the factor by which a twisted torus that
+    the group fills speeds up its AllToAll.
     """
 
     level: Level
@@ -35,7 +35,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def switched(link: Link, size: int) -> Leg:
-    """A leg on one level of switches: every chip has its own port, so that groups do not share links.
+    """Returns a leg on one level of switches: every chip has its own port, so that groups do not share links.
 
     Inside a domain any chip is one hop away; across the network a shard is passed on in a tree.
     """
@@ -44,30 +44,30 @@ def switched(link: Link, size: int) -> Leg:
 
 
 def ring_hops(size: Number) -> Number:
-    """Serial hops when each member sends to the next: n - 1. An AllReduce takes twice as many."""
+    """Returns the serial hops when each member sends to the next: n - 1. An AllReduce takes twice as many."""
     return size - 1
 
 
 def tree_hops(size: int) -> int:
-    """Serial hops when each round doubles the members reached: log2 n, rounded up.
+    """Returns the serial hops when each round doubles the members reached: log2 n, rounded up.
 
-    Never more than ``ring_hops``. Libraries choose between the two by size: rings send (n-1)/n of the array where
-    a tree sends all of it, so that the latency of one with the bandwidth of the other is at most n/(n-1) too fast.
+    Never more than ``ring_hops``. Libraries choose between the two by size: a ring sends (n-1)/n of the array, a tree
+    all of it. A price from the latency of a tree and the bandwidth of a ring is too low by n/(n-1) at most.
     Source: Sanders, Speck and Traeff, "Two-tree algorithms" (2009), which NCCL's trees follow.
     """
     return (size - 1).bit_length()
 
 
 def group_legs(placement: Placement, axes: Iterable[str]) -> tuple[Leg, ...]:
-    """The legs of a group of mesh axes on the physical axes that it uses, see `legs_of_links`."""
+    """Returns the legs of a group of mesh axes on the physical axes that it uses: see `legs_of_links`."""
     return tuple(leg for leg in legs_of_links(placement, axes) if leg is not None)
 
 
 def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None, ...]:
-    """The leg of a group of mesh axes on each physical axis, factors on the same one merged; None where it has none.
+    """Returns the leg of a group of mesh axes on each physical axis, its factors there merged; None if it has none.
 
-    A merged leg that reaches the outermost factor spans the whole physical axis, so it wraps where that wraps;
-    factors inside it that are not in the group are other groups on the same links (``sharing``).
+    A leg that reaches the outermost factor spans the physical axis, so it wraps if the axis wraps. Factors inside it
+    that are not in the group are other groups on the same links (``sharing``). InputError for an unknown axis.
     """
     chosen = frozenset(axes)
     unknown = chosen.difference(placement.mesh)
@@ -79,9 +79,9 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
 
 
 def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
-    """Whether twisted axes close into rings in this group, and what its AllToAll gains by the twist.
+    """Returns whether twisted axes close into rings in this group, and the factor that its AllToAll gains by the twist.
 
-    A twisted axis leads to the middle of the longer ones, which must then be in the group whole.
+    A twisted axis leads to the middle of the longer axes, so these must be in the group whole.
     """
     if not any(link.twisted for link in links):
         return True, 1.0

@@ -1,4 +1,4 @@
-"""The links of a cluster, innermost level first: torus axes, a switched domain, its network levels, slices."""
+"""The links of a cluster, innermost level first: torus axes and slices, or a switched domain and network levels."""
 
 import math
 from typing import Literal
@@ -17,7 +17,7 @@ TORUS_AXES = "xyzuvw"
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """One physical axis, and the mesh axes on it: ``parts`` are (mesh axis, factor) from outer to inner.
 
-    ``bytes_per_s`` is one way and per chip. Inner factors are contiguous, outer ones strided by what is inside.
+    ``bytes_per_s`` is one way and per chip. Inner factors are contiguous; an outer one has the stride of all inside it.
     A ``twisted`` axis wraps around to the middle of the longer axes: it closes into rings only together with them.
     """
 
@@ -32,9 +32,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TorusWidth(msgspec.Struct, frozen=True, kw_only=True):
-    """W of a torus axis in closed forms: of a ring both ways, or of a line one way where no axis wraps around.
+    """The bandwidth W of a torus axis in closed forms: both ways of a ring, or one way of a line if no axis wraps.
 
-    ``axes`` are the axes of several chips as multiples of that W, widest first: a line beside rings is a half.
+    ``axes`` has one entry for each axis of several chips, in multiples of that W, widest first: a line beside rings
+    is a half. ``words`` say which directions W counts.
     """
 
     bytes_per_s: float
@@ -43,7 +44,7 @@ class TorusWidth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def torus_width(cluster: Cluster) -> TorusWidth | None:
-    """W of the axes of a slice; None where it has no torus axis, or where the rate of a link is not known."""
+    """Returns W of a slice's axes; None if no torus axis has several chips, or the rate of a link is not known."""
     rings = sorted((wraps for size, wraps in zip(cluster.shape, cluster.wraps, strict=True) if size > 1), reverse=True)
     link = cluster.chip.ici_link_bytes_per_s
     if cluster.kind != "torus" or link is None or not rings:
@@ -58,7 +59,7 @@ def torus_width(cluster: Cluster) -> TorusWidth | None:
 
 
 def physical_links(cluster: Cluster) -> tuple[Link, ...]:
-    """The links of a cluster without a mesh; axes of size 1 are included with an unused rate."""
+    """Returns the links of a cluster without a mesh, axes of size 1 included. InputError for an unknown rate."""
     if cluster.kind == "torus":
         return _torus_links(cluster)
     if cluster.kind == "switched":
@@ -93,7 +94,7 @@ def _torus_links(cluster: Cluster) -> tuple[Link, ...]:
 
 
 def _switched_links(cluster: Cluster) -> tuple[Link, ...]:
-    """The domain over the chip's own links, then each network level; a rate is divided by its oversubscription."""
+    """Returns the domain on the chip's own links, then each network level; oversubscription divides a rate."""
     chip, links = cluster.chip, []
     for number, (name, size) in enumerate(zip(cluster.level_names, cluster.shape, strict=True)):
         figures = cluster.levels[number] if cluster.levels else None

@@ -1,4 +1,4 @@
-"""Which physical links each mesh axis runs over: the candidates for a mesh on a cluster."""
+"""Placements of a mesh on a cluster: which physical links each mesh axis uses."""
 
 import functools
 import itertools
@@ -13,7 +13,8 @@ from meshwright.cost.network.links import Link, Parts, physical_links
 from meshwright.spec.cluster import Cluster
 
 Factors = tuple[int, ...]
-AxisFactors = tuple[tuple[tuple[int, int], ...], ...]
+MeshLayout = tuple[tuple[tuple[int, int], ...], ...]
+"""For each link its factors, outermost first, as (index of the mesh axis, size)."""
 
 MAX_PLACEMENTS = 12
 
@@ -25,7 +26,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[Link, ...]
 
     def describe(self) -> dict[str, str]:
-        """Per mesh axis, what it is made of: ``{"data": "5 of y (20) x 7 of z (28)", "tensor": "z (4)"}``."""
+        """Maps each mesh axis to its factors: ``{"data": "5 of y (20) x 7 of z (28)", "tensor": "4 of z (28)"}``."""
         return {axis: " x ".join(self._words(axis)) or "1 chip" for axis in self.mesh}
 
     def _words(self, axis: str) -> list[str]:
@@ -38,17 +39,18 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ...]:
-    """Candidate placements of a mesh (axis -> size, major to minor), at most ``MAX_PLACEMENTS``, whole axes first.
+    """Returns candidate placements of a mesh (axis -> size, major to minor), at most ``MAX_PLACEMENTS``: those whose
+    mesh axes share the fewest physical axes first; () if there is none.
 
-    On a torus a mesh axis is factored over the physical axes; the minor axes lie inside as contiguous blocks.
-    Those kept are not beaten on every axis by another one. On switches the minor axes fill the domain first.
-    Slices over the data-centre network take the outermost factors of the major-most axes.
+    On a torus a mesh axis is factored over the physical axes; the minor axes are inside as contiguous blocks. A
+    placement is dropped if another is as good on every axis. On switches the minor axes fill the domain first.
+    The outermost factors of the major-most axes cross slices.
     """
     if math.prod(mesh.values()) != cluster.num_chips:
         shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
         raise InputError(
-            f"mesh {shape} has {math.prod(mesh.values())} devices and {cluster.short_name} {cluster.num_chips} chips."
-            " Make the two equal, or name a smaller cluster."
+            f"mesh {shape} has {math.prod(mesh.values())} devices, but {cluster.short_name} has {cluster.num_chips}"
+            " chips. Make the two equal."
         )
     # axes of size 1 take no link, and leaving them out lets equal meshes share one cached search
     names = tuple(axis for axis, size in mesh.items() if size > 1)
@@ -59,17 +61,18 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ..
 
 
 def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
-    """The placement of a mesh of any axes: on a torus each on a physical axis of its own, if they are long enough.
+    """Returns the placement of a mesh of any axes, which may have fewer devices than the cluster.
 
-    As many as possible fill theirs, which closes into a ring if it wraps around. A mesh of fewer chips has the links
-    of the whole torus, what it leaves free is unnamed; on switches it has the first chips and domains. Otherwise the
-    first of `place_axes`. Raises CannotRunError when the mesh has more devices than the cluster.
+    On a torus each mesh axis takes a physical axis that is long enough, and as many as possible fill theirs, which
+    closes a ring if it wraps around; if this does not fit, it is the first of `place_axes`. Chips that the mesh leaves
+    free have no name. Switches use the first chips and domains. Raises CannotRunError for a mesh larger than the
+    cluster, InputError for one that neither fits so nor divides it.
     """
     needed = math.prod(mesh.values())
     if needed > cluster.num_chips:
         raise CannotRunError(
-            f"the mesh has {needed} devices and {cluster.short_name} {cluster.num_chips} chips; "
-            f"name a larger cluster or a smaller mesh."
+            f"the mesh has {needed} devices, but {cluster.short_name} has {cluster.num_chips} chips. "
+            f"Name a larger cluster or a smaller mesh."
         )
     if cluster.kind != "torus":
         laid = place_axes(_first_chips(cluster, needed), mesh)[0]
@@ -98,7 +101,7 @@ def _parts(*found: tuple[str, int]) -> Parts:
 
 
 def _first_chips(cluster: Cluster, needed: int) -> Cluster:
-    """The first chips of a host or, domain by domain, of a switched cluster; the cluster where they fill no part."""
+    """Returns the first chips of a host, or the first domains of switches; the whole cluster if they fill none."""
     shape, left = [], needed
     for size in cluster.shape:
         shape.append(min(left, size))
@@ -109,21 +112,21 @@ def _first_chips(cluster: Cluster, needed: int) -> Cluster:
 
 
 def physical_placement(cluster: Cluster) -> Placement:
-    """Every physical axis or level as a mesh axis of its own: x, y, z; domain, nodes, racks; slices."""
+    """Returns a placement with each physical axis or level as a mesh axis: x, y, z; domain, nodes, racks; slices."""
     links = physical_links(cluster)
     named = tuple(replace(link, parts=((link.name, link.size),)) for link in links)
     return Placement(mesh={link.name: link.size for link in links}, links=named)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _named(links: tuple[Link, ...], layout: AxisFactors, names: tuple[str, ...]) -> tuple[Link, ...]:
+def _named(links: tuple[Link, ...], layout: MeshLayout, names: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(
         replace(link, parts=tuple((names[index], factor) for index, factor in parts))
         for link, parts in zip(links, layout, strict=True)
     )
 
 
-def _torus_layouts(cluster: Cluster, sizes: Factors) -> tuple[AxisFactors, ...]:
+def _torus_layouts(cluster: Cluster, sizes: Factors) -> tuple[MeshLayout, ...]:
     slices = _take_outermost(sizes, cluster.num_slices)
     inside = tuple(size // outer for size, outer in zip(sizes, slices, strict=True))
     longest = max(cluster.shape)
@@ -140,7 +143,7 @@ def _torus_layouts(cluster: Cluster, sizes: Factors) -> tuple[AxisFactors, ...]:
 
 
 def _take_outermost(sizes: Factors, num_slices: int) -> Factors:
-    """Per axis the factor that crosses slices: as much as possible of the major-most axes."""
+    """Returns for each axis the factor that crosses slices: as much as possible of the major-most axes."""
     taken = []
     for size in sizes:
         factor = math.gcd(size, num_slices)
@@ -150,8 +153,8 @@ def _take_outermost(sizes: Factors, num_slices: int) -> Factors:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _fill_levels(shape: Factors, sizes: Factors) -> AxisFactors:
-    """The one layout on switches: the minor axes fill the innermost level first, as far as they divide it."""
+def _fill_levels(shape: Factors, sizes: Factors) -> MeshLayout:
+    """Returns the layout on switches: the minor axes fill the innermost level first, as far as they divide it."""
     rest, layout = sizes, []
     for size in shape[:-1]:
         free = size
@@ -166,7 +169,7 @@ def _fill_levels(shape: Factors, sizes: Factors) -> AxisFactors:
     return tuple(tuple((index, one) for index, one in enumerate(parts) if one > 1) for parts in layout)
 
 
-_LAYOUTS: dict[str, Callable[[Cluster, Factors], tuple[AxisFactors, ...]]] = {
+_LAYOUTS: dict[str, Callable[[Cluster, Factors], tuple[MeshLayout, ...]]] = {
     "torus": _torus_layouts,
     "switched": lambda cluster, sizes: (_fill_levels(cluster.shape, sizes),),
     "host": lambda cluster, sizes: ((tuple(enumerate(sizes)),),),
@@ -174,13 +177,13 @@ _LAYOUTS: dict[str, Callable[[Cluster, Factors], tuple[AxisFactors, ...]]] = {
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> tuple[AxisFactors, ...]:
-    """Layouts of the sizes (major to minor) over a torus, best first."""
+def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> tuple[MeshLayout, ...]:
+    """Returns the layouts of the sizes (major to minor) over a torus, best first."""
     partial: list[tuple[Factors, tuple[Factors, ...], tuple[float, ...]]] = [((1,) * len(shape), (), ())]
     for index in reversed(range(len(sizes))):
         grown = []
         for used, splits, costs in partial:
-            # the innermost axis is the critical one: keep more ways for it
+            # the innermost axis matters most: keep more factorings of it
             for split, cost in _splits(shape, wraps, used, sizes[index], 2 if not splits else 1):
                 inner = tuple(u * s for u, s in zip(used, split, strict=True))
                 grown.append((inner, (split, *splits), (cost, *costs)))
@@ -191,11 +194,11 @@ def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> t
 
 
 def _shared_axes(splits: tuple[Factors, ...]) -> int:
-    """Mesh axes beyond the first on each physical axis: 0 when every physical axis is whole."""
+    """Returns the number of mesh axes beyond the first on each physical axis, summed; 0 if none is shared."""
     return sum(max(0, sum(split[i] > 1 for split in splits) - 1) for i in range(len(splits[0]))) if splits else 0
 
 
-def _layout(splits: tuple[Factors, ...], num_axes: int) -> AxisFactors:
+def _layout(splits: tuple[Factors, ...], num_axes: int) -> MeshLayout:
     return tuple(
         tuple((index, split[i]) for index, split in enumerate(splits) if split[i] > 1) for i in range(num_axes)
     )
@@ -204,7 +207,7 @@ def _layout(splits: tuple[Factors, ...], num_axes: int) -> AxisFactors:
 def _not_beaten(
     found: Sequence[tuple[tuple[Factors, ...], tuple[float, ...]]],
 ) -> list[tuple[tuple[Factors, ...], tuple[float, ...]]]:
-    """One layout per distinct cost vector that no other layout matches or betters on every axis."""
+    """Returns one layout for each cost vector (cost by mesh axis) that no other matches or betters on every axis."""
     unique = {costs: splits for splits, costs in reversed(found)}
     return [
         (splits, costs)
@@ -219,7 +222,7 @@ def _splits(
 ) -> tuple[tuple[Factors, float], ...]:
     """Returns factorings of ``size`` over the free sizes, with the relative AllGather time of each.
 
-    The best ``keep`` for each number of physical axes, without those that differ by a symmetry of the torus.
+    Keeps the best ``keep`` per number of physical axes, and one of those that are equal by symmetry of the torus.
     """
     free = tuple(p // u for p, u in zip(shape, used, strict=True))
     distinct: dict[tuple[object, ...], tuple[int, float, int, Factors]] = {}
@@ -251,7 +254,7 @@ def factorings(number: int, options: Sequence[Sequence[int]]) -> Iterator[tuple[
 
 
 def _relative_time(shape: Factors, wraps: tuple[bool, ...], used: Factors, split: Factors) -> float:
-    """AllGather seconds per byte in units of one link, by the rule of ``network.group_rates``."""
+    """Returns AllGather time relative to one link's, by the rule of `cost.network.collectives.leg_rates`."""
     rate, ring, size = 0.0, False, math.prod(split)
     for full, wrap, inner, factor in zip(shape, wraps, used, split, strict=True):
         if factor > 1:

@@ -1,5 +1,4 @@
-"""Amounts of work of a local step on one emulated device, in the units of its pace inside a step
-(`spec.calibration.Pace`)."""
+"""Amounts of work of a local step on one emulated device, in the units of `spec.calibration.Pace`."""
 
 import msgspec
 import numpy as np
@@ -25,7 +24,7 @@ from meshwright.spec.calibration import HostRates, Pace
 
 
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):
-    """One execution of a step, each field in the unit of the pace's field of that name."""
+    """Amounts of one execution of a step; each field is in the unit of the field of `Pace` with the same name."""
 
     flop: Number = 0.0
     score: Number = 0.0
@@ -34,11 +33,11 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     call: Number = 0.0
 
     def math_s(self, pace: Pace) -> Number:
-        """Seconds of compute, and of calls whatever their size."""
+        """Returns the seconds of compute, and those of calls whatever their size."""
         return self.flop * pace.flop + self.score * pace.score + self.call * pace.call
 
     def memory_s(self, pace: Pace) -> Number:
-        """Seconds of memory traffic."""
+        """Returns the seconds of memory traffic."""
         return self.byte * pace.byte + self.kept_byte * pace.kept_byte
 
 
@@ -60,7 +59,7 @@ def amounts_of(step: Step, sizes: OpSizes, *, kept: frozenset[ShardedArray] = fr
 
 
 def pace_of(step: Step, host: HostRates) -> Pace:
-    """The pace of a local step's kind."""
+    """Returns the pace of a local step's kind."""
     return host.product if is_product(step) or reads_cache(step) else host.ops.get(step.op, host.stream)
 
 
@@ -76,7 +75,7 @@ def is_product(step: Step) -> bool:
 
 
 def num_calls(step: Step, sizes: OpSizes) -> Number:
-    """Tiles that attention on a host computes: every sequence and key head by itself, its queries tile by tile."""
+    """Returns the tiles of queries that attention on a host computes, each for one sequence and one key head."""
     arrays = AttentionArrays.of(step)
     keys, length = sizes.local(arrays.k), sizes.local(arrays.q)[positions_of(arrays.q)]
     heads = keys[arrays.k.dims[2]]
@@ -84,10 +83,10 @@ def num_calls(step: Step, sizes: OpSizes) -> Number:
 
 
 def tiled_share(step: Step, sizes: OpSizes) -> Number:
-    """The share of the scores of a square that attention on a host computes, queries taken tile by tile.
+    """Returns the share of the counted scores that attention on a host computes, tile of queries by tile.
 
-    Each tile meets the keys up to its last query: (tiles + 1) / 2 tiles in the mean. With a window, or with keys of
-    several devices, nothing more is left out than is counted.
+    A tile is multiplied with the keys up to its last query: with (tiles + 1) / 2 tiles of keys in the mean. It is 1
+    where `op_flops` leaves masked scores out already, with a window, and with positions split over devices.
     """
     arrays, details = AttentionArrays.of(step), step.details
     split = details.ring or any(array.axes_of(positions_of(array)) for array in (arrays.q, arrays.k))

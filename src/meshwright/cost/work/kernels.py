@@ -1,4 +1,4 @@
-"""Seconds of local ops on one chip: data-sheet rates, and how far shapes and launches stay behind them."""
+"""Seconds of local ops on one chip: data-sheet rates, and how much shapes and launches add."""
 
 from typing import Any
 
@@ -39,15 +39,15 @@ UNFUSED_KERNELS = 4
 """Kernels of attention that is not fused: scores, mask and softmax, dropout, weighted sum."""
 
 CASTS_BYTES = 2
-"""Traffic of one element that the op before also writes narrower, once as it is and once transposed."""
+"""Bytes of traffic for each element that the op before a product casts to one byte: written as it is and transposed."""
 
 
 class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of one chip; fields may be arrays, one entry per candidate.
 
-    ``wide_flops_per_s`` is the rate of products that keep 16 bits or more where others are narrower: the loss head and
-    the router. ``processors`` is the number of SMs, 0 where products are not cut into tiles over them. ``host`` prices
-    emulated devices where their steps have been measured.
+    ``wide_flops_per_s`` is the rate of the loss head and the router, which keep the dtype of the state if other
+    products are ``narrow``. ``processors`` is the number of SMs, 0 for chips without. ``eager`` is true if a host
+    starts every kernel. ``host`` prices emulated devices whose steps have been measured.
     """
 
     matmul_flops_per_s: Number
@@ -62,12 +62,12 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """One execution of one derived step on one device, and how many times a training step executes it.
+    """The cost of one execution of a derived step on one device, and how many times a training step executes it.
 
-    ``count`` is over all layers, ``here`` on the busiest device of a pipeline: its layers and the head.
-    ``network_bytes`` are those of the full array of a collective, ``latency_s`` the part of ``network_s`` that the
-    bytes do not explain. ``hides`` is true for a collective that nothing in its pass waits for; ``overlap`` is the
-    efficiency's.
+    ``count`` is over all layers, ``here`` over those of the busiest device of a pipeline, which has the head.
+    ``network_bytes`` are those of the full array of a collective, ``latency_s`` is the part of ``network_s`` that bytes
+    do not explain, and ``level`` is the level of the network that binds. ``overlap`` is the exponent of
+    `partly_hidden` for compute and memory.
     """
 
     step: Step
@@ -97,6 +97,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hides(self) -> bool:
+        """True for a collective that nothing in its pass waits for."""
         return self.step.is_collective and not self.step.critical and self.step.phase != "update"
 
     @property
@@ -106,7 +107,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gathers_weights(self) -> bool:
-        """True for a gather that needs no result of its pass, so that it could run ahead of the pass."""
+        """True for a gather that needs no result of its pass, so that it can run ahead of the pass."""
         return self.step.op == "all_gather" and self.hides
 
     @property
@@ -128,9 +129,9 @@ def chip_rates(
     state_dtype: str,
     assumptions: Assumptions = AS_RUN,
 ) -> ChipRates:
-    """The rates of a chip for products of ``dtype`` in a training state whose own width is ``state_dtype``.
+    """Returns the rates of a chip for products of ``dtype`` in a training state of ``state_dtype``.
 
-    Attention that is not fused, in the manner of 2021, runs at the rate of other products.
+    Attention that is not fused, as in software of 2021, runs at the rate of other products.
     """
     attention = (matmul_rate if assumptions.software == "eager-2021" else attention_rate)(chip, calibration, dtype)
     if assumptions.attention_kernel == "portable":
@@ -155,9 +156,9 @@ def chip_rates(
 def local_cost(
     step: Step, sizes: OpSizes, rates: ChipRates, *, kept: frozenset[ShardedArray] = frozenset()
 ) -> StepCost:
-    """Prices a local step by itself: its products, its memory traffic, and its launch.
+    """Prices a local step by itself: its products, its memory traffic and its launches.
 
-    ``kept`` are the results that its block keeps, which an emulated device also copies into a stack.
+    ``kept`` are the results that its block keeps; an emulated device also copies these into a stack.
     """
     at = rates.efficiency
     if rates.host is not None:
@@ -198,7 +199,7 @@ def local_cost(
 
 
 def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Number:
-    """Seconds of two activities that overlap in part: (a^p + b^p)^(1/p), the longer of the two if p is None."""
+    """Returns the seconds of two activities that overlap in part: (a^p + b^p)^(1/p), or the longer if p is None."""
     if overlap is None:
         return np.maximum(first, second)
     found: Number = (first**overlap + second**overlap) ** (1 / overlap)
@@ -206,21 +207,21 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
 
 
 def moved_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Bytes that one execution of a local step moves, with all that handling slots of experts costs."""
+    """Returns the bytes that one execution of a local step moves, those for the slots of experts included."""
     return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes)
 
 
 def num_kernels(step: Step, sizes: OpSizes) -> int:
-    """Kernels that a step starts: none for what only renames, and for the optimizer, whose kernels take all at once."""
+    """Returns the kernels that a step starts: 0 for renaming and for the optimizer, which takes all weights at once."""
     if step.phase == "update":
         return 0
     return UNFUSED_KERNELS if is_attention(step) and sizes.scores != "on_chip" else kind_of(step).num_kernels
 
 
 def _product_s(step: Step, flops: Number, sizes: OpSizes, rates: ChipRates) -> tuple[Number, Number]:
-    """Seconds of a matrix product, and the bytes that casting its operands to narrower ones moves.
+    """Returns the seconds of a matrix product, and the bytes moved by casting its first operand to a narrower dtype.
 
-    The loss head and the router keep 16 bits.
+    The operands of the loss head and the router are not cast.
     """
     outputs, contracted = product_shape(step, sizes)
     wide = step.role == "head" or step.result.dims[-1] == "E" or any(a.dims[-1] == "E" for a in step.inputs)
@@ -232,7 +233,7 @@ def _product_s(step: Step, flops: Number, sizes: OpSizes, rates: ChipRates) -> t
 
 
 def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
-    """Elements of the local result, and the local length of the sum that makes each of them."""
+    """Returns the elements of the local result, and the number of terms that each of them sums locally."""
     local = sizes.local(*step.inputs)
     result = set(step.result.dims)
     outputs = product(size for dim, size in local.items() if dim in result)
@@ -240,8 +241,7 @@ def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
 
 
 def _host_cost(step: Step, sizes: OpSizes, host: HostRates, overlap: Number, kept: frozenset[ShardedArray]) -> StepCost:
-    """Prices a local step on an emulated device, without overlap of compute and memory
-    (`spec.calibration.HostRates`)."""
+    """Prices a local step on an emulated device by its `HostRates`."""
     amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
     kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
     return StepCost(

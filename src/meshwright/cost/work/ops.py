@@ -13,23 +13,23 @@ from meshwright.spec.weights import weight_table
 
 LocalTerm = Literal["matmul", "attention", "elementwise", "loss_head", "optimizer"]
 LOCAL_TERMS: tuple[LocalTerm, ...] = get_args(LocalTerm)
-"""Terms of an estimate that are work on the device itself; the others are communication, or waiting."""
+"""Terms of an estimate that are work on the device itself; the others are communication or idle time."""
 
 _TERMS: dict[str, LocalTerm] = {"contraction": "matmul", "attention": "attention", "optimizer": "optimizer"}
 """Group of a step -> its term of the step time; every other group is elementwise."""
 
 
 def op_flops(step: Step, sizes: OpSizes) -> Number:
-    """FLOPs of one execution of a local step on one device; of its parts together where it has any."""
+    """Returns the FLOPs of one execution of a local step on one device; with parts, their sum."""
     if step.parts:
         return sum(op_flops(part, sizes) for part in step.parts)
     return kind_of(step).flops(step, sizes)
 
 
 def op_hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Bytes that one execution of a local step moves to and from memory on one device.
+    """Returns the bytes that one execution of a local step moves to and from memory on one device.
 
-    Parts of a collective matmul read a weight once: its blocks follow each other at once, and find it on the chip.
+    The blocks of a collective matmul read a weight once: they follow each other directly, and find it on the chip.
     """
     if step.parts:
         return sum(op_hbm_bytes(part, sizes) for part in step.parts)
@@ -39,7 +39,7 @@ def op_hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def op_term(step: Step) -> LocalTerm:
-    """The term of the step time that a local step belongs to; everything in the loss head is one term."""
+    """Returns the term of the step time that a local step belongs to; everything in the loss head is one term."""
     return "loss_head" if step.role == "head" else _TERMS.get(kind_of(step).group, "elementwise")
 
 
@@ -49,13 +49,13 @@ def is_attention(step: Step) -> bool:
 
 
 def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
-    """FLOPs of one step of a job that the model needs, recomputation left out: what MFU counts.
+    """Returns the FLOPs of one step of a job that the model needs, without recomputation, as MFU counts them.
 
-    To train 6 x matrix parameters x tokens + 12 B T S N H L: the unembedding counts, the embedding look-up is free.
-    Frozen weights take 4, without the products for their gradients. Only chosen experts count. Prefill and decode take
-    a third, with the unembedding of one position of each sequence; the query of a decode step meets the whole cache. S
-    are the keys that a query meets: T, or the window in layers that have one, and half of it with ``causal``; without,
-    there is no causal discount. With latent attention 2 H is H + Hv. Source: How to Scale Your Model, section 4.
+    Training takes 6 x matrix parameters x tokens + 12 B T S N H L: the unembedding counts, the embedding look-up is
+    free. Frozen weights take 4 in place of 6: they have no gradients. Only chosen experts count. Prefill and decode
+    take a third, with the unembedding of one position of each sequence. S are the keys of a query: T, or the window in
+    layers that have one, and half of that with ``causal``; in decode the whole cache. With latent attention 2 H is
+    H + Hv. Source: How to Scale Your Model, section 4.
     """
     width = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
     num_sliding = len(model.sliding_layers)
@@ -76,14 +76,14 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
 
 
 def mfu_words(model: Model) -> str:
-    """Returns the FLOPs that `model_flops` counts of a training step, in letters."""
+    """Returns the formula of `model_flops` for a training step, in letters."""
     products = "4ND of frozen weights, 6ND of adapters" if model.lora else "6ND"
     return f"{products} + 12 B T^2 N H L, N without the look-up, no causal discount"
 
 
 def _encoder_flops(model: Model, job: Job, width: int) -> float:
-    """FLOPs that an encoder adds: its own products and the products of the keys and values made of its result, for its
-    positions in place of the decoder's; the scores of every key in its layers and in cross-attention."""
+    """Returns the FLOPs that an encoder adds in training: its own products and cross-attention's keys and values, for
+    its positions in place of the decoder's; and the scores of its layers and of cross-attention."""
     assert model.encoder is not None
     length = model.encoder.length
     crossed = ("layers.cross_wk", "layers.cross_wv")
@@ -94,9 +94,8 @@ def _encoder_flops(model: Model, job: Job, width: int) -> float:
 
 
 def num_matmul_params(model: Model, *, frozen: bool = False) -> int:
-    """Parameters that every token is multiplied with: matrices without the look-up table, a tied one once.
-
-    With ``frozen`` those that are not trained.
+    """Returns the parameters that every token is multiplied with: all matrices but the look-up table; a tied table
+    counts once. With ``frozen``, only those that are not trained.
     """
     matrices = [row for row in weight_table(model) if row.kind == "matrix" and row.part != "embedding"]
     matrices = [row for row in matrices if row.frozen or not frozen]

@@ -1,6 +1,6 @@
-"""Slots of experts as programs compute and hold them: in blocks of rows, with or without those that nobody fills.
+"""Slots of experts as programs compute and store them: in blocks of rows, with or without empty slots.
 
-`nn.experts.slots` says which form they have; the sizes of a step count the slots that are filled.
+`nn.experts.slots` describes these forms; the sizes of a step count filled slots.
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.spec.model import Model
 
 CALLS_A_PRODUCT = 4
-"""Kernels around a product of blocks."""
+"""Kernels of one product of blocks: see `num_slot_calls`."""
 
 
 def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -> dict[str, Number]:
-    """The dim C, slots of one expert for the tokens of a microbatch on all devices, and Er, rows of the router's
-    counts; nothing for a dense model.
+    """Returns the sizes of C, slots of one expert for the tokens of a microbatch on all devices, and of Er, rows of
+    the router's counts; {} for a dense model.
 
-    tokens x experts per token / experts, times a bound on the slots or else the load of the busiest expert device over
-    the mean: a step waits for that device, so each is counted with its load.
+    C is tokens x experts per token / experts x ``imbalance``: the bound on the slots if there is one, else the load of
+    the busiest expert device over the mean. A step waits for that device, so all devices are counted with its load.
     """
     if not model.num_experts:
         return {}
@@ -37,14 +37,14 @@ def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -
 
 
 def slots_move(derived: Derived, mesh: Mapping[str, Any]) -> Any:
-    """True where slots of experts are sent between devices; elsewhere only filled slots exist."""
+    """True where slots of experts are sent between devices; elsewhere programs have filled slots only."""
     steps = (step for block in derived.blocks for step in block.forward)
     axes = {axis for step in steps if step.is_collective and "C" in step.result.dims for axis in step.axes}
     return product(mesh[axis] for axis in sorted(axes)) > 1
 
 
 def slot_sizes(step: Step, sizes: OpSizes) -> OpSizes:
-    """Sizes of the arrays that a local step reads and writes: every slot counts where slots are in arrays."""
+    """Returns the sizes of a local step's arrays: empty slots count if slots move in fixed arrays, or are few."""
     slots = _slots(step)
     if slots is None or np.all(np.asarray(sizes.spare_slots) == 1):
         return sizes
@@ -52,7 +52,7 @@ def slot_sizes(step: Step, sizes: OpSizes) -> OpSizes:
 
 
 def with_room(sizes: OpSizes, moving: Number) -> OpSizes:
-    """The sizes with every slot of an expert counted, empty or not, where slots are ``moving``."""
+    """Returns the sizes with every slot of an expert counted, empty or not, where slots are ``moving``."""
     if "C" not in sizes.dims:
         return sizes
     room = np.where(moving, sizes.spare_slots, 1.0)
@@ -60,11 +60,11 @@ def with_room(sizes: OpSizes, moving: Number) -> OpSizes:
 
 
 def computed_share(step: Step, sizes: OpSizes) -> Number:
-    """FLOPs that products on slots compute for each that their filled slots need.
+    """Returns the FLOPs that products on slots compute over the FLOPs that filled slots need.
 
-    Few slots are computed all at once. Of many, blocks that have one that is filled: from each device, and for each
-    expert, half a block more than the filled slots are, in the mean; at most all slots. Where blocks are gathered for a
-    product, half of what one takes is missing from the last product of each expert.
+    Few slots are computed in one product, empty or not. Of many, only blocks with a filled slot are computed: for each
+    device and expert half a block more than the filled slots, in the mean, and at most all slots. If a product takes
+    several blocks, the last product of each expert lacks half of them in the mean, and computes them all the same.
     """
     slots = _slots(step)
     if slots is None or not kind_of(step).is_einsum:
@@ -76,7 +76,7 @@ def computed_share(step: Step, sizes: OpSizes) -> Number:
 
 
 def num_slot_products(step: Step, sizes: OpSizes) -> Number:
-    """Products that a step on slots makes of its one, block by block or of several blocks."""
+    """Returns the number of products into which a product on slots is cut, each of one or several blocks."""
     slots = _slots(step)
     if slots is None:
         return 1.0
@@ -85,18 +85,18 @@ def num_slot_products(step: Step, sizes: OpSizes) -> Number:
 
 
 def num_slot_calls(step: Step, sizes: OpSizes) -> Number:
-    """Calls of kernels for a step's product: a block is taken out, multiplied, added to or chosen from what is there
-    already, and put back."""
+    """Returns the kernel calls of a step's product: each block is read, multiplied, merged with the result so far, and
+    written back; one call if it is not cut."""
     products = num_slot_products(step, sizes)
     return np.where(products > 1, CALLS_A_PRODUCT * products, 1.0)
 
 
 def block_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Bytes that a product of slots in blocks moves beside its operands and its result.
+    """Returns the bytes that a product of slots in blocks moves beside its operands and its result.
 
-    Slots in arrays are read to find those that are filled. The result is cleared first, and a block of it read again
-    for the rows that are not the block's; a weight's gradient is read and written in float32 for each block, and the
-    block's part of it written and read. Where several blocks are gathered, their rows are written and read once more.
+    Slots in arrays of fixed size are read to find the filled ones. The result is cleared first, and each block of it is
+    read again to keep rows of other blocks; a weight's gradient is read and written in float32 for each block, and so
+    is the block's part of it. Where several blocks are gathered, their rows are written and read once more.
     """
     slots = _slots(step)
     if slots is None or not kind_of(step).is_einsum:
@@ -119,18 +119,18 @@ def _slots(step: Step) -> ShardedArray | None:
 
 
 def _filled(slots: ShardedArray, sizes: OpSizes) -> Number:
-    """Filled slots that one device has."""
+    """Returns the number of filled slots on one device."""
     local = sizes.local(slots)
     return local["E"] * local["C"]
 
 
 def _at_once(slots: ShardedArray, sizes: OpSizes) -> Number:
-    """Blocks that are gathered for one product. Scores of attention are in memory on CPUs, which gather none."""
+    """Returns the number of blocks that a product gathers: 1 on CPUs, known by their attention scores in memory."""
     if sizes.scores == "in_memory":
         return 1.0
     return blocks_at_once(_filled(slots, sizes) / sizes.local(slots)["E"])
 
 
 def _few(slots: ShardedArray, sizes: OpSizes) -> Number:
-    """Whether a device has few slots: without any to spare it has a bound, and computes them all at once as well."""
+    """True where one product takes all slots: they are few, or a bound leaves no spare slots."""
     return (_filled(slots, sizes) * sizes.spare_slots <= FEW_SLOTS) | (np.asarray(sizes.spare_slots) == 1)

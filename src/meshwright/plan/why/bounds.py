@@ -1,7 +1,6 @@
-"""The letters of a plan for the table of limits: from its sizes, its cluster's links and its own priced steps.
+"""The letters of a plan for the table of limits (`Letters`): from its sizes, its cluster's links and its priced steps.
 
-Those of the weights and of the experts' AllToAll rest on the priced steps: compute grows with the tokens that a chip
-has of a microbatch, the bytes of its weights do not.
+Limits on hiding weights scale the priced steps: compute grows with the tokens of a chip, the bytes of weights do not.
 """
 
 import math
@@ -32,7 +31,7 @@ from meshwright.spec.weights import num_active_params, num_params
 
 
 class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """How the sequences of a step are divided: the product of the parts is ``sequences``."""
+    """The factors of a step's sequences: the product of the first three is ``sequences``."""
 
     sequences_per_microbatch: float
     data_parallel: int
@@ -56,7 +55,7 @@ def batch_of(priced: PricedStrategy) -> BatchSplit:
 
 
 def shared_letters(model: Model, cluster: Cluster, job: Job, num_slices: int) -> dict[str, Any]:
-    """Letters that a model, a cluster and a job have without a plan; ``num_slices`` share out the batch."""
+    """Returns the letters that a model, a cluster and a job have without a plan; ``num_slices`` divide the batch."""
     width = torus_width(cluster)
     return {
         "d_ff": feed_forward_width(model),
@@ -76,8 +75,7 @@ def shared_letters(model: Model, cluster: Cluster, job: Job, num_slices: int) ->
 def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Letters:
     """Returns the letters with a plan's numbers; C is the rate of products that its times rest on.
 
-    Every limit that has a meaning for the plan is then among `limits_at` these letters: those of single axes, of the
-    whole mesh, and of size.
+    `limits_at` returns every limit that has a meaning for the plan: those of single axes, of the mesh, and of size.
     """
     setting, strategy = priced.setting, priced.strategy
     cluster, job, chip, rates = setting.cluster, setting.job, setting.cluster.chip, setting.rates
@@ -114,9 +112,10 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
 
 
 def _axes_of_tensor(placement: Placement, width: TorusWidth) -> tuple[float, float]:
-    """Torus axes of tensor parallelism and of the rest, each at least one, a line beside rings as a half.
+    """Returns the torus axes of tensor parallelism and of the rest, each at least one; a line beside rings is a half.
 
-    Tensor has as many as its factors fill together, 4 of an axis of 16 a half: those on which it has the most.
+    The factors of tensor fill shares of axes (4 of an axis of 16 is a half); their sum, rounded, is the number of its
+    axes, and these are the ones of which it fills most.
     """
     torus = [link for link in placement.links if link.level == "ici" and link.size > 1]
     shares = {
@@ -134,7 +133,7 @@ def _devices(priced: PricedStrategy, *axes: str) -> int:
 
 
 def _switched(priced: PricedStrategy, peak: float) -> dict[str, Any]:
-    """Letters of a switched domain and the network between domains; none elsewhere."""
+    """Returns the letters of a switched domain and the network between domains; {} on other clusters."""
     setting, stages = priced.setting, _devices(priced, "pipeline")
     chip, cluster, shares = setting.cluster.chip, setting.cluster, setting.rates.efficiency
     if cluster.kind != "switched" or not chip.nvlink_bytes_per_s:
@@ -158,9 +157,9 @@ def _switched(priced: PricedStrategy, peak: float) -> dict[str, Any]:
 
 
 def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
-    """Letters of every axis that has several devices.
+    """Returns the letters of every axis that has several devices.
 
-    None on this machine's emulated devices, which do not compute while they communicate.
+    {} for this machine's emulated devices, which do not compute while they communicate.
     """
     setting, strategy = priced.setting, priced.strategy
     if setting.cluster.kind == "host":
@@ -189,10 +188,7 @@ def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
 def _hiding(
     what: str, priced: PricedStrategy, passes: Sequence[Sequence[StepCost]], *, scopes: tuple[str, ...]
 ) -> dict[str, float]:
-    """Returns the seconds of the collectives on weights, and of the rest of the pass that hides the smallest share.
-
-    Gathers, and sums of every microbatch, pass behind each pass; sums that are made once a step behind the last one.
-    """
+    """Returns the seconds of these scopes' collectives and of the rest of the pass, for the pass that hides least."""
     pairs = []
     for costs in passes:
         moved = [c for c in costs if c.hides and c.step.scope in scopes and c.step.op != "permute"]
@@ -203,7 +199,7 @@ def _hiding(
 
 
 def _ring(priced: PricedStrategy) -> dict[str, Any]:
-    """Letters of ring attention, where keys and values go round: a hop's link rate is the group's own."""
+    """Returns the letters of ring attention, whose link rate is that of the priced permutes; {} for other attention."""
     model, tensor = priced.setting.model, _devices(priced, "tensor")
     permutes = (c for c in priced.costs.all if c.step.op == "permute" and c.step.phase == "forward")
     moved = next((c for c in permutes if "context" in c.step.axes), None)
@@ -220,7 +216,7 @@ def _ring(priced: PricedStrategy) -> dict[str, Any]:
 
 
 def _experts(priced: PricedStrategy, peak: float) -> dict[str, Any]:
-    """Letters of the experts, and of their AllToAlls where an axis of several devices holds them."""
+    """Returns the letters of the experts, and of their AllToAlls if ``expert`` has several devices."""
     setting, model = priced.setting, priced.setting.model
     copies = _devices(priced, "data", "fsdp", "context")
     bandwidth = memory_rate(setting.cluster.chip, setting.rates)

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what matters and what would help, the numbered algorithm with its times, and the limits."""
+"""Explains a plan: its terms, changes that would help, the numbered algorithm with its times, and the limits."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,14 +25,13 @@ from meshwright.spec.strategy import BATCH_AXES, STATE_BYTES
 from meshwright.spec.weights import num_active_params, num_params
 
 MAX_FREE_SHARE = 0.002
-"""Local steps that take less of a pass than this are left out of the listing (they stay in every sum)."""
+"""Share of a pass up to which local steps are left out of the listing (they stay in every sum)."""
 
 
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     1: ("FSDP (or data parallelism) alone", ()),
     2: (
-        "context or tensor parallelism; not a pipeline, which needs as many microbatches as stages and so takes the "
-        "sequences back",
+        "context or tensor parallelism; not a pipeline, whose microbatches need the sequences that its stages save",
         ("context", "tensor"),
     ),
     3: (
@@ -45,14 +44,14 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         ("context", "tensor", "pipeline"),
     ),
 }
-"""What helps in each of the four cases, and the axes that it names."""
+"""Case of `FsdpCase` -> (what helps, the axes that help)."""
 
 
 class ListedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One numbered line of an algorithm: a derived step, what it moves or computes, and whether it is exposed.
+    """One numbered line of an algorithm: a derived step, its bytes, FLOPs and seconds, and whether it is exposed.
 
-    ``num_bytes`` are the full array's for a collective, those through memory else. In the list of what is done once a
-    step a line of a layer's weights runs ``times``, once for each layer of a device.
+    ``num_bytes`` are those of the full array for a collective, else those through memory. ``overlaps`` says in words
+    what hides it. ``times`` counts executions: in the list of steps that run once, one for each layer of a device.
     """
 
     number: int
@@ -68,7 +67,10 @@ class ListedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
-    """One pass over a block: its lines, and the seconds of its parts."""
+    """One pass over a block: its lines, and the seconds of compute, of collectives that can hide and of exposed ones.
+
+    ``num_left_out`` counts steps without a line.
+    """
 
     title: str
     lines: tuple[ListedStep, ...]
@@ -79,7 +81,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockListing(msgspec.Struct, frozen=True, kw_only=True):
-    """Both passes over one repeat of a block of layers, of which the model has ``repeat``."""
+    """Both passes over one layer of a block; the model has ``repeat`` such layers."""
 
     name: str
     repeat: int
@@ -88,8 +90,8 @@ class BlockListing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BetweenStages(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pipeline adds: the sends of one microbatch over one boundary, the exposed sends of a step, and the
-    bubble."""
+    """The costs of a pipeline: the sends of one microbatch over one boundary, the exposed sends of a step with their
+    seconds, and the seconds of the bubble."""
 
     schedule: str
     stages: int
@@ -102,15 +104,15 @@ class BetweenStages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
-    """FSDP over all chips of a plan, as if it split nothing else, in one microbatch.
+    """FSDP alone over all chips of a plan, in one microbatch.
 
-    A chip needs at least one sequence; and the gathers and sums of all weights, which take as long on more chips, must
-    be shorter than the computation, which does not. Which of the two limits is passed says which other axes help.
-    Source: Horace He's lecture on machine-learning systems, "4 situations" of scaling FSDP.
+    FSDP alone has two limits. A chip needs at least one sequence. And the gathers and sums of all weights, whose time
+    does not fall with more chips, must take less time than compute, which does fall. The limits that are passed decide
+    which other axes help. Source: Horace He's lecture on machine-learning systems, "4 situations" of scaling FSDP.
 
-    ``case``: 1 neither limit is passed, 2 there are more chips than sequences, 3 communication takes longer than
-    compute, 4 both. ``max_chips_by_comms`` is where the two take equally long. ``other_axes`` are those that the plan
-    itself splits besides data and fsdp, and ``follows`` whether they are what the case asks for.
+    ``case`` is 1 if neither limit is passed, 2 if there are more chips than sequences, 3 if communication takes longer
+    than compute, 4 if both hold. On ``max_chips_by_comms`` chips the two take equally long. ``other_axes`` are those of
+    pipeline, context and tensor that the plan uses; ``follows`` is true if they agree with the case's advice.
     """
 
     case: int
@@ -125,7 +127,7 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def advice(self) -> str:
-        """What helps."""
+        """What helps in this case, in words."""
         return CASES[self.case][0]
 
     @property
@@ -144,11 +146,12 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything `explain` shows of one plan; the estimate is computed anew from the plan's own rates.
+    """Everything that `explain` shows of one plan; the estimate is computed anew from the plan's own rates.
 
-    ``terms`` add up to the step, what adds most first. ``recomputed`` is the share of all FLOPs that are done again for
-    the backward pass. ``changes`` are the single changes that were priced. ``blocks`` are those that repeat, the most
-    layers last.
+    ``terms`` add up to the step, the largest first. ``recomputed`` is the share of all FLOPs that recompute results
+    for the backward pass. ``changes`` has the best single change. ``fsdp`` is the case of FSDP alone. ``blocks`` are
+    the blocks of layers, the one with the most layers last; ``once`` lists the steps after the last microbatch.
+    ``symbols`` are the letters of ``limits``. ``training`` is the budget of the run, None without a number of tokens.
     """
 
     plan: Plan
@@ -177,10 +180,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(plan: Plan) -> Explanation:
-    """Returns the algorithm of one layer and the limits.
+    """Returns the explanation of a plan.
 
-    Raises CannotRunError when the sizes do not divide or the mesh cannot be laid out; a plan that needs more memory
-    than there is gets explained, with that limit broken.
+    Raises CannotRunError if the sizes do not divide or the mesh cannot be laid out. A plan that needs more memory than
+    a chip has is explained all the same; its limit on memory does not hold.
     """
     setting = setting_of(plan)
     for refusal in legal(setting, plan.strategy):
@@ -208,7 +211,7 @@ def explain(plan: Plan) -> Explanation:
 
 
 def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
-    """Returns the limit that a term of a step is near; None if none is known."""
+    """Returns the limit that bounds a term of a step; None if none is known."""
     found = {limit.name: limit for limit in limits}
     return next((found[name] for name in _limits_of(term.name) if name in found), None)
 
@@ -270,7 +273,7 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
 
 
 def _algorithm(title: str, costs: Sequence[StepCost], *, of_layers: bool = False) -> Algorithm:
-    """Returns the lines of one pass and their sums; ``of_layers``, each as often as it runs on the busiest device."""
+    """Returns the lines of one pass and their sums, with ``of_layers`` each as often as the busiest device runs it."""
     every = [(cost, float(cost.here) if of_layers else 1.0) for cost in costs]
     total = sum(float(c.time_s) for c in costs)
     shown = [(c, n) for c, n in every if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total]
@@ -318,8 +321,8 @@ def _overlap(cost: StepCost) -> str:
 def fsdp_case(plan: Plan) -> FsdpCase | None:
     """Returns the case of a plan's job on its cluster; None on one chip and on this machine's emulated devices.
 
-    Compute is 6 N tokens at the rate of products; communication is two gathers and a scatter of all weights over every
-    link of the cluster, at the rates that its plans are priced with.
+    Compute is 6 N FLOPs per token at the rate of products. Communication is two gathers and a scatter of all weights
+    over every link of the cluster, at the plan's rates.
     """
     cluster, job, strategy = plan.cluster, plan.job, plan.strategy
     if cluster.num_chips == 1 or cluster.kind == "host":

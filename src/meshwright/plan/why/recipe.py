@@ -3,8 +3,8 @@
 Data parallelism up to about 128 chips and a billion parameters; then FSDP; activation checkpointing when activations do
 not fit; hybrid sharding from 256 chips on; context, tensor and pipeline parallelism beyond about 1,000 chips, 50
 billion parameters or sequences of 10,000 tokens. The batch of a chip is always as large as memory allows. Source:
-Stanford CS231n (2025), lecture 11. The sizes of the last three axes it leaves to tuning; here they are those of its
-example, Llama 3: about 8,192 positions on a device, tensor over one machine; and the fewest stages with which it fits.
+Stanford CS231n (2025), lecture 11, which leaves the sizes of the last three axes to tuning. Here they follow its
+example, Llama 3: about 8,192 positions per device, tensor over one machine, and the fewest stages that fit.
 """
 
 import math
@@ -29,14 +29,14 @@ FAR_CHIPS, FAR_PARAMS, FAR_TOKENS = 1000, 50e9, 10_000
 LOCAL_POSITIONS = 8192
 """Positions of a sequence that one device keeps, as Llama 3 was trained with and without context parallelism."""
 MACHINE_CHIPS = 8
-"""Chips of a machine where the catalogue does not say."""
+"""Chips of a machine if the catalogue does not have them."""
 
 REMATS = ("none", "block", "sqrt")
 """No checkpointing, one at every layer, one at every sqrt(L) layers."""
 
 
 class RecipeStep(msgspec.Struct, frozen=True):
-    """One step of the recipe: whether it applies here, and why or what it sets."""
+    """One step of the recipe: whether it applies, and the reason or what it sets."""
 
     name: str
     applies: bool
@@ -44,9 +44,9 @@ class RecipeStep(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """The recipe's strategy with the reasons that lead to it. ``refusal`` says why it does not run, where it does not.
+    """The recipe's strategy and the steps that lead to it. ``refusal`` says why it does not run; None if it does.
 
-    The estimate is None only where the sizes do not divide.
+    The estimate is None only if the sizes do not divide.
     """
 
     steps: tuple[RecipeStep, ...]
@@ -80,7 +80,7 @@ class _Builder:
         self.machine = min(cluster.chip.chips_per_host or MACHINE_CHIPS, self.chips)
 
     def strategy(self, mesh: Mapping[str, int], remat: str) -> Strategy:
-        """Returns the template with a mesh and a remat policy, in one microbatch; keys and values go round a ring."""
+        """Returns the template with a mesh and a remat policy, in one microbatch, with ring attention on chips."""
         mode = "gather" if self.cluster.kind == "host" else "ring"
         fields: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "offload": (), "placement": {}, "slice_axes": ()}
         fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": 1, "context_attention": mode}
@@ -88,7 +88,7 @@ class _Builder:
         return msgspec.structs.replace(self.template, **fields)
 
     def first_that_fits(self, meshes: Iterator[Mapping[str, int]]) -> Strategy | None:
-        """Returns the first mesh that fits, with as little checkpointing as it needs; None if none fits."""
+        """Returns the strategy of the first mesh that fits, with as little remat as it needs; None if none fits."""
         for mesh in meshes:
             for remat in REMATS:
                 if remat == "sqrt" and self.cluster.kind == "host":
@@ -125,7 +125,7 @@ def _far(at: _Builder) -> Iterator[tuple[str, int, str]]:
 
 
 def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
-    """Chooses replicas, shards and the fewest stages, a power of two, that fit; the last one tried if none does."""
+    """Returns the first strategy that fits, with the fewest stages (a power of two); if none fits, FSDP unpipelined."""
     powers = 1 if at.cluster.kind == "host" else int(math.log2(at.model.num_layers)) + 1
     others = inner["context"] * inner["tensor"]
     for stages in (2**power for power in range(powers)):
@@ -139,7 +139,7 @@ def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
 
 
 def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
-    """Yields data alone; then FSDP over all; from 256 chips on in groups of whole machines, the smallest first."""
+    """Yields data alone for small jobs; FSDP over all; from 256 chips on FSDP in groups of machines, smallest first."""
     if at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS:
         yield {"data": ways}
     if at.chips < HYBRID_CHIPS:

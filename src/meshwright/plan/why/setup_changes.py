@@ -1,4 +1,4 @@
-"""Changes of a setting by a factor: its chips, its links, the number of chips, the work of a step."""
+"""Changes of a setting by factors: of its chips, its links, the number of chips, the work of a step."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ MAX_FACTOR = 1000.0
 
 
 def parse_what_if(text: str) -> dict[str, float]:
-    """Maps quantities to factors, of ``"chip.flops=8x,network=0.1x"``. Raises InputError for an unknown one."""
+    """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. InputError for one that `CHANGES` lacks."""
     found: dict[str, float] = {}
     for part in text.split(","):
         name, sep, value = (piece.strip() for piece in part.partition("="))
@@ -61,7 +61,7 @@ def _multiplied(figures: S, names: Iterable[str], factor: float) -> S:
 
 
 def _with_chip(setting: Setting, names: Iterable[str], factor: float, measured: tuple[str, ...] = ()) -> Setting:
-    """Multiplies figures of the chip, and the figures of the calibration that replace them."""
+    """Multiplies figures of the chip, and the ``measured`` figures of the calibration that replace them."""
     cluster, rates = setting.cluster, setting.calibration
     cluster = msgspec.structs.replace(cluster, chip=_multiplied(cluster.chip, names, factor))
     return msgspec.structs.replace(
@@ -84,9 +84,9 @@ def _chip_hbm(setting: Setting, factor: float) -> tuple[Setting, str]:
 
 
 def _slowest(setting: Setting, factor: float) -> tuple[Setting, str]:
-    """One straggler: collectives make every chip wait for it, so that all compute at its rates."""
+    """Slows down one chip: collectives make every chip wait for it, so that all compute at its rates."""
     if factor > 1:
-        raise InputError(f"--what-if slowest={factor:g}x: the slowest chip is none of the faster. Give at most 1x.")
+        raise InputError(f"--what-if slowest={factor:g}x would speed the slowest chip up. Give at most 1x.")
     rates = setting.rates
     measured = ("matmul_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
     slower = _multiplied(rates, measured, factor)
@@ -116,13 +116,13 @@ LINKS: dict[str, tuple[str, str]] = {
     "nic": ("nic_bytes_per_s", "switched"),
     "dcn": ("dcn_bytes_per_s_per_host", "torus"),
 }
-"""Level -> (the chip's figure, the kind of cluster that has it); nic is every level beyond the domain."""
+"""Level -> (the chip's figure, the kind of cluster that has it); "nic" stands for every level beyond the domain."""
 BEYOND = ("nic", "dcn")
-"""What leaves an NVLink domain or a slice."""
+"""Levels beyond an NVLink domain or a slice."""
 
 
 def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
-    """Returns a change of the rates of some levels, at least one of which the cluster must have."""
+    """Returns a change of the rates of some levels; it raises InputError if the cluster has none of them."""
 
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
         cluster, rates = setting.cluster, setting.calibration
@@ -143,7 +143,7 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
             f"{level} {_from_to(getattr(cluster.chip, LINKS[level][0]), factor, _rate, 'rate')}" for level in here
         )
         setting = _with_chip(setting, [LINKS[level][0] for level in here], factor)
-        # figures of levels that a file gives in place of the chip's
+        # rates of levels that a cluster file gives replace the chip's
         levelled = tuple(
             _multiplied(level, ("bytes_per_s",), factor) if ("nic" if number else "nvlink") in here else level
             for number, level in enumerate(cluster.levels)
@@ -177,9 +177,9 @@ def _chips(setting: Setting, factor: float) -> tuple[Setting, str]:
 def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
     """Returns a similar cluster with ``factor`` times the chips.
 
-    A torus gets a longer axis: the one that keeps most rings closed and the shape most even; where no pod is that
-    large, more slices. A switched cluster gets more of its outermost level, a host more devices. InputError where
-    there is no such cluster.
+    A torus gets a longer axis, the one that keeps most rings closed and the shape most even, or more slices if no pod
+    is that large; for fewer chips it loses slices first, if they divide. A switched cluster changes its outermost
+    level, a host its devices. Raises InputError if there is no such cluster.
     """
     ratio = Fraction(factor).limit_denominator(64)
     if abs(float(ratio) - factor) > 1e-6 * factor:
@@ -207,7 +207,7 @@ def _larger(cluster: Cluster, prime: int) -> Cluster:
     if not found and cluster.kind == "torus":
         found = _resized(cluster, cluster.shape, num_slices=cluster.num_slices * prime)
     if not found:
-        raise InputError(f"there is no cluster like {cluster.short_name} of {prime} times the chips. Name one instead.")
+        raise InputError(f"no cluster like {cluster.short_name} has {prime} times its chips. Give another factor.")
     return min(found, key=_evenness)
 
 
@@ -219,12 +219,12 @@ def _smaller(cluster: Cluster, prime: int) -> Cluster:
     if not found:
         found = _resized_at(cluster, divided[-1:] if cluster.kind == "switched" else divided, Fraction(1, prime))
     if not found:
-        raise InputError(f"{cluster.short_name} cannot be divided by {prime}. Name a smaller cluster instead.")
+        raise InputError(f"the chips of {cluster.short_name} cannot be divided by {prime}. Give another factor.")
     return min(found, key=_evenness)
 
 
 def _resized_at(cluster: Cluster, numbers: Iterable[int], factor: Fraction) -> list[Cluster]:
-    """Returns every cluster with one of some axes multiplied by ``factor``."""
+    """Returns each cluster that has one of the axes ``numbers`` multiplied by ``factor``."""
     shapes = (
         tuple(int(size * factor) if at == number else size for at, size in enumerate(cluster.shape))
         for number in numbers
@@ -233,7 +233,7 @@ def _resized_at(cluster: Cluster, numbers: Iterable[int], factor: Fraction) -> l
 
 
 def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None = None) -> list[Cluster]:
-    """Returns the cluster with another shape and the figures of its levels; () if its chips cannot be wired so."""
+    """Returns the cluster with another shape and the same figures of levels; [] if its chips have no such shape."""
     try:
         made = make_cluster(cluster.chip, shape, num_slices=num_slices or cluster.num_slices, levels=cluster.levels)
     except (InputError, CannotRunError):
@@ -242,7 +242,7 @@ def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None
 
 
 def _evenness(cluster: Cluster) -> tuple[int, int, tuple[int, ...]]:
-    """Returns a key that sorts fewer open axes first, then the shorter longest axis."""
+    """Returns a sort key: clusters with more closed axes come first, then those with a shorter longest axis."""
     wraps = sum(cluster.wraps) if cluster.kind == "torus" else 0
     return -wraps, max(cluster.shape), cluster.shape
 
@@ -256,8 +256,8 @@ def _job_size(field: str, name: str, noun: str, words: str) -> Callable[[Setting
         after = round(value)
         if value < 1 or abs(value - after) > 1e-6 * value:
             raise InputError(
-                f"--what-if {name}={factor:g}x of {before:,} {noun} is {value:g}, not a whole number. "
-                f"Use a factor that divides it."
+                f"--what-if {name}={factor:g}x of {before:,} {noun} is {value:g}, not a positive whole number. "
+                f"Use a factor that gives one."
             )
         job = msgspec.structs.replace(setting.job, **{field: after})
         tokens = format_params(job.batch_seqs * job.seq_len)
@@ -278,4 +278,4 @@ CHANGES: dict[str, Callable[[Setting, float], tuple[Setting, str]]] = {
     "batch": _job_size("batch_seqs", "batch", "sequences", "sequences a step, {tokens} tokens"),
     "seq": _job_size("seq_len", "seq", "tokens", "tokens a sequence, as many sequences a step: {tokens} tokens"),
 }
-"""Quantity -> what multiplies it, with words for from what to what."""
+"""Quantity -> the change that multiplies it, and returns the new setting and words for the old and the new value."""

@@ -1,4 +1,4 @@
-"""A plan with one choice changed at a time, each priced anew: what the cheapest change gains."""
+"""Prices a plan with one choice changed at a time, to find the change that helps most."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ Change = tuple[str, dict[str, Any]]
 """One change in words, and the fields of the strategy that it sets."""
 
 MIN_GAIN = 1e-3
-"""Share of a step below which a change counts as no help."""
+"""Share of a step that a change must save to count as a help."""
 
 
 class TriedChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +29,9 @@ class TriedChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """Every single change of a plan; ``best`` is the fastest that helps, None where none does.
+    """The result of all single changes of a plan; ``best`` is the fastest that helps, None if none does.
 
-    ``num_legal`` of ``num_tried`` changes run. ``gain_s`` is what the best saves of the plan's step.
+    ``num_legal`` of ``num_tried`` changes run. ``gain_s`` are the seconds that the best saves.
     """
 
     num_tried: int
@@ -68,7 +68,7 @@ def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
 
 
 def single_changes(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yields each change in words, and the strategy with it; whether it runs is not looked at."""
+    """Yields each change in words, and the strategy with it, which need not run."""
     for words, fields in _changes(setting, strategy):
         yield words, msgspec.structs.replace(strategy, **fields)
 

@@ -1,4 +1,4 @@
-"""What if the chips, the network, their number or the batch were different: planned again, beside the plan of now."""
+"""Answers `plan --what-if`: plans again with other chips, links or work, and compares with the current plan."""
 
 from collections.abc import Mapping
 
@@ -15,11 +15,11 @@ from meshwright.plan.why.single_changes import estimate_in
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """One question answered. ``changed`` says in words what is different, each from what to what.
+    """The answer to one question. ``changed`` has each change in words, with the values before and after.
 
-    ``then`` is the best plan under the changes and ``terms`` what its step is made of, beside ``terms_now``. ``kept_s``
-    is the step of the current strategy in the changed setting, None if it no longer runs. ``note`` says why chips are
-    left over, or, where ``then`` is None, why nothing runs.
+    ``then`` is the best plan under the changes; ``terms`` add up to its step, as ``terms_now`` do to that of ``now``.
+    ``kept_s`` are the seconds of a step of the current strategy in the changed setting, None if it does not run there.
+    ``note`` says why chips are left over or, if ``then`` is None, why nothing runs.
     """
 
     asked: dict[str, float]
@@ -33,7 +33,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speedup(self) -> float | None:
-        """Ratio of the tokens per second after the change and before; None if nothing runs then."""
+        """Tokens per second after the change over those before; None if nothing runs then."""
         if self.then is None:
             return None
         then = self.then.job.tokens_per_step / self.then.estimate.step_s
@@ -41,9 +41,9 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
-    """Plans a result's job again under the factors of ``asked``, all at once; the rest as it was planned before.
+    """Plans a result's job again under all factors of ``asked`` together, with the axes and choices of the result.
 
-    Raises InputError where a change has no meaning for the cluster, such as half of 15 sequences.
+    Raises InputError for a change that the setting cannot have, such as half of 15 sequences.
     """
     now = result.strategies[0]
     setting, changed = changed_setting(result.setting, asked)
@@ -67,7 +67,7 @@ def _terms(one: PlannedStrategy) -> tuple[Term, ...]:
 
 
 def _kept(setting: Setting, now: PlannedStrategy) -> float | None:
-    """Returns the seconds of an unchanged strategy in the changed setting; None if it does not run there."""
+    """Returns the step seconds of an unchanged strategy in the changed setting; None if it does not run there."""
     if setting.cluster.num_chips != now.num_chips:
         return None
     found = estimate_in(setting, msgspec.structs.replace(now.strategy, placement={}))

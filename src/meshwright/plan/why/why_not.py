@@ -1,4 +1,7 @@
-"""Why not this strategy: the rule that refuses it, or its best completion beside the winner, term by term."""
+"""Answers `plan --why-not`: the rule that refuses a strategy, or its best completion beside the winner by terms.
+
+A completion of what was asked for is a strategy that has it; the search chooses the rest. The winner is the best plan.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +27,7 @@ from meshwright.plan.why.bounds import letters_of
 from meshwright.spec.strategy import Assumptions, Strategy, mesh_words, standard_assignment
 
 NO_LIMIT_BYTES = 1e30
-"""Memory of a chip where only the time is asked for."""
+"""Memory of a chip that is large enough for every strategy."""
 
 ASSIGNMENT_FIELDS = ("zero", "sequence_parallel")
 """Fields that name a standard assignment instead of writing it out."""
@@ -34,7 +37,7 @@ NAMES = {name: name for name in (*FIELDS, *ASSUMED, *ASSIGNMENT_FIELDS)} | {"mic
 
 
 class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """What one kind of work adds to the winner's step and to the other's; ``share`` is of the whole difference."""
+    """Seconds that one kind of work adds to the winner's step and to the other's, and its share of their difference."""
 
     name: str
     winner_s: float
@@ -43,16 +46,16 @@ class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def more_s(self) -> float:
-        """Seconds that the other step is longer for it."""
+        """Seconds by which it makes the other step longer."""
         return self.other_s - self.winner_s
 
 
 class WhyNot(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one question.
 
-    ``refusal`` says which rule refuses it and what would run, None where it runs. ``strategy`` is the best completion:
-    the fastest that fits, or else the one that needs least memory; None where nothing can be laid out. ``terms`` are
-    sorted by how much longer they make its step, and ``limits`` are those of speed and memory that it is beyond.
+    ``refusal`` says which rule refuses it and what would run; None if it runs. ``strategy`` is the best completion:
+    the fastest that fits, or else the one that needs least memory; None if nothing can be laid out. ``terms`` are
+    sorted by how much longer they make its step; ``limits`` are those of speed and memory that it does not meet.
     """
 
     asked: dict[str, Any]
@@ -66,15 +69,16 @@ class WhyNot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slower_s(self) -> float | None:
-        """Seconds that the completion's step is longer; None where there is none."""
+        """Seconds by which the completion's step is longer; None if there is no completion."""
         return None if self.estimate is None else self.estimate.step_s - self.winner_estimate.step_s
 
 
 def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
     """Returns what keeps a strategy from being the best of a result, on the chips of its winner.
 
-    ``asked`` are sizes of mesh axes, fields of the strategy, ``zero`` and ``microbatches`` among them, and assumptions;
-    what it leaves open is searched. What the result itself was planned with stays unless ``asked`` names it.
+    ``asked`` has sizes of mesh axes, fields of the strategy (also ``zero``, ``sequence_parallel``, ``microbatches``)
+    and assumptions; the rest is searched. Axes and fields that the result was planned with stay unless ``asked`` names
+    them. Raises InputError for other names.
     """
     winner = result.strategies[0]
     fixed, fields = split_asked(asked)
@@ -90,12 +94,12 @@ def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
     if lean is None:
         return msgspec.structs.replace(found, refusal=_no_layout(space))
     refused = legal(space.setting, lean)
-    told = _beside(found, result, space.setting, lean)
-    return msgspec.structs.replace(told, refusal=refused[0] if refused else None)
+    beside = _beside(found, result, space.setting, lean)
+    return msgspec.structs.replace(beside, refusal=refused[0] if refused else None)
 
 
 def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Returns sizes of mesh axes, and fields and assumptions under their own names. Raises InputError for others."""
+    """Returns the sizes of mesh axes, and the fields and assumptions by name. Raises InputError for other names."""
     fixed: dict[str, int] = {}
     fields: dict[str, Any] = {}
     for name, value in asked.items():
@@ -117,7 +121,7 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
 
 
 def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
-    """Returns the space with the asked sizes and fields fixed; what is not searched is as in the winner."""
+    """Returns the space with the asked sizes and fields fixed; fields that are not searched are the winner's."""
     assumed = msgspec.to_builtins(winner.setting.assumptions)
     assumed |= {name: value for name, value in fields.items() if name in ASSUMED}
     held = {name: value for name, value in fields.items() if name not in ASSUMED}
@@ -132,7 +136,7 @@ def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[st
 
 
 def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strategy) -> WhyNot:
-    """Adds the completion's estimate, its terms beside the winner's, and the limits that only it is beyond."""
+    """Adds the completion's estimate, its terms beside the winner's, and the limits that only it does not meet."""
     winner = result.strategies[0]
     best, other = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
     holds = {limit.name: limit.holds for limit in limits_at(letters_of(best))}
@@ -149,7 +153,7 @@ def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strat
 
 
 def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDifference, ...]:
-    """Returns the seconds of each kind of work in the two steps, which they add up to, the largest difference first."""
+    """Returns the seconds that each kind of work adds to the two steps, the largest difference first."""
     first, second = _by_purpose(Breakdown(winner).terms), _by_purpose(Breakdown(other).terms)
     longer = other.estimate.step_s - winner.estimate.step_s
     found = [
@@ -165,7 +169,7 @@ def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDi
 
 
 def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
-    """Returns the seconds added by each kind; groups of axes that carry weights under different meshes are one kind."""
+    """Maps kinds of work to added seconds; all groups of axes with fsdp count as "fsdp", others with data as "data"."""
     found: dict[str, float] = {}
     for term in terms:
         axes = term.name.split(",")
@@ -178,7 +182,7 @@ def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
 
 
 def _leanest(space: Space) -> Strategy | None:
-    """Returns the completion that needs the least memory, were there enough; None if no mesh can be laid out."""
+    """Returns the completion that needs the least memory, even if too much; None if no mesh can be laid out."""
     setting = space.setting
     rates = msgspec.structs.replace(setting.rates, memory_bytes=NO_LIMIT_BYTES)
     roomy = msgspec.structs.replace(space, setting=msgspec.structs.replace(setting, calibration=rates))
@@ -202,8 +206,8 @@ def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:
     advice = _advice(space, asked) or "Leave another axis open."
     return Refusal(
         rule="devices",
-        message=f"the other {cluster.num_chips // taken:,} of {cluster.num_chips:,} chips cannot be shared out beside "
-        f"{named} over {batch:,} sequences so that every size divides. {advice}",
+        message=f"beside {named} the product of the other axes must be {cluster.num_chips // taken:,}, but no such "
+        f"mesh divides all sizes with {batch:,} sequences. {advice}",
     )
 
 
@@ -222,7 +226,7 @@ def _advice(space: Space, asked: Sequence[str]) -> str:
 
 
 def _no_layout(space: Space) -> Refusal:
-    """Says why no mesh of the asked sizes runs although they divide: its schedule, or the links."""
+    """Says why no mesh of the asked sizes runs although they divide: because of its schedule, or of the links."""
     cluster = space.setting.cluster
     found = candidates_on_chips(space, space.setting.job.batch_seqs, num_chips=cluster.num_chips)
     mesh = {axis: int(sizes[0]) for axis, sizes in found.mesh.items()}

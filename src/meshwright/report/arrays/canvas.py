@@ -1,4 +1,4 @@
-"""Panels whose coordinates are cells, to the right and downwards."""
+"""Panels whose coordinates count cells, to the right and downwards."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -11,13 +11,13 @@ from meshwright.report.marks import Datum, plot
 
 
 def cell(x: float, y: float, width: float = 1, height: float = 1, **fields: Any) -> Datum:
-    """Returns a row for `Canvas.boxes`, and for `Canvas.words` in the middle of the box; without a size a point."""
+    """Returns a row for `Canvas.boxes` and, in the middle of the box, for `Canvas.words`; with size 0 it is a point."""
     middle = {"mid_x": x + width / 2, "mid_y": y + height / 2}
     return {"x": x, "x2": x + width, "y": y, "y2": y + height, **middle, **fields}
 
 
 def shown(count: int, most: int, last: int = 1) -> list[int | None]:
-    """Returns at most ``most`` numbers below ``count``: the first ones, None for a gap, and the ``last`` ones."""
+    """Returns ``most`` of the numbers below ``count``, or all: the first, None for a gap, and the ``last`` ones."""
     return list(range(count)) if count <= most else [*range(most - 1 - last), None, *range(count - last, count)]
 
 
@@ -36,7 +36,7 @@ def grid(
 
 
 def names(texts: Sequence[str | None], title: str, **style: Any) -> Any:
-    """Returns an axis without a line that names the columns or rows of a `Canvas`; None is a gap."""
+    """Returns an axis, drawn without a line, with the names of a `Canvas`'s columns or rows; None is a gap."""
     plain = {"labelOverlap": False, "grid": False, "domain": False, "ticks": False}
     middles = [number + 0.5 for number in range(len(texts))]
     text = f"{json.dumps(['…' if text is None else text for text in texts])}[floor(datum.value)]"
@@ -49,7 +49,7 @@ def texts_of(numbers: Sequence[int | None], text: Callable[[int], str] = str) ->
 
 
 class Canvas(msgspec.Struct, frozen=True):
-    """A panel's range of columns and of rows, each from the first number to the second, and axes that name them."""
+    """The columns and rows of a panel, each a range (first, last), and the axes that name them."""
 
     columns: tuple[float, float]
     rows: tuple[float, float]
@@ -65,7 +65,7 @@ class Canvas(msgspec.Struct, frozen=True):
         return Canvas((0, len(columns)), (0, len(rows)), above, names(rows, titles[1], **style))
 
     def at(self, x: str = "x", y: str = "y") -> dict[str, Any]:
-        """Returns both positions, encoding these fields."""
+        """Returns the encodings of two fields as positions."""
         across = alt.Scale(domain=list(self.columns), nice=False, zero=False)
         down = alt.Scale(domain=list(self.rows), nice=False, zero=False, reverse=True)
         return {

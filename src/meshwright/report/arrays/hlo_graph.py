@@ -1,4 +1,4 @@
-"""The picture of a compiled layer: a box per node in order of dependence, a line per edge."""
+"""The picture of a compiled layer: a box per node, below its inputs, and a line per edge."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -21,14 +21,14 @@ COLORS = {
 BOX_PX = (202, 30)
 GAP_PX = (14, 28)
 BEND_PX = 26
-"""Width of a line that passes between boxes."""
+"""Width that a line takes between two boxes."""
 MAX_CHARACTERS = 34
 SWEEPS = 12
 
 
 def graph_figure(graphs: Sequence[ComputationGraph], *, title: str) -> Figure:
     """Draws a panel per computation, side by side, with one legend."""
-    note = "arrows lead to what needs a result; those that follow from others are left out"
+    note = "an arrow leads to a user of a result; arrows that follow from others are left out"
     return themed(alt.hconcat(*map(_panel, graphs), spacing=60), title, note)
 
 
@@ -80,7 +80,7 @@ def _centres(lanes: Sequence[Sequence[str]], boxes: set[str], width: int) -> dic
 
 
 def _rows(graph: ComputationGraph) -> dict[str, int]:
-    """Returns the row of each node: below all its inputs; a node without inputs is just above its first user."""
+    """Returns the row of each node: below all its inputs; a node without inputs is one above its uppermost user."""
     before: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
     after: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
     for a, b in graph.edges:
@@ -97,7 +97,7 @@ def _rows(graph: ComputationGraph) -> dict[str, int]:
 
 
 def _with_bends(graph: ComputationGraph, rows: Mapping[str, int]) -> tuple[list[list[str]], list[list[str]]]:
-    """Returns (boxes and bends of each row, points of each line): a line has a bend in every row that it crosses."""
+    """Returns (keys of boxes and bends by row, keys along each line): a line has a bend in every row it crosses."""
     lanes: list[list[str]] = [[] for _ in range(max(rows.values()) + 1)]
     for key, row in rows.items():
         lanes[row].append(key)

@@ -10,7 +10,7 @@ from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, pa
 from meshwright.report.marks import Datum, plot
 
 MAX_DEVICES = 16
-"""A picture of more shows nothing."""
+"""Most devices of a picture."""
 PANEL_PX = 250
 COLUMNS = 4
 MIN_SIDE_WITH_ARROWS_PX = 24
@@ -29,7 +29,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks of all devices after a step, and the moves of that step; the first frame has none.
+    """The blocks of all devices after a step, and the moves of that step; the first frame has no moves.
 
     ``held[device][block]`` are the devices whose data is in that block: one for a gathered block, several for a sum,
     () for an absent block.
@@ -93,7 +93,7 @@ def _block(block: int, device: int, held: tuple[int, ...], size: int, *, sums: b
 
 
 def _arrows(moves: Sequence[Move], size: int, canvas: Canvas) -> list[Layer]:
-    """Draws an arrow from each sender's row to the receiver's; moves that wrap around leave at the edge."""
+    """Draws an arrow from each sender's row to the receiver's; one that wraps around crosses the panel's edge."""
     rows, heads = [], []
     for move in moves:
         wraps = abs(move.target - move.source) > 1

@@ -22,7 +22,7 @@ class ShardingPanel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The blocks of one array: ``cells[row][col]`` are the ids of the devices that have the block.
 
     A 1-D array is one row with the label ``""``; the caller flattens leading dims of larger arrays into rows.
-    ``is_sum``: what the devices of a block have are partial sums of it, marked with a sigma.
+    With ``is_sum`` each device has a partial sum of its block, which is marked with a sigma.
     """
 
     title: str
@@ -53,7 +53,7 @@ def sharding_figure(
 
 
 def devices_text(devices: Sequence[int], max_characters: int) -> list[str]:
-    """Returns lines that name the devices: ``["0-3"]``, ``["0,2,", "4,6"]``, or first, last and count of many.
+    """Returns lines that name the devices: ``["0-3"]``, ``["0,2,", "4,6"]``, or for many ``["0…62", "(32)"]``.
 
     The list is empty if none of these fits into ``max_characters``.
     """

@@ -1,4 +1,4 @@
-"""The picture of a systolic array: a panel per cycle, weights enter from above, inputs from the left."""
+"""The picture of a systolic array, a panel per cycle: weights enter from above, inputs from the left."""
 
 from collections.abc import Sequence
 
@@ -63,7 +63,7 @@ def systolic_figure(frames: Sequence[SystolicFrame], *, title: str, subtitle: st
     """
     rows, cols = len(frames[0].weights), len(frames[0].weights[0])
     if max(rows, cols) > MAX_CELLS_A_SIDE:
-        raise InputError(f"a picture of {rows}x{cols} cells shows nothing. Draw at most {MAX_CELLS_A_SIDE} a side.")
+        raise InputError(f"{rows}x{cols} cells are too many for a picture. Draw at most {MAX_CELLS_A_SIDE} a side.")
     panels = [_panel(frame, rows, cols) for frame in frames]
     return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=26), title, subtitle)
 

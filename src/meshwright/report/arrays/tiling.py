@@ -12,9 +12,9 @@ from meshwright.report.arrays.canvas import Canvas, cell, grid, shown, texts_of
 from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, panel, themed
 
 MAX_TILES = (6, 6)
-"""Number of tiles drawn down and across: the first ones, and the last one, which may be padded."""
+"""Most tiles that are drawn down and across: the first ones, and the last one, which may be padded."""
 MAX_CELLS = (8, 12)
-"""Number of elements of a tile drawn down and across."""
+"""Most elements of a tile that are drawn down and across."""
 TILE_PX = (44, 92)
 CELL_PX = (28, 46)
 FILL = "#CFE5F3"
@@ -24,7 +24,10 @@ AXES = {"labelFontSize": 10, "labelColor": MUTED, "labelPadding": 6}
 
 
 class _Plane(NamedTuple):
-    """The two innermost dims in memory: their names, their sizes in elements, and the tile over them."""
+    """The two innermost dims in memory: their names, their sizes in elements, and the tile over them.
+
+    ``copies`` is the number of such planes: the product of the other dims.
+    """
 
     names: tuple[str, str]
     sizes: tuple[int, int]
@@ -53,7 +56,7 @@ def _plane(shape: Shape) -> _Plane:
     tile = (1, *shape.tiles[0])[-2:]
     sizes = (1, 1, *shape.physical)
     dims = ("", "", *(f"dim {dim}" for dim in shape.order))
-    # A tile over one dim is a row; further dims outside the plane repeat it.
+    # A tile over one dim is a row; the other dims repeat the plane.
     one_dim = len(shape.tiles[0]) == 1
     own = ("", dims[-1]) if one_dim else (dims[-2], dims[-1])
     rows = 1 if one_dim else sizes[-2]

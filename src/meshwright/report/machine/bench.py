@@ -29,7 +29,7 @@ NAMES = {
 
 
 def bench_figures(report: BenchReport) -> dict[str, Figure]:
-    """Returns file name -> picture for every part of the report that has enough points."""
+    """Maps file names to pictures, for every part of the report that has enough points."""
     parts = {
         "roofline.png": _roofline,
         "matmul.png": _matmul,
@@ -47,7 +47,7 @@ def _where(report: BenchReport) -> str:
 
 
 def _roofline(report: BenchReport) -> Figure | None:
-    """Draws products, multiply-add chains and layers under the data sheet's rates, or under this run's without any."""
+    """Draws products, multiply-add chains and layers under the data sheet's rates, or this run's if it has none."""
     products = report.matmul.sweep if report.matmul else ()
     largest = report.copy.largest() if report.copy else None
     main = [p for p in products if p.dtype == products[0].dtype]

@@ -20,9 +20,9 @@ MAX_SAMPLES = 1500
 
 
 def where_figure(profile: Profile) -> Figure:
-    """Draws a bar of the predicted step, of the mean device and, of several, of each up to `MAX_DEVICES`.
+    """Draws bars of the predicted step, of the mean device and, if there are several, of up to `MAX_DEVICES` devices.
 
-    The bars have the parts of `Partition`.
+    The bars have the parts of `cost.breakdown.Partition`.
     """
     devices = list(profile.times.devices.items())
     bars = {"predicted": profile.comparison.predicted.parts, "mean": profile.times.mean.parts}
@@ -63,7 +63,7 @@ def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
 
 
 def memory_timeline_figure(memory: MemoryProfile) -> Figure:
-    """Draws the memory of the first steps over time, with its marks and its peak; needs samples."""
+    """Draws the memory of the first steps over time, with its marks and its peak. The profile must have samples."""
     peak = memory.peak
     assert peak is not None
     scale, unit = si_scale(peak.num_bytes, "B")
@@ -90,7 +90,7 @@ def memory_timeline_figure(memory: MemoryProfile) -> Figure:
 
 
 def _marks(memory: MemoryProfile, x: Encoding, time_scale: float) -> list[Layer]:
-    """Returns two layers: a dashed line per mark, and its label where it overlaps none before it."""
+    """Returns two layers: a dashed line per mark, and the labels that do not overlap an earlier one."""
     rows = [{"x": mark.at_s / time_scale, "text": mark.text} for mark in memory.marks]
     label_width = memory.samples[-1].at_s / time_scale * 0.02
     named = without_overlaps(rows, lambda row: (row["x"] / label_width, 0.0))

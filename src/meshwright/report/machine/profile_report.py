@@ -53,15 +53,16 @@ def report_text(profile: Profile) -> str:
         _section("Instructions", _ops(profile)),
         _section("Float32 products", _float32(profile)),
         _section("Memory", _memory(profile)),
-        f"The timeline is in `{TIMELINE}`: open it in Perfetto, the predicted step above the measured devices.\n",
+        f"The timeline is in `{TIMELINE}`: Perfetto opens it, with the predicted step above the measured devices.\n",
     ]
     return "\n".join(sections)
 
 
 WHERE_WORDS = """\
-Compute: an instruction runs whose FLOPs at the chip's rate take longer than its bytes. Memory-bound: none of those, and
-one runs whose bytes take longer. Exposed communication: only collectives run. Overhead: nothing runs, before the first
-instruction of the step, behind the last one, or for at most 50 us between two. Idle: nothing runs for longer.
+Compute: an instruction runs whose FLOPs at the chip's rate take longer than its bytes. Memory-bound: no such
+instruction runs, but one whose bytes take longer. Exposed communication: only collectives run. Overhead: nothing runs
+before the first or after the last instruction of the step, or for at most 50 us between two. Idle: nothing runs for
+longer.
 """
 
 
@@ -96,7 +97,7 @@ def predicted_overlap(profile: Profile) -> float | None:
 
 
 def times_table(rows: Sequence[TimeRow], what: str) -> Table:
-    """Returns the table of rows ``what``: predicted and measured seconds, and their difference."""
+    """Returns a table of predicted and measured seconds and their difference; ``what`` heads the names."""
     return Table.of(
         rows,
         {
@@ -158,7 +159,7 @@ def _classes(profile: Profile) -> str:
         **RATES,
     }
     text = as_markdown(Table.of(profile.comparison.classes, columns))
-    return text + "\nOf a mean device. Instructions that run at the same instant share it in the wall time.\n"
+    return text + "\nFigures are means over devices. Instructions that run at the same time share the wall time.\n"
 
 
 def _ops(profile: Profile) -> str:
@@ -177,11 +178,11 @@ def _ops(profile: Profile) -> str:
 
 
 _UNITS = {
-    "cpu": "A CPU has no matrix units that want narrower operands: the products are only listed.",
-    "gpu": "A GPU takes float32 operands as TF32 by default, at half of the rate of bfloat16 or less: a state of bf16 "
-    "operands (strategy.state=bf16-adam) takes the whole rate.",
-    "tpu": "A TPU rounds float32 operands to bfloat16 unless more precision is asked for: those with precision high or "
-    "highest multiply three or six times and miss the rate of the matrix unit.",
+    "cpu": "A CPU has no matrix units that need narrower operands: the products are only listed.",
+    "gpu": "A GPU takes float32 operands as TF32 by default, at half of the rate of bfloat16 or less; a state of bf16 "
+    "operands (strategy.state=bf16-adam) reaches the whole rate.",
+    "tpu": "A TPU rounds float32 operands to bfloat16 unless more precision is set: products with precision high or "
+    "highest multiply three or six times and do not reach the rate of the matrix unit.",
 }
 
 

@@ -31,7 +31,7 @@ TraceEvent = dict[str, Any]
 
 
 def trace_events(found: Profile) -> list[TraceEvent]:
-    """Returns both timelines, one predicted step and the measured steps, from the same zero."""
+    """Returns the events of one predicted step and of the measured steps; both timelines start at 0."""
     count = found.plan.strategy.num_microbatches
     return [*predicted_events(found.priced, num_microbatches=count), *measured_events(found.trace, found.program)]
 
@@ -65,20 +65,20 @@ def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[T
 def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list[Slice]:
     """Returns the slices of one predicted step: local steps in sequence, collectives overlapped or exposed.
 
-    An overlapped collective starts when the links are free and finishes before its pass does. Passes run for one
-    microbatch after the other, as often as on the busiest device of a pipeline; the pipeline bubble comes last.
+    An overlapped collective starts when the links are free, and a pass ends after its collectives. Microbatches run one
+    after the other, in as many layers as the busiest device of a pipeline has; the pipeline bubble comes last.
     """
     lanes = Lanes()
     for name, steps in _passes(priced, num_microbatches):
-        begin, number = lanes.chip_s, len(lanes.slices)
-        lanes.links_s = max(lanes.links_s, begin)
+        begin, number = lanes.compute_end_s, len(lanes.slices)
+        lanes.links_end_s = max(lanes.links_end_s, begin)
         for cost, times in steps:
             seconds = float(cost.time_s) * times
             if seconds > 0:
                 _add_step(lanes, cost, seconds, overlaps=priced.rates.overlaps)
-        lanes.chip_s = max(lanes.chip_s, lanes.links_s)
-        if lanes.chip_s > begin:
-            whole = Slice(lane="compute", what=name, kind="pass", start_s=begin, end_s=lanes.chip_s)
+        lanes.compute_end_s = max(lanes.compute_end_s, lanes.links_end_s)
+        if lanes.compute_end_s > begin:
+            whole = Slice(lane="compute", what=name, kind="pass", start_s=begin, end_s=lanes.compute_end_s)
             lanes.slices.insert(number, whole)
     bubble = float(priced.estimate.terms.get("bubble", 0.0))
     if bubble:
@@ -87,7 +87,7 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
 
 
 def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tuple[StepCost, float]]]]:
-    """Yields (name, [(step, repeats)]) of every pass in order: forward and backward per microbatch, then the update."""
+    """Yields (name, [(cost, times)]) of every pass in order: forward and backward per microbatch, then the update."""
     blocks = []
     for block in priced.costs.blocks:
         here = max((float(cost.here) for cost in block.forward), default=0.0)
@@ -118,7 +118,7 @@ def _add_step(lanes: Lanes, cost: StepCost, seconds: float, *, overlaps: bool) -
     elif cost.hides and overlaps:
         lanes.send(name, seconds, kind=kind)
     else:
-        lanes.chip_s = lanes.send(name, seconds, kind=kind, when=lanes.chip_s)
+        lanes.compute_end_s = lanes.send(name, seconds, kind=kind, when=lanes.compute_end_s)
 
 
 # -- measured -----------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def _device(
 def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
     """Returns (name, events) of threads on which events are nested or disjoint.
 
-    Events of a stream that overlap otherwise, as asynchronous ones do, move to a further thread.
+    Events of a stream that overlap in another way, such as asynchronous ones, move to a further thread.
     """
     found: dict[tuple[str, int], tuple[list[OpEvent], list[float]]] = {}
     for event in events:

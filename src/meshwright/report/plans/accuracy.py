@@ -1,4 +1,4 @@
-"""The scatter plot of predicted over measured step times, on two logarithmic axes."""
+"""The scatter plot of predicted against measured step times, on two logarithmic axes."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ BAND = 0.2
 
 
 def accuracy_figure(predictions: Sequence[Comparison], *, title: str, subtitle: str) -> Figure:
-    """Draws predictions over measurements in seconds, the diagonal, and a band of 20% around it."""
+    """Draws predictions against measurements in seconds, the diagonal, and a band of 20% around it."""
     points = [
         {"measured": one.measured_s, "predicted": one.predicted_s, "group": one.group or "no group", "id": one.id}
         for one in predictions

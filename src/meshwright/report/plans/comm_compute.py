@@ -1,4 +1,4 @@
-"""Communication against compute by batch size: times with their crossings, and the ratio of the two.
+"""Communication and compute by batch size: their times, and their ratio with the crossings.
 
 After figures 15 and 16 of "How to Scale Your Model".
 """
@@ -16,9 +16,9 @@ PANEL_PX = (420, 320)
 
 
 class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of communication and of compute at every batch size; the compute can differ by mesh.
+    """Seconds of communication and of compute at every batch size; compute can differ by mesh.
 
-    ``crossing`` is the batch size above which compute takes longer; None without a crossing.
+    ``crossing`` is the batch in tokens above which compute takes longer, if any. A ``strong`` curve is wide and black.
     """
 
     name: str
@@ -31,10 +31,10 @@ class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
 def comm_compute_figure(
     tokens: Sequence[float], curves: Sequence[CommsCurve], *, title: str, subtitle: str = ""
 ) -> Figure:
-    """Draws times over batch (the last curve's compute dashed), and compute / communication with marked crossings."""
+    """Draws times over the batch (compute of the last curve dashed), and compute / communication with crossings."""
     drawn = [curve for curve in curves if max(curve.seconds, default=0.0) > 0]
     if not drawn:
-        raise InputError("There is no communication to draw: the mesh has one device.")
+        raise InputError("there is no communication to draw: the mesh has one device. Give a larger mesh.")
     colors = {curve.name: INK if curve.strong else PALETTE[number % 8] for number, curve in enumerate(drawn)}
     color = color_by("name", colors, title="communication", orient="right", symbolType="stroke", symbolStrokeWidth=3)
     x = log_axis(alt.X, "x", (min(tokens), max(tokens)), "batch (tokens)", grid=False)
@@ -69,7 +69,7 @@ def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, 
 
 
 def _lines(shown: Sequence[tuple[CommsCurve, Points]], x: Encoding, y: Encoding, color: Encoding) -> list[Layer]:
-    """Returns a layer per curve; strong curves are wide. What takes no time leaves a gap."""
+    """Returns a layer per curve; strong curves are wide. A value of 0 leaves a gap."""
     layers = []
     for one, points in shown:
         there = [(batch, value or math.nan) for batch, value in points]

@@ -16,7 +16,7 @@ def loss_figure(losses: Sequence[float], tokens: Sequence[float], *, subtitle: s
     From 40 steps on, single losses are pale and a centred mean over 5% of all steps is drawn above them.
     """
     if len(losses) != len(tokens) or not losses:
-        raise InputError(f"{len(losses)} losses do not go with {len(tokens)} token counts. Give one of each per step.")
+        raise InputError(f"there are {len(losses)} losses and {len(tokens)} token counts. Give one of each per step.")
     scale, unit = si_scale(max(tokens), "")
     seen = [count / scale for count in tokens]
     reach = int(len(losses) * MEAN_FRACTION / 2)

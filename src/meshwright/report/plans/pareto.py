@@ -26,7 +26,7 @@ def pareto_figure(
     title: str,
     subtitle: str = "",
 ) -> Figure:
-    """Draws memory (bytes) over step time and, given at least two points, dollars per billion tokens over step time."""
+    """Draws memory (bytes) over step time and, if ``cost`` has several points, dollars per billion tokens over it."""
     scale, unit = si_scale(max([limit_bytes or 0.0, *(amount for _, amount, _ in memory)]), "B")
     limit = []
     if limit_bytes is not None:
@@ -58,7 +58,7 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     named = [row for row in rows if row["text"]]
     right = without_overlaps(named, at)
     left = without_overlaps([row for row in named if row not in right], at)
-    # The number of a plan close below the limit would lie on its line.
+    # The label of a plan close below the limit would overlap the limit's line.
     near = 2 * LABEL_PX[1] / PANEL_PX[1]
     close = [row for row in right for line in limit if 0 <= y.share(line.value) - y.share(row["y"]) < near]
     above = [row for row in right if row not in close]
@@ -76,7 +76,7 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
 
 
 class _Axis:
-    """An axis over sorted values, which is logarithmic where these differ much."""
+    """An axis over sorted values; it is logarithmic if they differ by more than `LOG_FROM`."""
 
     def __init__(self, channel: Any, field: str, values: Sequence[float], linear: tuple[float, float], title: str):
         log = values[-1] > LOG_FROM * values[0]

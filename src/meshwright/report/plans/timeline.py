@@ -29,12 +29,12 @@ def timeline_figure(
 ) -> Figure:
     """Draws one row per device over time; a box is one pass, with the number of its microbatch if that fits.
 
-    Later chunks of a device are paler. ``unit`` is "s" or the unit of the simulation's times.
+    Later chunks of a device are paler. ``unit`` is that of the simulation's times, "s" if they are seconds.
     """
     passes = list(_timed(schedule, simulation))
     if len(passes) > MAX_OPS:
         raise InputError(
-            f"{len(passes):,} passes are too many to draw; at most {MAX_OPS:,} can be told apart. "
+            f"{len(passes):,} passes are too many to draw; a picture shows at most {MAX_OPS:,}. "
             f"Draw the schedule with fewer stages or microbatches."
         )
     scale, shown_unit = si_scale(simulation.makespan_s, "s") if unit == "s" else (1.0, unit)

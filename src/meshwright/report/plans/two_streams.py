@@ -1,9 +1,9 @@
-"""Timelines with two lanes: computation of a chip, and communication on its links below."""
+"""Timelines with two lanes: the computation of a chip, and below it the communication on its links."""
 
 from collections.abc import Sequence
 
 from meshwright.core.units import format_seconds
-from meshwright.cost.lanes import Streams
+from meshwright.cost.lanes import LaneSlices
 from meshwright.report.figure import INK, Figure, alt, si_scale, themed
 from meshwright.report.marks import color_by, labels, plot, span, spans
 
@@ -24,13 +24,13 @@ COLORS: dict[str, str] = {
 SHORT = {"forward": "F", "backward": "B"}
 
 
-def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = "") -> Figure:
+def two_streams_figure(pairs: Sequence[LaneSlices], *, title: str, subtitle: str = "") -> Figure:
     """Draws a pair of lanes per data-parallel variant on one time axis, with the total time at the end of each pair."""
     longest = max(pair.total_s for pair in pairs)
     scale, unit = si_scale(longest, "s")
     rows, names, totals = [], [], []
     for number, pair in enumerate(pairs):
-        for box in pair.boxes:
+        for box in pair.slices:
             # Only passes are labelled: with their letter and layer.
             text = f"{SHORT[box.what]}{box.layer + 1}" if box.what in SHORT else ""
             start, end, px = box.start_s / scale, box.end_s / scale, WIDTH_PX * scale / longest
