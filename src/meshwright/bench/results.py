@@ -52,8 +52,8 @@ class Product(Measurement, frozen=True):
 
 
 class Edge(Measurement, frozen=True):
-    """A product whose side is a multiple of the tile, or one more or less. ``predicted`` is its rate relative to the
-    multiple if partial tiles cost as much as whole ones."""
+    """A product whose side is a multiple of the tile, or one more or less. ``relative`` is its rate over that of the
+    multiple, ``predicted`` the same if partial tiles cost as much as whole ones."""
 
     product: Product
     tile: int
@@ -257,7 +257,7 @@ class OverheadPart(Part, frozen=True):
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """All parts measured, with device, date and versions. A part that was not requested is None.
 
-    ``load`` is the load average of the minute before the run.
+    ``seconds`` is the budget, ``took_s`` what the run took, ``load`` the load average of the minute before it.
     """
 
     machine: str

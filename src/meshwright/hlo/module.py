@@ -262,11 +262,11 @@ def require_readable(module: Module) -> Module:
         for one in module.computations[name].instructions:
             number = one.attribute("index") or one.literal if one.opcode == "parameter" else "0"
             faults = {
-                "reads what does not come before it": not made.issuperset(one.operands),
-                "lacks what such a one has": not all(map(one.attribute, NEEDED.get(one.opcode, ()))),
-                "names a device that is none": _FAR.search(one.attributes),
-                "reads nothing": not one.operands and _READS.search(one.opcode),
-                "has no number": not number.isdecimal(),
+                "reads a result that does not come before it": not made.issuperset(one.operands),
+                "lacks an attribute that it needs": not all(map(one.attribute, NEEDED.get(one.opcode, ()))),
+                "names a device of nine digits": _FAR.search(one.attributes),
+                "has no operand": not one.operands and _READS.search(one.opcode),
+                "has no whole number as its index": not number.isdecimal(),
                 "has a layout that does not fit its dims": not all(shape.is_possible for shape in one.shapes),
             }
             if fault := next((fault for fault, holds in faults.items() if holds), ""):

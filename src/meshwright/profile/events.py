@@ -67,7 +67,7 @@ class DeviceTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Events of one program, sorted by device and start, and the windows of its steps.
 
     ``by_thread``: events named no device, so each host thread counts as one. ``found_steps`` says how the steps were
-    found: annotations, marks, runs of the program, or none (the whole trace is one). ``unnamed_s`` is the sum of
+    found: annotations, marks, runs of the program, or none (the whole trace is one). ``unnamed_s`` is the seconds of
     accelerator events that name no instruction of the program.
     """
 

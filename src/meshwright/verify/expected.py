@@ -167,7 +167,7 @@ class StepDerivation:
 
     @cached_property
     def dims(self) -> dict[str, int]:
-        """Sizes of all dims for the whole batch; an expert has a slot for every token, or as many as its capacity."""
+        """Sizes of all dims for the whole batch. C is the number of slots of an expert: its capacity, if it has one."""
         model, job = self.setting.model, self.job
         sizes = {
             **held_dims(model.dims, self.strategy.mesh),
@@ -200,7 +200,7 @@ class StepDerivation:
         return list(found)
 
     def products(self) -> dict[StepLabel, float]:
-        """Returns the FLOPs of each step's products on one device; of a pipeline, those in its text: in every tick."""
+        """Returns the FLOPs of each step's products on one device; a pipeline's count in every tick, as in its text."""
         # Sizes of one microbatch, with all slots of experts, and attention over all keys.
         dims = {**self.dims, "B": self.job.batch_seqs / self.strategy.num_microbatches}
         sizes = OpSizes(dims=dims, mesh=self.strategy.mesh, state=self.strategy.state)
