@@ -187,7 +187,7 @@ class Bench:
         return max((float(text[:-1]) * 1024 for text in texts if text.endswith("K")), default=0.0) / len(self.devices)
 
     def share_of_peak(self, flops_per_s: float, dtype: str) -> float | None:
-        """A rate as a share of the data sheet's peak for an element type; None without such a peak."""
+        """Returns a rate as a share of the data sheet's peak for an element type; None without such a peak."""
         peak = self.chip.peak_flops.get(dtype)
         return flops_per_s / peak if peak else None
 
@@ -303,7 +303,7 @@ class Runner:
         return self.time({"": call}, left_out, max_repeats=max_repeats).get("")
 
     def product_rate(self, dtype: str) -> float | None:
-        """FLOP/s of the fastest product measured, else of the data sheet; None if neither is known."""
+        """Returns FLOP/s of the fastest product measured, else of the data sheet; None if neither is known."""
         part: MatmulPart | None = self.found.get("matmul")
         best = part.best(dtype) if part else None
         return best.flops_per_s if best else self.bench.chip.peak_flops.get(dtype)

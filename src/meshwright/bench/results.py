@@ -68,7 +68,7 @@ class MatmulPart(Part, frozen=True):
     edges: tuple[Edge, ...] = ()
 
     def best(self, dtype: str) -> Product | None:
-        """The fastest product of an element type."""
+        """Returns the fastest product of an element type."""
         return max((p for p in self.sweep if p.dtype == dtype), key=lambda p: p.flops_per_s, default=None)
 
 
@@ -160,7 +160,7 @@ class CopyPart(Part, frozen=True):
     copies: tuple[Copy, ...] = ()
 
     def largest(self, kind: CopyKind = "copy") -> Copy | None:
-        """The largest array of a kind; None without any."""
+        """Returns the largest array of a kind; None without any."""
         return max((c for c in self.copies if c.kind == kind), key=lambda c: c.array_bytes, default=None)
 
 
