@@ -11,8 +11,7 @@ SHORTEST_HOP_S = 1e-8
 
 
 def calibration_of(report: BenchReport) -> Calibration:
-    """Returns rates per device, each with its source. Rates that were not measured fall back on the chip's fitted
-    numbers, or on its data sheet."""
+    """Returns rates per device with sources: measured, else the chip's fitted numbers, else its data sheet."""
     unit = chip(report.chip)
     base = fitted_calibration(unit) or Calibration(name="", chip=unit.name)
     collectives = report.collectives.collectives if report.collectives else ()

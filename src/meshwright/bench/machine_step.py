@@ -88,8 +88,7 @@ REFERENCES = (
         remat="block",
     ),
 )
-"""The references differ in model and head widths, sequence lengths and remat, enough for the fit to separate the terms
-of every `Pace`."""
+"""The references differ in widths, sequence lengths and remat, enough for the fit to separate the terms of `Pace`."""
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):

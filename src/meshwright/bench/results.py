@@ -73,8 +73,7 @@ class MatmulPart(Part, frozen=True):
 
 
 class Mlp(Measurement, frozen=True):
-    """An MLP per device. ``mfu`` relates its FLOP/s to the data sheet's peak, ``of_matmul`` to the fastest square
-    product."""
+    """An MLP per device. ``mfu`` is its FLOP/s over the data sheet's peak, ``of_matmul`` over the best square product."""
 
     dtype: str
     tokens: int

@@ -50,8 +50,7 @@ def budget_of(seconds: float, clock: Callable[[], float] = time.perf_counter) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A function to time, and its arguments for each repeat, which are made before the clock starts. One call runs the
-    workload ``rounds`` times."""
+    """A function to time, ``rounds`` rounds a call, and its arguments by repeat, made before the clock starts."""
 
     run: Callable[..., Any]
     arguments: Callable[[int], tuple[Any, ...]] = lambda repeat: ()

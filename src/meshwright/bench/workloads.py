@@ -26,8 +26,7 @@ EPSILON = 1e-6
 
 SILU_BYTES = 2**22
 FORWARD_PRODUCTS, ALL_PRODUCTS = 2, 7
-"""Products over queries and keys: scores and the weighted sum forward; backward the scores again and four products of
-cotangents."""
+"""Products over queries and keys: forward scores and weighted sum; backward scores again and four of cotangents."""
 
 
 # -- products ---------------------------------------------------------------------------------------------

@@ -157,8 +157,7 @@ def _warnings(profiled_s: float, step_s: float, trace: DeviceTrace, recording: R
 
 
 def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devices: int) -> Iterator[str]:
-    """Notes what limits the figures of this trace, and how the program differs from the derived steps, of whose FLOPs
-    it has ``of_derived``."""
+    """Yields limits of the trace's figures; ``of_derived`` is the program's FLOPs over those of the derived steps."""
     if trace.platform == "cpu":
         yield (
             "The devices are emulated and share the cores of one machine, so that a device computes while others "

@@ -1,5 +1,4 @@
-"""The derivation of a requested step: the collectives that its compiled program should contain, its products, and the
-bytes on a device."""
+"""The derivation of a requested step: collectives and products that the compiled program should have, and memory."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
