@@ -288,7 +288,7 @@ class Runner:
     def time(
         self, calls: Mapping[Any, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
     ) -> dict[Any, Timing]:
-        """Returns timings by key, taken in alternation; ``left_out.format(key)`` names a failure in `Runner.left_out`."""
+        """Returns timings by key, taken in alternation; ``left_out.format(key)`` names those that fail in messages."""
         ready = {key: self.bench.call(one) if isinstance(one, Workload) else one for key, one in calls.items()}
         times = time_together(ready, self.budget, max_repeats=max_repeats)
         reasons: dict[str, str] = {}

@@ -73,7 +73,7 @@ class MatmulPart(Part, frozen=True):
 
 
 class Mlp(Measurement, frozen=True):
-    """An MLP per device. ``mfu`` is its FLOP/s over the data sheet's peak, ``of_matmul`` over the best square product."""
+    """An MLP per device. ``mfu`` is its FLOP/s over the data sheet's peak, ``of_matmul`` over the best product's."""
 
     dtype: str
     tokens: int
@@ -118,7 +118,7 @@ class ElementwisePart(Part, frozen=True):
 
 
 class ContentsPart(Part, frozen=True):
-    """The same product of zeros, ones, uniform and normal numbers, drawn anew in every repeat, in alternation."""
+    """The same product of zeros, ones, uniform and normal numbers, drawn for every repeat, in alternation."""
 
     products: tuple[Product, ...] = ()
 

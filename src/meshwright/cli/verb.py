@@ -80,7 +80,7 @@ def argument(**settings: Any) -> Any:
 
 
 class Options:
-    """What a verb is given: one attribute per option or argument, in the order of its help; and how it prints."""
+    """The options of a verb: one attribute per option or argument, in the order of its help; ``form``: its format."""
 
     form = "text"
 

@@ -37,8 +37,7 @@ class Node(msgspec.Struct, frozen=True):
 class ComputationGraph(msgspec.Struct, frozen=True):
     """Nodes in execution order, and edges (from, to) by key; all edges point forward.
 
-    ``times`` is how often the computation runs in one call of the program, together with those in ``alike``, which have
-    the same nodes and edges.
+    ``alike`` names computations with the same nodes and edges; ``times`` counts the runs of all in a program's call.
     """
 
     name: str

@@ -251,7 +251,7 @@ def require_readable(module: Module) -> Module:
         raise ValueError(f"it is for {module.num_devices:.2g} devices; at most {MOST_DEVICES:.0e} are read.")
     calls = {name: [n for one in c.instructions for _, n in one.called] for name, c in module.computations.items()}
     sizes: dict[str, tuple[int, int]] = {}
-    # a part of a program calls what its text lacks
+    # a part of a program calls computations that its text lacks
     for name in filter(calls.__contains__, TopologicalSorter(calls).static_order()):
         inside = [sizes[one] for one in calls[name] if one in sizes]
         depth, size = 1 + max((one[0] for one in inside), default=0), sum(one[1] for one in inside)

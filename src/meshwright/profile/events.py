@@ -215,7 +215,7 @@ class _Host:
     def windows(
         self, events: Sequence[OpEvent]
     ) -> tuple[tuple[Window, ...], Literal["annotations", "marks", "runs", "none"]]:
-        """Returns the steps, and what they were found by."""
+        """Returns the steps, and how they were found."""
         if self.steps:
             return tuple(sorted(self.steps)), "annotations"
         ends = sorted(self.marks)

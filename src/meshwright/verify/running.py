@@ -41,7 +41,7 @@ Ended = Literal["done", "stopped", "error", "crash", "timeout"]
 
 
 class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a compilation ended, and what it left.
+    """How a compilation ended, and its results.
 
     ``lowered``: the step has been traced, every dim divides and every type agrees. ``ended``: "done"; "stopped" once
     buffers were assigned (enough for the partition depth); "error" with the compiler's ``message``; "crash" with

@@ -137,7 +137,7 @@ def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
 
 
 def tile_expansion(shape: Sequence[int], tile: Sequence[int]) -> float:
-    """Returns memory of an array over what its elements need, once tiled: f32[3,5] in T(2,2) takes 1.6.
+    """Returns the bytes of a tiled array over those of its elements: f32[3,5] in T(2,2) takes 1.6.
 
     Source: How to Scale Your Model, section 9.2.2.
     """

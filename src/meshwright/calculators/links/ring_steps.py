@@ -14,7 +14,7 @@ RING_KINDS: tuple[RingKind, ...] = ("all_gather", "reduce_scatter", "all_reduce"
 
 
 def gather_moves(size: int, *, wraps: bool = True, two_way: bool = True) -> list[tuple[Move, ...]]:
-    """Returns the moves of each step of an AllGather: in every step a device passes on what it got in the step before.
+    """Returns the moves of each step of an AllGather: in every step a device passes on the block of the step before.
 
     A ring takes size - 1 steps one way and half of that, rounded up, both ways; a line is used both ways and takes
     size - 1. With an even number of devices the last step of a two-way ring needs one direction only.

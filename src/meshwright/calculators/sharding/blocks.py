@@ -81,7 +81,7 @@ def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 
     """Returns the whole array, with the addends of an unreduced one summed.
 
     Raises AssertionError when two devices that should hold the same block differ by more than ``rel_tol``
-    of its largest element: steps or their execution are wrong then, not what the user gave.
+    of its largest element: the steps or their execution are wrong then, not the user's input.
     """
     ways = [product(mesh[a] for a in axes) for axes in array.axes]
     shape = tuple(n * w for n, w in zip(blocks[0].shape, ways, strict=True))

@@ -93,7 +93,7 @@ def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:
         return [str(size) for size in sizes]
     if name not in _USUAL:
         raise InputError(
-            f"{name!r} is not FIELD=VALUES. Write batch=1Mi,4Mi; only tensor, {', '.join(_USUAL)} need no values."
+            f"{name!r} is not FIELD=VALUES. Write batch=1Mi,4Mi; only tensor, {', '.join(_USUAL)} need none."
         )
     return _USUAL[name]
 

@@ -97,7 +97,7 @@ def sweep_points(
     *,
     weak: bool = False,
 ) -> tuple[SweepPoint, ...]:
-    """Returns every combination of the fields' values, the last field running fastest; ``varied`` are shown.
+    """Returns every combination of the fields' values, the last field running fastest; ``varied`` names those shown.
 
     ``rates`` are calibrations by name of the chip; ``weak`` keeps the batch per chip of the first cluster.
 

@@ -74,7 +74,7 @@ def two_streams(
 
 
 class _Passes(Lanes):
-    """Passes laid on both lanes by what each step needs."""
+    """Both lanes of the passes; a step starts when its inputs are ready and its lane is free."""
 
     def __init__(self, priced: PricedStrategy, way: DataParallelism, bucket_bytes: float) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def solve_batch(
 ) -> tuple[BatchSolution, ...]:
     """Returns all whole-numbered splits that agree with what is given; the fewest accumulated microbatches first.
 
-    The batch follows from the other three; else every divisor is tried for what is missing. Raises CannotRunError when
+    The batch follows from the other three; a missing part is tried with every divisor. Raises CannotRunError when
     nothing divides, naming the nearest batch that would.
     """
     given = {"batch": batch_seqs, "micro": microbatch_seqs, "accumulate": accumulation, "replicas": data_parallel}
@@ -66,9 +66,7 @@ def solve_batch(
     parts = (microbatch_seqs, accumulation, data_parallel)
     if batch_seqs is None:
         if None in parts:
-            raise InputError(
-                "the batch is unknown. Give one more: the batch, or all of micro, accumulate and replicas."
-            )
+            raise InputError("the batch is unknown. Give one more of micro, accumulate and replicas, or the batch.")
         batch_seqs = math.prod(part or 1 for part in parts)
     micro, accumulate, replicas = ([part] if part else divisors(batch_seqs) for part in parts)
     found = [

@@ -55,9 +55,7 @@ def command(given: Given) -> Answer:
     fitting = [one for one in found if given.max_micro is None or one.microbatch_seqs <= given.max_micro]
     if not fitting:
         least = min(one.microbatch_seqs for one in found)
-        raise CannotRunError(
-            f"every solution needs microbatches of {least} or more. Give more replicas, or a larger --max-micro."
-        )
+        raise CannotRunError(f"all need microbatches of {least} or more. Give more replicas, or --max-micro.")
     if given.loss is not None and given.loss <= 0:
         raise InputError(f"--loss {given.loss:g} must be positive. Give nats per token, such as 2.2.")
     limits = _limits(cluster, given)

@@ -20,7 +20,7 @@ FLAGS = {"by_state": "bytes"}
 ZERO, HOLD, BYTES, ACTIVATIONS = (
     {one: f"--{FLAGS.get(one, one)}"} for one in ("zero", "hold", "by_state", "activations")
 )
-"""The views, as what an option needs."""
+"""The ``needs`` of options that belong to one view."""
 
 
 class Given(Options):

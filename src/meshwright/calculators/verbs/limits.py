@@ -93,5 +93,5 @@ def _legend(at: Letters, found: tuple[Limit, ...], num_slices: int) -> Iterator[
         f"B = {format_count(int(at.batch_tokens))} tokens{of}, N = {at.num_chips:,} chips{of}, F = {at.d_ff:,}, "
         f"C = {format_flops(at.peak_flops)}, alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W "
         f"{at.width}, X = chips / tensor on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes, "
-        f"root = that of the discriminant"
+        f"root = square root of the discriminant"
     )

@@ -106,8 +106,8 @@ def read_times(*, forward: str, backward: str | None, weight: str | None, send: 
     times = Times(forward=forwards, backward=backwards, weight=weights, send=sends[0], unit=unit)
     for whole, part in zip(wholes, parts, strict=False):
         if part > whole:
-            said = f"--weight {times.cell(part)} is more than --backward {times.cell(whole)}"
-            raise InputError(f"{said}, of which it is a part. Give less.")
+            given = f"--weight {times.cell(part)} is more than --backward {times.cell(whole)}"
+            raise InputError(f"{given}, of which it is a part.")
     return times
 
 

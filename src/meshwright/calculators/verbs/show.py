@@ -70,7 +70,7 @@ def _teraflops(flops: float) -> str:
 
 
 PEAKS = {"bf16": "bf16 or fp16", "fp8": "fp8", "int8": "int8", "fp4": "fp4"}
-"""Dtype -> what its column says."""
+"""Dtype -> header of its column."""
 CHIPS: dict[str, Any] = {
     "chip": "name",
     **{words: (f"peak_flops/{dtype}", _teraflops) for dtype, words in PEAKS.items()},

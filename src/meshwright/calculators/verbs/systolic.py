@@ -26,9 +26,7 @@ class Given(Options):
         "Shape of the whole weight matrix, such as 512x256 [default: SHAPE].", "--weights"
     )
     on: str | None = option("A TPU: its MXU gives the shape where none is given, its clock the time.")
-    seed: int = option(
-        "Seed of the integers that are multiplied.", default=0, needs={"png": "--png", "folder": "--frames"}
-    )
+    seed: int = option("Seed of the integers.", default=0, needs={"png": "--png", "folder": "--frames"})
     png: Path | None = option("Draw a few cycles of each phase to this file (.png or .svg).")
     folder: Path | None = option("Draw every cycle into this folder.", "--frames")
 

@@ -41,10 +41,7 @@ class Given(Options):
     )
     target: str | None = option("Where it goes, in the same words.", "--to")
     via: Via = option(
-        "How bytes of other hosts arrive.",
-        type=click.Choice(("ici", "dcn")),
-        default="ici",
-        needs={"from_hosts": "--from hosts"},
+        "Network to use.", type=click.Choice(("ici", "dcn")), default="ici", needs={"from_hosts": "--from hosts"}
     )
     extra: tuple[str, ...] = option("A further leg: hbm, pcie*16, 15GB@ici*2:6hops, 275GFLOP@compute.", "--leg")
     axis: str | None = option("Price collectives instead, over these links: x, or x,y, or domain,nodes.")

@@ -131,7 +131,7 @@ def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
         "predicted": ("predicted_s", format_seconds),
         "x matmul, predicted": ("predicted_ratio", number),
     }
-    yield _table("What is no product, beside one, fp32", part.distances, columns)
+    yield _table("Combinations of two matrices beside their product, fp32", part.distances, columns)
 
 
 def _copy_text(part: results.CopyPart) -> Iterator[Piece]:

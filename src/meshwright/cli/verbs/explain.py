@@ -137,7 +137,7 @@ def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
 def _measures(line: ListedStep) -> str:
     """Returns FLOPs if there are any, bytes, seconds, and whether the step can overlap."""
     amounts = [format_flop_count(line.flops)] if line.flops else []
-    often = {0: "not on the busiest device", 1: ""}.get(line.times, f"{line.times:,.4g} times")
+    often = {0.0: "not on the busiest device", 1.0: ""}.get(line.times, f"{line.times:,.4g} times")
     words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), often, line.overlaps)
     return ", ".join(word for word in words if word)
 
@@ -200,7 +200,7 @@ def _legend(at: Letters) -> str:
         said.append(
             f"X = data x fsdp x context on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes"
         )
-        said.append("root = that of the discriminant")
+        said.append("root = square root of the discriminant")
     return ", ".join(said)
 
 

@@ -39,7 +39,7 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Go on from prompts with the model of a FOLDER: a finished run, or config.json with safetensors files.
 
-    One prompt is written out as it grows; several are written one after the other, each when all are done.
+    The text of one prompt is printed as it grows, those of several prompts when all are done.
     """
     prompts = _prompts(given)
     mesh = _devices(given)

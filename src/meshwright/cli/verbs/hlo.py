@@ -273,7 +273,7 @@ def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], Tabl
     for one in found["largest"]:
         alike.setdefault((one["name"], one["shape"], one["memory_space"], one["times"]), []).append(one)
     groups = [{**group[0], "arrays": len(group)} for group in alike.values()]
-    yield "Arrays that it makes or is given", groups, ARRAYS
+    yield "Arrays that it allocates or takes", groups, ARRAYS
     total = sum(one["total_bytes"] for one in found["relayouts"] if not one["inside_fusion"])
     alone = f", {format_bytes(total)} by those not fused" if total else ""
     yield f"Copies to another layout{alone}", found["relayouts"], COPIES
