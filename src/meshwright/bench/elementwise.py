@@ -148,7 +148,7 @@ def vector_peak(chip: Chip) -> float | None:
 
 
 def _steepest(fused: Sequence[ChainTime]) -> float | None:
-    """Returns the FLOP/s of the sweep's last multiply-adds; None if the time did not double, so that memory decides."""
+    """Returns the FLOP/s of the sweep's last multiply-adds; None if memory hides them: the time did not double."""
     if len(fused) < 2 or fused[-1].seconds.median_s < 2 * fused[0].seconds.median_s:
         return None
     before, last = fused[-2], fused[-1]

@@ -29,7 +29,7 @@ class AttentionTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compute_bound_len(model: Model, critical_intensity: float) -> float:
-    """Returns length from which attention in prefill is compute-bound: T G / (G + 1) above the critical intensity."""
+    """Returns the length from which attention in prefill is compute-bound: T G / (G + 1) > the critical intensity."""
     group = model.num_heads / model.num_kv_heads
     return critical_intensity * (group + 1) / group
 

@@ -97,7 +97,7 @@ def route(
 
 
 def _pcie(cluster: Cluster, end: RouteEnd, num_bytes: float, *, into_host: bool) -> TransferLeg:
-    """Returns PCIe at one end of the route: of one chip, or of all of them at once."""
+    """Returns the PCIe leg at one end of the route: of one chip, or of all of them at once."""
     name, lanes = "chip to its host's memory" if into_host else "host memory to its chip", 1
     if end.everywhere:
         name, lanes = f"PCIe of all {cluster.num_chips} chips", cluster.num_chips
@@ -150,7 +150,7 @@ def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float)
 
 
 def _ports(cluster: Cluster, chip: Sequence[int]) -> list[int]:
-    """Returns links of a chip on each axis: two of a ring or inside a line, one at its end."""
+    """Returns the number of links of a chip on each axis: two of a ring or inside a line, one at its end."""
     return [
         0 if size == 1 else 2 if wraps else (at > 0) + (at < size - 1)
         for at, size, wraps in zip(chip, cluster.shape, cluster.wraps, strict=True)

@@ -29,7 +29,7 @@ def coordinates(mesh: Mesh, device: int) -> dict[str, int]:
 
 
 def _position(axes: Iterable[str], mesh: Mesh, device: int) -> int:
-    """Returns number of a device along several axes, major to minor."""
+    """Returns the number of a device along several axes, major to minor."""
     at, number = coordinates(mesh, device), 0
     for axis in axes:
         number = number * mesh[axis] + at[axis]

@@ -64,7 +64,7 @@ def cache_designs(model: Model) -> tuple[CacheDesign, ...]:
 
 
 def _heads(model: Model) -> list[tuple[str, int, bool]]:
-    """Returns name, elements of a layer and position, and whether the model has this design."""
+    """Returns (name, elements of a layer and position, whether the model has this design)."""
     latent, heads, groups = model.latent_attention, model.num_heads, model.num_kv_heads
     head = model.head_dim + (model.v_head_dim if latent else model.head_dim)
     rows = [(f"MHA, {heads} heads", heads * head, not latent and groups == heads)]
