@@ -126,7 +126,7 @@ CASES = [
     (2, (*PLAN, "--set", f"model.rope_theta={'9' * 5000}"), "Give a finite number."),
     (2, ("shard", "A[I,J] * B[J,K] -> C[I,K" + "," * 30_000 + "]", *SIZES), "at most 20,000 characters"),
     (2, ("show", "x" * 100 + "\ny"), "x\\ny' is no model, chip or cluster."),
-    (2, ("schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--forward", "9" * 400), "longer than anything"),
+    (2, ("schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--forward", "9" * 400), "is too long"),
 ]  # fmt: skip
 
 

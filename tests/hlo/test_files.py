@@ -66,16 +66,16 @@ ADD = "%add {\n  %a = f32[] parameter(0)\n  ROOT %b = f32[] negate(%a)\n}\n"
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (("%f = f32[] fusion(%p), kind=kLoop",), "fusion f lacks what such a one has"),
-        (("%w = f32[] while(%p), body=%add",), "while w lacks what such a one has"),
+        (("%f = f32[] fusion(%p), kind=kLoop",), "fusion f lacks an attribute that it needs"),
+        (("%w = f32[] while(%p), body=%add",), "while w lacks an attribute that it needs"),
         (("%f = f32[] fusion(%p), calls=%main",), "cycle"),
-        (("%c = f32[2] copy(%d)", "%d = f32[2] copy(%c)"), "copy c reads what does not come before it"),
-        (("%c = f32[2] copy()",), "copy c reads nothing"),
-        (("%g = f32[2] get-tuple-element(%p)",), "get-tuple-element g lacks what such a one has"),
-        (("%q = f32[2] parameter(x)",), "parameter q has no number"),
+        (("%c = f32[2] copy(%d)", "%d = f32[2] copy(%c)"), "copy c reads a result that does not come before it"),
+        (("%c = f32[2] copy()",), "copy c has no operand"),
+        (("%g = f32[2] get-tuple-element(%p)",), "get-tuple-element g lacks an attribute that it needs"),
+        (("%q = f32[2] parameter(x)",), "parameter q has no whole number as its index"),
         (("%c = f32[2,2]{1,0:T(0,128)} copy(%p)",), "copy c has a layout that does not fit its dims"),
         (("%c = f32[2,2]{2,0} copy(%p)",), "copy c has a layout that does not fit its dims"),
-        (("%c = f32[] all-reduce(%p), replica_groups={{0,99999999999999999999}}",), "names a device that is none"),
+        (("%c = f32[] all-reduce(%p), replica_groups={{0,99999999999999999999}}",), "names a device of nine digits"),
         (("%c = f32[" + "9" * 5000 + "] copy(%p)",), "a number of hundreds of digits"),
     ],
 )

@@ -37,3 +37,9 @@ def test_flops_and_precision():
     assert product_flops(found["dot"], found) == 2 * 8 * 16 * 32
     assert product_flops(found["half"], found) == 0, "an operand is not in the text"
     assert (precision(found["dot"]), precision(found["half"])) == ("high", "default")
+    config = '"precision_config":{"operand_precision":["HIGHEST","DEFAULT"]}'
+    stated = TEXT.replace(
+        'custom_call_target="TARGET"', f'custom_call_target="__cublas$gemm", backend_config={{{config}}}'
+    )
+    called = next(one for one in parse_module(stated) if one.name == "called")
+    assert precision(called) == "highest", "a library's call states it in its backend config"

@@ -171,7 +171,7 @@ def test_faster_than_the_rates_is_about_the_rates():
 
 def test_launches_and_idle_devices():
     launched = (msgspec.structs.replace(GATHER, count=1000),)
-    assert "1,000 instructions a step, and 1 ms of nothing for each" in text(row("overhead", 0.0, 1.0), ops=launched)
+    assert "1,000 instructions a step, and 1 ms without work for each" in text(row("overhead", 0.0, 1.0), ops=launched)
     assert "device 1 idles 2 s, device 0 1 s" in text(row("idle", 0.0, 1.0), idle=(1.0, 2.0))
     stages = make_mesh({"pipeline": 4, "fsdp": 4})
     found = text(row("idle", 0.0, 1.0), mesh=stages, num_microbatches=4, placement={})

@@ -11,8 +11,7 @@ SHORTEST_HOP_S = 1e-8
 
 
 def calibration_of(report: BenchReport) -> Calibration:
-    """Returns rates per device, each with its source. What was not measured falls back on the chip's fitted
-    numbers, or on its data sheet."""
+    """Returns rates per device with sources: measured, else the chip's fitted numbers, else its data sheet."""
     unit = chip(report.chip)
     base = fitted_calibration(unit) or Calibration(name="", chip=unit.name)
     collectives = report.collectives.collectives if report.collectives else ()
@@ -26,7 +25,7 @@ def calibration_of(report: BenchReport) -> Calibration:
         "matmul_flops_per_s": matmul_source,
         "attention_flops_per_s": attention_source,
         "memory_bytes_per_s": f"{copied.kind} of {copied.array_bytes} bytes, read and written once" if copied else "",
-        "memory_bytes": "the machine's, shared equally" if report.platform == "cpu" else "what the backend may fill",
+        "memory_bytes": "the machine's, shared equally" if report.platform == "cpu" else "the backend's limit",
     }
     if sizes:
         spread = f"{len(sizes)} sizes of {min(sizes)} to {max(sizes)} bytes"
@@ -61,7 +60,7 @@ def _best_products(report: BenchReport) -> dict[str, float]:
 
 
 def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:
-    """Returns the rate of the fastest square product by element type; of the main one that of an MLP, if measured.
+    """Returns FLOP/s by element type, and a text of their sources: the fastest square product, or an MLP if measured.
 
     Emulated devices use the smallest MLP, whose sizes are typical of their jobs. float32 on NVIDIA GPUs means tf32, the
     default there. Rates are extrapolated to infinite contractions.
@@ -88,10 +87,9 @@ def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str,
 
 
 def attention_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:
-    """Returns the rate of both passes: of the shortest sequences on emulated devices, else of the fastest length.
-
-    The overheads that `cost` adds for narrow heads and short sequences are taken out.
-    """
+    """Returns FLOP/s of forward and backward by element type, and their source: of the shortest sequences on emulated
+    devices, else of the fastest length. The overheads that `cost` adds for narrow heads and short sequences are
+    taken out."""
     part = report.attention
     if part is None or not part.times:
         return {}, ""
@@ -113,7 +111,7 @@ def _slowest(collectives: tuple[Collective, ...]) -> tuple[CollectiveRate, ...]:
 
 
 def _links(collectives: tuple[Collective, ...], unit: Chip, base: Calibration) -> tuple[Efficiency, dict[str, float]]:
-    """Returns the share of NVLink's rate that the largest AllGather reached, and the seconds of a hop.
+    """Returns ``base``'s efficiencies and seconds per hop, with NVLink's from the AllGather over the largest group.
 
     `cost` prices links of accelerators by these two, not by the rates of collectives.
     """

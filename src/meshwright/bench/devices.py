@@ -31,7 +31,7 @@ JAX_DTYPES: dict[str, Any] = {
     "int8": jnp.int8,
     "fp8": jnp.float8_e4m3fn,
 }
-"""Element types of the products that are measured; tf32 is float32 at the precision that JAX takes by itself."""
+"""Element types of the products that are measured; tf32 is float32 at JAX's default precision."""
 
 DEFAULT_DTYPES: dict[str, tuple[str, ...]] = {
     "cpu": ("fp32", "bf16", "int8", "fp8"),
@@ -43,7 +43,6 @@ DEFAULT_DTYPES: dict[str, tuple[str, ...]] = {
 DRAWN = 2**20
 """Random numbers drawn for one shard, which repeats them: drawing all of a large shard took seconds."""
 
-
 MlpShape = tuple[int, int, int]
 """Tokens, model width and feed-forward width."""
 AttentionShape = tuple[int, int, int, int, int]
@@ -52,9 +51,10 @@ Item = TypeVar("Item")
 
 
 class BenchSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes, numbers of rounds and numbers of element types that a kind of device is measured with."""
+    """Sizes for one kind of device. ``edge_sides`` and ``contents`` are sides of products, ``batches`` tokens,
+    ``eager`` multiply-adds run op by op; the largest copy takes 1 / ``largest_copy`` of the memory."""
 
-    feeler_rounds: int
+    probe_rounds: int
     edge_sides: tuple[int, ...]
     tiles: tuple[int, ...]
     contents: int
@@ -71,7 +71,7 @@ class BenchSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 EMULATED = BenchSizes(
-    feeler_rounds=2,
+    probe_rounds=2,
     edge_sides=(512, 1024),
     # A processor's tiles are small: one multiple shows as much as two.
     tiles=(256,),
@@ -88,7 +88,7 @@ EMULATED = BenchSizes(
     collective_bytes=tuple(2**power for power in (12, 15, 18, 19, 20)),
 )
 ACCELERATOR = BenchSizes(
-    feeler_rounds=64,
+    probe_rounds=64,
     edge_sides=(1024, 2048, 4096),
     tiles=(256, 128),
     contents=8192,
@@ -103,9 +103,8 @@ ACCELERATOR = BenchSizes(
     largest_copy=8,
     collective_bytes=tuple(2**power for power in (14, 18, 22, 25, 27, 29)),
 )
-"""Every sequence length has the same number of tokens. The largest copy is 1 / ``largest_copy`` of the memory.
-Collectives have more large sizes than small ones: these determine the rate, on which most collectives of a
-step depend."""
+"""Every sequence length has the same number of tokens. Most sizes of collectives are large: they determine the rate, on
+which most collectives of a step depend."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +155,7 @@ class Bench:
 
     @property
     def sizes(self) -> BenchSizes:
-        """The row of the table of sizes for such devices."""
+        """The sizes that these devices are measured with."""
         return EMULATED if self.emulated else ACCELERATOR
 
     @property
@@ -188,7 +187,7 @@ class Bench:
         return max((float(text[:-1]) * 1024 for text in texts if text.endswith("K")), default=0.0) / len(self.devices)
 
     def share_of_peak(self, flops_per_s: float, dtype: str) -> float | None:
-        """A rate as a share of the data sheet's peak for an element type; None without such a peak."""
+        """Returns a rate as a share of the data sheet's peak for an element type; None without such a peak."""
         peak = self.chip.peak_flops.get(dtype)
         return flops_per_s / peak if peak else None
 
@@ -197,7 +196,7 @@ class Bench:
         return device_mesh(axes or {"device": len(self.devices)}, self.devices)
 
     def program(self, workload: Workload) -> Callable[..., Any]:
-        """Returns the body for all devices at once, each on its shards; results are sharded along their first dim."""
+        """Returns a function that runs the body on all devices' shards; results are sharded along their first dim."""
         mesh = self.mesh(workload.axes)
         spec = PartitionSpec(mesh.axis_names)
         mapped = jax.shard_map(workload.body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -216,13 +215,13 @@ class Bench:
             # Copied, because emulated devices would otherwise read one array, which then stays in the shared cache.
             parts = [jax.device_put(values, device, may_alias=False) for device in mesh.devices.flat]
             if not self.emulated:
-                parts = [_repeated_there(part, shard.shape) for part in parts]
+                parts = [_repeated_on_device(part, shard.shape) for part in parts]
             shape = (len(parts) * shard.shape[0], *shard.shape[1:])
             made.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
         return tuple(made)
 
     def call(self, workload: Workload, kept: list[Array] | None = None) -> Call:
-        """Returns the call that times a workload. Workloads in place share their inputs through one list ``kept``."""
+        """Returns a workload as a call to time. Workloads in place share their inputs through one list ``kept``."""
         run, held = self.program(workload), [] if kept is None else kept
 
         def arguments(repeat: int) -> tuple[Array, ...]:
@@ -260,12 +259,12 @@ def _repeated(values: Any, shape: tuple[int, ...]) -> Any:
     return xp.broadcast_to(values, (-(-size // len(values)), len(values))).ravel()[:size].reshape(shape)
 
 
-_repeated_there = jax.jit(_repeated, static_argnums=1)
+_repeated_on_device = jax.jit(_repeated, static_argnums=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Times the workloads of a part within a budget. ``found`` holds earlier parts, ``left_out`` what was not timed."""
+    """Times the workloads of a part within a budget. ``found`` has earlier parts, ``left_out`` a line per failure."""
 
     bench: Bench
     budget: Budget
@@ -289,7 +288,7 @@ class Runner:
     def time(
         self, calls: Mapping[Any, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
     ) -> dict[Any, Timing]:
-        """Times workloads in alternation. ``left_out`` names those that fail in messages; ``{}`` stands for the key."""
+        """Returns timings by key, taken in alternation; ``left_out.format(key)`` names those that fail in messages."""
         ready = {key: self.bench.call(one) if isinstance(one, Workload) else one for key, one in calls.items()}
         times = time_together(ready, self.budget, max_repeats=max_repeats)
         reasons: dict[str, str] = {}
@@ -303,14 +302,14 @@ class Runner:
         return self.time({"": call}, left_out, max_repeats=max_repeats).get("")
 
     def product_rate(self, dtype: str) -> float | None:
-        """FLOP/s of the fastest product measured, else of the data sheet; None if neither is known."""
+        """Returns FLOP/s of the fastest product measured, else of the data sheet; None if neither is known."""
         part: MatmulPart | None = self.found.get("matmul")
         best = part.best(dtype) if part else None
         return best.flops_per_s if best else self.bench.chip.peak_flops.get(dtype)
 
 
 def chip_of_kind(device_kind: str) -> Chip:
-    """Returns the chip whose ``device_kind`` matches most of the text; raises InputError if none does."""
+    """Returns the chip whose pattern ``device_kind`` matches most of the text; raises InputError if none matches."""
     # "A100-SXM4-80GB": separators between the words do not matter.
     words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
     known = (one for one in chips().values() if one.device_kind)

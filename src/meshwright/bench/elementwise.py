@@ -35,7 +35,7 @@ from meshwright.spec.chip import Chip, vector_peak_from_anatomy
 
 
 def measure_distance(runner: Runner) -> DistancePart:
-    """Measures all three in alternation in float32; predictions use measured rates, else the data sheet's."""
+    """Measures all `DISTANCES` in alternation in float32; predictions use measured rates, else the data sheet's."""
     size = runner.bench.sizes.distance
     elementwise: ElementwisePart | None = runner.found.get("elementwise")
     vector = (elementwise and elementwise.vector_flops_per_s) or vector_peak(runner.bench.chip)
@@ -58,7 +58,7 @@ def measure_distance(runner: Runner) -> DistancePart:
 
 
 def predicted_seconds(size: int, *, matmul: float | None, vector: float | None) -> dict[str, float | None]:
-    """Returns 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s (a multiply-add is 2)."""
+    """Returns seconds by name: 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s."""
     rates = {what: (matmul, 2) if ops is None else (vector and vector / 2, ops) for what, (_, ops) in DISTANCES.items()}
     return {what: ops * float(size) ** 3 / rate if rate else None for what, (rate, ops) in rates.items()}
 
@@ -96,7 +96,7 @@ def measure_elementwise(runner: Runner) -> ElementwisePart:
 
 
 def chain_elements(bench: Bench, seconds: float) -> int:
-    """Returns the float32 elements per device, a power of two: four times the cache, at most a 20th of the memory.
+    """Returns the float32 elements per device, a power of two: enough to exceed the cache, at most a 20th of memory.
 
     Emulated devices get fewer if making all arrays would take the host more than a sixth of the seconds.
     """
@@ -119,12 +119,12 @@ def _chain(workload: Workload, repeats: int, seconds: Timing, *, fused: bool) ->
 
 
 def _doubling(fused: Sequence[ChainTime], chip: Chip) -> dict[str, Any]:
-    """Returns the length at which the time doubles, measured and predicted."""
+    """Returns the fields of `ElementwisePart` on the length at which the time doubles, measured and predicted."""
     if not fused:
         return {}
     sheet, first_s = vector_peak(chip), fused[0].seconds.median_s
     rate = sheet or _steepest(fused)
-    source = f"data sheet of {chip.name}" if sheet else "measured, from what each further multiply-add takes"
+    source = f"data sheet of {chip.name}" if sheet else "measured, from the time of each further multiply-add"
     return {
         "doubles_at": crossing([c.repeats for c in fused], [c.seconds.median_s for c in fused], 2 * first_s),
         "predicted_at": doubling_repeats(rate, fused[0].bytes_per_s) if rate else None,
@@ -134,7 +134,7 @@ def _doubling(fused: Sequence[ChainTime], chip: Chip) -> dict[str, Any]:
 
 
 def doubling_repeats(vector_flops_per_s: float, bytes_per_s: float) -> float:
-    """Returns the multiply-adds that take twice an element's memory time: 2 x C x bytes / (W x FLOPs)."""
+    """Returns the multiply-adds that take twice an element's memory time: 2 x C x 8 bytes / (W x 2 FLOPs)."""
     ops_per_s = vector_flops_per_s / FLOPS_EACH
     return float(2 * critical_repeats(ops_per_s, bytes_per_s, bytes_per_element=2 * ELEMENT_BYTES))
 
@@ -148,7 +148,7 @@ def vector_peak(chip: Chip) -> float | None:
 
 
 def _steepest(fused: Sequence[ChainTime]) -> float | None:
-    """Returns the FLOP/s of the sweep's last multiply-adds; None if memory traffic hides all of them."""
+    """Returns the FLOP/s of the sweep's last multiply-adds; None if memory hides them: the time did not double."""
     if len(fused) < 2 or fused[-1].seconds.median_s < 2 * fused[0].seconds.median_s:
         return None
     before, last = fused[-2], fused[-1]
@@ -163,7 +163,7 @@ LEAST_ROUNDS = 8
 
 
 def measure_copy(runner: Runner) -> CopyPart:
-    """Measures a silu over a few MiB, as in layers, then copies of sizes by fours, as memory and budget allow."""
+    """Measures a silu over a few MiB, as in layers, then ever larger copies, as far as memory and budget allow."""
     most = min(LARGEST, runner.bench.memory_bytes / runner.bench.sizes.largest_copy)
     sizes = [SMALLEST * 4**power for power in range(16) if SMALLEST * 4**power <= most]
     return CopyPart(copies=(*_copies(runner.share(0.3), "silu", [SILU_BYTES]), *_copies(runner, "copy", sizes)))

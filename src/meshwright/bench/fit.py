@@ -40,7 +40,7 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> FittedLine:
 
 
 class Knee(msgspec.Struct, frozen=True, kw_only=True):
-    """y = max(floor, slope x): constant up to x = ``at``, then proportional to x."""
+    """y = max(floor, slope x), with the knee at x = ``at``; ``error`` is the median distance of the points in log y."""
 
     at: float
     floor: float
@@ -49,7 +49,7 @@ class Knee(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit_knee(xs: Sequence[float], ys: Sequence[float]) -> Knee | None:
-    """Returns the knee of least sum of |log (y / max(floor, slope x))|; None if all points are on one side of it.
+    """Returns the knee of least sum of |log (y / max(floor, slope x))|; None if no points lie on one of its sides.
 
     The best floor and the best slope each pass through a point: all pairs are tried, after all constants and all lines
     from the origin, which win ties.
@@ -68,7 +68,7 @@ def fit_knee(xs: Sequence[float], ys: Sequence[float]) -> Knee | None:
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float | None:
-    """Returns where y first exceeds ``level``, interpolated linearly in logarithms; None if it never does."""
+    """Returns the x at which y first rises above ``level``, interpolated in logarithms; None if it does not."""
     points = sorted(zip(xs, ys, strict=True))
     for (x, y), (x2, y2) in itertools.pairwise(points):
         if y <= level < y2:

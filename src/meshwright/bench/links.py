@@ -1,4 +1,4 @@
-"""Parts that measure what connects devices: collectives by group and size, and launches from the host."""
+"""Parts that measure collectives by group and size, and launches of programs from the host."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ MOST_BYTES_PER_S = 1e15
 
 
 def measure_collectives(runner: Runner) -> CollectivesPart:
-    """Measures the largest group first, so that a short budget still gives one rate of every kind."""
+    """Measures all kinds over all groups, the largest group first, so that a short budget gives a rate of each kind."""
     groups = groups_of(len(runner.bench.devices), runner.bench.axes)
     if not groups:
         runner.left_out.append("collectives: one device has none")
@@ -79,8 +79,8 @@ LAUNCHES = 20
 
 
 def measure_overhead(runner: Runner) -> OverheadPart:
-    """Measures a nearly empty program by number of arguments, in alternation: many launches before one wait, and a
-    single launch. Runs on the first device only."""
+    """Measures a nearly empty program by number of arguments, in alternation: many launches before one wait, and one
+    launch with its wait. Runs on the first device only."""
     calls = {}
     for count in NUM_ARGUMENTS:
         arrays = tuple(jax.device_put(jnp.float32(number), runner.bench.devices[0]) for number in range(count))
@@ -97,7 +97,7 @@ def measure_overhead(runner: Runner) -> OverheadPart:
 
 
 def _launches(arrays: tuple[Array, ...], launches: int) -> Call:
-    # A new program each time: one that was compiled for other numbers of arguments looks its code up at each launch.
+    # Each number of arguments has its own jitted function: one with several programs looks one up at each launch.
     program = jax.jit(lambda *given: given[0] + 1)
 
     def run(*given: Array) -> Any:

@@ -34,7 +34,7 @@ from meshwright.spec.chip import chip
 
 SMALL_BYTES, LARGE_BYTES = 2**12, 2**20
 PEAK_SIDES = (256, 512, 1024)
-"""Sides of the square products of which the fastest is the peak; this machine has no data sheet."""
+"""Sides of square products. The fastest of these and the MLP is the peak: this machine has no data sheet."""
 DTYPE = "fp32"
 
 
@@ -46,11 +46,11 @@ def measure_machine(
     in_step: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Measures matmul, attention, memory and collective rates per device.
+    """Returns measured matmul, attention, memory and collective rates per device, and says each through ``say``.
 
     ``matmul_shape`` (m, k, n) should be like the products of the job: rates of small products are lower. Collectives
     run over groups of every power of two, all groups of a size at once. ``in_step`` adds the rates inside a training
-    step (`machine_step`), which takes some twenty seconds; without them, the other rates price steps.
+    step (`machine_step`), which takes some twenty seconds; without these, steps are priced by the other rates.
     """
     bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
     workloads: dict[str, Workload] = {

@@ -1,8 +1,8 @@
 """Measures the rates of emulated devices inside training steps: small reference steps under the profiler.
 
 Rates of single calls say little about a step on a host: layers run in loops, all devices share caches and memory, and
-the compiler fuses ops. So the seconds of reference steps are attributed to derived steps (`profile.shared`), and fitted
-to the amounts that `cost` counts for these.
+the compiler fuses ops. So the seconds of reference steps are attributed to derived steps (`profile.times`), and fitted
+to the amounts of work (FLOPs, bytes, calls) that `cost` counts for these.
 """
 
 import itertools
@@ -41,12 +41,12 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 
 ROUNDS, STEPS_A_ROUND, WARMUP_STEPS = 5, 2, 3
-"""Steps are profiled in alternation, so that other load affects all alike; rates use medians over the faster half of
-the steps, because other work often slows several rounds in a row."""
+"""Reference steps are profiled in alternation, so that other load affects all alike; rates use medians over the faster
+half of the executions, because other work often slows several rounds in a row."""
 PRODUCTS = "products"
-"""The kind of all matrix products, which share one pace."""
+"""The kind of all matrix products, which share one `Pace`."""
 GAPS = "gaps"
-"""The entry of the time in which no device works."""
+"""Key of the seconds in which no device works."""
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,12 +88,11 @@ REFERENCES = (
         remat="block",
     ),
 )
-"""The references differ in widths, head widths, numbers of keys and in which results are kept, enough for the fit to
-separate the parts of every pace."""
+"""The references differ in widths, sequence lengths and remat, enough for the fit to separate the terms of `Pace`."""
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One reference step: its price by `cost`, and measured seconds by derived step and for ``GAPS``.
+    """One reference step: its price by `cost`, and measured seconds by derived step, with ``GAPS`` as one more key.
 
     Seconds are wall time of one execution, shared out over the work of all devices.
     """
@@ -140,7 +139,7 @@ class RunningStep:
             self.subject.advance(self.compiled)
 
     def profile(self, number: int) -> None:
-        """Times some steps without the profiler, after one that does not count, and as many with it."""
+        """Times some steps without the profiler and profiles as many; the first step of a round does not count."""
         folder = self.folder / str(number)
         self.subject.advance(self.compiled)
         for _ in range(STEPS_A_ROUND):
@@ -173,7 +172,7 @@ class RunningStep:
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured seconds, and the amounts of work that explain them; of a derived step, for all its executions."""
+    """Measured seconds of some work in a step, and the amounts that explain them; ``kind``: an op or ``PRODUCTS``."""
 
     amounts: Amounts
     seconds: float
@@ -181,7 +180,7 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_rates(references: Sequence[MeasuredStep]) -> HostRates:
-    """Fits the rates inside a step to the reference steps."""
+    """Returns the rates inside a step, fitted to the reference steps."""
     spent = [_spent(reference) for reference in references]
     kinds: dict[str, list[Spent]] = defaultdict(list)
     for one in itertools.chain(*spent):
@@ -218,9 +217,9 @@ def _named(values: np.ndarray) -> dict[str, float]:
 
 
 def pace(spent: Sequence[Spent]) -> Pace:
-    """Fits seconds per unit of each amount, none negative: least squares of relative deviations, weighted by seconds.
+    """Returns seconds per unit of each amount, none negative; amounts that are zero everywhere take no time.
 
-    Amounts that are zero everywhere take no time.
+    The fit is least squares of relative deviations, weighted by seconds.
     """
     rows = [one for one in spent if one.seconds > 0]
     if not rows:
@@ -234,8 +233,8 @@ def pace(spent: Sequence[Spent]) -> Pace:
 
 
 def _outside(reference: MeasuredStep, spent: Sequence[Spent]) -> Spent:
-    """Returns what explains instructions of no derived step: as ``byte`` the copies of loops over layers, as ``call``
-    the bytes of the optimizer, whose norms, copies and counters are among them."""
+    """Returns the seconds of instructions without a derived step, and two amounts that explain them: in ``byte`` the
+    bytes that loops over layers copy, in ``call`` those of the optimizer, whose norms and counters have no step."""
     derived, sizes = reference.priced.derived, reference.priced.sizes
     copied = [block.repeat * sum(loop_bytes(block, derived, sizes)) for block in derived.blocks if block.block.carry]
     updated = sum(one.amounts.byte for one in spent if one.kind == "adamw")
@@ -247,7 +246,7 @@ def _gaps(references: Sequence[MeasuredStep]) -> dict[str, float]:
     """Attributes the time in which no device computes to collectives, or on a single device to gaps between kernels.
 
     Devices wait for each other in a collective: the fit gives multiples of its measured latency (``call``) and of the
-    measured time of its bytes (``byte``).
+    measured time of its bytes (``byte``). Returns these as fields of `HostRates`.
     """
     moves = []
     for reference in references:

@@ -32,8 +32,8 @@ from meshwright.cost.formulas.roofline import critical_batch
 
 SIZES = tuple(2**power for power in range(9, 16))
 """512 to 32768."""
-FEELER = 128
-"""Side of the product from which the times of the sweep are estimated."""
+PROBE_SIDE = 128
+"""Side of the product whose rate sets the rounds of the sweep's first products."""
 MAX_MEMORY_SHARE = 0.6
 CALLS = 5
 """Calls that must fit into the seconds left: compiling, warming up and three that count."""
@@ -53,7 +53,7 @@ def measure_matmul(runner: Runner) -> MatmulPart:
 def _sweep(runner: Runner, dtype: str) -> list[Product]:
     """Measures increasing sizes of one element type, up to what memory and budget allow."""
     found: list[Product] = []
-    rate = _feel(runner, dtype, f"{dtype} products")
+    rate = _probed_rate(runner, dtype, f"{dtype} products")
     if rate is None:
         return found
     for size in SIZES:
@@ -73,22 +73,22 @@ def _sweep(runner: Runner, dtype: str) -> list[Product]:
     return found
 
 
-def _feel(runner: Runner, dtype: str, left_out: str) -> float | None:
-    """Returns the FLOP/s of a small product."""
-    workload = product_workload(runner.bench, dtype, FEELER, runner.bench.sizes.feeler_rounds)
+def _probed_rate(runner: Runner, dtype: str, left_out: str) -> float | None:
+    """Returns the FLOP/s of a small product; None if it could not be timed."""
+    workload = product_workload(runner.bench, dtype, PROBE_SIDE, runner.bench.sizes.probe_rounds)
     seconds = runner.time_one(workload, left_out, max_repeats=3)
     return workload.work / seconds.median_s if seconds else None
 
 
 def _too_large(runner: Runner, dtype: str, size: int, each_s: float) -> str:
-    """Returns why two operands and a result, which exists twice, do not fit into memory or budget; else no text."""
+    """Returns why two operands and a result, which exists twice, do not fit into memory or budget; empty if they do."""
     result = 4 if dtype in ("int8", "fp32", "tf32") else 2
     needed = size * size * (3 * DTYPE_BYTES[dtype] + 2 * result)
     room, left_s = runner.bench.memory_bytes * MAX_MEMORY_SHARE, runner.left_s
     if needed > room:
-        return f"{format_bytes(needed)} of {format_bytes(room)} that a device has for it"
+        return f"needs {format_bytes(needed)}, a device has {format_bytes(room)} for it"
     if each_s * CALLS > left_s:
-        return f"about {format_seconds(each_s)} each, and {format_seconds(left_s)} are left for them"
+        return f"takes about {format_seconds(each_s)}, {CALLS} times, and {format_seconds(left_s)} are left"
     return ""
 
 
@@ -101,7 +101,7 @@ def _product(bench: Bench, dtype: str, size: int, seconds: Timing, contents: Con
 
 
 def _edges(runner: Runner, rate: float | None) -> list[Edge]:
-    """Measures, in alternation, sides of a multiple of the tile, one less and one more, relative to the multiple."""
+    """Measures products of sides n - 1, n and n + 1 in alternation, with n a multiple of the tile."""
     if rate is None:
         runner.left_out.append("tile edges: no product was measured")
         return []
@@ -137,7 +137,7 @@ def measure_contents(runner: Runner) -> ContentsPart:
     """Measures many consecutive products per call, so that a chip at its power limit has time to slow down."""
     bench, products, size = runner.bench, [], runner.bench.sizes.contents
     for dtype, mine in runner.each(bench.dtypes[: bench.sizes.contents_dtypes]):
-        rate = runner.product_rate(dtype) or _feel(mine, dtype, dtype)
+        rate = runner.product_rate(dtype) or _probed_rate(mine, dtype, dtype)
         if rate:
             rounds = rounds_for(product_flops(size, size, size) / rate, target_s=min(0.1, mine.left_s / 40))
             workloads = {what: product_workload(bench, dtype, size, rounds, contents=what) for what in CONTENTS}

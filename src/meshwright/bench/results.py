@@ -52,8 +52,8 @@ class Product(Measurement, frozen=True):
 
 
 class Edge(Measurement, frozen=True):
-    """A product whose side is a multiple of the tile, or one more or less. ``predicted`` is its rate relative to the
-    multiple if partial tiles cost as much as whole ones."""
+    """A product whose side is a multiple of the tile, or one more or less. ``relative`` is its rate over that of the
+    multiple, ``predicted`` the same if partial tiles cost as much as whole ones."""
 
     product: Product
     tile: int
@@ -68,13 +68,12 @@ class MatmulPart(Part, frozen=True):
     edges: tuple[Edge, ...] = ()
 
     def best(self, dtype: str) -> Product | None:
-        """The fastest product of an element type."""
+        """Returns the fastest product of an element type."""
         return max((p for p in self.sweep if p.dtype == dtype), key=lambda p: p.flops_per_s, default=None)
 
 
 class Mlp(Measurement, frozen=True):
-    """An MLP per device. ``mfu`` relates its FLOP/s to the data sheet's peak, ``of_matmul`` to the fastest square
-    product."""
+    """An MLP per device. ``mfu`` is its FLOP/s over the data sheet's peak, ``of_matmul`` over the best product's."""
 
     dtype: str
     tokens: int
@@ -119,7 +118,7 @@ class ElementwisePart(Part, frozen=True):
 
 
 class ContentsPart(Part, frozen=True):
-    """The same product of zeros, ones, uniform and normal numbers, drawn anew in every repeat, in alternation."""
+    """The same product of zeros, ones, uniform and normal numbers, drawn for every repeat, in alternation."""
 
     products: tuple[Product, ...] = ()
 
@@ -160,7 +159,7 @@ class CopyPart(Part, frozen=True):
     copies: tuple[Copy, ...] = ()
 
     def largest(self, kind: CopyKind = "copy") -> Copy | None:
-        """The largest array of a kind; None without any."""
+        """Returns the largest array of a kind; None without any."""
         return max((c for c in self.copies if c.kind == kind), key=lambda c: c.array_bytes, default=None)
 
 
@@ -257,7 +256,7 @@ class OverheadPart(Part, frozen=True):
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """All parts measured, with device, date and versions. A part that was not requested is None.
 
-    ``load`` is the load average of the minute before the run.
+    ``seconds`` is the budget, ``took_s`` what the run took, ``load`` the load average of the minute before it.
     """
 
     machine: str

@@ -40,8 +40,7 @@ PARTS: dict[str, tuple[float, Callable[[Runner], Part]]] = {
     "collectives": (5, measure_collectives),
     "attention": (2, measure_attention),
 }
-"""Parts in the order of measuring, with their shares of the seconds. Predictions of later parts use rates of earlier
-ones."""
+"""Parts in the order of measuring, with their shares of the seconds. Later predictions use rates of earlier parts."""
 
 LEAST_REST = 0.1
 """Share of the seconds that must be left to repeat a part that ran out of time."""

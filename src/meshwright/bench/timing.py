@@ -17,7 +17,7 @@ MIN_REPEATS = 3
 MAX_REPEATS = 30
 GRACE_S = 0.3
 GRACE_SHARE = 0.02
-"""A call that is already compiled may exceed its budget by so many seconds, or by this share of the whole budget, to
+"""Compiled calls may together exceed their budget by the larger of these, seconds or share of the whole budget, to
 reach ``MIN_REPEATS``."""
 NO_TIME = "no time left"
 FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
@@ -27,7 +27,7 @@ SWEEPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The time on a clock at which measuring must end."""
+    """``ends`` is the time on ``clock`` at which measuring ends; ``grace_s`` may extend it."""
 
     ends: float
     clock: Callable[[], float] = time.perf_counter
@@ -50,8 +50,7 @@ def budget_of(seconds: float, clock: Callable[[], float] = time.perf_counter) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A function to time, and its arguments for each repeat, which are made outside the time. A call runs ``rounds``
-    rounds of a workload."""
+    """A function to time, ``rounds`` rounds a call, and its arguments by repeat, made before the clock starts."""
 
     run: Callable[..., Any]
     arguments: Callable[[int], tuple[Any, ...]] = lambda repeat: ()
@@ -66,7 +65,7 @@ class Call:
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Timings of calls by name, and one line for each call that has none."""
+    """Timings of calls by name, and the error or ``NO_TIME`` of each call that failed or had too few repeats."""
 
     found: dict[Any, Timing]
     why_not: dict[Any, str]
@@ -82,8 +81,8 @@ def time_together(calls: Mapping[Any, Call], budget: Budget, *, max_repeats: int
     """Times calls in alternation, so that other load on the machine affects all of them alike.
 
     The first run of each call compiles it and does not count. Repeats go on until the budget is used up or
-    ``max_repeats`` is reached, every second one in reverse order. A call with fewer than ``MIN_REPEATS`` times, for
-    which the budget is extended a little, counts as not measured.
+    ``max_repeats`` is reached, every second one in reverse order. The budget is extended a little to reach
+    ``MIN_REPEATS``; a call with fewer counts as not measured.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in calls}
     why_not: dict[Any, str] = {}
@@ -134,6 +133,6 @@ def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str
 
 
 def rounds_for(seconds: float, *, target_s: float = 0.02, most: int = 1024) -> int:
-    """Returns how many rounds of ``seconds`` each make a call of about ``target_s``, a power of two."""
+    """Returns a power of two: the rounds of ``seconds`` each that fit into ``target_s``, from 1 to ``most``."""
     wanted = target_s / max(seconds, 1e-9)
     return int(min(most, 2 ** max(0, int(wanted).bit_length() - 1)))

@@ -1,4 +1,4 @@
-"""The table of workloads: for each op and its sizes the program, its inputs, and the FLOPs or bytes that it counts."""
+"""Workloads: for each op and its sizes the program, its inputs, and the FLOPs or bytes of one round."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,8 +26,7 @@ EPSILON = 1e-6
 
 SILU_BYTES = 2**22
 FORWARD_PRODUCTS, ALL_PRODUCTS = 2, 7
-"""Products over queries and keys: scores and the weighted sum forward; backward the scores again and four products of
-cotangents."""
+"""Products over queries and keys: forward scores and weighted sum; backward scores again and four of cotangents."""
 
 
 # -- products ---------------------------------------------------------------------------------------------
@@ -39,9 +38,9 @@ def product_flops(m: int, k: int, n: int) -> float:
 
 
 def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, contents: Contents | None = None) -> Workload:
-    """``rounds`` products of two square shards: normal numbers, or given ``contents`` that every repeat draws anew.
+    """Returns ``rounds`` products of two square shards of normal numbers, or of ``contents``, drawn for every repeat.
 
-    One element of an operand comes from the result before, so that the compiler cannot drop a product. int8 is summed
+    One element of an operand comes from the previous result, so that the compiler cannot drop a product. int8 is summed
     in int32, fp8 in 16 bits. float32 runs at the highest precision where the default is narrower; "tf32" is that
     default.
     """
@@ -70,9 +69,9 @@ def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, conten
 
 
 def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
-    """A gated MLP forward and backward as in a training step, with its transposes and copies.
+    """Returns a gated MLP forward and backward as in a training step, with its transposes and copies.
 
-    It has three products forward and six backward, and returns the output and the gradients of input and weights.
+    The program has three products forward and six backward, and returns the output and gradients of input and weights.
     """
     m, k, n = shape
 
@@ -90,7 +89,7 @@ def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
 
 
 def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Workload:
-    """The attention of training, forward or in both passes."""
+    """Returns the attention of training, forward or in both passes."""
     batch, length, heads, kv_heads, width = shape
 
     def body(q: Array, k: Array, v: Array, cotangent: Array) -> Any:
@@ -124,7 +123,7 @@ def layer_flops(sizes: Mapping[str, int], tokens: int) -> float:
 
 
 def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workload:
-    """Layers with norms and the products of attention and of a gated MLP.
+    """Returns layers of norms and the products of attention and of a gated MLP.
 
     No scores are computed: the sum of queries, keys and values stands in for attention.
     """
@@ -174,13 +173,13 @@ several."""
 
 
 def distance_workload(what: str, size: int) -> Workload:
-    """Two square shards combined; counts the FLOPs of their product."""
+    """Returns two square shards combined as ``what`` says; ``work`` is the FLOPs of their product."""
     shard = Shard(shape=(size, size))
     return Workload(body=DISTANCES[what][0], shards=(shard, shard), work=product_flops(size, size, size))
 
 
 def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Workload:
-    """``repeats`` times x = a x + b, with a and b unknown to the compiler, fused into one kernel or one kernel each."""
+    """Returns ``repeats`` times x = a x + b, fused into one kernel or one kernel each; a and b are arguments."""
 
     def body(x: Array, ab: Array) -> Array:
         factor, added = ab[0] * 1e-3, ab[1]
@@ -194,7 +193,7 @@ def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Worklo
 
 
 def copy_workload(kind: CopyKind, array_bytes: int, rounds: int) -> Workload:
-    """An array read and written ``rounds`` times; the addition keeps the compiler from dropping any.
+    """Returns an array read and written ``rounds`` times; the addition keeps the compiler from dropping any.
 
     "silu" also computes an exponential, as softmax and activations do, and writes a new array, as layers do. "copy"
     works in place, so that arrays may be large.
@@ -241,7 +240,7 @@ def groups_of(num_devices: int, axes: Mapping[str, int]) -> list[Group]:
 
 
 def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) -> Workload:
-    """Consecutive collectives on ``array_bytes`` over the group (the bytes that a device sends, in a permute)."""
+    """Returns consecutive collectives on an array of ``array_bytes`` over the group; a permute's is per device."""
 
     def again(_: Any, y: Array) -> Array:
         # The first element of the result feeds the next round, so that none is dropped or reordered.

@@ -1,1 +1,1 @@
-"""The command line: one file per verb, each a thin reader of the calls below it."""
+"""The command line: one file per verb, which reads options, calls the packages below and returns an answer."""

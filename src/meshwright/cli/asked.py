@@ -1,4 +1,4 @@
-"""What is asked of a verb that takes "PLAN.toml, or a MODEL with options": a setting and a strategy, resolved once."""
+"""The setting and the strategy of a verb that takes "PLAN.toml, or a MODEL with options"."""
 
 import math
 import os
@@ -27,12 +27,12 @@ from meshwright.spec.plan_file import Plan, load_plan
 from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh
 
 RUN = ("train", "profile")
-"""Verbs that run what they are asked for."""
+"""Verbs that run the plan."""
 Fields = Mapping[str, dict[str, Any]]
 
 
 class PlanOptions(Options):
-    """A plan file, or a model with what a plan file would say."""
+    """A plan file, or a model with the options that a plan file would state."""
 
     what: str = argument(metavar="PLAN.toml | MODEL")
     on: Cluster | None = option("The cluster, for a MODEL: v5p:16x20x28, h100:8x256, cpu:8.")
@@ -44,26 +44,26 @@ class PlanOptions(Options):
 
 
 class Asked(NamedTuple):
-    """A strategy in its setting, and what the plan file or the search predicts; None where neither does."""
+    """A strategy in its setting, and the estimate of the plan file or the search; None if neither has one."""
 
     setting: Setting
     strategy: Strategy
     predicted: Estimate | None = None
 
     def plan(self) -> Plan:
-        """The plan; what is not predicted yet is now."""
+        """Returns the plan, with a new estimate if there is none yet."""
         return plan_in(self.setting, self.strategy, self.predicted or estimate_step(self.setting, self.strategy))
 
 
-STEP = option("The step that is asked for; by default that of the job.")
-WEIGHTS = option("To generate.", default="as they are")
-CACHE_DTYPE = option("To generate.", default="bf16")
+STEP = option("The step; by default the job's.")
+WEIGHTS = option("Stored weights, for prefill and generation.", default="as they are")
+CACHE_DTYPE = option("Dtype of the cache, for prefill and generation.", default="bf16")
 
 
 def read_fields(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The fields of ``--set``, with what settings of training say of the step that is priced.
+    """Returns the fields of ``--set``, with two settings of training that the price depends on copied from ``train``.
 
-    The run's optimizer is the job's, and a bound on the slots of experts gives each that many, empty or not.
+    The run's optimizer becomes the job's, and its bound on the slots of experts (capacity_factor) the strategy's.
     """
     fields = parse_fields(pairs)
     optimizer, bound = fields["train"].get("optimizer"), fields["train"].get("capacity_factor")
@@ -75,10 +75,10 @@ def read_fields(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None = None) -> Asked:
-    """The plan file with its ``fields`` changed, or the best strategy for the model; of another ``step`` where named.
+    """Returns the plan file with ``fields`` changed, or the best strategy for the model; ``step`` replaces the job's.
 
-    A ``verb`` that runs it refuses models that do not run, and a strategy for fewer chips than are given. Raises
-    InputError for options that a plan file says already, and for those that a model needs.
+    A ``verb`` that runs the plan refuses models that do not run, and a strategy for fewer chips than are given. Raises
+    InputError for options that a plan file states already, and for missing ones that a model needs.
     """
     texts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
     if given.what.endswith(".toml"):
@@ -135,7 +135,7 @@ def _planned(setting: Setting, axes: dict[str, int], fields: dict[str, Any], ver
     except CannotRunError:
         if verb != "verify" or math.prod(axes.values()) != setting.cluster.num_chips:
             raise
-        # The mesh is given whole: what the compiler says of it is the answer, with the least memory there is.
+        # The whole mesh is given: the compiler's verdict on it is the answer, under the remat that needs least memory.
         least = Strategy(mesh=make_mesh(axes), state="bf16-adam", remat="full")
         return Asked(setting, with_fields(least, "strategy", fields))
     best = result.strategies[0]
@@ -145,13 +145,13 @@ def _planned(setting: Setting, axes: dict[str, int], fields: dict[str, Any], ver
 
 
 def job_of_step(job: Job, step: str | None) -> Job:
-    """The job with a step of another kind, on as many sequences and positions; its own without one."""
+    """Returns the job with a step of another kind, on as many sequences and positions; the same job for None."""
     kind = "decode" if step == "generate" else step or job.kind
     return msgspec.structs.replace(job, kind=kind, train_tokens=job.train_tokens if kind == "train" else None)
 
 
 def storage_of(given: Any, job: Job) -> Storage:
-    """How ``--weights`` and ``--cache-dtype`` store things; an InputError where a training step is asked to."""
+    """Returns the storage of ``--weights`` and ``--cache-dtype``. Raises InputError for either with a training step."""
     if job.trains and (given.weights, given.cache_dtype) != ("as they are", "bf16"):
-        raise InputError("--weights and --cache-dtype are of prefill and generation. Take --step generate.")
+        raise InputError("--weights and --cache-dtype are for prefill and generation. Take --step generate.")
     return Storage(cache_dtype=given.cache_dtype, quantised=given.weights == "int8")

@@ -1,4 +1,4 @@
-"""What is given as text on the command line: fields (``--set section.key=value``), mesh axes and sizes of dims."""
+"""Reads text of the command line: fields (``--set section.key=value``), mesh axes and sizes of dims."""
 
 import re
 import tomllib
@@ -17,31 +17,30 @@ from meshwright.spec.strategy import Assumptions, Strategy, standard_assignment
 
 PLANNED = ("model", "job", "strategy", "assumptions")
 SECTIONS: tuple[str, ...] = (*PLANNED, "train")
-"""Sections of ``--set``: of plans, and of training too."""
+"""Sections of ``--set``: those of a plan, and the settings of a training run."""
 SECTION_OF: dict[str, str] = {
     **dict.fromkeys(Model.__struct_fields__, "model"),
     **dict.fromkeys(Job.__struct_fields__, "job"),
     **dict.fromkeys(Assumptions.__struct_fields__, "assumptions"),
     **dict.fromkeys((*Strategy.__struct_fields__, *MESH_AXES, "zero", "sequence_parallel"), "strategy"),
 }
-"""Fields that ``--set`` takes without their section too, and the section."""
+"""Section of each field that ``--set`` also takes without its section."""
 _COMMAS = re.compile(r",(?![^\[{]*[\]}])")
 """Commas outside of brackets."""
 MAX_SIZE = 10**15
-"""Of one dim: products of a few of them stay finite and readable."""
+"""Largest size of a dim: products of a few such sizes stay finite and readable."""
 MAX_TRAIN_TOKENS = 10**24
 
 Thing = TypeVar("Thing", bound=msgspec.Struct)
 
 
 def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) -> dict[str, dict[str, Any]]:
-    """Section -> key -> value of texts such as ``strategy.remat=block``, or ``remat=block``; values are TOML or else
-    plain text.
+    """Returns section -> key -> value of texts such as ``strategy.remat=block`` or ``remat=block``.
 
-    Sizes of mesh axes (``strategy.tensor=4``) are gathered in ``found["strategy"]["mesh"]``, and ``strategy.zero=1``
-    and ``strategy.sequence_parallel=false`` become the assignment that they stand for. Assumptions are taken in the
-    section ``strategy`` too, where they once stood. Raises InputError for a text without section, key or value, naming
-    the nearest section.
+    Values are TOML, or else plain text. Sizes of mesh axes (``strategy.tensor=4``) are gathered in
+    ``found["strategy"]["mesh"]``; ``strategy.zero=1`` and ``strategy.sequence_parallel=false`` become the assignment
+    that they stand for. The section ``strategy`` also takes assumptions, which it once held. Raises InputError for a
+    text without section, key or value, naming the nearest section.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for pair in pairs:
@@ -69,14 +68,13 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
 
 
 def field_name(key: str) -> tuple[str, str]:
-    """Returns the section of a field, "" for one that is not known, and its name: ``strategy.mesh.tensor`` is
-    ``tensor``."""
+    """Returns the section of a field, "" for an unknown one, and its name: ``strategy.mesh.tensor`` is ``tensor``."""
     *sections, name = key.strip().split(".")
     return ".".join(one for one in sections if one != "mesh") or SECTION_OF.get(name, ""), name
 
 
 def _name_assignment(strategy: dict[str, Any]) -> None:
-    """Put the standard assignment in place of its two shorthands, in the fields that were given."""
+    """Replaces ``zero`` and ``sequence_parallel`` by the standard assignment that they stand for, in place."""
     short = {name: strategy.pop(name) for name in ("zero", "sequence_parallel") if name in strategy}
     if not short:
         return
@@ -91,7 +89,7 @@ def _name_assignment(strategy: dict[str, Any]) -> None:
 
 
 def field_value(text: str) -> Any:
-    """A TOML value, or else the text itself."""
+    """Returns a TOML value, or else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -99,7 +97,7 @@ def field_value(text: str) -> Any:
 
 
 def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing:
-    """The same frozen data with some fields changed; an InputError names an unknown field or a wrong value."""
+    """Returns the frozen data with some fields changed. Raises InputError for an unknown field or a wrong value."""
     fields = thing.__struct_fields__
     for name in changes:
         if name.partition(".")[0] not in fields:
@@ -111,7 +109,7 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     if isinstance(thing, Model) and "num_layers" in changes:
         kept = {"sliding_layers": thing.sliding_layers, "dense_layers": thing.dense_layers}
         below = changes["num_layers"]
-        if isinstance(below, int):  # of fewer layers those that are left
+        if isinstance(below, int):  # lists of layers lose those beyond the new number
             changes = {**{name: [n for n in layers if n < below] for name, layers in kept.items()}, **changes}
     if isinstance(changes.get("mesh"), dict):
         changes = {**changes, "mesh": {**now["mesh"], **changes["mesh"]}}
@@ -119,7 +117,7 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
 
 
 def _nested(now: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes with those of a field's own fields, ``lora.rank``, put into that field."""
+    """Returns the changes, with those of nested fields, such as ``lora.rank``, put into the dict of their field."""
     found = {name: value for name, value in changes.items() if "." not in name}
     for name, value in changes.items():
         field, dot, rest = name.partition(".")
@@ -130,9 +128,9 @@ def _nested(now: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
-    """``"X=4,Y=2"`` -> {"X": "4", "Y": "2"}.
+    """Returns {"X": "4", "Y": "2"} for ``"X=4,Y=2"``.
 
-    In errors ``what`` names the option, and ``wanted`` says what a part is not, and what to write.
+    Errors read "``what`` ... is not ``wanted``.": ``what`` names the option, and ``wanted`` ends with an example.
     """
     found: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -148,12 +146,12 @@ def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
 
 
 def parse_mesh(text: str, what: str = "--mesh") -> dict[str, int]:
-    """``"X=4,Y=2"`` -> {"X": 4, "Y": 2}, in the order given. Raises InputError when a size is not >= 1."""
+    """Returns {"X": 4, "Y": 2} for ``"X=4,Y=2"``, in the order given. Raises InputError for a size below 1."""
     return _sizes(text, "mesh axis", "fsdp=8,tensor=4" if what == "--axes" else "X=4,Y=2", what)
 
 
 def dim_sizes(text: str, what: str = "--dims") -> dict[str, int]:
-    """Sizes of dims from ``"B=1024,D=4096"``, each at most ``MAX_SIZE``."""
+    """Returns sizes of dims from ``"B=1024,D=4096"``, each at most ``MAX_SIZE``."""
     sizes = _sizes(text, "dim", "B=1024,D=4096", what)
     for dim, size in sizes.items():
         if size > MAX_SIZE:
@@ -171,9 +169,9 @@ def _sizes(text: str, kind: str, example: str, what: str) -> dict[str, int]:
 
 
 def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[str, ...]:
-    """The values of ``"batch=1Mi,4Mi"``, ``"B=1..4096"`` (doubling) or ``"offload=[],[optimizer]"``.
+    """Returns the values of ``"batch=1Mi,4Mi"``, ``"B=1..4096"`` (doubling) or ``"offload=[],[optimizer]"``.
 
-    Raises InputError for a text that is not of this ``form``; ``what`` begins it.
+    Raises InputError for a text that is not of this ``form``; the error begins with ``what``.
     """
     name, _, values = text.partition("=")
     first, dots, last = values.partition("..")
@@ -189,7 +187,7 @@ def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[s
 
 
 def take_axes(given: Mapping[str, int] | None, strategy: dict[str, Any]) -> dict[str, int]:
-    """Sizes of mesh axes from ``--axes`` and from ``--set strategy.tensor=4``, which is taken out of the fields."""
+    """Returns sizes of mesh axes from ``--axes`` and ``--set strategy.tensor=4``; removes these from ``strategy``."""
     axes = dict(given or {})
     for axis, size in strategy.pop("mesh", {}).items():
         if axis in axes:
@@ -203,13 +201,13 @@ def take_axes(given: Mapping[str, int] | None, strategy: dict[str, Any]) -> dict
 
 
 def job_of(batch: str, seq_len: int, fields: Mapping[str, Any], tokens: int | None = None) -> Job:
-    """The job of ``--batch``, ``--seq`` and ``--tokens``, with fields of ``--set``."""
+    """Returns the job of ``--batch``, ``--seq`` and ``--tokens``, with fields of ``--set``."""
     job = Job(batch_seqs=parse_batch(batch, seq_len=seq_len), seq_len=seq_len, train_tokens=tokens)
     return check_tokens(with_fields(job, "job", fields))
 
 
 def check_tokens(job: Job) -> Job:
-    """The same job; an InputError for a number of tokens that nobody can mean."""
+    """Returns the same job. Raises InputError for a number of tokens that is out of bounds."""
     tokens = job.train_tokens
     if tokens is not None and not 1 <= tokens <= MAX_TRAIN_TOKENS:
         raise InputError(f"job.train_tokens={tokens:.4g} must be between 1 and {MAX_TRAIN_TOKENS:.0e}.")

@@ -10,10 +10,10 @@ from meshwright.core.errors import nearest, path_errors
 
 
 class VerbGroup(click.Group):
-    """A verb that is made of verbs: name -> (package of its module, what `--help` says of it).
+    """A verb made of ``verbs``: name -> (package of its module, its line in `--help`).
 
-    The verb is the function `command` of ``PACKAGE.verbs.PREFIX + NAME``, imported when it runs. A first word that
-    names none of them goes to the verb ``otherwise``; without one it is a UsageError.
+    Each is the function `command` of ``PACKAGE.verbs.PREFIX + NAME``, imported when it runs. A first word that names
+    none of them goes to the verb ``otherwise``; without an ``otherwise`` it is a UsageError.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class VerbGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the verb; a file or folder that it cannot have is an InputError, whichever it is."""
+        """Runs the verb; any file or folder that it cannot read or write is an InputError."""
         with path_errors():
             return super().invoke(ctx)
 

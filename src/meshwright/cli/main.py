@@ -42,7 +42,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": ("cli", "Go on from prompts with a trained or published model."),
     "demo": ("calculators", "Measure this machine, plan for it, train, compare."),
 }
-"""Verb -> (package of its module, what `--help` says of it). A verb's module is imported when it runs."""
+"""Verb -> (package of its module, its line in `--help`). A verb's module is imported when it runs."""
 
 
 @click.group(cls=VerbGroup, verbs=VERBS, context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,12 +52,12 @@ def cli() -> None:
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a disk that is full, a quota that is used up and a limit on the size of files say."""
+"""Errors of a full disk, an exhausted quota and a limit on file sizes."""
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing fits or can run, 75 a run was asked to stop and
-    did with everything written, 128 + n signal n ended it at once, 1 our fault."""
+    """Runs the command line. Exit codes: 0 done, 2 bad input, 3 nothing fits or can run, 75 a run was asked to stop and
+    has written everything, 128 + n signal n ended it at once, 1 our fault."""
     sys.stdout, sys.stderr = (cast(TextIO, LastingStream(stream)) for stream in (sys.stdout, sys.stderr))
     sys.exit(run(sys.argv[1:]))
 
@@ -87,12 +87,12 @@ class LastingStream:
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            # What is in the buffer, and what libraries write by themselves, goes nowhere from now on.
+            # The buffer, and all later output, that of libraries too, go to the null device.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def run(args: list[str]) -> int:
-    """The exit code of one call; errors and warnings go to standard error in one line each."""
+    """Returns the exit code of one call; errors and warnings go to standard error, one line each."""
     warnings.showwarning = _show_warning
     warnings.simplefilter("always", ChangedFileWarning)
     try:
@@ -128,7 +128,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Shows ours in a line, others as Python does."""
+    """Shows this package's warnings in one line, others as Python does."""
     where = "meshwright" if issubclass(category, ChangedFileWarning) else f"{filename}:{lineno}: {category.__name__}"
     click.echo(one_line(f"{where}: {message}"), err=True)
 

@@ -1,4 +1,4 @@
-"""How verbs speak: one JSON object on standard output, or text as wide as the terminal; messages on standard error."""
+"""Prints answers, as one JSON object or as text as wide as the terminal, and messages on standard error."""
 
 import math
 import shutil
@@ -14,12 +14,12 @@ from meshwright.report.answer import Fact, Piece, Table, as_markdown
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
-    """One JSON object on standard output; what is not known or not finite is null."""
+    """Prints one JSON object on standard output; values that are unknown or not finite are null."""
     click.echo(msgspec.json.encode(value, enc_hook=_plain).decode())
 
 
 def _plain(value: Any) -> Any:
-    """Paths, mappings, and numbers and arrays of NumPy, which msgspec does not know."""
+    """Converts paths, mappings, and NumPy's numbers and arrays, which msgspec does not know."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -30,22 +30,22 @@ def _plain(value: Any) -> Any:
 
 
 def say(message: str) -> None:
-    """A message for the person, on standard error."""
+    """Prints a message on standard error."""
     click.echo(message, err=True)
 
 
 def width() -> int:
-    """Columns to print in: the terminal's, 80 where there is none, at most 120."""
+    """Returns the columns to print in: the terminal's, 80 without one, at most 120."""
     return min(shutil.get_terminal_size((80, 24)).columns, 120)
 
 
 def or_dash(value: Any, show: Callable[[Any], str]) -> str:
-    """``show(value)``, or a dash for what is not known."""
+    """Returns ``show(value)``, or a dash for None."""
     return "-" if value is None else show(value)
 
 
 def format_range(lower: float, upper: float) -> str:
-    """``"0.54-1.17 s"``: two times in one unit, with the decimals of the upper one's three digits."""
+    """Returns ``"0.54-1.17 s"``: two times in one unit, with the decimals of the upper one's three digits."""
     if not math.isfinite(upper):
         return f"{format_seconds(lower)} or more"
     unit = format_seconds(upper).split()[1]
@@ -58,27 +58,27 @@ _SECONDS = {"days": 86400.0, "h": 3600.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns"
 
 
 def three_digits(value: float) -> str:
-    """``"80.1"``, ``"11,574"``: at least three digits, and no power of ten for large numbers."""
+    """Returns ``"80.1"``, ``"11,574"``: at least three digits, and no power of ten for large numbers."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def format_power(watts: float) -> str:
-    """``"700 W"``, ``"5.6 kW"``, ``"1.43 MW"``."""
+    """Returns ``"700 W"``, ``"5.6 kW"``, ``"1.43 MW"``."""
     return format_flops(watts, unit="W") if watts >= 1e6 or watts < 1e3 else f"{watts / 1e3:.3g} kW"
 
 
 def format_energy(kwh: float) -> str:
-    """``"134 kWh"``, ``"34.4 MWh"``, ``"1.2 GWh"``."""
+    """Returns ``"134 kWh"``, ``"34.4 MWh"``, ``"1.2 GWh"``."""
     return format_flops(kwh * 1e3, unit="Wh") if kwh >= 1e3 else f"{kwh:.3g} kWh"
 
 
 def format_flop_count(flops: float) -> str:
-    """``"459 TFLOP"``: an amount of work."""
+    """Returns ``"459 TFLOP"``: an amount of work."""
     return format_flops(flops, unit="FLOP")
 
 
 def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
-    """Every block in GitHub-flavoured Markdown; drawings in characters stay as they are."""
+    """Yields every block in GitHub-flavoured Markdown; text drawings stay as they are."""
     for piece in pieces:
         if isinstance(piece, Table):
             yield as_markdown(piece)

@@ -56,7 +56,7 @@ _TYPES: dict[Any, click.ParamType] = {
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """An option or argument; its name and type are those of the attribute of the options that it stands at."""
+    """An option or argument; its name and type are those of the attribute of `Options` that it is assigned to."""
 
     build: type[click.Parameter]
     flags: tuple[str, ...]
@@ -65,22 +65,22 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 def option(help: str = "", *flags: str, needs: dict[str, str] | None = None, **settings: Any) -> Any:
-    """An attribute of `Options` that is given as ``--name``, or as ``flags``.
+    """Declares an attribute of `Options` that is given as ``--name``, or as ``flags``.
 
     A bool is a flag, a tuple may be given several times, a Literal is a choice; an attribute that may not be None and
-    has no ``default`` is required. ``needs`` are other attributes or properties, with their words: where all of them
-    are empty the option would change nothing, and is refused. ``settings`` go to `click.Option`.
+    has no ``default`` is required. ``needs`` maps other attributes or properties to their names in the error: if all
+    of them are empty, the option would change nothing and is refused. ``settings`` go to `click.Option`.
     """
     return Parameter(click.Option, flags, {"help": help, **settings}, needs or {})
 
 
 def argument(**settings: Any) -> Any:
-    """An attribute of `Options` that is given by its position; ``settings`` go to `click.Argument`."""
+    """Declares an attribute of `Options` that is given by its position; ``settings`` go to `click.Argument`."""
     return Parameter(click.Argument, (), settings)
 
 
 class Options:
-    """What a verb is given: one attribute per option or argument, in the order of its help; and how it prints."""
+    """The options of a verb: one attribute per option or argument, in the order of its help; ``form``: its format."""
 
     form = "text"
 
@@ -94,10 +94,10 @@ _Given = TypeVar("_Given", bound=Options)
 def verb(
     options: type[_Given], *, help: str | None = None, passes_on: bool = False
 ) -> Callable[[Callable[[_Given], Answer | None]], click.Command]:
-    """The click command of a function from options to an answer; its docstring is the help where none is given.
+    """Returns a decorator that makes a click command of a function from options to an answer.
 
-    It takes ``--json`` and ``--format`` besides, and what it returns is printed as they say. A verb that prints for
-    itself returns None. One that ``passes_on`` what it is given to another verb leaves unknown options to that one.
+    The function's docstring is the default ``help``. The command also takes ``--json`` and ``--format``, and prints the
+    answer as they say; a verb that prints for itself returns None. With ``passes_on`` unknown options are arguments.
     """
     hints = get_type_hints(options, include_extras=True)
     params = [_parameter(name, hint, getattr(options, name)) for name, hint in hints.items()]
@@ -133,7 +133,7 @@ def verb(
 
 
 def _require_figure(param: click.Parameter, value: Any) -> None:
-    """Raises InputError for a number that is not finite, or below 0: no option of a verb means such a one."""
+    """Raises InputError for a number that is not finite, or below 0: no option of a verb takes one."""
     for one in value if isinstance(value, tuple) else (value,):
         if isinstance(one, int | float) and not 0 <= one <= LARGEST:
             raise InputError(f"{param.opts[0]} {one}: give a finite number that is not negative.")
@@ -145,7 +145,7 @@ def _on_line(param: click.Parameter) -> bool:
 
 
 def emit(answer: Answer, form: str) -> None:
-    """Draw the pictures of an answer and print it; its tables alone as CSV."""
+    """Draws the pictures of an answer and prints it; CSV has its tables alone."""
     drawn = {path: chart for path, chart in answer.pictures.items() if path is not None}
     for path, chart in drawn.items():
         from meshwright.report.figure import save
@@ -162,7 +162,7 @@ def emit(answer: Answer, form: str) -> None:
 
 
 def show(pieces: Iterable[Piece]) -> None:
-    """Print the blocks of a text as wide as the terminal."""
+    """Prints the blocks of a text as wide as the terminal."""
     for text in as_text(pieces, width()):
         click.echo(text)
 

@@ -25,7 +25,7 @@ KINDS = {
 """Opcode -> kind."""
 
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _DISGUISED = "all-reduce-scatter"
 _PERMUTES = ("collective-permute", "collective-permute-start")
 _PASSING = {
@@ -40,14 +40,14 @@ MAX_STEPS_AWAY = 8
 class CompiledCollective(msgspec.Struct, frozen=True):
     """One collective of a program.
 
-    ``full_bytes`` are those of the whole array on the group, per device: the result of an all-gather, the
-    operand of a reduce-scatter, either of an all-reduce, the blocks of the whole group for an all-to-all (for a
-    ragged one the whole buffers, which its rows may not fill).
+    ``full_bytes`` are those of the whole array on the group: the result of an all-gather, the operand of a
+    reduce-scatter, either of an all-reduce, the blocks of the whole group for an all-to-all (for a ragged one the
+    whole buffers, which its rows may not fill).
     ``trips`` is how often it runs in one call of the program, ``axes`` the mesh axes that its groups span,
     ``num_arrays`` how many arrays it combines. ``sliced``: an all-reduce of which each device keeps a slice, as a
     reduce-scatter would leave it. ``windowed``: a permute of a matmul that was cut to overlap with it. ``dcn``:
-    between TPU slices, over the data-centre network. ``label``: the derived step that it came from; where
-    the compiler dropped that, ``near`` is the closest step that takes or makes its array.
+    between TPU slices, over the data-centre network. ``label``: the derived step that it came from; if the
+    compiler dropped the label, ``near`` is the closest step that takes or makes its array.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class CompiledCollective(msgspec.Struct, frozen=True):
 
 
 def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
-    """Every collective of an optimised HLO module, with the trip counts of the loops around it.
+    """Returns every collective of an optimised HLO module, with the trip counts of the loops around it.
 
     ``mesh`` maps axis to size, major to minor; the module's device numbers are taken to run over it
     row-major, as they do for a mesh built from ``jax.devices()`` in order, slice by slice where there are
@@ -100,7 +100,7 @@ def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollect
 
 
 def module_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
-    """As `collectives`, of a module that is parsed; an empty ``mesh`` leaves the axes empty."""
+    """Returns the `collectives` of a parsed module; an empty ``mesh`` leaves the axes empty."""
     walk = _Walk(module, mesh)
     return tuple(walk.computation(_Around(computation=module.entry)))
 
@@ -250,9 +250,9 @@ class _Walk:
 
     def received_bytes(self, send: Instruction) -> int:
         """Returns the bytes of the receive that matches a send between slices: for an all-gather more than it sends."""
-        meeting = _MEETING.search(send.attributes)
+        rendezvous = _RENDEZVOUS.search(send.attributes)
         for one in self.module.computations[send.computation].instructions:
-            if meeting and one.opcode == "recv" and meeting[0] in one.attributes:
+            if rendezvous and one.opcode == "recv" and rendezvous[0] in one.attributes:
                 return one.shapes[0].num_bytes
         return 0
 
@@ -294,23 +294,23 @@ def _takes_slice(module: Module, user: Instruction, value: Instruction) -> bool:
 
 
 def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | None:
-    """Returns the label of the step that reads what a gather makes, or makes what others send; None if none is near.
+    """Returns the label of the nearest step that reads a gather's result, or that makes another collective's operand.
 
-    XLA rewrites collectives and drops their labels: all of those between TPU slices, and of those that it combines.
-    ``one`` is the collective as its computation runs it: the fusion that ends it, where it is in pieces.
+    None if there is none near. XLA drops labels of the collectives that it rewrites: all between TPU slices, and those
+    that it combines. ``one`` runs the collective: itself, or the fusion that ends one of several pieces.
     """
     gathers = kind in ("all_gather", "broadcast")
-    ways = (_users, _makers) if gathers else (_makers, _users)
-    return next((found for way in ways if (found := _search(module, one, way))), None)
+    directions = (_users, _makers) if gathers else (_makers, _users)
+    return next((found for neighbours in directions if (found := _search(module, one, neighbours))), None)
 
 
 def _search(
-    module: Module, one: Instruction, way: Callable[[Module, Instruction], Sequence[Instruction]]
+    module: Module, one: Instruction, neighbours: Callable[[Module, Instruction], Sequence[Instruction]]
 ) -> StepLabel | None:
-    """Searches breadth first and returns the first label found."""
+    """Searches breadth first and returns the first label found; an update's does not count."""
     seen, edge = {(one.computation, one.name)}, [one]
     for _ in range(MAX_STEPS_AWAY):
-        edge = [b for known in edge for b in way(module, known) if (b.computation, b.name) not in seen]
+        edge = [b for known in edge for b in neighbours(module, known) if (b.computation, b.name) not in seen]
         for other in edge:
             if other.label and other.label.phase != "update":
                 return other.label

@@ -45,9 +45,9 @@ def hlo_file(path: Path) -> Path:
 
 
 def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
-    """Reads the program in a file; ``stablehlo`` says that it is not compiled yet, whatever its name.
+    """Returns the program in a file; ``stablehlo`` says that it is StableHLO, whatever its name.
 
-    Raises InputError where it is neither HLO nor StableHLO text.
+    Raises InputError for text that is neither HLO nor StableHLO, or that breaks off.
     """
     text = read_text(path, "Give optimised HLO as text, such as compiled.as_text().", most=MOST_PROGRAM)
     if stablehlo or path.suffix == ".mlir" or "stablehlo." in text[:_FIRST_CHARACTERS]:
@@ -60,7 +60,7 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
 
 
 def read_module(text: str, source: Path | str) -> Module:
-    """Parses HLO text of this source. Raises InputError where it has no computation, or is damaged."""
+    """Parses HLO text; errors name its ``source``. Raises InputError if it has no computation, or is damaged."""
     try:
         if re.search(r"\d{400}", text):
             raise ValueError("it has a number of hundreds of digits.")

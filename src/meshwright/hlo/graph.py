@@ -37,7 +37,7 @@ class Node(msgspec.Struct, frozen=True):
 class ComputationGraph(msgspec.Struct, frozen=True):
     """Nodes in execution order, and edges (from, to) by key; all edges point forward.
 
-    ``alike`` names further computations with the same nodes and edges; ``times`` includes their executions.
+    ``alike`` names computations with the same nodes and edges; ``times`` counts the runs of all in a program's call.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ComputationGraph(msgspec.Struct, frozen=True):
 
 
 def computation_graph(module: Module, name: str) -> ComputationGraph:
-    """Builds the graph of one computation. Raises InputError for a name that the module does not have."""
+    """Builds the graph of one computation. Raises InputError if the module lacks it, or it has nothing to draw."""
     computation = module.computations.get(name.removeprefix("%"))
     if computation is None:
         raise InputError(f"{module.name} has no computation {name!r}.{nearest(name, module.computations)}")
@@ -61,8 +61,8 @@ def computation_graph(module: Module, name: str) -> ComputationGraph:
 def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, ...]:
     """Builds a graph for each computation that runs a block of the model: a layer's forward pass, then its backward.
 
-    Without a block: the one with most steps; in a program without labels, the loops with most to draw. Raises
-    InputError for a block that no instruction belongs to.
+    The default block is the one with most instructions; a program without labels gives the two loops with most nodes.
+    Raises InputError for a block that no instruction belongs to.
     """
     blocks = Counter(label.block for one in module if (label := one.label) and label.phase != "update")
     if block and block not in blocks:

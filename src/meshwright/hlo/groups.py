@@ -49,8 +49,8 @@ def permute_pairs(text: str) -> Groups:
 def slice_groups(text: str) -> Groups:
     """Parses the groups of a transfer between slices, whose devices are numbered slice by slice.
 
-    XLA writes slices from 1: ``{1,2}x{0:3}`` is each of four devices with its twin in the other slice, and a list of
-    devices has numbers such as 200003, device 3 of slice 2. Empty where the text names no target.
+    XLA counts slices from 1: ``{1,2}x{0:3}`` is each of four devices with its twin in the other slice, and a list of
+    devices has numbers such as 200003, device 3 of slice 2. Empty if the text names no target.
     """
     if whole := _SLICES.search(text):
         slices, per_slice = np.array(_ints(whole[1])), int(whole[3]) + 1
@@ -101,7 +101,7 @@ def _ints(text: str | None) -> list[int]:
 
 def _transposed(shape: list[int], order: list[int]) -> NDArray[np.int64]:
     if (count := math.prod(shape)) > 10**8:
-        raise ValueError(f"replica groups of {count:.0e} devices")
+        raise ValueError(f"replica groups of {count:.0e} devices; at most 1e+08 are read.")
     numbers = np.arange(count).reshape(shape)
     return numbers.transpose(order) if order else numbers
 

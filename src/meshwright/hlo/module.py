@@ -257,7 +257,7 @@ def require_readable(module: Module) -> Module:
         raise ValueError(f"it is for {module.num_devices:.2g} devices; at most {MOST_DEVICES:.0e} are read.")
     calls = {name: [n for one in c.instructions for _, n in one.called] for name, c in module.computations.items()}
     sizes: dict[str, tuple[int, int]] = {}
-    # a part of a program calls what its text lacks
+    # a part of a program calls computations that its text lacks
     for name in filter(calls.__contains__, TopologicalSorter(calls).static_order()):
         inside = [sizes[one] for one in calls[name] if one in sizes]
         depth, size = 1 + max((one[0] for one in inside), default=0), sum(one[1] for one in inside)
@@ -268,11 +268,11 @@ def require_readable(module: Module) -> Module:
         for one in module.computations[name].instructions:
             number = one.attribute("index") or one.literal if one.opcode == "parameter" else "0"
             faults = {
-                "reads what does not come before it": not made.issuperset(one.operands),
-                "lacks what such a one has": not all(map(one.attribute, NEEDED.get(one.opcode, ()))),
-                "names a device that is none": _FAR.search(one.attributes),
-                "reads nothing": not one.operands and _READS.search(one.opcode),
-                "has no number": not number.isdecimal(),
+                "reads a result that does not come before it": not made.issuperset(one.operands),
+                "lacks an attribute that it needs": not all(map(one.attribute, NEEDED.get(one.opcode, ()))),
+                "names a device of nine digits": _FAR.search(one.attributes),
+                "has no operand": not one.operands and _READS.search(one.opcode),
+                "has no whole number as its index": not number.isdecimal(),
                 "has a layout that does not fit its dims": not all(shape.is_possible for shape in one.shapes),
             }
             if fault := next((fault for fault, holds in faults.items() if holds), ""):

@@ -12,18 +12,18 @@ _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([0-9,\
 _NUMBER = re.compile(r"\d+")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-_PRECISION = re.compile(r"operand_precision=\{(\w+),")
+_PRECISION = re.compile(r"operand_precision\"?[=:]\s*[\[{]\"?(\w+)")
 
 
 def is_product(one: Instruction) -> bool:
-    """True for a matrix product or a convolution, the compiler's own or a library's (cuBLAS)."""
+    """True for a dot, a convolution, or a library's matrix product (cuBLAS)."""
     return one.opcode in ("dot", "convolution") or _LIBRARY.search(one.target) is not None
 
 
 def precision(product: Instruction) -> str:
-    """Returns the precision for a product's float32 operands: default, high or highest."""
+    """Returns the precision for a product's first operand, if it is float32: default, high or highest."""
     found = _PRECISION.search(product.attributes)
-    return found[1] if found else "default"
+    return found[1].lower() if found else "default"
 
 
 def product_flops(product: Instruction, instructions: Mapping[str, Instruction]) -> int:
@@ -39,7 +39,7 @@ def product_flops(product: Instruction, instructions: Mapping[str, Instruction])
 
 
 def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
-    """Returns the number of products summed for each element of the result.
+    """Returns the number of terms summed for each element of the result.
 
     A convolution sums over the kernel without its output features. Spatial dims that the compiler dilates to carry a
     batch (on TPU) are not summed.

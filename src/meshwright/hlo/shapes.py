@@ -12,7 +12,7 @@ ELEMENT_BITS = {
     "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64,
     "c64": 64, "c128": 128,
 }  # fmt: skip
-"""Bits of an element in memory. Those of four bits and fewer take a byte unless the layout packs them, ``E(4)``."""
+"""Bits of an element in memory. Types of four bits and fewer take a byte unless the layout packs them, ``E(4)``."""
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=? ]*)\](?:\{([^}]*)\})?")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -26,8 +26,8 @@ _TAIL = re.compile(r"L\((\d+)\)")
 class Shape(msgspec.Struct, frozen=True):
     """One array's shape.
 
-    ``minor_to_major`` lists the dims from the one that is contiguous in memory; ``tiles`` are the tiling of its minor
-    dims, the whole tile first and how each tile is cut further behind it. No layout: empty, row-major.
+    ``minor_to_major`` lists the dims, the contiguous one first; ``tiles`` tile the minor dims, each cutting the one
+    before it. Both are empty without a layout: row-major. Elements are padded to a multiple of ``tail_elements``.
     """
 
     dtype: str

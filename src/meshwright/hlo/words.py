@@ -19,7 +19,7 @@ TPU_SPACES, OPCODES = _WORDS["tpu_spaces"], _WORDS["opcodes"]
 
 
 def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, str], ...]:
-    """Describes an instruction: (what, text) line by line."""
+    """Returns a description of an instruction: one (label, text) for each line."""
     shapes = one.shapes
     times = times_run(module, one.computation)
     often = "once" if times == 1 else f"{times:,} times"

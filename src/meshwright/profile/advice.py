@@ -29,7 +29,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs of the advice."""
+    """A profile and the plan behind it, from which advice is made."""
 
     comparison: ProfileComparison
     times: StepTimes
@@ -131,11 +131,11 @@ def _rate(row: TimeRow, case: AdviceCase) -> float:
 
 
 def _fewer_flops(case: AdviceCase) -> str:
-    """Returns what avoids products that were not derived."""
+    """Returns the change that avoids products that were not derived."""
     if any(name.endswith("=dispatch") for name in case.expected):
         return "a bound on the slots of experts (strategy.capacity_factor) leaves fewer empty ones"
     if case.strategy.mesh.get("pipeline", 1) > 1:
-        return "fewer stages or more microbatches leave fewer passes over nothing"
+        return "fewer stages or more microbatches leave fewer passes without a microbatch"
     return "look for padding in the operands of the longest ones"
 
 
@@ -180,7 +180,7 @@ def _memory(row: TimeRow, case: AdviceCase) -> str:
     if rate < wanted / 2:
         return f"{facts}: its kernels are small or strided; {_larger(case)} makes them larger"
     longest = next((op for op in case.times.ops if op.kind == row.name), None)
-    which = f", {longest.name} ({longest.step}) for longest" if longest else ""
+    which = f"; the longest is {longest.name} ({longest.step})" if longest else ""
     if case.strategy.state == "fp32" and not case.comparison.shares_cores:
         return f"{facts}{which}: strategy.state=bf16-adam halves the bytes"
     return f"{facts}{which}: the compiler passes over arrays more often than derived, where a fusion ends"
@@ -189,7 +189,7 @@ def _memory(row: TimeRow, case: AdviceCase) -> str:
 def _overhead(row: TimeRow, case: AdviceCase) -> str:
     number = case.times.num_launches
     each = (row.measured_s or 0.0) / max(number, 1.0)
-    facts = f"{number:,.0f} instructions a step, and {format_seconds(each)} of nothing for each"
+    facts = f"{number:,.0f} instructions a step, and {format_seconds(each)} without work for each"
     return f"{facts}: {_larger(case)} makes each do more"
 
 

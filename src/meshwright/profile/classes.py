@@ -1,4 +1,4 @@
-"""Kinds of work by which a profile sums seconds: the kind of an instruction, and that of a derived step."""
+"""Kinds of work by which a profile sums seconds, of instructions and of derived steps."""
 
 from typing import Literal, get_args
 
@@ -22,15 +22,15 @@ _MOVES = frozenset(
      "dynamic-update-slice", "concatenate", "pad", "parameter", "constant", "tuple", "get-tuple-element", "broadcast",
      "convert", "reverse", "async-start", "async-update", "async-done")
 )  # fmt: skip
-"""Opcodes that only move data. ``_PLACES`` on scalars, beside them, compute offsets."""
-_PLACES = frozenset(("add", "subtract", "multiply", "compare", "select", "clamp", "maximum", "minimum", "and", "or"))
+"""Opcodes that only move data. Beside them, ``_OFFSETS`` on scalars compute offsets."""
+_OFFSETS = frozenset(("add", "subtract", "multiply", "compare", "select", "clamp", "maximum", "minimum", "and", "or"))
 _COLLECTIVES = (*KINDS, "send", "recv")
 OUTSIDE = "outside the steps"
-"""Part to which instructions without a label count."""
+"""Part of a step for instructions without a label."""
 
 
 def part_name(block: str, phase: str) -> str:
-    """Returns ``layer backward``; for the whole step's own work the phase alone."""
+    """Returns ``layer backward``; for the blocks ``optimizer`` and ``update`` their name alone."""
     return block if block in ("optimizer", "update") else f"{block} {phase}"
 
 
@@ -74,6 +74,6 @@ def _only_moves(module: Module, one: Instruction) -> bool:
         if inner.opcode in _MOVES or (inner is one and inner.opcode == "fusion"):
             continue
         scalar = all(shape.num_elements == 1 for shape in inner.shapes)
-        if not (scalar and inner.opcode in _PLACES):
+        if not (scalar and inner.opcode in _OFFSETS):
             return False
     return True

@@ -17,7 +17,7 @@ NOTHING = "nothing runs"
 
 
 class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of something in one step, predicted and measured; None if one side does not have it."""
+    """Seconds of a part, term or derived step in one step, predicted and measured; None if one side lacks it."""
 
     name: str
     kind: OpClass | str
@@ -115,7 +115,7 @@ def _rests(predicted: Partition, times: StepTimes, spent: Mapping[str, float] | 
 
 
 def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
-    """Returns ``contraction``, ``collectives over fsdp``; ``collectives besides`` for those without a derived step."""
+    """Returns ``contraction``, or ``collectives over fsdp``; ``collectives besides`` if no derived step matches."""
     if kind != "collective":
         return kind
     return f"collectives over {' and '.join(axes)}" if axes else "collectives besides"

@@ -67,7 +67,7 @@ class DeviceTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Events of one program, sorted by device and start, and the windows of its steps.
 
     ``by_thread``: events named no device, so each host thread counts as one. ``found_steps`` says how the steps were
-    found: annotations, marks, runs of the program, or none (the whole trace is one). ``unnamed_s`` is the sum of
+    found: annotations, marks, runs of the program, or none (the whole trace is one). ``unnamed_s`` is the seconds of
     accelerator events that name no instruction of the program.
     """
 
@@ -215,7 +215,7 @@ class _Host:
     def windows(
         self, events: Sequence[OpEvent]
     ) -> tuple[tuple[Window, ...], Literal["annotations", "marks", "runs", "none"]]:
-        """Returns the steps, and what they were found by."""
+        """Returns the steps, and how they were found."""
         if self.steps:
             return tuple(sorted(self.steps)), "annotations"
         ends = sorted(self.marks)

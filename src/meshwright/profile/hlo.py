@@ -67,7 +67,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_kernel(self) -> dict[str, str]:
-        """Instructions by the names of their GPU kernels, which hold no dots and dashes."""
+        """Instructions by the names of their GPU kernels, which have no dots or dashes."""
         return {name.replace(".", "_").replace("-", "_"): name for name in self.instructions}
 
     def fact(self, name: str) -> InstructionFact:
@@ -112,7 +112,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         return float(sum(product_flops(one, self.instructions) for one in self._products(self.instructions[name])))
 
     def hbm_bytes(self, name: str) -> float:
-        """Returns the bytes of operands and result of one execution, a lower bound of its memory traffic.
+        """Returns the bytes of operands and result of one execution: its memory traffic, if each moves once.
 
         A sliced operand counts as the slice, and a result that is updated in place as the update.
         """

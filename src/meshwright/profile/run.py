@@ -53,8 +53,8 @@ def warmup_steps() -> int:
 class TracedSteps:
     """Profiles some steps: samples memory and counts warm-up steps, then traces ``steps`` more.
 
-    Whoever runs the steps calls `step_done` after each. A step is the time from the end mark of the step before to its
-    own, which includes the host's work in between, unless the steps are annotated.
+    The caller runs the steps and calls `step_done` after each. Unless steps are annotated, a step is the time between
+    two end marks, which includes the host's work between steps.
     """
 
     def __init__(self, folder: Path, *, steps: int, warmup: int) -> None:

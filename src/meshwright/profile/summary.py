@@ -157,22 +157,22 @@ def _warnings(profiled_s: float, step_s: float, trace: DeviceTrace, recording: R
 
 
 def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devices: int) -> Iterator[str]:
-    """Notes what limits the figures of this trace, and how the program differs from the derived steps, of whose FLOPs
-    it has ``of_derived``."""
+    """Yields limits of the trace's figures; ``of_derived`` is the program's FLOPs over those of the derived steps."""
     if trace.platform == "cpu":
         yield (
             "The devices are emulated and share the cores of one machine, so that a device computes while others "
-            "wait and a stopped thread looks busy. Seconds of single steps are therefore the machine's: the wall time "
-            "shared out over what works at each instant on any of them; kinds of work sum to the step. They can be "
-            "compared with rates that were measured with all devices busy. What a collective moves and what it waits "
-            "cannot be told apart well, nor how compute and communication would overlap on devices of their own."
+            "wait and a stopped thread looks busy. Seconds of derived steps are therefore the machine's: each instant "
+            "of wall time is divided among the instructions that run then; kinds of work sum to the step. They can be "
+            "compared with rates that were measured with all devices busy. The time in which a collective moves data "
+            "and that in which it waits cannot be separated well, nor does the trace show how compute and "
+            "communication would overlap on separate devices."
         )
     if len(times.devices) < num_devices:
         yield f"The trace has {len(times.devices)} of {num_devices} devices: those of one process."
     if trace.by_thread:
         yield "The events name no device: each thread of the host counts as one."
     words = {
-        "marks": "A step lies between the ends of two, so that what the host does between steps is in it.",
+        "marks": "A step is the time between the ends of two steps, which includes the host's work between them.",
         "runs": "The trace has no marks of steps: a step is one run of the program, from its first to its last event.",
         "none": "The trace has no marks of steps: all of it counts as one.",
     }
@@ -188,12 +188,12 @@ def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devic
     if len(trace.windows) > 1:
         yield f"Figures are means over {len(trace.windows)} steps and {len(times.devices)} devices."
     yield (
-        "A fusion's time stands with the derived step of its last operation; what the compiler adds (slices of stacked "
-        "weights, copies between loops) is outside the steps."
+        "A fusion's time counts for the derived step of its last operation; work that the compiler adds (slices of "
+        "stacked weights, copies between loops) is outside the steps."
     )
     if of_derived and abs(of_derived - 1) > SAME_FLOPS:
         yield (
             f"The products of the program take {of_derived:.2f} times the FLOPs of the derived steps, so that seconds "
-            "per FLOP differ by as much: libraries whose FLOPs the program does not say count nothing, while padding, "
-            "passes of a pipeline over nothing and products of experts with empty slots count."
+            "per FLOP differ by as much: calls of libraries count 0 if the program does not state their FLOPs, while "
+            "padding, pipeline passes without a microbatch and empty slots of experts count in full."
         )

@@ -6,11 +6,12 @@ Every instant of a step on a device belongs to one of five parts, which sum to t
 - memory-bound: none of those, and one runs whose bytes take longer;
 - exposed communication: only collectives run, so that nothing hides them;
 - overhead: nothing runs, before the first instruction of the step (the host prepares and launches it), in a gap of at
-  most ``LAUNCH_GAP_S`` between two (launches, the turn of a loop), or behind the last one (the host reads results);
+  most ``LAUNCH_GAP_S`` between two (launches, the end of a loop's iteration), or after the last one (the host reads
+  results);
 - idle: nothing runs for longer than that: the device waits.
 
-Seconds of single instructions are counted twice over: by themselves, and as their part of the wall time, in which those
-that run at the same instant share it, and a collective that something hides has none.
+Each instruction has two times: its own seconds, and its part of the wall time, in which instructions that run at the
+same instant share it, and a collective that other work hides has none.
 """
 
 from collections import defaultdict

@@ -1,1 +1,1 @@
-"""What the compiler made of a step, read from its HLO and held against the derived steps."""
+"""A step compiled for its target, and its HLO compared with the derived steps."""

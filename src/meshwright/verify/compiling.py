@@ -1,6 +1,6 @@
 """Lowers and compiles a step for its target, in a process of its own that writes its results to a folder.
 
-``lowered`` appears once the step has been traced, every array divides and every type agrees. ``memory.json`` and
+``lowered`` appears once the step has been traced: every sharded dim divides, and every type agrees. ``memory.json`` and
 ``module.hlo`` appear when they are complete. ``error.json`` says what failed.
 """
 
@@ -70,10 +70,13 @@ def target_devices(target: Target) -> list[Any]:
 
 
 def in_order(devices: list[Any], target: Target) -> list[Any]:
-    """Returns one device of each chip, row-major over slices and the physical axes from the last to the first."""
+    """Returns one device of each chip, row-major over slices and physical axes, last to first; non-TPUs by number."""
     if target.platform != "tpu":
         return sorted(devices, key=lambda device: device.id)
     chips = [device for device in devices if device.core_on_chip == 0]
     if len(chips) != target.num_devices:
-        raise InputError(f"{target.topology} has {len(chips)} chips and the plan {target.num_devices}. Name its shape.")
+        raise InputError(
+            f"{target.topology} has {len(chips)} chips, but the plan has {target.num_devices}. Name the cluster with "
+            f"its shape, such as v5p:4x4x8."
+        )
     return sorted(chips, key=lambda device: (getattr(device, "slice_index", 0) or 0, *reversed(device.coords)))

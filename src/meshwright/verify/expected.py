@@ -1,5 +1,4 @@
-"""The derivation of a requested step: the collectives that its compiled program should contain, its products, and the
-bytes on a device."""
+"""The derivation of a requested step: collectives and products that the compiled program should have, and memory."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -176,7 +175,7 @@ class StepDerivation:
 
     @cached_property
     def dims(self) -> dict[str, int]:
-        """Sizes of all dims for the whole batch; an expert has a slot for every token, or as many as its capacity."""
+        """Sizes of all dims for the whole batch. C is the number of slots of an expert: its capacity, if it has one."""
         model, job = self.setting.model, self.job
         sizes = {
             **held_dims(model.dims, self.strategy.mesh),
@@ -209,7 +208,7 @@ class StepDerivation:
         return list(found)
 
     def products(self) -> dict[StepLabel, float]:
-        """Returns the FLOPs of each step's products on one device; of a pipeline, those in its text: in every tick."""
+        """Returns the FLOPs of each step's products on one device; a pipeline's count in every tick, as in its text."""
         # Sizes of one microbatch, with all slots of experts, and attention over all keys.
         dims = {**self.dims, "B": self.job.batch_seqs / self.strategy.num_microbatches}
         sizes = OpSizes(dims=dims, mesh=self.strategy.mesh, state=self.strategy.state)

@@ -82,7 +82,7 @@ def count_products(program: str) -> ProductCount:
 
     @cache
     def products(name: str) -> Counter[tuple[_Label, bool]]:
-        """Returns the FLOPs of a computation and its callees, by label and whether a loop depends on data."""
+        """Returns FLOPs of a computation and its callees, by label and whether a loop's count depends on data."""
         computation, found = module.computations[name], Counter[tuple[_Label, bool]]()
         for one in computation.instructions:
             if one.opcode == "dot":

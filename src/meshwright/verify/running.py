@@ -41,9 +41,9 @@ Ended = Literal["done", "stopped", "error", "crash", "timeout"]
 
 
 class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a compilation ended, and what it left.
+    """How a compilation ended, and its results.
 
-    ``lowered``: the step has been traced, every array divides and every type agrees. ``ended``: "done"; "stopped" once
+    ``lowered``: the step has been traced, every dim divides and every type agrees. ``ended``: "done"; "stopped" once
     buffers were assigned (enough for the partition depth); "error" with the compiler's ``message``; "crash" with
     its last line of output; "timeout". ``memory`` is the buffer assignment, ``out_of_memory`` the compiler's message
     about a program that is too large. ``program`` is the HLO before optimisation, ``hlo`` after it. ``cpu_s`` and

@@ -80,7 +80,7 @@ def target_of(cluster: Cluster) -> Target:
 def usable_target(cluster: Cluster, *, wanted: CompilerPlatform | None = None) -> Target:
     """Returns the cluster's own target if its compiler is installed, else emulated CPU devices, with a note.
 
-    Raises CannotRunError if the compiler for ``wanted`` is not installed, or the CPU cannot emulate so many devices.
+    Raises CannotRunError if ``wanted`` is not installed or not the cluster's, or the CPU cannot emulate all devices.
     """
     if wanted == "cpu":
         return _stand_in(cluster, "as asked for")
@@ -99,7 +99,7 @@ def usable_target(cluster: Cluster, *, wanted: CompilerPlatform | None = None) -
 def _stand_in(cluster: Cluster, why: str) -> Target:
     if cluster.num_chips > MAX_CPU_DEVICES:
         raise CannotRunError(
-            f"{cluster.num_chips} devices cannot be emulated on a CPU, at most {MAX_CPU_DEVICES}; {why}. "
+            f"a CPU emulates at most {MAX_CPU_DEVICES} devices, and this cluster has {cluster.num_chips}; {why}. "
             f"Install the compiler, verify on fewer chips, or take --depth lower."
         )
     note = (

@@ -127,7 +127,7 @@ def test_from_everywhere_into_one_chip():
         ("v5e:4x4", "0,0,0", "0,0", "not on v5e:4x4"),
         ("v5e:4x4", "1:0,0", "0,0", "not on v5e:4x4"),
         ("v5e:4x4", "16", "0,0", "not on v5e:4x4"),
-        ("v5e:4x4", "TPU", "0,0", "place 'TPU' is not read"),
+        ("v5e:4x4", "TPU", "0,0", "place 'TPU' is not understood"),
         ("2*v5e:4x4", "hosts", "0,0", "those of one slice"),
         ("v5e:4x4", "0,0", "chips", "Use --axis and --collective"),
         ("cpu:4", "0", "1", "no data sheet"),

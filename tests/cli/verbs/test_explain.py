@@ -193,7 +193,7 @@ def test_an_edited_plan_that_runs_is_priced_anew(call, tmp_path):
     edited(tmp_path / "plan.toml", "seq_len = 4096", "seq_len = 2048")
     said = call("explain", "plan.toml", "--json")
     assert said.code == 0
-    assert "it was changed by hand, or by another version" in said.err
+    assert "it was changed by hand, or written by another version" in said.err
     assert said.json["estimate"]["step_s"] < 0.6 * before
 
 

@@ -1,14 +1,19 @@
 """`meshwright generate` on a tiny model's folder: text out, figures beside it, refusals in one line."""
 
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import replace
 
 from meshwright.api.running import GeneratedText
+from meshwright.cli.verbs import generate
 from meshwright.cli.verbs.generate import answer
+from meshwright.core.errors import CannotRunError
 from meshwright.nn.hf.weights import save_hf
 from meshwright.report.answer import as_text
 from meshwright.serve.generate import Completion, Generated, GenerationPace
 from meshwright.serve.sampling import LIKELIEST
+from meshwright.spec.cluster import parse_cluster
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 from tests.serve.test_model_folder import byte_tokenizer
 
@@ -101,6 +106,12 @@ def test_several_texts_are_numbered(capsys):
 )
 def test_what_cannot_be_done_is_said_in_one_line(call, folder, options, code, message):
     call("generate", folder, *options).assert_refused(code, message)
+
+
+def test_too_few_accelerators_are_refused_by_the_option_that_was_given(monkeypatch):
+    monkeypatch.setattr("jax.devices", lambda: [SimpleNamespace(platform="gpu")])
+    with pytest.raises(CannotRunError, match=r"^--on h100:8x1 is 8 devices and this machine has 1"):
+        generate._devices(SimpleNamespace(on=parse_cluster("h100:8x1"), axes=None))
 
 
 def test_a_folder_without_a_model_is_refused(call, tmp_path):

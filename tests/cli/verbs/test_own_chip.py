@@ -16,7 +16,7 @@ def own(tmp_path, monkeypatch):
 def test_show_and_roofline(call):
     said = call("show", "big.toml")
     assert "memory 96 GB" in said.words
-    assert "not known: price_usd_per_hour, power_w (a base's are those of other hardware)" in said.words
+    assert "not known: price_usd_per_hour, power_w (the base's figures are of other hardware)" in said.words
     sizes = ("--dims", "B=128,D=8192,F=8192", "--json")
     found = call("roofline", "bf16[B,D] * bf16[D,F] -> bf16[B,F]", "--on", "big.toml", *sizes).json
     assert found["bytes_per_s"] == 2e12

@@ -33,24 +33,24 @@ class PodTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mxu_flops_per_cycle(mxu_dim: Number) -> Number:
-    """FLOPs per cycle of a full systolic array: one multiply-add per ALU. Source: section 2.5.2."""
+    """Returns FLOPs per cycle of a full systolic array: one multiply-add per ALU. Source: section 2.5.2."""
     return 2 * mxu_dim * mxu_dim
 
 
 def tpu_peak_from_anatomy(chip: Chip) -> float:
-    """FLOP/s of a TPU from its MXUs, their size and the clock: a check of the table's peak."""
+    """Returns FLOP/s of a TPU from its MXUs, their size and the clock: a check of the table's peak."""
     num_mxus = known(chip, "num_cores") * known(chip, "mxus_per_core")
     return float(num_mxus * mxu_flops_per_cycle(known(chip, "mxu_dim")) * known(chip, "clock_hz"))
 
 
 def gpu_peak_from_anatomy(chip: Chip) -> float:
-    """Dense FLOP/s of a GPU from its SMs, tensor cores and clock: a check of the table's peak."""
+    """Returns dense FLOP/s of a GPU from its SMs, tensor cores and clock: a check of the table's peak."""
     per_sm = known(chip, "tensor_cores_per_sm") * known(chip, "tensor_core_flops_per_cycle")
     return known(chip, "num_sms") * per_sm * known(chip, "clock_hz")
 
 
 class GpuAnatomy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a GPU, or the whole die it is cut from, is made of; ``None`` where it is not known.
+    """Parts of a GPU, or of the whole die that it is cut from; ``None`` for an unknown number.
 
     An FP32 lane (CUDA core) does one multiply-add a cycle, 2 FLOPs; FLOPs of tensor cores are dense ones at 16 bits.
     """
@@ -66,7 +66,7 @@ class GpuAnatomy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
-    """The SMs, lanes and tensor cores of a GPU as it is sold; None for a chip without SMs in its table."""
+    """Returns the SMs, lanes and tensor cores of a GPU as it is sold; None for a chip without SMs in its table."""
     if chip.num_sms is None or chip.fp32_lanes_per_sm is None:
         return None
     cores, each = chip.tensor_cores_per_sm or 0, chip.tensor_core_flops_per_cycle
@@ -83,7 +83,7 @@ def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
 
 
 def full_die(chip: Chip) -> GpuAnatomy | None:
-    """The same of the whole die, of which makers switch off what is broken or draws too much (floor sweeping)."""
+    """Returns the anatomy of the whole die; makers switch off parts that are defective (floor sweeping)."""
     if chip.die is None or chip.die_gpcs is None or chip.die_tpcs_per_gpc is None:
         return None
     tpcs = chip.die_gpcs * chip.die_tpcs_per_gpc
@@ -92,21 +92,21 @@ def full_die(chip: Chip) -> GpuAnatomy | None:
 
 
 def share_after_speedup(share: Number, speedup: Number) -> Number:
-    """The part of the time that some work takes once all the rest is ``speedup`` times faster: Amdahl's law.
+    """Returns the share of the time of some work once all the rest is ``speedup`` times faster: Amdahl's law.
 
-    share / (share + (1 - share) / speedup). With ``share`` of the FLOPs on units that are so many times slower than
-    the rest, it is their part of the time.
+    share / (share + (1 - share) / speedup). If units that are ``speedup`` times slower than the rest do ``share`` of
+    the FLOPs, it is their share of the time.
     """
     return share / (share + (1 - share) / speedup)
 
 
 def ratio(first: Number, second: Number) -> Number:
-    """How many times ``first`` is ``second``, such as HBM over PCIe."""
+    """Returns first / second, such as HBM over PCIe."""
     return first / second
 
 
 def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> PodTotals:
-    """Chips, hosts, cores, memory, FLOP/s, network, power and price of the whole cluster."""
+    """Returns chips, hosts, cores, memory, FLOP/s, network, power and price of the whole cluster."""
     chip, gpu = cluster.chip, gpu_anatomy(cluster.chip)
 
     def total(figure: float | None, times: int = cluster.num_chips) -> Any:
@@ -129,15 +129,15 @@ def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> PodTotals:
 
 
 def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
-    """The shape in memory: the last dims rounded up to whole tiles."""
+    """Returns the shape in memory: the last dims rounded up to whole tiles."""
     if len(tile) > len(shape) or min(tile, default=1) < 1:
-        raise InputError(f"tile {tuple(tile)} does not fit an array of shape {tuple(shape)}.")
+        raise InputError(f"tile {tuple(tile)} does not fit an array of shape {tuple(shape)}. Give it no more dims.")
     outer = len(shape) - len(tile)
     return (*shape[:outer], *(-(-size // t) * t for size, t in zip(shape[outer:], tile, strict=True)))
 
 
 def tile_expansion(shape: Sequence[int], tile: Sequence[int]) -> float:
-    """Memory of an array over what its elements need, once tiled: f32[3,5] in T(2,2) takes 1.6.
+    """Returns the bytes of a tiled array over those of its elements: f32[3,5] in T(2,2) takes 1.6.
 
     Source: How to Scale Your Model, section 9.2.2.
     """

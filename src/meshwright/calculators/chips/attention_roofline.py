@@ -1,4 +1,4 @@
-"""Rooflines of a layer's attention products and of its feed-forward block, and what one costs beside the other.
+"""Rooflines of a layer's attention products and of its feed-forward block, and the ratio of their times.
 
 Times of one layer on one chip that holds it whole, projections left out, keys and values in bf16.
 Source: How to Scale Your Model, exercise 4.4.
@@ -29,13 +29,13 @@ class AttentionTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compute_bound_len(model: Model, critical_intensity: float) -> float:
-    """Length from which attention in prefill is compute-bound: T G / (G + 1) above the critical intensity."""
+    """Returns the length from which attention in prefill is compute-bound: T G / (G + 1) > the critical intensity."""
     group = model.num_heads / model.num_kv_heads
     return critical_intensity * (group + 1) / group
 
 
 def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs: int, dtype: str) -> AttentionTimes:
-    """Both blocks of one layer for so many sequences with ``queries`` new tokens each, perfect overlap inside each.
+    """Returns both blocks of one layer for ``batch_seqs`` sequences of ``queries`` new tokens; each overlaps perfectly.
 
     Prefill has as many queries as keys, generation one. No causal discount, no window.
     """
@@ -59,7 +59,7 @@ def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs
 
 
 def _ffw(model: Model, chip: Chip, *, tokens: int, dtype: str) -> list[Roofline]:
-    """The products of the feed-forward block: its two or three matrices, of experts as many as the tokens meet."""
+    """Returns the products of the feed-forward block: two or three matrices, of all experts that tokens reach."""
     matrices = 3 if model.gated else 2
     if not model.num_experts:
         return [_product(chip, tokens, model.d_model, model.d_ff, dtype)] * matrices

@@ -1,6 +1,6 @@
-"""What a dot product takes: FLOPs and bytes, and the instructions and cycles of a few ways to compute it.
+"""FLOPs and bytes of a dot product, and the instructions and cycles of a few ways to compute it.
 
-The machine of the slides: arithmetic takes one cycle and a load from memory about ten, which may or may not overlap.
+The machine is that of the slides: arithmetic takes one cycle, a load about ten, and the two may or may not overlap.
 Source: Scaling systems for LLMs (slides): 2n - 1 FLOPs on 2n elements, near 1/2 FLOP per byte in bf16.
 """
 
@@ -36,7 +36,7 @@ class DotProductWay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dot_product_work(form: NumberFormat, length: int) -> Work:
-    """n products and n - 1 sums on 2n elements read."""
+    """Returns the work of n products and n - 1 sums on 2n elements read."""
     if length < 1:
         raise InputError(f"a dot product of {length} elements has no result. Give at least 1.")
     return Work(flops=2 * length - 1, num_bytes=2 * length * form.num_bytes)
@@ -45,10 +45,10 @@ def dot_product_work(form: NumberFormat, length: int) -> Work:
 def dot_product_ways(
     form: NumberFormat, length: int, *, load_cycles: float = LOAD_CYCLES, vector_bits: int = VECTOR_BITS
 ) -> list[DotProductWay]:
-    """Scalar with separate multiply and add, scalar fused, vector, and the share of a matrix instruction.
+    """Returns four ways: scalar with separate multiply and add, scalar fused, vector, and in a matrix instruction.
 
     A vector of V lanes needs n/V fused instructions and 2 log2(V) to add its lanes (a shuffle and an add each). A
-    matrix instruction serves m n dot products at once: operands loaded once per tile, its share is counted.
+    matrix instruction makes m n dot products at once, with operands loaded once per tile: one's share is counted.
     """
     lanes = vector_bits // form.stored_bits
     if lanes < 1:

@@ -1,4 +1,4 @@
-"""Number formats of machine learning: what they hold, and how they round. Exact arithmetic, no array library.
+"""Number formats of machine learning: their values, and how they round. Exact arithmetic, no array library.
 
 A float of e exponent and m mantissa bits holds (-1)^s 2^(E - bias) (1 + M / 2^m), and below the smallest normal
 2^(1 - bias) M / 2^m. Sources: IEEE 754; OCP 8-bit floating point (2023) for e4m3 and e5m2; OCP microscaling formats
@@ -16,7 +16,7 @@ from meshwright.core.errors import InputError, nearest
 
 
 class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One format. ``specials`` are the codes of the largest exponent that are no numbers.
+    """One format. ``specials`` says which codes of the largest exponent are no numbers.
 
     "ieee": all of them, infinities and NaN; "nan": the largest mantissa alone is NaN, no infinity; "none": all are
     numbers. Integers have no exponent bits; their largest is ``2^(bits-1) - 1`` and their step 1.
@@ -54,7 +54,7 @@ class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
         return 2 ** (self.bits - 1) - 1 - lost
 
     def magnitude(self, code: int) -> Fraction:
-        """The exact value of a code without its sign; codes beyond ``top_code`` are read as numbers too."""
+        """Returns the exact value of a code without its sign; codes beyond ``top_code`` are read as numbers too."""
         if not self.exponent_bits:
             return Fraction(code)
         exponent, mantissa = divmod(code, 2**self.mantissa_bits)
@@ -121,7 +121,7 @@ FORMATS: dict[str, NumberFormat] = {
 
 
 def number_format(name: str) -> NumberFormat:
-    """The format of that name or alias; InputError with the nearest name."""
+    """Returns the format of a name or alias. Raises InputError with the nearest name."""
     names = {word: form for form in FORMATS.values() for word in (form.name, *form.aliases)}
     if name.lower() not in names:
         raise InputError(f"number format {name!r} is not known.{nearest(name.lower(), names)}")
@@ -129,10 +129,10 @@ def number_format(name: str) -> NumberFormat:
 
 
 def round_to(form: NumberFormat, value: Fraction) -> Rounded:
-    """The nearest number of the format, ties to the even one; beyond the largest: infinity, NaN or the largest.
+    """Returns the nearest number of the format, ties to the even one; beyond the largest: infinity, NaN or the largest.
 
-    What is half a step above the largest number overflows: to infinity in "ieee", to NaN in "nan"; "none" and integers
-    stop at their ends, as converters do.
+    A value half a step or more above the largest number overflows: to infinity in "ieee", to NaN in "nan"; in "none"
+    and integers it becomes the largest, as in converters.
     """
     size, negative = abs(value), value < 0
     last = form.top_code + (negative and form.kind == "integer")
@@ -152,7 +152,7 @@ def round_to(form: NumberFormat, value: Fraction) -> Rounded:
 
 
 def decode(form: NumberFormat, code: int) -> float:
-    """The value of a bit pattern; infinity and NaN included."""
+    """Returns the value of a bit pattern; infinity and NaN included."""
     if not 0 <= code < 2**form.bits:
         raise InputError(f"code {code:#x} does not fit the {form.bits} bits of {form.name}.")
     negative, size = divmod(code, 2 ** (form.bits - 1))
@@ -165,7 +165,7 @@ def decode(form: NumberFormat, code: int) -> float:
 
 
 def bit_text(form: NumberFormat, code: int) -> str:
-    """The pattern as sign, exponent and mantissa: ``"0 01111011 1001101"``; two's complement of an integer."""
+    """Returns the pattern as sign, exponent and mantissa: ``"0 01111011 1001101"``; two's complement of an integer."""
     text = f"{code:0{form.bits}b}"
     if form.kind == "integer":
         return text

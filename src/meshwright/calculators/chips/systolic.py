@@ -26,7 +26,7 @@ class SystolicCycles(msgspec.Struct, frozen=True, kw_only=True):
     load: until the first column holds its weights. fill: inputs enter, and have not reached the far cell yet. stream:
     they enter while the far cell works. drain: none enter any more, and the last are on their way to the far cell.
     ``useful_share`` is the share of cells x cycles that multiply numbers of the given matrices, the rest is bubble and
-    padding; ``steady_share`` what it tends to with many tiles.
+    padding; ``steady_share`` is its limit for many tiles.
     """
 
     num_tiles: int
@@ -40,7 +40,7 @@ class SystolicCycles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SystolicRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulated array gave: the product, the cycles it took, and how many cells worked in each of them."""
+    """Result of a simulated array: the product, the cycles, and the number of cells that worked in each cycle."""
 
     product: Matrix
     cycles: int
@@ -48,12 +48,12 @@ class SystolicRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tile_period(num_inputs: int, *, rows: int) -> int:
-    """Cycles from one set of weights to the next: the inputs stream by, but a set takes ``rows`` cycles to move in."""
+    """Returns cycles from one set of weights to the next: inputs stream by, but a set takes ``rows`` to move in."""
     return max(num_inputs, rows)
 
 
 def systolic_cycles(num_inputs: int, depth: int, width: int, *, rows: int, cols: int) -> SystolicCycles:
-    """Cycles of [B, depth] x [depth, width] on an M x N array: M + (t - 1) max(B, M) + B + M + N - 2 for t tiles."""
+    """Returns cycles of [B, depth] x [depth, width] on M x N cells: M + (t - 1) max(B, M) + B + M + N - 2, t tiles."""
     for name, size in (("inputs", num_inputs), ("rows", rows), ("columns", cols), ("depth", depth), ("width", width)):
         if size < 1:
             raise InputError(f"{name} {size} must be at least 1.")
@@ -106,7 +106,7 @@ class SystolicArray:
         return self._sums_out[:, : self._width]
 
     def step(self) -> int:
-        """Move everything by one cycle; returns how many cells multiplied."""
+        """Moves everything by one cycle; returns how many cells multiplied."""
         tag, value = self.inputs_at(self.cycle)
         self.tag = np.column_stack([tag, self.tag[:, :-1]])
         self.activation = np.column_stack([value, self.activation[:, :-1]])
@@ -125,7 +125,7 @@ class SystolicArray:
         return int((self.tag >= 0).sum())
 
     def inputs_at(self, cycle: int) -> tuple[Matrix, Matrix]:
-        """The tag (-1 for none) and the value of what enters each row at the left in a cycle."""
+        """Returns the tag (-1 for none) and the value of the input that enters each row at the left in a cycle."""
         rows = np.arange(self.rows)
         tile, index = np.divmod(cycle - self.rows - rows, self._period)
         enters = (tile >= 0) & (tile < len(self._tiles)) & (index < self.num_inputs)
@@ -134,7 +134,7 @@ class SystolicArray:
         return np.where(enters, tile * self.num_inputs + index, -1), np.where(enters, value, 0)
 
     def weights_at(self, cycle: int) -> tuple[Matrix, Matrix]:
-        """Cycles since each column began to load (-1 while none enters), and the weight that enters it from above.
+        """Returns cycles since each column began to load (-1: none enters), and the weight that enters it from above.
 
         The bottom row's weight comes first.
         """
@@ -145,14 +145,14 @@ class SystolicArray:
         return np.where(enters, since, -1), value
 
     def _collect(self) -> None:
-        """Add the sums that leave the bottom row to their entries of the result."""
+        """Adds the sums that leave the bottom row to their entries of the result."""
         (cols,) = np.nonzero(self.tag[-1] >= 0)
         tile, index = np.divmod(self.tag[-1, cols], self.num_inputs)
         self._sums_out[index, tile // self._inputs.shape[1] * self.cols + cols] += self.sums[-1, cols]
 
 
 def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> SystolicRun:
-    """The product of two integer matrices, computed by moving numbers through the cells of an array."""
+    """Returns the product of two integer matrices, computed by moving numbers through the cells of an array."""
     array = SystolicArray(inputs, weights, rows=rows, cols=cols)
     if array.last_cycle * rows * cols > MAX_CELL_UPDATES:
         raise InputError(

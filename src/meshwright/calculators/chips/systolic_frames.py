@@ -1,4 +1,4 @@
-"""Snapshots of a systolic array: what every cell holds in a cycle, and what is about to enter or has just left."""
+"""Snapshots of a systolic array: the values in every cell in a cycle, and those about to enter or just out."""
 
 from collections.abc import Collection
 
@@ -12,7 +12,7 @@ MAX_FRAMES = 9
 
 
 def telling_cycles(counted: SystolicCycles) -> tuple[int, ...]:
-    """``MAX_FRAMES`` cycles, or all, that show each phase: weights, the first product, fronts, stream, drain."""
+    """Returns up to ``MAX_FRAMES`` cycles that show each phase: weights, first product, fronts, stream, drain."""
     load, last = counted.load, counted.total - 1
     entered = load + counted.fill + counted.stream
     far = load + counted.drain
@@ -25,7 +25,7 @@ def telling_cycles(counted: SystolicCycles) -> tuple[int, ...]:
 def frames(
     inputs: Matrix, weights: Matrix, *, rows: int, cols: int, cycles: Collection[int] | None = None
 ) -> tuple[SystolicFrame, ...]:
-    """The array in these cycles, or in all of them; cycle 0 is the first in which a weight enters."""
+    """Returns the array in these cycles, or in all of them; cycle 0 is the first in which a weight enters."""
     array = SystolicArray(inputs, weights, rows=rows, cols=cols)
     found: list[SystolicFrame] = []
     left: list[tuple[int, int, int]] = []
@@ -39,7 +39,7 @@ def frames(
 
 def _frame(array: SystolicArray, cycle: int, left: list[tuple[int, int, int]]) -> SystolicFrame:
     busy = array.tag >= 0
-    # a weight that moves in has come by a cell once the diagonal front has
+    # a cell has had a weight once the diagonal front of the weights has passed it
     arrived = busy | (np.add.outer(np.arange(array.rows), np.arange(array.cols)) <= cycle)
     return SystolicFrame(
         cycle=cycle,
@@ -61,7 +61,7 @@ def _cells(values: Matrix, shown: NDArray[np.bool_]) -> tuple[tuple[int | None, 
 
 
 def _outside(near: list[tuple[Matrix, Matrix]]) -> tuple[BoundaryValue, ...]:
-    """What waits at an edge, lane by lane: (-1 or more where something is there, its value) by growing distance."""
+    """Returns the values that wait at an edge, lane by lane; ``near`` has (tag, -1 for none; value) by distance."""
     return tuple(
         BoundaryValue(lane=lane, distance=distance, value=int(values[lane]))
         for lane in range(len(near[0][0]))

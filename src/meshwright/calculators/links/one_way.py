@@ -11,15 +11,15 @@ from meshwright.spec.calibration import Calibration
 
 
 def is_ring(legs: tuple[Leg, ...]) -> bool:
-    """Whether the group is one whole torus axis that wraps around."""
+    """True if the group is one whole torus axis that wraps around."""
     return len(legs) == 1 and legs[0].level == "ici" and bool(legs[0].wraps) and legs[0].size > 1
 
 
 def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None) -> GroupRates:
-    """The rates of such a ring when data goes one way round: V / w, half as fast as both ways, n - 1 hops.
+    """Returns the rates of a ring when data goes one way round: V / w, half as fast as both ways, n - 1 hops.
 
-    An AllToAll takes half of an AllGather: a block goes half way round on average. Both ways round it goes a quarter,
-    on twice the links.
+    An AllToAll takes half as long as an AllGather: a block goes half way round on average. In both directions it goes a
+    quarter, on twice the links. Raises InputError for a group that is no ring.
     """
     if not is_ring(legs):
         raise InputError(
@@ -43,7 +43,7 @@ def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None)
 
 
 def link_bytes(kind: CollectiveKind, num_bytes: float, legs: tuple[Leg, ...], *, two_way: bool) -> float | None:
-    """Bytes of the array that cross one link of a ring in one direction; None where the group is no ring."""
+    """Returns bytes of the array that cross one link of a ring in one direction; None for a group that is no ring."""
     if not is_ring(legs):
         return None
     return num_bytes if kind == "permute" else num_bytes * ring_link_share(kind, legs[0].size, two_way=two_way)

@@ -1,7 +1,7 @@
 """Collectives along a ring or a line of devices, hop by hop: who sends which block when, and whose data it carries.
 
-An AllGather passes blocks on to neighbours until all have them. A ReduceScatter is the same run backwards: blocks
-travel the other way and are added where they meet. An AllReduce is both. Source: How to Scale Your Model, section 3.2.
+An AllGather passes blocks on to neighbours until all have them. A ReduceScatter is its reverse: blocks travel the other
+way and are added on each device. An AllReduce is both. Source: How to Scale Your Model, section 3.2.
 """
 
 from typing import Literal
@@ -14,7 +14,7 @@ RING_KINDS: tuple[RingKind, ...] = ("all_gather", "reduce_scatter", "all_reduce"
 
 
 def gather_moves(size: int, *, wraps: bool = True, two_way: bool = True) -> list[tuple[Move, ...]]:
-    """The moves of each step of an AllGather: in every step a device passes on what it got in the step before.
+    """Returns the moves of each step of an AllGather: in every step a device passes on the block of the step before.
 
     A ring takes size - 1 steps one way and half of that, rounded up, both ways; a line is used both ways and takes
     size - 1. With an even number of devices the last step of a two-way ring needs one direction only.
@@ -37,7 +37,7 @@ def gather_moves(size: int, *, wraps: bool = True, two_way: bool = True) -> list
 
 
 def ring_frames(kind: RingKind, size: int, *, wraps: bool = True, two_way: bool = True) -> tuple[RingFrame, ...]:
-    """The start, and a frame for each step of the collective.
+    """Returns the start, and a frame for each step of the collective.
 
     AllGather: each device begins with its block. ReduceScatter and AllReduce: each begins with an addend of all blocks.
     """

@@ -1,4 +1,4 @@
-"""The way from one place of a cluster to another, as legs: chip to chip, host memory to chip, all to one.
+"""Routes from one memory of a cluster to another, as legs: chip to chip, host memory to chip, all to one.
 
 A route uses the paths between two chips that share no link, as many as make the array arrive first.
 Source: How to Scale Your Model, exercises 2.5 and 2.6.
@@ -28,7 +28,7 @@ _EXAMPLES = "3,3 (a chip), 1:0,0 (in slice 1), host:0,0 (host memory beside a ch
 
 
 class RouteEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """Where bytes lie: the memory of one chip or of the host beside it, or evenly spread over ``everywhere``."""
+    """The memory of one chip or of the host beside it, or of all of these if the bytes are ``everywhere``."""
 
     in_host: bool
     everywhere: bool = False
@@ -37,7 +37,7 @@ class RouteEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_place(text: str, cluster: Cluster) -> RouteEnd:
-    """The place of ``"3,3"``, ``"1:0,0"``, ``"host:0,0"``, ``"chips"`` or ``"hosts"`` on the cluster.
+    """Returns the place of ``"3,3"``, ``"1:0,0"``, ``"host:0,0"``, ``"chips"`` or ``"hosts"`` on the cluster.
 
     Coordinates are in the order of the cluster's sizes; one number alone counts chips with the first size inside.
     """
@@ -45,7 +45,7 @@ def parse_place(text: str, cluster: Cluster) -> RouteEnd:
         return RouteEnd(in_host=text == "hosts", everywhere=True)
     match = _PLACE.fullmatch(text.replace(" ", ""))
     if match is None:
-        raise InputError(f"place {text!r} is not read. Write {_EXAMPLES}.")
+        raise InputError(f"place {text!r} is not understood. Write {_EXAMPLES}.")
     host, slice_text, numbers = match.groups()
     shape, chip, slice_number = cluster.shape, tuple(map(int, numbers.split(","))), int(slice_text or 0)
     if len(chip) == 1 and chip[0] < math.prod(shape):
@@ -62,9 +62,9 @@ def parse_place(text: str, cluster: Cluster) -> RouteEnd:
 def route(
     cluster: Cluster, source: RouteEnd, target: RouteEnd, num_bytes: float, *, via: Via = "ici"
 ) -> list[TransferLeg]:
-    """The legs of an array from one place to another; none when it is there already.
+    """Returns the legs of an array from one place to another; none when it is there already.
 
-    ``via`` is how parts that lie with other hosts reach the target's: over chip links, or between the hosts.
+    ``via`` is how parts on other hosts reach the target's host: over chip links, or between the hosts.
     """
     if source == target:
         return []
@@ -77,7 +77,7 @@ def route(
     legs: list[TransferLeg] = []
     through_hosts = source.slice_number != target.slice_number
     if source.everywhere and source.in_host and via == "dcn" and not target.everywhere:
-        hosts, name = cluster.num_hosts, "what lies with other hosts into one"
+        hosts, name = cluster.num_hosts, "parts of other hosts into one"
         legs, through_hosts = (
             [channel_leg(cluster.chip, "dcn", num_bytes * (hosts - 1) / hosts, hops=1, name=name)],
             True,
@@ -97,7 +97,7 @@ def route(
 
 
 def _pcie(cluster: Cluster, end: RouteEnd, num_bytes: float, *, into_host: bool) -> TransferLeg:
-    """PCIe at one end of the route: of one chip, or of all of them at once."""
+    """Returns the PCIe leg at one end of the route: of one chip, or of all of them at once."""
     name, lanes = "chip to its host's memory" if into_host else "host memory to its chip", 1
     if end.everywhere:
         name, lanes = f"PCIe of all {cluster.num_chips} chips", cluster.num_chips
@@ -132,7 +132,7 @@ def _chip_to_chip(cluster: Cluster, source: tuple[int, ...], target: tuple[int, 
 
 
 def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float) -> list[TransferLeg]:
-    """Everything the others hold into one chip: its own links bind, if the rest of the way is even enough."""
+    """Returns the legs of all other chips' parts into one chip, whose own links are taken as the bottleneck."""
     chips, links = cluster.num_chips, physical_links(cluster)
     if chips == 1:
         return []
@@ -150,7 +150,7 @@ def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float)
 
 
 def _ports(cluster: Cluster, chip: Sequence[int]) -> list[int]:
-    """Links of a chip on each axis: two of a ring or inside a line, one at its end."""
+    """Returns the number of links of a chip on each axis: two of a ring or inside a line, one at its end."""
     return [
         0 if size == 1 else 2 if wraps else (at > 0) + (at < size - 1)
         for at, size, wraps in zip(chip, cluster.shape, cluster.wraps, strict=True)
@@ -158,9 +158,9 @@ def _ports(cluster: Cluster, chip: Sequence[int]) -> list[int]:
 
 
 def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -> list[tuple[int, ...]]:
-    """The hops of one path, of two paths that share no link, and so on, as many as there are: the fewest in all.
+    """Returns the hops of each path for one path, for two that share no link, and so on, with the fewest hops in all.
 
-    Each is found as the shortest way over links that are free; an earlier path gives back a link, and its hop, where
+    Each is found as the shortest path over links that are free; an earlier path gives back a link, and its hop, where
     the new one would pass it the other way (successive shortest paths of the cheapest flow).
     """
     used: set[tuple[Coordinates, Coordinates]] = set()
@@ -187,7 +187,7 @@ def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -
 def _augmenting_path(
     cluster: Cluster, source: Coordinates, target: Coordinates, used: set[tuple[Coordinates, Coordinates]]
 ) -> list[Coordinates] | None:
-    """The way with the fewest further hops to another disjoint path; None where there is none."""
+    """Returns the path that adds the fewest hops for one more disjoint path; None if there is none."""
     length, came, waiting = {source: 0}, dict[Coordinates, Coordinates](), deque([source])
     while waiting:
         here = waiting.popleft()
@@ -205,7 +205,7 @@ def _augmenting_path(
 
 
 def neighbours(cluster: Cluster, chip: Coordinates) -> Iterator[Coordinates]:
-    """The chips at the other ends of a chip's links; a twisted axis leads around to the middle of the longer ones."""
+    """Yields the neighbours of a chip; a twisted axis leads around to the middle of the longer ones."""
     shape, longest, shift = cluster.shape, max(cluster.shape), min(cluster.shape)
     for axis, step in itertools.product(range(len(shape)), (1, -1)):
         there, at = list(chip), chip[axis] + step
@@ -219,7 +219,7 @@ def neighbours(cluster: Cluster, chip: Coordinates) -> Iterator[Coordinates]:
 
 
 def torus_hops(cluster: Cluster, source: Sequence[int], target: Sequence[int]) -> int:
-    """Links on the shortest way between two chips; a twisted axis leads around to the middle of the longer ones."""
+    """Returns the links on a shortest path of two chips; a twisted axis leads around to the middle of longer ones."""
     steps = [abs(b - a) for a, b in zip(source, target, strict=True)]
     rings = list(zip(steps, cluster.shape, cluster.wraps, strict=True))
     if not cluster.twisted:

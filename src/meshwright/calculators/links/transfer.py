@@ -54,7 +54,7 @@ class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def transfer_times(legs: Sequence[TransferLeg]) -> TransferTimes:
-    """The times of legs in the order in which the bytes pass them; InputError for none."""
+    """Returns the times of legs in the order in which the bytes pass them. Raises InputError for none."""
     if not legs:
         raise InputError("a transfer needs a leg. Give --from and --to, or a --leg such as hbm.")
     slowest = max(legs, key=lambda leg: leg.send_s)
@@ -94,7 +94,7 @@ def channel_leg(
     dtype: str = "bf16",
     name: str = "",
 ) -> TransferLeg:
-    """A leg over ``lanes`` of a channel of the chip; ``amount`` is FLOPs for "compute" and bytes for all others."""
+    """Returns a leg over ``lanes`` of a channel of the chip; ``amount`` is FLOPs for "compute", else bytes."""
     if channel not in CHANNELS:
         raise InputError(f"{channel!r} is no channel of a leg.{nearest(channel, CHANNELS)}")
     if lanes < 1:
@@ -112,7 +112,7 @@ def channel_leg(
 
 
 def parse_leg(text: str, chip: Chip, *, num_bytes: float, dtype: str = "bf16") -> TransferLeg:
-    """The leg of ``"hbm"``, ``"pcie*16"``, ``"ici*2:6hops"``, ``"15GB@ici*2"`` or ``"275GFLOP@compute"``.
+    """Returns the leg of ``"hbm"``, ``"pcie*16"``, ``"ici*2:6hops"``, ``"15GB@ici*2"`` or ``"275GFLOP@compute"``.
 
     ``[AMOUNT@]CHANNEL[*LANES][:HOPS]``; the amount is the whole array where it is left out.
     """
@@ -128,7 +128,7 @@ def parse_leg(text: str, chip: Chip, *, num_bytes: float, dtype: str = "bf16") -
 
 
 def array_bytes(text: str) -> float:
-    """Bytes of ``"15GB"``, or of an array ``"bf16[8,128,8192]"`` (sizes such as 128Ki are read)."""
+    """Returns bytes of ``"15GB"``, or of an array ``"bf16[8,128,8192]"`` (sizes such as 128Ki are read)."""
     match = re.fullmatch(r"\s*([a-z]+\d*)\[([^\]]+)\]\s*", text)
     if match is None:
         return parse_bytes(text)

@@ -1,4 +1,4 @@
-"""Blocks of a sharded array on the devices of a mesh, in NumPy: who holds which, and what steps do to them.
+"""Blocks of a sharded array on the devices of a mesh, in NumPy: which device has which, and steps run on them.
 
 A device's number is its place in row-major order over the mesh's axes as they are given, major to minor.
 This is the plainest possible execution of derived steps, against which faster ones are checked.
@@ -19,17 +19,17 @@ BlockSet = Sequence[np.ndarray]
 
 
 def num_devices(mesh: Mesh) -> int:
-    """Devices of the mesh."""
+    """Returns the number of devices of the mesh."""
     return int(product(mesh.values()))
 
 
 def coordinates(mesh: Mesh, device: int) -> dict[str, int]:
-    """Where a device stands along each axis."""
+    """Returns the index of a device along each axis."""
     return dict(zip(mesh, map(int, np.unravel_index(device, tuple(mesh.values()))), strict=True))
 
 
 def _position(axes: Iterable[str], mesh: Mesh, device: int) -> int:
-    """Number of a device along several axes, major to minor."""
+    """Returns the number of a device along several axes, major to minor."""
     at, number = coordinates(mesh, device), 0
     for axis in axes:
         number = number * mesh[axis] + at[axis]
@@ -37,12 +37,12 @@ def _position(axes: Iterable[str], mesh: Mesh, device: int) -> int:
 
 
 def block_of(array: ShardedArray, mesh: Mesh, device: int) -> tuple[int, ...]:
-    """Which block of the array a device holds: its index along each dim, counted in blocks."""
+    """Returns the block of the array that a device holds: its index along each dim, counted in blocks."""
     return tuple(_position(axes, mesh, device) for axes in array.axes)
 
 
 def holders(array: ShardedArray, mesh: Mesh) -> dict[tuple[int, ...], list[int]]:
-    """Block index -> devices that hold this block (of an unreduced array: an addend of it)."""
+    """Returns block index -> devices that hold this block (of an unreduced array: an addend of it)."""
     found: dict[tuple[int, ...], list[int]] = {}
     for device in range(num_devices(mesh)):
         found.setdefault(block_of(array, mesh, device), []).append(device)
@@ -50,7 +50,7 @@ def holders(array: ShardedArray, mesh: Mesh) -> dict[tuple[int, ...], list[int]]
 
 
 def groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """Devices that differ only along ``axes``, group by group, each in the order of ``axes`` major to minor."""
+    """Returns groups of devices that differ only along ``axes``, each in the order of ``axes`` major to minor."""
     order = [*(axis for axis in mesh if axis not in axes), *axes]
     devices = np.arange(num_devices(mesh)).reshape(tuple(mesh.values()))
     by_group = devices.transpose([list(mesh).index(axis) for axis in order])
@@ -62,7 +62,7 @@ def _region(index: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]
 
 
 def split(value: np.ndarray, array: ShardedArray, mesh: Mesh) -> list[np.ndarray]:
-    """The block of each device. Raises InputError when a dim does not divide.
+    """Returns the block of each device. Raises InputError when a dim does not divide.
 
     An unreduced array is dealt out as addends that differ from device to device, so that a sum that is left
     out or done twice shows. Their factors are whole numbers with sum 1: whole numbers stay exact.
@@ -78,10 +78,10 @@ def split(value: np.ndarray, array: ShardedArray, mesh: Mesh) -> list[np.ndarray
 
 
 def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 0.0) -> np.ndarray:
-    """The whole array, with the addends of an unreduced one summed.
+    """Returns the whole array, with the addends of an unreduced one summed.
 
     Raises AssertionError when two devices that should hold the same block differ by more than ``rel_tol``
-    of its largest element: steps or their execution are wrong then, not what the user gave.
+    of its largest element: the steps or their execution are wrong then, not the user's input.
     """
     ways = [product(mesh[a] for a in axes) for axes in array.axes]
     shape = tuple(n * w for n, w in zip(blocks[0].shape, ways, strict=True))
@@ -100,7 +100,7 @@ def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 
 def execute(
     steps: Iterable[Step], values: Mapping[ShardedArray, BlockSet], mesh: Mesh
 ) -> dict[ShardedArray, Sequence[np.ndarray]]:
-    """Blocks of every array after the steps, starting from ``values``.
+    """Returns blocks of every array after the steps, starting from ``values``.
 
     Runs collectives, slices, and the local ops "einsum", "add" and "copy".
     """
@@ -141,7 +141,7 @@ _LOCAL: dict[str, Callable[[Step, list[np.ndarray]], np.ndarray]] = {
 
 
 def _exchange(step: Step, blocks: BlockSet, mesh: Mesh) -> list[np.ndarray]:
-    """The step done group by group; results in the order of device numbers."""
+    """Runs the step group by group; returns results in the order of device numbers."""
     results: list[np.ndarray] = list(blocks)
     for group in groups(mesh, step.axes):
         for device, result in zip(group, _exchange_in_group(step, [blocks[d] for d in group]), strict=True):

@@ -1,4 +1,4 @@
-"""A chain of products whose shardings are free: what is given, and which shardings each array may have."""
+"""A chain of products whose shardings are free: its arrays, and the shardings that each may have."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.core.errors import InputError, nearest
 
 MAX_AXES = 3
-"""Mesh axes of more than one device: with four, one array of two dims has 261 shardings, and pairs are searched."""
+"""Most mesh axes of several devices: with four, an array of two dims has 261 shardings, and pairs are searched."""
 
 
 class ChainProduct(msgspec.Struct, frozen=True, kw_only=True):
-    """One product of a chain, its arrays whole: ``carried`` comes from the product before, ``other`` is an input.
+    """One product of a chain, its arrays unsharded: ``carried`` is the previous result, ``other`` an input.
 
-    Of the first product both are inputs. ``swapped`` says that ``carried`` is the right operand.
+    In the first product both are inputs. ``swapped`` says that ``carried`` is the right operand.
     """
 
     carried: ShardedArray
@@ -30,7 +30,7 @@ class ChainProduct(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys((*self.carried.dims, *self.other.dims)))
 
     def operands(self, carried: ShardedArray, other: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
-        """The two as they stand in the text, left and right."""
+        """Returns both operands in the order of the text, left and right."""
         return (other, carried) if self.swapped else (carried, other)
 
 
@@ -45,7 +45,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the arrays that are there from the beginning."""
+        """Names of the arrays that no product makes."""
         return (self.products[0].carried.name, *(p.other.name for p in self.products))
 
     @property
@@ -56,10 +56,9 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shardings(array: ShardedArray, dims: Sizes, mesh: Mapping[str, int]) -> tuple[ShardedArray, ...]:
-    """Every even sharding of the array over the mesh, nothing unreduced; axes in the order of the mesh come first.
+    """Returns every even sharding of the array over the mesh, nothing unreduced; axes in mesh order come first.
 
-    An axis may split any one dim or none, and axes on one dim stand in any order: what is minor decides what can be
-    gathered.
+    An axis may split any one dim or none, and axes on one dim have any order: only the minor one can be gathered alone.
     """
     axes = [axis for axis, size in mesh.items() if size > 1]
     found: list[ShardedArray] = []
@@ -80,13 +79,15 @@ def parse_chain(
     fixed: Sequence[str] = (),
     dtype: str = "bf16",
 ) -> Chain:
-    """The chain of products such as ``A[I,J] * B[J,K] -> C[I,K]``, each of which takes the result of the one before.
+    """Returns the chain of products such as ``A[I,J] * B[J,K] -> C[I,K]``, each of which takes the previous result.
 
     An array written with a mesh axis keeps that sharding; one of ``fixed`` keeps the sharding written there. Raises
-    InputError where the products are no chain, an array is used twice, or a size is missing.
+    InputError if the products are no chain, an array is used twice, or a size is missing.
     """
-    if sum(size > 1 for size in mesh.values()) > MAX_AXES:
-        raise InputError(f"the mesh has {len(mesh)} axes; a chain is searched over at most {MAX_AXES}. Merge some.")
+    if (several := sum(size > 1 for size in mesh.values())) > MAX_AXES:
+        raise InputError(
+            f"the mesh has {several} axes above 1; a chain is searched over at most {MAX_AXES}. Merge some."
+        )
     products: list[ChainProduct] = []
     kept: dict[str, ShardedArray] = {}
     for text in texts:
@@ -112,7 +113,7 @@ def _product(text: str, before: ShardedArray | None, kept: dict[str, ShardedArra
     trio = parse_einsum(text)
     if any(a.dtype for a in trio) or not all(a.name in text for a in trio) or any(a.unreduced for a in trio):
         raise InputError(
-            f"{text!r}: give each array of a chain a name of its own and nothing unreduced; --dtype is of all."
+            f"{text!r}: give each array of a chain a name of its own, nothing unreduced and no dtype but --dtype."
         )
     lhs, rhs, out = (_whole(a, kept, dtype) for a in trio)
     if before is None or lhs.name == before.name:
@@ -140,5 +141,5 @@ def _whole(array: ShardedArray, kept: dict[str, ShardedArray], dtype: str) -> Sh
 def _same_dims(array: ShardedArray, wanted: ShardedArray) -> None:
     if array.dims != wanted.dims:
         raise InputError(
-            f"{array} has the dims {', '.join(array.dims)} and {wanted} others. Write the same dims in the same order."
+            f"{array} and {wanted} are one array with different dims. Write the same dims in the same order."
         )

@@ -1,8 +1,8 @@
-"""The ways through a chain of products: from shardings as stored, through layouts, to results as stored.
+"""The search graph of a chain of products: from shardings as stored, through layouts, to results as stored.
 
 Between two products only the sharding of the carried array matters, so that a chain is a path: carried array as
 stored -> moved to where blocks can be multiplied -> multiplied -> result as stored.
-Memory of a device: all inputs as stored, from beginning to end, and the largest sum of what one step has alive.
+Memory of a device: all inputs as stored, from beginning to end, and the largest sum of other arrays alive in a step.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from meshwright.core.dims import DTYPE_BYTES
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to a place, or a part of one: seconds, bytes of its inputs, the most alive beside them, its history.
+    """A path to a node, or a part of one: seconds, bytes of its inputs, most bytes alive beside them, its history.
 
     ``held_bytes`` stay alive at its end.
     """
@@ -33,7 +33,7 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...] = ()
 
     def then(self, part: "Label") -> "Label":
-        """This way, and the part after it, which counts itself all that is alive in it."""
+        """Returns this path followed by ``part``, whose ``alive_bytes`` count all that is alive in it."""
         return Label(
             time_s=self.time_s + part.time_s,
             input_bytes=self.input_bytes + part.input_bytes,
@@ -44,7 +44,7 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def matches(self, other: "Label") -> bool:
-        """Whether this one is at least as good in everything."""
+        """True if this path is at least as good in seconds and bytes."""
         return (
             self.time_s <= other.time_s
             and self.input_bytes <= other.input_bytes
@@ -53,7 +53,7 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChainNode(msgspec.Struct, frozen=True):
-    """Where a way has come to in product ``index``: its carried array as stored or moved, or the blocks multiplied.
+    """A state in product ``index``: its carried array as stored or moved, or the blocks multiplied.
 
     ``stays`` says that the array is an input as stored, whose bytes are counted with the inputs.
     """
@@ -65,7 +65,7 @@ class ChainNode(msgspec.Struct, frozen=True):
 
 
 class Graph:
-    """The places of one chain on one mesh and the ways between them, worked out as they are asked for."""
+    """The nodes of one chain on one mesh and the edges between them, computed when they are first needed."""
 
     def __init__(self, chain: Chain, rates: EinsumRates) -> None:
         self.chain, self.rates = chain, rates
@@ -80,45 +80,45 @@ class Graph:
         self._inputs_to_go = [sum(smallest[i:]) for i in range(len(smallest) + 1)]
 
     def _bytes(self, array: ShardedArray) -> float:
-        """Bytes of the block of a device."""
+        """Returns bytes of the block of a device."""
         return float(local_elements(array, self.chain.dims, self.chain.mesh) * DTYPE_BYTES[array.dtype])
 
     def _price(self, step: Step) -> StepPrice:
-        """The price of one step."""
+        """Returns the price of one step."""
         return price_einsum((step,), self.chain.dims, self.chain.mesh, self.rates)[0]
 
-    def inputs_to_go(self, place: ChainNode) -> float:
-        """Bytes that the inputs of later products take at least."""
-        return self._inputs_to_go[place.index + (place.stage == "multiplied")]
+    def inputs_to_go(self, node: ChainNode) -> float:
+        """Returns the least bytes that the inputs of later products take."""
+        return self._inputs_to_go[node.index + (node.stage == "multiplied")]
 
-    def _time_to_go(self, place: ChainNode) -> float:
-        """Seconds from a place to the end, memory left out."""
-        return min((part.time_s + self.time_to_go(after) for after, part in self.edges(place)), default=0.0)
+    def _time_to_go(self, node: ChainNode) -> float:
+        """Returns seconds from a node to the end, without a limit on memory."""
+        return min((part.time_s + self.time_to_go(after) for after, part in self.edges(node)), default=0.0)
 
     def starts(self) -> Iterator[tuple[ChainNode, Label]]:
-        """The first array in each of its shardings."""
+        """Yields the first array in each of its shardings."""
         for array in self.chain.choices[self.chain.products[0].carried.name]:
             yield ChainNode(0, "stored", array, True), Label(input_bytes=self.bytes(array), arrays=(array,))
 
-    def _edges(self, place: ChainNode) -> list[tuple[ChainNode, Label]]:
-        """Where one can go from a place, and by which part."""
-        if place.index == len(self.chain.products):
+    def _edges(self, node: ChainNode) -> list[tuple[ChainNode, Label]]:
+        """Returns the nodes that follow a node, each with the part of the path that leads there."""
+        if node.index == len(self.chain.products):
             return []
         ways = {"stored": self._move_carried, "moved": self._multiply, "multiplied": self._store}
-        return list(ways[place.stage](place))
+        return list(ways[node.stage](node))
 
-    def _move_carried(self, place: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
-        """The carried array moved to every sharding in which blocks can be multiplied."""
-        for target in self._layouts(place.index):
-            part = self._move(place.array, target, stays=place.stays)
-            yield ChainNode(place.index, "moved", target, place.stays and not part.steps), part
+    def _move_carried(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
+        """Yields the carried array moved to every sharding in which blocks can be multiplied."""
+        for target in self._layouts(node.index):
+            part = self._move(node.array, target, stays=node.stays)
+            yield ChainNode(node.index, "moved", target, node.stays and not part.steps), part
 
-    def _multiply(self, place: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
-        """The other operand moved to match, in every layout, and the blocks multiplied."""
-        one = self.chain.products[place.index]
-        held = 0.0 if place.stays else self.bytes(place.array)
-        for other in self._layouts(place.index)[place.array]:
-            step = _product_step(one, place.array, other)
+    def _multiply(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
+        """Yields the other operand moved to match, in every layout, and the blocks multiplied."""
+        one = self.chain.products[node.index]
+        held = 0.0 if node.stays else self.bytes(node.array)
+        for other in self._layouts(node.index)[node.array]:
+            step = _product_step(one, node.array, other)
             for moved in self._inputs(one, other):
                 both = held + moved.held_bytes + self.bytes(step.result)
                 part = Label(
@@ -128,10 +128,10 @@ class Graph:
                     arrays=moved.arrays,
                     steps=(*moved.steps, step),
                 )
-                yield ChainNode(place.index, "multiplied", step.result), part
+                yield ChainNode(node.index, "multiplied", step.result), part
 
     def _find_layouts(self, index: int) -> dict[ShardedArray, list[ShardedArray]]:
-        """Shardings in which blocks of product ``index`` fit: of the carried operand, and for each of the other one.
+        """Returns shardings in which blocks can be multiplied: of the carried operand, and for each of the other one.
 
         A mesh axis splits at most one dim of the product, alike in both operands.
         """
@@ -144,26 +144,26 @@ class Graph:
         return found
 
     def _find_inputs(self, one: ChainProduct, target: ShardedArray) -> list[Label]:
-        """The ways to have the other operand in a sharding, from each that it may be stored in."""
+        """Returns the paths of the other operand to a sharding, from each that it may be stored in."""
         return [
             Label(input_bytes=self.bytes(array), arrays=(array,)).then(self._move(array, target, stays=True))
             for array in self.chain.choices[one.other.name]
         ]
 
-    def _store(self, place: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
-        """The result reduced and moved to every sharding it may have; sums scattered into place or else made whole."""
-        out = self.chain.products[place.index].out
+    def _store(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
+        """Yields the result moved to every sharding that it may have, with sums scattered, or else made whole first."""
+        out = self.chain.products[node.index].out
         for array in self.chain.choices[out.name]:
-            after = ChainNode(place.index + 1, "stored", array)
+            after = ChainNode(node.index + 1, "stored", array)
             stored = Label(arrays=(array,))
-            yield after, stored.then(self._move(place.array, array, stays=False))
-            whole = place.array.replace(unreduced=())
-            if whole not in (place.array, array):
-                summed = self._move(place.array, whole, stays=False)
+            yield after, stored.then(self._move(node.array, array, stays=False))
+            whole = node.array.replace(unreduced=())
+            if whole not in (node.array, array):
+                summed = self._move(node.array, whole, stays=False)
                 yield after, stored.then(summed.then(self._move(whole, array, stays=False)))
 
     def _moved(self, source: ShardedArray, target: ShardedArray, *, stays: bool) -> Label:
-        """From one sharding to another; of an array that ``stays`` only the copies are counted as alive."""
+        """Returns the path from one sharding to another; of an array that ``stays`` only copies count as alive."""
         steps = reshard(source, target)
         peak = held = 0.0 if stays else self.bytes(source)
         for step in steps:

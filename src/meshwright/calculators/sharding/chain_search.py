@@ -1,8 +1,8 @@
 """The fastest shardings of a chain of products under a limit on memory: best-first and exact.
 
-The time still to go from each place of the graph, memory left out, is summed from the end backwards; the search
-forwards takes the label of least time so far plus time to go. A label is dropped when others in the same place have
-at most its time and its memory: with one to find, the labels of a place are its trade of time against memory.
+The time from each node of the graph to the end, without a limit on memory, is summed backwards; the search forwards
+takes the label of least time so far plus time to go (A*). A label is dropped when ``keep`` others at the same node need
+no more time and memory: with ``keep`` = 1 the labels of a node are its Pareto front.
 """
 
 import heapq
@@ -27,7 +27,7 @@ Signature = tuple[tuple[frozenset[str], ...], ...]
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """A sharding for every array of the chain, and the steps of the fastest way that fits.
+    """A sharding for every array of the chain, and the steps of the fastest path that fits.
 
     ``input_bytes`` are held from beginning to end; ``memory_bytes`` is the peak.
     """
@@ -46,7 +46,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_by(self) -> str:
-        """What binds for the largest part of the time."""
+        """The bound of the largest part of the time, such as "compute"."""
         seconds: dict[str, float] = {}
         for price in self.prices:
             seconds[price.bound_by] = seconds.get(price.bound_by, 0.0) + (price.time_s or 0.0)
@@ -56,10 +56,10 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 def search_chain(
     chain: Chain, rates: EinsumRates, *, memory_bytes: float, top: int = 1, objective: Objective = "time"
 ) -> tuple[Assignment, ...]:
-    """The ``top`` fastest assignments within ``memory_bytes`` of a device, best first; least memory among equals.
+    """Returns the ``top`` fastest assignments within ``memory_bytes`` of a device; of equals the smallest first.
 
-    Those that differ only in the names of alike mesh axes, or in the order of axes on a dim, count as one. Raises
-    CannotRunError, with the least memory that would do, when nothing fits.
+    Assignments that differ only in the names of equal mesh axes, or in the order of axes on a dim, count as one. Raises
+    CannotRunError, with the least memory that would be enough, if nothing fits.
     """
     graph = Graph(chain, rates)
     renamings = _renamings(chain, rates)
@@ -79,37 +79,37 @@ def search_chain(
 
 
 def _rounded_up(num_bytes: float) -> float:
-    """The least number of three digits that is enough."""
+    """Returns the least number of three digits that is enough."""
     unit = 10.0 ** max(0, math.floor(math.log10(num_bytes)) - 2)
     return math.ceil(num_bytes / unit) * unit
 
 
 def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objective) -> Iterator[Label]:
-    """Labels at the end of the chain, best first; ``keep`` different histories are kept in each place."""
+    """Yields labels at the end of the chain, best first; ``keep`` different histories are kept in each node."""
     counter = itertools.count()
     queue: list[tuple[tuple[float, float], int, ChainNode, Label]] = []
     settled: dict[ChainNode, list[tuple[Signature, Label]]] = {}
 
-    def push(place: ChainNode, label: Label) -> None:
-        memory = label.input_bytes + label.alive_bytes + graph.inputs_to_go(place)
+    def push(node: ChainNode, label: Label) -> None:
+        memory = label.input_bytes + label.alive_bytes + graph.inputs_to_go(node)
         if memory <= memory_bytes:
             # rounded, so that equal times summed in another order stay equal and memory decides
-            time_s = float(f"{label.time_s + graph.time_to_go(place):.12g}") if objective == "time" else label.time_s
+            time_s = float(f"{label.time_s + graph.time_to_go(node):.12g}") if objective == "time" else label.time_s
             key = (time_s, memory) if objective == "time" else (memory, time_s)
-            heapq.heappush(queue, (key, next(counter), place, label))
+            heapq.heappush(queue, (key, next(counter), node, label))
 
-    for place, label in graph.starts():
-        push(place, label)
+    for node, label in graph.starts():
+        push(node, label)
     while queue:
-        _, _, place, label = heapq.heappop(queue)
+        _, _, node, label = heapq.heappop(queue)
         mine = _signature(label, {})
-        better = {signature for signature, other in settled.get(place, ()) if other.matches(label)}
+        better = {signature for signature, other in settled.get(node, ()) if other.matches(label)}
         if mine in better or len(better) >= keep:
             continue
-        settled.setdefault(place, []).append((mine, label))
-        if place.index == len(graph.chain.products):
+        settled.setdefault(node, []).append((mine, label))
+        if node.index == len(graph.chain.products):
             yield label
-        for following, part in graph.edges(place):
+        for following, part in graph.edges(node):
             push(following, label.then(part))
 
 
@@ -125,14 +125,14 @@ def _assignment(graph: Graph, label: Label) -> Assignment:
 
 
 def _signature(label: Label, renaming: dict[str, str]) -> Signature:
-    """The shardings so far, the order of axes on a dim left out."""
+    """Returns the shardings so far, without the order of axes on a dim."""
     return tuple(
         tuple(frozenset(renaming.get(axis, axis) for axis in axes) for axes in array.axes) for array in label.arrays
     )
 
 
 def _renamings(chain: Chain, rates: EinsumRates) -> list[dict[str, str]]:
-    """Ways to rename mesh axes that change no size, no fixed array and no rate; the first changes nothing."""
+    """Returns renamings of mesh axes that change no size, no fixed array and no rate; the first changes nothing."""
     axes = tuple(axis for axis, size in chain.mesh.items() if size > 1)
     fixed = {axis for name in chain.fixed for axis in chain.choices[name][0].spread}
     found = []

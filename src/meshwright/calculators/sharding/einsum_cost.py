@@ -1,4 +1,4 @@
-"""What the steps of one sharded product cost on a cluster: the calculator behind `shard`."""
+"""Prices of the steps of one sharded product on a cluster: the calculator behind `shard`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ from meshwright.spec.cluster import Cluster
 
 
 class StepPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs on one device, bytes (of the full array for a collective, through memory else), and seconds if known.
+    """FLOPs on one device, bytes (of a collective's full array, else read and written), and seconds if known.
 
     ``bound_by`` is "compute", "hbm", "latency" or a level of links; empty for a slice, and without rates.
     """
@@ -37,7 +37,7 @@ class EinsumRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def einsum_rates(cluster: Cluster, mesh: Mapping[str, int], *, calibration: Calibration | None = None) -> EinsumRates:
-    """The rates of a mesh as `place_mesh` lays it, the data sheet's without a calibration."""
+    """Returns the rates of a mesh as `place_mesh` lays it, the data sheet's without a calibration."""
     measured = calibration or datasheet_calibration(cluster.chip)
     return EinsumRates(cluster=cluster, calibration=measured, laid=place_mesh(cluster, mesh))
 
@@ -45,7 +45,7 @@ def einsum_rates(cluster: Cluster, mesh: Mapping[str, int], *, calibration: Cali
 def price_einsum(
     steps: Sequence[Step], dims: Mapping[str, int], mesh: Mapping[str, int], rates: EinsumRates | None
 ) -> list[StepPrice]:
-    """The price of each step by itself; without rates only FLOPs and bytes."""
+    """Returns the price of each step by itself; without rates only FLOPs and bytes."""
     sizes = OpSizes(dims=dims, mesh=mesh, state="bf16-adam")
     return [_price(step, sizes, rates) for step in steps]
 
@@ -72,13 +72,13 @@ def _price(step: Step, sizes: OpSizes, rates: EinsumRates | None) -> StepPrice:
 
 
 def total_time(prices: Sequence[StepPrice]) -> float | None:
-    """Seconds of steps one after the other; None where one is not known."""
+    """Returns seconds of the steps one after the other; None if one is unknown."""
     times = [price.time_s for price in prices if price.time_s is not None]
     return sum(times) if len(times) == len(prices) else None
 
 
 def num_copies(array: ShardedArray, mesh: Mapping[str, int]) -> int:
-    """How often the mesh holds each block: the product of the axes that neither split the array nor hold addends.
+    """Returns how often the mesh has each block: the product of axes that neither split the array nor hold addends.
 
     Source: How to Scale Your Model, section 3.1.
     """
@@ -87,7 +87,7 @@ def num_copies(array: ShardedArray, mesh: Mapping[str, int]) -> int:
 
 
 def whole_flops(factors: Sequence[ShardedArray], result: ShardedArray, dims: Mapping[str, int]) -> float:
-    """FLOPs of the product on one device that holds everything: 2 for every combination of all dims."""
+    """Returns FLOPs of the product on one device that holds everything: 2 for every combination of all dims."""
     arrays = [array.replace(axes=((),) * len(array.dims), unreduced=()) for array in (*factors, result)]
     step = Step(op="einsum", inputs=tuple(arrays[:-1]), result=arrays[-1])
     return price_einsum([step], dims, {}, None)[0].flops

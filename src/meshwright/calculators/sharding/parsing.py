@@ -1,6 +1,6 @@
-"""What is asked as it is written: a product, one array, or one array on its way to another sharding.
+"""Reads a question of `shard`: a product, one array, or one array and the sharding that it moves to.
 
-And the exact block that a device holds of an array of given sizes.
+Also the exact block that a device holds of an array of given sizes.
 """
 
 import re
@@ -18,7 +18,7 @@ _TIMES = re.compile(r"\]\s*(\{[^\]]*?\})?\s*[*.@·]\s*")
 
 
 def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
-    """(lhs, rhs, out) of ``In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]``; the product sign may be * . @ or ·."""
+    """Returns (lhs, rhs, out) of ``In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]``; the product sign may be * . @ or ·."""
     text = compact(text)
     sides = _ARROW.split(text)
     if len(sides) != 2:
@@ -35,7 +35,7 @@ def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
 
 
 def _distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
-    """Arrays named by their dtype, or all alike, get the names A, B, C."""
+    """Returns arrays named by their dtype, or all alike, get the names A, B, C."""
     names = [a.name for a in arrays]
     if len(set(names)) == 3 and not any(a.dtype for a in arrays):
         return arrays[0], arrays[1], arrays[2]
@@ -56,7 +56,7 @@ class ShardQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def result(self) -> ShardedArray:
-        """What is wanted in the end."""
+        """The last array."""
         return self.arrays[-1]
 
     @property
@@ -65,13 +65,13 @@ class ShardQuestion(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.arrays[:-1], self.steps[-1].result) if self.steps else self.arrays
 
     def key(self, array: ShardedArray) -> str:
-        """Its name, or the whole notation where two arrays have the same name."""
+        """Returns an array's name, or its whole notation if two arrays have the same name."""
         names = [a.name for a in self.arrays]
         return array.name if names.count(array.name) == 1 else str(array)
 
 
 def parse_asked(text: str, *, dtype: str) -> ShardQuestion:
-    """The product, array or resharding that is written; arrays without a dtype have ``dtype``."""
+    """Returns the product, array or resharding of the text; arrays without a dtype get ``dtype``."""
     text = compact(text)
     sides = _ARROW.split(text)
     if len(sides) > 2 or text.count("[") not in (1, 2):
@@ -94,23 +94,23 @@ def parse_asked(text: str, *, dtype: str) -> ShardQuestion:
 
 
 def _typed(array: ShardedArray, dtype: str) -> ShardedArray:
-    """The array with a dtype, and with a name other than that."""
+    """Returns the array with a dtype, named A if its dtype stood in place of a name."""
     if not array.dtype:
         return array.replace(dtype=dtype)
     return array.replace(name="A") if array.name == array.dtype else array
 
 
 def local_shape(array: ShardedArray, dims: Sizes, mesh: Sizes) -> tuple[int, ...]:
-    """Shape of the block that one device holds. Raises InputError when a split is uneven."""
+    """Returns the shape of the block that one device holds. Raises InputError if a split is uneven."""
     check(array, dims, mesh)
     return tuple(dims[d] // product(mesh[a] for a in axes) for d, axes in zip(array.dims, array.axes, strict=True))
 
 
 def bytes_per_device(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
-    """Bytes of the block that one device holds."""
+    """Returns bytes of the block that one device holds."""
     return product(local_shape(array, dims, mesh)) * element_bytes
 
 
 def bytes_total(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
-    """Bytes over all devices of the mesh, copies counted (How to Scale Your Model, section 3.1)."""
+    """Returns bytes over all devices of the mesh, copies counted (How to Scale Your Model, section 3.1)."""
     return bytes_per_device(array, dims, mesh, element_bytes=element_bytes) * product(mesh.values())

@@ -1,6 +1,6 @@
-"""Every way of doing one sharded einsum: where each mesh axis may be while the blocks are multiplied.
+"""Every way of doing one sharded einsum: the dims that mesh axes may split while the blocks are multiplied.
 
-The algebra does not choose among them: `cost` prices their steps, a person or the planner picks one.
+The algebra does not choose among them: `einsum_cost` prices their steps, and `shard --all` lists them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,13 @@ class ProductSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[ProductSteps, ...]:
-    """Every way of ``lhs * rhs -> out``, distinct by its steps: that of the rules first, then by number of collectives.
+    """Returns every way of ``lhs * rhs -> out``: that of `einsum_steps` first, then by number of collectives.
 
     Blocks can be multiplied in place when every mesh axis splits at most one dim, alike in both operands.
     Each dim is tried with every major part of the axes that it has in lhs, rhs or out, which covers: gather
     either side of a conflict, or move an axis there; slice and reduce instead of gathering; gather an input
-    or else the output; slice an input or else the output; gather everything. A sum is scattered into place
-    or else made whole and sliced.
+    or else the output; slice an input or else the output; gather everything. A sum is scattered, or else
+    made whole and sliced.
     """
     rules = einsum_steps(lhs, rhs, out)
     found = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rules}
@@ -67,7 +67,7 @@ def _name(steps: tuple[Step, ...]) -> str:
 
 
 def axes_text(axes: Sequence[str]) -> str:
-    """The axes of a step: ``XY``, or names with commas between."""
+    """Returns the axes of a step: ``XY``, or names with commas between."""
     return ("" if all(len(axis) == 1 for axis in axes) else ",").join(axes)
 
 

@@ -31,9 +31,9 @@ class BandwidthPoint(msgspec.Struct, frozen=True, kw_only=True):
 def bandwidth_sweep(
     clusters: Sequence[Cluster], num_bytes: float, *, calibration: Calibration | None = None
 ) -> tuple[BandwidthPoint, ...]:
-    """Every kind of collective over every cluster of at least two chips, the clusters in order.
+    """Returns every kind of collective over every cluster of at least two chips, the clusters in order.
 
-    ``num_bytes`` are those of the result, of an all-to-all those of one chip's buffer.
+    ``num_bytes`` is the size of the result, or for an all-to-all of one chip's buffer.
     """
     return tuple(
         _point(cluster, kind, num_bytes, calibration) for cluster in clusters if cluster.num_chips > 1 for kind in SWEPT

@@ -1,8 +1,8 @@
 """Communication against compute by batch size, for several ways of sharding, and the batch at which the two cross.
 
-What is compared is the book's: compute with every collective summed, since only then is nothing assumed of what hides
-behind what. Batches are tokens and need not be whole sequences per chip. Source: How to Scale Your Model, section 5.1.4
-and its figures 15 and 16.
+As in the book, compute is compared with the sum of all collectives, which assumes nothing about overlap. Batches are
+tokens and need not be whole sequences per chip. Source: How to Scale Your Model, section 5.1.4 and its figures 15 and
+16.
 """
 
 import re
@@ -49,10 +49,10 @@ MLP_ASSIGNMENT: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class SweptWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What is priced: derived steps with symbolic sizes, the dims, and how many tokens one unit of B is.
+    """Derived steps with symbolic sizes, their dims, and the tokens in one unit of B (``seq_len``).
 
-    ``whole`` prices every step of training, else the forward pass of the layers alone: it has the most communication
-    for its FLOPs.
+    ``whole`` prices every step of training; otherwise the forward pass of the layers alone, which has the most
+    communication for its FLOPs.
     """
 
     name: str
@@ -64,13 +64,13 @@ class SweptWork(msgspec.Struct, frozen=True, kw_only=True):
     d_ff: int
 
     def steps(self) -> Iterable[tuple[Step, float]]:
-        """Every step with how many times it runs."""
+        """Returns every step, and how often it runs."""
         if self.whole:
             return self.derived.steps(1)
         return ((step, b.repeat) for b in self.derived.blocks if b.block.carry for step in b.forward)
 
     def sizes(self, tokens: Array, mesh: Mapping[str, Array], cluster: Cluster) -> OpSizes:
-        """Sizes of all candidates, B in units of ``seq_len`` tokens."""
+        """Returns sizes of all candidates, B in units of ``seq_len`` tokens."""
         if self.model is None:
             return OpSizes(dims={**self.dims, "B": tokens}, mesh=mesh, state="bf16-adam")
         return op_sizes(
@@ -80,12 +80,12 @@ class SweptWork(msgspec.Struct, frozen=True, kw_only=True):
             mesh=mesh,
             strategy=Strategy(mesh={}),
             scores=attention_scores(cluster),
-            assumptions=Assumptions(empty_slots=False),  # as the closed forms beside it count
+            assumptions=Assumptions(empty_slots=False),  # as the closed forms count
         )
 
 
 def mlp_work(text: str) -> SweptWork | None:
-    """The book's layer of two matrices, of ``"mlp:8192x32768"`` (D x F); None for another text."""
+    """Returns the book's layer of two matrices for ``"mlp:8192x32768"`` (D x F); None for another text."""
     match = _LAYER.fullmatch(text.strip())
     if match is None:
         return None
@@ -104,7 +104,7 @@ def mlp_work(text: str) -> SweptWork | None:
 
 
 def model_work(model: Model, *, seq_len: int, whole: bool = False, remat: str = "none") -> SweptWork:
-    """A model's layers under the product's own assignment."""
+    """Returns a model's layers under the default assignment."""
     derived = derive(transformer(model), Strategy(mesh=make_mesh({}), remat=remat), symbolic=True)
     return SweptWork(
         name=model.name, derived=derived, dims=model.dims, seq_len=seq_len, model=model, whole=whole, d_ff=model.d_ff
@@ -114,7 +114,7 @@ def model_work(model: Model, *, seq_len: int, whole: bool = False, remat: str = 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
     """One way of sharding at every batch: seconds of compute and of the collectives by mesh axes.
 
-    ``meshes`` and ``shapes`` are those of each batch; ``mesh`` is None where the mesh differs from batch to batch.
+    ``meshes`` and ``shapes`` (of the cluster) have an entry per batch; ``mesh`` is None if the mesh differs by batch.
     """
 
     name: str
@@ -137,16 +137,16 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
             return self.compute_s / self.total_s
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; the meshes only where they differ."""
+        """Returns plain data; the meshes only where they differ."""
         found = {**msgspec.structs.asdict(self), "axes": self.mesh, "total_s": self.total_s}
         del found["tokens"], found["mesh"]
         return found | {"meshes": None if self.mesh else self.meshes}
 
 
 class Crossing(msgspec.Struct, frozen=True, kw_only=True):
-    """The batch from which compute takes longer than a curve's communication, and what its closed form says.
+    """The batch, in tokens, from which compute takes longer than a curve's communication, and its closed form.
 
-    ``tokens`` is None where it never does, or always does, within the batches that were looked at.
+    ``tokens`` is None if compute never or always takes longer within the batches of the curve.
     """
 
     name: str
@@ -167,9 +167,9 @@ def scheme_curves(
     whole_axes: bool = False,
     calibration: Calibration | None = None,
 ) -> tuple[Curve, ...]:
-    """FSDP alone, FSDP with each tensor size, and the best of all at every batch; with ``axes`` that one mesh alone.
+    """Returns FSDP alone, FSDP with each tensor size, and the best at every batch; or the one mesh of ``axes``.
 
-    ``clusters`` are shapes of equally many chips; for every mesh the one with the least communication is taken.
+    ``clusters`` are shapes of equally many chips; every mesh takes the shape with the least communication.
     ``whole_axes`` keeps every torus axis to one mesh axis, as the book counts them; otherwise a mesh axis may take
     parts of several, which can be faster.
     """
@@ -188,7 +188,7 @@ def scheme_curves(
 
 
 def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -> Crossing:
-    """Where compute overtakes communication, between two batches by a straight line in logarithms.
+    """Returns the last batch where compute overtakes communication, interpolated between two batches in logarithms.
 
     ``closed`` are the `closed_forms` by the name of their curve.
     """
@@ -206,7 +206,7 @@ def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -
 def closed_forms(
     work: SweptWork, cluster: Cluster, calibration: Calibration | None = None
 ) -> dict[str, tuple[str, float]]:
-    """The book's batches on one slice of a torus: FSDP over all axes, and the best mixture with tensor."""
+    """Returns curve name -> (formula, tokens) on one slice of a torus: FSDP over all axes, best mixture with tensor."""
     width = torus_width(cluster)
     if width is None or cluster.num_slices > 1 or len(width.axes) < 2:
         return {}
@@ -232,7 +232,7 @@ def _priced(
     whole_axes: bool,
     calibration: Calibration | None,
 ) -> list[Curve]:
-    """Every placement of every mesh on every shape, priced at every batch."""
+    """Returns every placement of every mesh on every shape, priced at every batch."""
     found: list[Curve] = []
     groups = collective_groups(work.derived)
     for cluster in clusters:
@@ -273,7 +273,7 @@ def _priced(
 
 
 def _best(name: str, mesh: dict[str, int] | None, found: Sequence[Curve]) -> Curve:
-    """At every batch the one with the least communication."""
+    """Returns the curve that at every batch is the one with the least communication."""
     best = np.argmin([one.total_s for one in found], axis=0)
     spots = range(len(best))
     none = np.zeros(len(best))

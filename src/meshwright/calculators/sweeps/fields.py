@@ -35,11 +35,11 @@ _KNOWN = {*OWN[2:], *SECTION_OF}
 
 
 def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
-    """The models, the clusters and each ``FIELD=VALUES``, in this order.
+    """Returns the models, the clusters and each ``FIELD=VALUES``, in this order.
 
     A model is a name, a config.json or a size in the proportions of Llama 3 (``7B``); sequences are of 4096 tokens
-    where nothing else is said. Raises InputError for a field that is given twice, for one without values that has no
-    usual ones, and where there is not either ``batch`` or ``micro``.
+    by default. Raises InputError for a field that is given twice, for one without values that has no usual ones, and
+    unless exactly one of ``batch`` and ``micro`` is given.
     """
     chosen = [_model(name) for name in _listed(models)]
     clusters = sweep_clusters(on)
@@ -63,7 +63,7 @@ def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
 
 
 def _listed(text: str) -> list[str]:
-    """The parts of a list with commas. Raises InputError for an empty one."""
+    """Returns the parts of a list with commas. Raises InputError for an empty one."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise InputError(f"{text!r} has an empty part. Write names with one comma between two.")
@@ -75,7 +75,7 @@ def _model(name: str) -> Model:
 
 
 def _names(clusters: Sequence[Cluster]) -> list[str]:
-    """Numbers of chips, or the short names where these do not tell the clusters apart."""
+    """Returns numbers of chips, or the short names where these do not tell the clusters apart."""
     counts = [f"{cluster.num_chips:,}" for cluster in clusters]
     plain = len({cluster.chip.name for cluster in clusters}) == 1 and len({*counts}) == len(counts)
     return counts if plain else [cluster.short_name for cluster in clusters]
@@ -86,13 +86,15 @@ def _shown(value: str) -> str:
 
 
 def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:
-    """Values of a field that is named alone."""
+    """Returns values of a field that is named alone."""
     if name == "tensor":
         most = min(model.num_heads, cluster.num_chips)
         sizes = [size for size in divisors(cluster.num_chips) if size <= most and model.num_kv_heads % size == 0]
         return [str(size) for size in sizes]
     if name not in _USUAL:
-        raise InputError(f"{name!r} is not FIELD=VALUES. Write batch=1Mi,4Mi; alone stand tensor, {', '.join(_USUAL)}.")
+        raise InputError(
+            f"{name!r} is not FIELD=VALUES. Write batch=1Mi,4Mi; only tensor, {', '.join(_USUAL)} need none."
+        )
     return _USUAL[name]
 
 
@@ -100,7 +102,7 @@ def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:
 
 
 def sweep_clusters(text: str) -> tuple[Cluster, ...]:
-    """Clusters of ``"h100:8x4,8x8"`` or ``"h100:8x1..8x512"``, fewest chips first.
+    """Returns clusters of ``"h100:8x4,8x8"`` or ``"h100:8x1..8x512"``, fewest chips first.
 
     A range doubles one size at a time: 8x1, 8x2, ... 8x512, and the shortest of a torus, the last of several: 4x4x4,
     4x4x8, 4x8x8, ... 16x16x16. Raises InputError for a range that is none, and for more than 64 clusters.
@@ -114,18 +116,18 @@ def sweep_clusters(text: str) -> tuple[Cluster, ...]:
         first, last = (_named(one, chip) for one in ends)
         found += _between(first, last) if match else [first]
     if len(found) > MAX_VALUES:
-        raise InputError(f"{text} are {len(found)} clusters. Give at most {MAX_VALUES}.")
+        raise InputError(f"{text} is {len(found)} clusters. Give at most {MAX_VALUES}.")
     return tuple(sorted(found, key=lambda cluster: cluster.num_chips))
 
 
 def require_links(text: str, clusters: Sequence[Cluster]) -> None:
-    """Raises InputError where every cluster is a single chip."""
+    """Raises InputError if every cluster is a single chip."""
     if all(cluster.num_chips == 1 for cluster in clusters):
         raise InputError(f"{text} is one chip: there is nothing to send. Give a larger cluster.")
 
 
 def _named(text: str, chip: str) -> Cluster:
-    """The cluster of a text that may leave the chip out: ``"8x4"``."""
+    """Returns the cluster of a text that may leave the chip out: ``"8x4"``."""
     text = text.strip()
     return parse_cluster(f"{chip}:{text}" if text[:1].isdigit() and ":" not in text else text)
 
@@ -141,13 +143,13 @@ def _between(first: Cluster, last: Cluster) -> list[Cluster]:
 
 
 def growing(cluster: Cluster) -> tuple[Cluster, ...]:
-    """Clusters from two chips to all, each at most twice the one before."""
+    """Returns clusters from two chips to all, each at most twice the one before."""
     found = _grown(cluster, (1,) * len(cluster.shape), 1)
     return (*found, cluster) if cluster.num_slices > 1 else tuple(found)
 
 
 def _grown(last: Cluster, shape: Sequence[int], num_slices: int) -> list[Cluster]:
-    """Clusters larger than a shape up to the last; switches fill their domain first, a torus grows evenly."""
+    """Returns clusters larger than a shape up to the last; switches fill their domain first, a torus grows evenly."""
     sizes, found = list(shape), []
     while tuple(sizes) != last.shape:
         short = [i for i, most in enumerate(last.shape) if sizes[i] < most]

@@ -17,7 +17,7 @@ SMALLEST, LARGEST = 5e8, 1e14
 
 
 def llama_like(size: str) -> Model:
-    """A dense model of about so many parameters (``"7B"``), in the proportions of Llama 3.
+    """Returns a dense model of about ``size`` parameters (``"7B"``), in the proportions of Llama 3.
 
     D / L is near 128 and F = 3.5 D. The width is a multiple of 1024 (8 kv heads of 128), of 2048 from 8192 on; the
     layers, in fours from 16 on so that stages can share them, make up the count to a few percent.
@@ -31,7 +31,7 @@ def llama_like(size: str) -> Model:
         layers = (wanted - (2 - tied) * VOCAB_SIZE * width) / _layer_params(width)
         layers = round(layers) if layers < 16 else 4 * round(layers / 4)
         if layers >= 1:
-            # twice too flat is as far off as twice too deep
+            # a model that is twice too wide is as far off as one that is twice too deep
             ratio = width / layers / WIDTH_OVER_LAYERS
             found.append((max(ratio, 1 / ratio), width, layers))
     _, width, layers = min(found)
@@ -56,7 +56,7 @@ def _layer_params(width: int) -> float:
 
 
 def describe(model: Model) -> str:
-    """``"llama-7B: 7.16 B parameters, 28 layers of width 4,096"``; "" for a model that is not of this kind."""
+    """Returns ``"llama-7B: 7.16 B parameters, 28 layers of width 4,096"``; "" for a model that is not of this kind."""
     if not model.name.startswith("llama-"):
         return ""
     size = format_params(num_params(model))

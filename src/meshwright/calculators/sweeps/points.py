@@ -1,4 +1,4 @@
-"""One setting after another: the best plan of each, or the strategy as it is given, with one record of figures."""
+"""Points of a sweep: for each setting the best plan, or the given strategy, with one record of figures."""
 
 import itertools
 import math
@@ -36,8 +36,8 @@ _OF_STRATEGY = ("zero", "num_microbatches", "remat", "schedule", "state")
 class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One setting with its strategy; ``values`` are the swept fields as they are shown.
 
-    Where nothing runs ``best`` is None and ``reason`` says why. A strategy that was given whole is priced even where it
-    does not fit. ``least_bytes`` is the least memory of a chip that any plan needs where none fits.
+    If nothing runs ``best`` is None and ``reason`` says why. A strategy that was given whole is priced even if it does
+    not fit. If no plan fits, ``least_bytes`` is the least memory of a chip that any plan needs.
     """
 
     values: Mapping[str, str]
@@ -53,7 +53,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.best is None else self.setting.job.tokens_per_step / self.best.estimate.step_s
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: figures are None where nothing runs."""
+        """Returns plain data: figures are None where nothing runs."""
         found, job, cluster, limit = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
         at, strategy = found and found.estimate, found and found.strategy
         parts = self.priced and Breakdown(self.priced)
@@ -83,7 +83,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def records(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
-    """Every point as plain data, with its ``scaling``: tokens per second and chip beside the first one that runs."""
+    """Returns every point as plain data, with ``scaling``: its tokens/s per chip over that of the first that runs."""
     rows = [point.to_json() for point in points]
     rates = [row["tokens_per_s"] and row["tokens_per_s"] / row["num_chips"] for row in rows]
     first = next(filter(None, rates), None)
@@ -97,12 +97,12 @@ def sweep_points(
     *,
     weak: bool = False,
 ) -> tuple[SweepPoint, ...]:
-    """Every combination of the fields' values, the last field running fastest; ``varied`` names those that change.
+    """Returns every combination of the fields' values, the last field running fastest; ``varied`` names those shown.
 
-    ``rates`` are those of each chip by its name; ``weak`` keeps the batch per chip of the first cluster.
+    ``rates`` are calibrations by name of the chip; ``weak`` keeps the batch per chip of the first cluster.
 
     A point with a ``batch`` is the best plan on all chips, with everything that is given held fixed. A point with
-    ``micro`` is the strategy that is given, fsdp on the chips that are left, each replica on so many sequences at a
+    ``micro`` is the strategy that is given, fsdp on the chips that are left, each replica on ``micro`` sequences at a
     time. Raises InputError for more than ``MAX_POINTS`` points.
     """
     count = math.prod(map(len, fields.values()))
@@ -121,7 +121,7 @@ def sweep_points(
 def _point(
     values: Mapping[str, str], at: Mapping[str, Any], rates: Mapping[str, Calibration | None], first: Cluster
 ) -> SweepPoint:
-    """The point of one combination of values; the batch per chip is that of the ``first`` cluster."""
+    """Returns the point of one combination of values; the batch per chip is that of the ``first`` cluster."""
     cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len")
     given = parse_fields([f"{name}={value}" for name, value in at.items() if name not in OWN], sections=PLANNED)
     axes = take_axes(None, given["strategy"])
@@ -153,7 +153,7 @@ def _point(
 
 
 def _searched(values: Mapping[str, str], setting: Setting, space: Space) -> SweepPoint:
-    """The fastest strategy of a space on all chips, or why nothing runs."""
+    """Returns the fastest strategy of a space on all chips, or why nothing runs."""
     outcome = search(space, setting.cluster, setting.job.batch_seqs, top=1)
     best = next(iter(outcome.found), None)
     if best:
@@ -175,7 +175,7 @@ def _too_large(need: float, setting: Setting) -> str:
 
 
 def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
-    """The mesh of all chips in which fsdp has those that the given axes leave. Raises InputError for any others."""
+    """Returns the mesh of all chips, with fsdp on those that ``axes`` leave. Raises InputError if sizes do not fit."""
     mesh = make_mesh(axes)
     taken = math.prod(mesh.values())
     if "fsdp" not in axes and cluster.num_chips % taken == 0:

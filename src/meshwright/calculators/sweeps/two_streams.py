@@ -20,7 +20,7 @@ from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 Send = Literal["at the end", "each", "buckets"]
 
 BUCKET_BYTES = 25e6
-"""Gradients that are sent together: the default of PyTorch's DistributedDataParallel."""
+"""Bytes of gradients that are sent together: the default of PyTorch's DistributedDataParallel."""
 
 
 class DataParallelism(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ def two_streams(
     remat: str = "none",
     bucket_bytes: float = BUCKET_BYTES,
 ) -> LaneSlices:
-    """Forward, backward and optimizer of so many layers, one microbatch, all chips data parallel.
+    """Returns both lanes of forward, backward and optimizer of ``layers`` layers, one microbatch, data parallel.
 
     The optimizer waits for every gradient, since the norm of all of them scales each.
     """
@@ -74,7 +74,7 @@ def two_streams(
 
 
 class _Passes(Lanes):
-    """Passes laid on both lanes by what each step needs."""
+    """Both lanes of the passes; a step starts when its inputs are ready and its lane is free."""
 
     def __init__(self, priced: PricedStrategy, way: DataParallelism, bucket_bytes: float) -> None:
         super().__init__()
@@ -83,13 +83,13 @@ class _Passes(Lanes):
         self.waiting: list[tuple[StepCost, int, float]] = []
 
     def gather_ahead(self, costs: Sequence[StepCost], layer: int, *, of: int) -> None:
-        """Queue the gathers of a pass now."""
+        """Queues the gathers of a pass now; ``of`` identifies the pass."""
         for cost in costs:
             if cost.gathers_weights:
                 self.gathered[of, layer, cost.step.result] = self._collective(cost, layer, self.compute_end_s)
 
     def run(self, what: str, layer: int, costs: Sequence[StepCost]) -> None:
-        """One pass over one layer."""
+        """Adds one pass over one layer."""
         ready: dict[ShardedArray, float] = {}
         for cost in costs:
             step = cost.step
@@ -105,7 +105,7 @@ class _Passes(Lanes):
                 ready.update(dict.fromkeys((step.result, *step.more), end))
 
     def _gradient(self, cost: StepCost, layer: int, when: float) -> None:
-        """Send a gradient now, or keep it until its bucket is full, or to the end."""
+        """Sends a gradient now, or keeps it until its bucket is full, or to the end."""
         if self.way.send == "each":
             self._collective(cost, layer, when)
             return
@@ -115,7 +115,7 @@ class _Passes(Lanes):
             self._send_bucket()
 
     def send_gradients(self) -> None:
-        """Send what is left when the backward pass is done; then the optimizer may start."""
+        """Sends the remaining gradients when the backward pass is done; then the optimizer may start."""
         if self.way.send == "buckets":
             self._send_bucket()
         for cost, layer, _ in self.waiting:
@@ -123,7 +123,7 @@ class _Passes(Lanes):
         self.compute_end_s = max(self.compute_end_s, self.links_end_s)
 
     def _send_bucket(self) -> None:
-        """All waiting gradients as one collective: the bytes of all, the latency of one."""
+        """Sends all waiting gradients as one collective: the bytes of all, the latency of one."""
         if not self.waiting:
             return
         (first, layer, _), when = self.waiting[0], max(when for _, _, when in self.waiting)
@@ -133,7 +133,7 @@ class _Passes(Lanes):
         self.send(_name(first), seconds, layer=layer, when=when)
 
     def update(self, layer: int, costs: Sequence[StepCost]) -> None:
-        """The optimizer of one layer, and the gathers of what it has updated."""
+        """Adds the optimizer of one layer, and the gathers of the weights that it has updated."""
         for cost in costs:
             if cost.step.is_collective:
                 self._collective(cost, layer, self.compute_end_s)

@@ -1,8 +1,8 @@
 """The closed form of activation memory: s b h (34 + 5 a s / h) a layer, with tensor and sequence parallelism.
 
 It counts one layer of a GPT: full heads, F = 4 D without a gate, dropout with one-byte masks, 16-bit results, attention
-scores in memory. What this product plans with is counted from the derived steps (`cost.memory`), for any program; this
-is the published yardstick beside it. Source: Korthikanti et al. 2022, equations 1 to 4 and table 2.
+scores in memory. Plans count activations from the derived steps (`cost.memory`), for any program; this is the published
+formula beside that count. Source: Korthikanti et al. 2022, equations 1 to 4 and table 2.
 """
 
 from typing import Literal
@@ -18,7 +18,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 class LayerActivations(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that one layer keeps for its backward pass on one device, and in units of s b h."""
+    """Bytes that one layer keeps for its backward pass on one device, and the same in units of s b h."""
 
     recompute: Recompute
     tensor: int
@@ -28,14 +28,14 @@ class LayerActivations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def attention_term(num_heads: Number, seq_len: Number, d_model: Number) -> Number:
-    """5 a s / h: scores, their softmax and its dropout, in units of s b h. 80 for GPT-3 at 2048 positions."""
+    """Returns 5 a s / h: scores, their softmax and its dropout, in units of s b h. 80 for GPT-3 at 2048 positions."""
     return 5 * num_heads * seq_len / d_model
 
 
 def layer_units(
     attention: Number, *, tensor: Number = 1, sequence_parallel: bool = False, recompute: Recompute = "none"
 ) -> Number:
-    """Bytes of a layer in units of s b h.
+    """Returns bytes of a layer in units of s b h.
 
     none: 10 + 24/t + 5as/(ht), or (34 + 5as/h)/t with sequence parallelism, which splits the norms, dropouts and
     inputs (the 10) as well; selective drops attention's own term; full keeps the layer's input, 2.
@@ -58,7 +58,7 @@ def layer_activations(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
 ) -> LayerActivations:
-    """The closed form for a model's D and N; its gates, kv heads and feed-forward width do not enter."""
+    """Returns the closed form for a model's D and N; its gates, kv heads and feed-forward width do not enter."""
     units = layer_units(
         attention_term(model.num_heads, seq_len, model.d_model),
         tensor=tensor,

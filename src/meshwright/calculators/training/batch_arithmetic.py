@@ -54,9 +54,9 @@ def solve_batch(
     accumulation: int | None = None,
     data_parallel: int | None = None,
 ) -> tuple[BatchSolution, ...]:
-    """All whole-numbered splits that agree with what is given; the fewest accumulated microbatches first.
+    """Returns all whole-numbered splits that agree with what is given; the fewest accumulated microbatches first.
 
-    The batch follows from the other three; else every divisor is tried for what is missing. Raises CannotRunError when
+    The batch follows from the other three; a missing part is tried with every divisor. Raises CannotRunError when
     nothing divides, naming the nearest batch that would.
     """
     given = {"batch": batch_seqs, "micro": microbatch_seqs, "accumulate": accumulation, "replicas": data_parallel}
@@ -66,7 +66,7 @@ def solve_batch(
     parts = (microbatch_seqs, accumulation, data_parallel)
     if batch_seqs is None:
         if None in parts:
-            raise InputError("the batch is not given, nor all of micro, accumulate and replicas. Give one more.")
+            raise InputError("the batch is unknown. Give one more of micro, accumulate and replicas, or the batch.")
         batch_seqs = math.prod(part or 1 for part in parts)
     micro, accumulate, replicas = ([part] if part else divisors(batch_seqs) for part in parts)
     found = [
@@ -95,7 +95,7 @@ def _nothing_divides(batch: int, given: dict[str, int]) -> str:
 def compute_bound_tokens(
     cluster: Cluster, *, dtype: str, weight_bytes: float = 2, sparsity: float = 1.0
 ) -> ComputeBoundTokens:
-    """The least tokens at which this cluster's chips are not kept waiting by memory or by FSDP's collectives.
+    """Returns the least tokens at which this cluster's chips do not wait for memory or for FSDP's collectives.
 
     ``weight_bytes`` are those of a stored weight; FSDP's own limit stays that of products as wide as its collectives.
     ``sparsity`` is E / k: with k of E experts a token, each expert's weights meet that much fewer tokens.
@@ -112,7 +112,7 @@ def compute_bound_tokens(
 
 
 def _links(cluster: Cluster) -> tuple[str | None, float | None, float]:
-    """What FSDP's collectives cross, its bytes/s, and how many such axes."""
+    """Returns the link that FSDP's collectives cross, its bytes/s, and how many such axes there are."""
     unit, width = cluster.chip, torus_width(cluster)
     if width is not None:
         axes = f"{len(width.axes)} {'axis' if len(width.axes) == 1 else 'axes'}"

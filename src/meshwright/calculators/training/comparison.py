@@ -1,4 +1,4 @@
-"""What models are compared by: their letters, ratios of them, and what a token costs; and what holds their training.
+"""Figures that models are compared by: sizes, ratios and the cost of a token; and the chips that hold their training.
 
 Counts before anything is split, from the same weight table and formulas as every plan.
 """
@@ -19,9 +19,8 @@ AVERAGE_BYTES = {"none": 0, "bf16": 2, "fp32": 4}
 RESULTS_PER_LAYER = 4
 """Results of the model's width that a layer keeps: section 6.3 keeps four, exercise 5.2 three."""
 
-
 EXPERT_FIELDS = ("num_experts", "experts_per_token", "d_ff_expert", "d_ff_shared")
-"""Fields of a model that are 0 without experts, which is None in its row."""
+"""Fields of a model that are 0 without experts; its row then has None."""
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +55,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_row(model: Model, *, seq_len: int) -> ModelRow:
-    """The row of a model at a sequence length."""
+    """Returns the row of a model at a sequence length."""
     active = num_active_params(model)
     matmuls = train_flops_per_param() * active
     attention = attention_train_flops(model, seq_len) / seq_len
@@ -76,10 +75,10 @@ def model_row(model: Model, *, seq_len: int) -> ModelRow:
 
 
 def attention_train_flops(model: Model, seq_len: Number) -> Number:
-    """FLOPs of attention's own products for one sequence of training: 6 T S N (H + Hv) a layer, no causal discount.
+    """Returns FLOPs of attention's own products for one sequence of training: 6 T S N (H + Hv) a layer.
 
-    12 T^2 N H with values as wide as keys; a layer with a window sees at most that many keys. Source: How to Scale
-    Your Model, section 4.3.
+    12 T^2 N H with values as wide as keys; a layer with a window sees at most that many keys. No causal discount.
+    Source: How to Scale Your Model, section 4.3.
     """
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
     sliding = len(model.sliding_layers) if model.sliding_window else 0
@@ -108,7 +107,7 @@ def training_bytes(
     batch_tokens: int = 0,
     results_per_layer: float = RESULTS_PER_LAYER,
 ) -> float:
-    """Bytes of the training state and of what a step's tokens keep: some results of the model's width a layer, bf16.
+    """Returns bytes of the training state and of a step's kept results: some of the model's width a layer, in bf16.
 
     Source: How to Scale Your Model, sections 5.1.1 and 6.3: 2 x 8192 x 80 x 4e6 x 4 for LLaMA-3 70B.
     """
@@ -117,12 +116,12 @@ def training_bytes(
 
 
 def state_bytes_per_param(state: str, *, average: str = "none") -> float:
-    """The number that a training state is known by, and a running average of the weights where one is kept."""
+    """Returns the bytes per parameter of a training state, with a running average of the weights if one is kept."""
     return bytes_per_param(state) + AVERAGE_BYTES[average]
 
 
 def fewest_chips(chip: Chip, num_bytes: float, *, state: str, average: str = "none") -> Held:
-    """Chips of a kind by memory alone, and the largest model whose state fills one of them: memory / bytes."""
+    """Returns chips of a kind by memory alone, and the largest model whose state fills one of them: memory / bytes."""
     room = chip.memory_bytes
     each = state_bytes_per_param(state, average=average)
     return Held(

@@ -10,7 +10,7 @@ from meshwright.cost.formulas.training_budget import DAY_S
 
 
 class ExpectedGoodput(msgspec.Struct, frozen=True, kw_only=True):
-    """What failures and checkpoints leave of a run; times in seconds.
+    """The share of a run's time that failures and checkpoints leave for work; times in seconds.
 
     ``lost`` shares add up to 1 with ``goodput``: time in which checkpoints block the run, work done again after a
     failure together with restarts.
@@ -29,17 +29,17 @@ class ExpectedGoodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failures_per_day(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
-    """Expected failures of all nodes in a day. 10 per 1000 node-days is a usual figure (Kokolis et al. 2024)."""
+    """Returns expected failures of all nodes in a day. 10 per 1000 node-days is usual (Kokolis et al. 2024)."""
     return num_nodes * failures_per_node_day
 
 
 def mtbf_s(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
-    """Seconds between failures of any of the nodes: 1 / (n r), 14.4 min for 10,000 nodes at 10 per 1000 node-days."""
+    """Returns seconds between failures of any node: 1 / (n r), 14.4 min for 10,000 nodes at 10 per 1000 node-days."""
     return DAY_S / failures_per_day(num_nodes, failures_per_node_day=failures_per_node_day)
 
 
 def young_interval_s(checkpoint_s: float, mtbf: float) -> float:
-    """Seconds of work between checkpoints that lose least: sqrt(2 delta M). Source: Young 1974.
+    """Returns seconds of work between checkpoints that lose least: sqrt(2 delta M). Source: Young 1974.
 
     A first-order result: right while a checkpoint takes much less than the time between failures.
     """
@@ -47,7 +47,7 @@ def young_interval_s(checkpoint_s: float, mtbf: float) -> float:
 
 
 def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
-    """Seconds of work between checkpoints, to higher order; M where a checkpoint takes 2 M or more.
+    """Returns seconds of work between checkpoints, to higher order; M where a checkpoint takes 2 M or more.
 
     sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9) - delta. Source: Daly 2006.
     """
@@ -58,7 +58,7 @@ def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
 
 
 def useful_share(interval_s: float, *, checkpoint_s: float, restart_s: float, mtbf: float) -> float:
-    """Part of the wall time that is work kept: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)).
+    """Returns the share of the wall time that is work kept: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)).
 
     Failures come at random at a mean M, also during restarts and checkpoints. Source: Daly 2006.
     """
@@ -78,7 +78,7 @@ def goodput(
     restart_s: float,
     interval_s: float | None = None,
 ) -> ExpectedGoodput:
-    """Failures, best intervals and useful share of a fleet; at Daly's interval where none is given.
+    """Returns failures, best intervals and useful share of a fleet; at Daly's interval where none is given.
 
     ``checkpoint_s`` is the time for which saving stops the run (little, where it is asynchronous), ``restart_s`` from a
     failure to the first new step.

@@ -27,7 +27,7 @@ class CacheDesign(msgspec.Struct, frozen=True, kw_only=True):
     num_local: int = 0
 
     def elements(self, num_positions: Number) -> Number:
-        """Elements kept of one sequence of so many positions."""
+        """Returns the elements kept of one sequence of ``num_positions``."""
         kept = cached_elements(
             num_positions,
             per_position=self.elements_per_layer,
@@ -39,7 +39,7 @@ class CacheDesign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_designs(model: Model) -> tuple[CacheDesign, ...]:
-    """Full heads (MHA), the model's own groups or latent, one head (MQA), shared layers, and no windows if it has some.
+    """Returns full heads (MHA), own groups or latent, one head (MQA), shared layers; no windows if the model has some.
 
     A head keeps a key and a value, H + Hv. The model's own design is marked.
     """
@@ -64,7 +64,7 @@ def cache_designs(model: Model) -> tuple[CacheDesign, ...]:
 
 
 def _heads(model: Model) -> list[tuple[str, int, bool]]:
-    """Name, elements of a layer and position, and whether the model is made so."""
+    """Returns (name, elements of a layer and position, whether the model has this design)."""
     latent, heads, groups = model.latent_attention, model.num_heads, model.num_kv_heads
     head = model.head_dim + (model.v_head_dim if latent else model.head_dim)
     rows = [(f"MHA, {heads} heads", heads * head, not latent and groups == heads)]

@@ -1,4 +1,4 @@
-"""What a number of FLOPs takes on chips at an assumed utilisation: time, energy, money, floor.
+"""Time, energy, money and floor that a number of FLOPs takes on chips at an assumed utilisation.
 
 Where a plan exists its own step time is better (`plan.run_budget`); this is the estimate before there is one.
 """
@@ -19,10 +19,10 @@ from meshwright.spec.chip import Chip, peak
 
 
 class CostAssumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is taken for granted: share of the peak, and what data sheets do not say.
+    """Assumed figures: the share of the peak, and others that data sheets lack.
 
-    ``pue`` is the building's energy over that of its machines, ``host_share`` what hosts and network take besides the
-    chips, as a share of them; ``price_usd_per_hour`` and ``watts_per_chip`` replace the catalogue's.
+    ``pue`` is the building's energy over that of its machines, ``host_share`` the power of hosts and network over that
+    of the chips; ``price_usd_per_hour`` and ``watts_per_chip`` replace the catalogue's.
     """
 
     mfu: float = 0.4
@@ -55,7 +55,7 @@ class RunCost(ChipTime, frozen=True, kw_only=True):
 def run_cost(
     flops: float, chip: Chip, *, num_chips: int = 1, dtype: str, given: CostAssumptions, useful_share: float = 1.0
 ) -> RunCost:
-    """Time, energy and money of these FLOPs; ``useful_share`` is the goodput that failures leave.
+    """Returns time, energy and money of these FLOPs; ``useful_share`` is the goodput that failures leave.
 
     Source: How to Scale Your Model, section 6.2; Scaling systems for LLMs (slides) for years, power and floor.
     """

@@ -45,7 +45,7 @@ class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
     params_counted: Literal["all", "without embeddings"] = "all"
 
     def loss(self, num_params: Number, num_tokens: Number) -> Number:
-        """Loss in nats per token; sizes may be NumPy arrays."""
+        """Returns the loss in nats per token; sizes may be NumPy arrays."""
         if self.form == "sum":
             of_size = self.params_scale / num_params**self.params_exponent
             return self.floor + of_size + self.tokens_scale / num_tokens**self.tokens_exponent
@@ -53,7 +53,7 @@ class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
         return (of_size + self.tokens_scale / num_tokens) ** self.tokens_exponent
 
     def optimum(self, flops: float) -> Allocation:
-        """The N and D of least loss with 6 N D = C.
+        """Returns the N and D of least loss with 6 N D = C.
 
         "sum": N = G (C/6)^(beta/(alpha+beta)), G = (alpha A / (beta B))^(1/(alpha+beta)), Hoffmann et al. equation 4.
         "joint": Kaplan's own fit of early-stopped runs, N = 1.3e9 C^0.73 with C in petaflop-days, equation 1.7; the
@@ -70,11 +70,11 @@ class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
         return self.spend(flops, count)
 
     def spend(self, flops: float, num_params: float) -> Allocation:
-        """All of a budget spent on a model of that size."""
+        """Returns the allocation that spends all of a budget on a model of ``num_params``."""
         return self.allocation(num_params, flops / training_flops(num_params, 1))
 
     def allocation(self, num_params: float, num_tokens: float) -> Allocation:
-        """So many parameters and tokens, and the loss that they reach."""
+        """Returns these parameters and tokens with the loss that they reach."""
         loss = float(self.loss(num_params, num_tokens))
         return Allocation(
             num_params=num_params, num_tokens=num_tokens, loss=loss, tokens_per_param=num_tokens / num_params
@@ -136,19 +136,19 @@ KAPLAN_BATCH_EXPONENT = 0.21
 
 
 def scaling_law(name: str) -> ScalingLaw:
-    """The law of that name; InputError with the nearest name."""
+    """Returns the law of that name. Raises InputError with the nearest name."""
     if name not in LAWS:
         raise InputError(f"scaling law {name!r} is not known.{nearest(name, LAWS)}")
     return LAWS[name]
 
 
 def fixed_ratio(flops: float, *, law: ScalingLaw) -> Allocation:
-    """A budget at `TOKENS_PER_PARAM` tokens per parameter: N = sqrt(C / (6 r)), D = r N."""
+    """Returns a budget's allocation at `TOKENS_PER_PARAM` = r tokens per parameter: N = sqrt(C / (6 r)), D = r N."""
     return law.spend(flops, math.sqrt(flops / (6 * TOKENS_PER_PARAM)))
 
 
 def flops_for_loss(law: ScalingLaw, loss: float) -> float:
-    """Least FLOPs that reach a loss, spent at the law's optimum; InputError for a loss that it never reaches."""
+    """Returns the least FLOPs that reach a loss, spent at the law's optimum. Raises InputError if none do."""
     if loss <= law.floor or law.optimum(LARGEST_BUDGET).loss > loss:
         raise InputError(f"no budget reaches a loss of {loss:g} by {law.name}: its floor is {law.floor:g}. Give more.")
     if law.optimum(1.0).loss < loss:
@@ -161,7 +161,7 @@ def flops_for_loss(law: ScalingLaw, loss: float) -> float:
 
 
 def critical_batch_tokens(loss: Number) -> Number:
-    """Tokens per step beyond which more sequences save few steps: 2e8 / L^(1/0.21).
+    """Returns tokens per step beyond which more sequences save few steps: 2e8 / L^(1/0.21).
 
     It grows as the loss falls; at this size a run takes twice the fewest steps and twice the least data. Source:
     Kaplan et al. 2020, equation 5.3 (after McCandlish et al. 2018); nats on WebText2.

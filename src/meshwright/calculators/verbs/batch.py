@@ -1,4 +1,4 @@
-"""`meshwright batch`: share a step out over replicas and microbatches, and see whether chips stay busy."""
+"""`meshwright batch`: divides a step over replicas and microbatches, and shows whether chips stay busy."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +38,7 @@ class Given(Options):
     weight_dtype: str | None = option("Dtype of stored weights, such as int8 [default: bf16].", "--weights")
     loss: float | None = option("Loss reached: shows the batch beyond which steps hardly get fewer.")
     max_micro: int | None = option("Most sequences of a microbatch that fit a replica.")
-    top: int = option("How many ways to list.", default=12)
+    top: int = option("How many solutions to list.", default=12)
 
 
 @verb(Given)
@@ -55,7 +55,7 @@ def command(given: Given) -> Answer:
     fitting = [one for one in found if given.max_micro is None or one.microbatch_seqs <= given.max_micro]
     if not fitting:
         least = min(one.microbatch_seqs for one in found)
-        raise CannotRunError(f"every way needs microbatches of {least} or more. Give more replicas, or --max-micro.")
+        raise CannotRunError(f"all need microbatches of {least} or more. Give more replicas, or --max-micro.")
     if given.loss is not None and given.loss <= 0:
         raise InputError(f"--loss {given.loss:g} must be positive. Give nats per token, such as 2.2.")
     limits = _limits(cluster, given)
@@ -72,7 +72,7 @@ def command(given: Given) -> Answer:
 
 
 def _replicas(cluster: Cluster, given: Given) -> int:
-    """Replicas of a cluster; an InputError when it does not hold a whole number of them, or another one was given."""
+    """Returns the replicas of a cluster. Raises InputError if they are no whole number, or not those given."""
     each = given.chips_per_replica
     if each < 1 or cluster.num_chips % each:
         raise InputError(
@@ -147,7 +147,7 @@ def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Clu
 
 
 def _bound(row: dict[str, Any]) -> str:
-    """What binds plain FSDP at this microbatch."""
+    """Returns what binds plain FSDP at this microbatch."""
     waits = [name for name, key in (("hbm", "hbm_compute_bound"), ("links", "fsdp_compute_bound")) if row[key] is False]
     return ", ".join(waits) or "compute"
 

@@ -40,8 +40,6 @@ from meshwright.spec.weights import num_active_params, params_by_part
 
 MAX_FLOPS = 1e36
 ASSUMED_MFU = CostAssumptions().mfu
-
-
 PRICED, FAILING = {"on": "--on", "with_years": "--years"}, {"failure_rate": "--failures-per-1000-node-days"}
 POSITIVE = click.FloatRange(0, min_open=True)
 
@@ -67,7 +65,7 @@ class Given(Options):
         "Energy of the building over its machines'.", type=click.FloatRange(1), default=1.0, needs=PRICED
     )
     host_share: float = option(
-        "Power of hosts and network, of chips'.", type=click.FloatRange(0), default=0.0, needs=PRICED
+        "Power of hosts and network over chips'.", type=click.FloatRange(0), default=0.0, needs=PRICED
     )
     price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
     watts: float | None = option("Watts of a chip, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
@@ -87,7 +85,7 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """What FLOPS train (6 N D), or what a model and its tokens take, and how long that is on chips."""
+    """Show what FLOPS train (6 N D), or the FLOPs of a model and its tokens, and how long they take on chips."""
     law = scaling_law(given.law)
     named = vars(given) | {"price_usd_per_hour": given.price, "watts_per_chip": given.watts}
     chosen = (name for name in CostAssumptions.__struct_fields__ if named[name] is not None)
@@ -103,7 +101,7 @@ def command(given: Given) -> Answer:
         reached = _utilisation(flops, cluster, given)
         if reached is not None:
             assumed = msgspec.structs.replace(assumed, mfu=reached["mfu"])
-        # hours that were published hold what failures cost
+        # published chip-hours include the time that failures cost
         useful = failing.goodput if failing and not reached else 1.0
         facts = {
             "flops": flops,
@@ -122,7 +120,7 @@ def command(given: Given) -> Answer:
 
 
 def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, float | None, float | None]:
-    """FLOPs, and parameters and tokens where they are given or follow: two of the three give the third."""
+    """Returns FLOPs, and parameters and tokens if they are given or follow: two of the three give the third."""
     if model is not None and given.params_text is not None:
         raise InputError("--model and --params both say the size. Leave one of them out.")
     size = float(num_active_params(model)) if model else _count(given.params_text, "--params")
@@ -158,7 +156,7 @@ def _count(text: str | None, what: str) -> float | None:
 
 
 def _law_facts(flops: float, law: ScalingLaw, size: float | None, model: Model | None) -> dict[str, Any]:
-    """The optimum of the chosen law, of all laws, and where a given size stands beside them."""
+    """Returns the optimum of the chosen law, those of all laws, and a given size beside them."""
     laws = LAWS.values()
     facts: dict[str, Any] = {
         "law": law.name,
@@ -180,7 +178,7 @@ def _law_facts(flops: float, law: ScalingLaw, size: float | None, model: Model |
 
 
 def _counted(law: ScalingLaw, size: float, model: Model | None) -> float:
-    """The parameters that a law counts: Kaplan leaves embeddings out of N."""
+    """Returns the parameters that a law counts: Kaplan leaves embeddings out of N."""
     if model is None or law.params_counted == "all":
         return size
     parts = params_by_part(model)
@@ -191,7 +189,7 @@ def _counted(law: ScalingLaw, size: float, model: Model | None) -> float:
 
 
 def _utilisation(flops: float, cluster: Cluster | None, given: Given) -> dict[str, Any] | None:
-    """The share of the chips' peak that published chip-hours come to; None where none are given."""
+    """Returns the share of the chips' peak that published chip-hours imply; None if none are given."""
     hours = _count(given.chip_hours_text, "--chip-hours")
     if hours is None:
         return None
@@ -229,7 +227,7 @@ def _run(flops: float, cluster: Cluster, dtype: str, assumed: CostAssumptions, u
 
 
 def _years(flops: float, dtype: str | None, assumed: CostAssumptions) -> list[RunCost]:
-    """The FLOPs on one of each chip of the catalogue that has a peak, or one in that dtype; slowest first."""
+    """Returns the cost of the FLOPs on one of each chip that has a peak, in ``dtype`` if given; slowest first."""
     every = [c for c in chips().values() if c.variant == "datasheet" and c.peak_flops]
     units = [c for c in every if dtype is None or dtype in c.peak_flops]
     if not units:
@@ -259,7 +257,7 @@ def _failures(given: Given, cluster: Cluster | None) -> ExpectedGoodput | None:
 
 
 def _text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
-    """The budget as text, by what is known of it."""
+    """Yields the known parts of the budget as text."""
     if facts["flops"] is not None:
         yield f"{facts['flops']:.4g} FLOPs = {three_digits(facts['petaflop_days'])} petaflop-days"
         yield from _laws_text(facts, law)
@@ -293,7 +291,7 @@ YEAR_COLUMNS: dict[str, Any] = {
 
 
 def _laws_text(facts: dict[str, Any], law: ScalingLaw) -> Iterator[Piece]:
-    """Where the least loss is by every law, and by the rule of thumb."""
+    """Yields the optimum of every law and of the rule of thumb."""
     marked = {"best by": ("law", lambda name: f"{name} *" if name == law.name else name)}
     rule = {**asdict(facts["rule_of_20"]), "law": f"{TOKENS_PER_PARAM} tokens a parameter"}
     yield Table.of([*facts["laws"], rule], {**marked, **LAW_COLUMNS})
@@ -303,7 +301,7 @@ def _laws_text(facts: dict[str, Any], law: ScalingLaw) -> Iterator[Piece]:
 
 
 def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
-    """A given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
+    """Yields a given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
     spent, best, least = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
     name = model.name if model else "this size"
     counted = " active" if model and model.num_experts else ""

@@ -1,4 +1,4 @@
-"""`meshwright chain`: the shardings of a chain of products that take the least time in the memory there is."""
+"""`meshwright chain`: the shardings of a chain of products that take the least time within a device's memory."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,16 +31,16 @@ class Given(Options):
     mesh: MeshSizes = MESH
     dims: DimSizes = DIMS
     on: str = option("The cluster that runs it, such as v5e:4x4.")
-    memory_text: str | None = option("Bytes of a device that may be used, such as 300MB; else all it has.", "--memory")
+    memory_text: str | None = option("Bytes of a device that may be used, such as 300MB; default: all.", "--memory")
     fixed: tuple[str, ...] = option('A sharding to keep, such as "B[J_X,K]"; more than one may be given.')
-    dtype: str = option("Of every array (bf16).", default="bf16", type=click.Choice(sorted(DTYPE_BYTES)))
+    dtype: str = option("Dtype of every array (bf16).", default="bf16", type=click.Choice(sorted(DTYPE_BYTES)))
     calibration: Path | None = CALIBRATION
     top: int = option("How many assignments to list (3).", default=3, type=click.IntRange(1, MAX_TOP))
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Least time for PRODUCTS such as "A[I,J] * B[J,K] -> C[I,K]", each of which takes the result of the one before.
+    """Find the least time for PRODUCTS such as "A[I,J] * B[J,K] -> C[I,K]", each of which takes the previous result.
 
     Every array may be sharded in any way, unless it is written with a mesh axis or named by --fixed.
     """

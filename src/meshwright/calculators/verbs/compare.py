@@ -20,7 +20,7 @@ FLAGS = {"by_state": "bytes"}
 ZERO, HOLD, BYTES, ACTIVATIONS = (
     {one: f"--{FLAGS.get(one, one)}"} for one in ("zero", "hold", "by_state", "activations")
 )
-"""The views, as what an option needs."""
+"""The ``needs`` of options that belong to one view."""
 
 
 class Given(Options):
@@ -44,7 +44,7 @@ class Given(Options):
         default=RESULTS_PER_LAYER,
         needs={"batch_tokens": "--hold with --batch"},
     )
-    num_chips: Count | None = option("For --hold: what one of so many chips holds, too.", "--chips", needs=HOLD)
+    num_chips: Count | None = option("For --hold: also the bytes of one of this many chips.", "--chips", needs=HOLD)
     micro: Count = option("Sequences of a microbatch, for --activations.", default="1", needs=ACTIVATIONS)
     tensor: Count = option("Tensor parallelism, for --activations.", default="1", needs=ACTIVATIONS)
     on: tuple[Chip, ...] = option(
@@ -53,7 +53,7 @@ class Given(Options):
 
     @property
     def sizes(self) -> bool:
-        """No view is asked for."""
+        """True if no view is asked for."""
         return not any(getattr(self, name) for name in VIEWS)
 
     @property

@@ -50,7 +50,7 @@ LAYERS = (
     Heading("derived, a layer", format_bytes, "derived_bytes_per_layer"),
 )
 DERIVED = {"none": "none", "selective": "selective", "full": "block"}
-"""Recomputation of the closed form -> the remat policy here that keeps the like."""
+"""Recomputation of the closed form -> the remat policy that keeps the same."""
 
 
 def _chips(named: Sequence[Chip]) -> Sequence[Chip]:
@@ -59,7 +59,7 @@ def _chips(named: Sequence[Chip]) -> Sequence[Chip]:
 
 
 def bytes_view(models: Sequence[Model], given: Any) -> Answer:
-    """Every training state: bytes per parameter by part, with an average of the weights, and of each model."""
+    """Returns bytes per parameter of every training state, by part and with averages of weights, and model bytes."""
     sizes = {
         state: {name: state_bytes_per_param(state, average=name) for name in AVERAGE_BYTES} for state in STATE_BYTES
     }
@@ -80,7 +80,7 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
         }
         for unit in _chips(given.on)
     ]
-    # States of as many bytes share a column.
+    # States of equal bytes share a column.
     by_bytes = {bytes_per_param(state): state for state in reversed(STATE_BYTES)}
     tables = [
         Table.of(
@@ -101,14 +101,14 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
 
 
 def known_memory(unit: Chip) -> float:
-    """Bytes of a chip; an InputError where they are not known."""
+    """Returns the memory of a chip in bytes. Raises InputError if it is unknown."""
     if unit.memory_bytes is None:
         raise InputError(f"the memory of {unit.name} is not known. Name a chip of meshwright show chips.")
     return unit.memory_bytes
 
 
 def zero_view(models: Sequence[Model], given: Any) -> Answer:
-    """Bytes of one device under plain data parallelism and the ZeRO stages, for one state or for all."""
+    """Returns bytes of one device under plain data parallelism and the ZeRO stages, for one state or for all."""
     if given.state is not None:
         bytes_per_param(given.state)
     averages = AVERAGE_BYTES[given.average]
@@ -137,9 +137,9 @@ def _noted(facts: dict[str, Any], tables: Sequence[Table], note: str) -> Answer:
 
 
 def hold_view(models: Sequence[Model], given: Any) -> Answer:
-    """Fewest chips of each kind for the state of each model, and for a step's kept activations.
+    """Returns fewest chips of each kind for the state of each model, and for a step's kept activations.
 
-    With a number of chips also the bytes that one of them holds, all shared evenly, and their part of its memory.
+    ``given.num_chips`` adds the bytes that one of that many chips holds, all shared evenly, and their share of it.
     """
     state, average, batch_tokens = given.used_state, given.average, given.batch_tokens or 0
     each = state_bytes_per_param(state, average=average)
@@ -177,7 +177,7 @@ def _sizes_words(sizes: dict[str, float]) -> str:
 
 
 def _shares_of(num_chips: int, each: dict[str, float], chips: Sequence[dict[str, Any]]) -> Table:
-    """The share of each kind's memory that one of so many chips fills; None where it is unknown."""
+    """Returns a table of the share of its memory that one of ``num_chips`` fills, by kind of chip."""
     rows = []
     for one in chips:
         room = one["memory_bytes"]
@@ -187,7 +187,7 @@ def _shares_of(num_chips: int, each: dict[str, float], chips: Sequence[dict[str,
 
 
 def activations_view(models: Sequence[Model], given: Any) -> Answer:
-    """Bytes that a layer and all layers keep: s b h (34 + 5 a s / h) and its forms, and the derived count."""
+    """Returns bytes that a layer and all layers keep: s b h (34 + 5 a s / h) and its forms, and the derived count."""
     seq_len, seqs, tensor = given.seq_len, given.micro, given.tensor
     facts = []
     tables = []
@@ -229,7 +229,7 @@ def _activation_row(m: Model, one: LayerActivations, derived: float | None) -> l
 
 
 def _derived(m: Model, like: LayerActivations, num_tokens: int) -> float:
-    """Bytes that the derived steps of one layer keep on a device split as ``like``, a mean where layers differ."""
+    """Returns bytes that the derived steps of a layer keep on a device, split as ``like``; a mean if layers differ."""
     split = like.tensor == 1 or like.sequence_parallel
     widths = saved_widths(m, DERIVED[like.recompute], tensor=like.tensor, sequence_parallel=split)
     return float(saved_bytes(num_tokens, num_layers=1, width=sum(widths.values())))

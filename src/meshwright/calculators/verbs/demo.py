@@ -48,12 +48,12 @@ SHOWN = {"q": "queries", "o": "attention", "g": "MLP in", "y": "MLP out", "logit
 """Products that the roofline shows, by the name of their result."""
 
 SETTINGS = {"learning_rate": 3e-3, "warmup_steps": 4, "weight_decay": 0.01, "beta1": 0.8}
-"""Found best of those tried for a hundred steps of a small model (2026-11-21)."""
+"""The best settings of those tried for a hundred steps of a small model (2026-11-21)."""
 
 
 class Given(Options):
     steps: int = option("Optimizer steps.", default=100)
-    out: Path = option("Folder of all that it writes.", "-o", "--out", default=Path("runs/demo"))
+    out: Path = option("Folder for all files of the demo.", "-o", "--out", default=Path("runs/demo"))
 
 
 @verb(Given)
@@ -81,7 +81,7 @@ def command(given: Given) -> Answer:
 
 
 def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
-    """Loss curve, roofline, who holds which block, and the step predicted beside the measured one."""
+    """Draws loss, roofline, blocks of arrays, and predicted beside measured step and memory; returns the files."""
     from meshwright.report.arrays.sharding import sharding_figure
     from meshwright.report.bars import memory_figure, step_breakdown_figure
     from meshwright.report.figure import save
@@ -120,9 +120,9 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
 
 
 def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> "Figure":
-    """Ops of the step where the measured rates put them, and the measured step as a whole.
+    """Returns a roofline with ops of the step at their predicted rates, and the whole step at its measured rate.
 
-    The roofs are the highest rates that this machine showed, these points among them.
+    The roofs are the highest rates of this machine, those of these points included.
     """
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 

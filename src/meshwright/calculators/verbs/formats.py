@@ -1,4 +1,4 @@
-"""`meshwright formats`: number formats, how each stores a value, and what a dot product of them takes."""
+"""`meshwright formats`: number formats, how each stores a value, and the cost of a dot product in each."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from meshwright.core.errors import InputError
 from meshwright.report.answer import Answer, Fact, Piece, Table
 
 LISTED = ("fp32", "tf32", "bf16", "fp16", "fp8-e5m2", "fp8-e4m3", "fp4-e2m1", "int8", "int4")
-"""Formats that are shown where none are named."""
+"""Formats that are shown if none is named."""
 
 MAX_LENGTH = 10**9
 
@@ -29,13 +29,13 @@ class Given(Options):
         "Values are divided by it before they are stored.", default="1", needs={"values": "--value", "code": "--bits"}
     )
     length: int | None = option("Elements of a dot product: its instructions and cycles.", "--dot")
-    load_cycles: float = option("Of one load from memory.", default=LOAD_CYCLES, needs={"length": "--dot"})
+    load_cycles: float = option("Cycles of one load from memory.", default=LOAD_CYCLES, needs={"length": "--dot"})
     vector_bits: int = option("Width of a vector register.", default=VECTOR_BITS, needs={"length": "--dot"})
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Range, precision and bytes of FORMATs (all common ones where none is named)."""
+    """Show range, precision and bytes of FORMATs (by default all common ones)."""
     forms = [number_format(name) for name in given.names or LISTED]
     scale = _number(given.scale, "--scale")
     if scale <= 0:
@@ -77,7 +77,7 @@ def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
 
 
 def format_facts(form: NumberFormat) -> dict[str, Any]:
-    """One format's fields and what follows from them; decimal_digits of a float: log10(2^(m+1))."""
+    """Returns a format's fields and figures that follow from them; decimal_digits of a float are log10(2^(m+1))."""
     digits = (form.mantissa_bits + 1 if form.kind == "float" else form.bits - 1) * math.log10(2)
     return {
         "name": form.name,
@@ -104,7 +104,7 @@ def _fields(form: dict[str, Any]) -> str:
 
 
 def _short(value: float) -> str:
-    """Four digits; whole numbers below a million in full."""
+    """Returns four digits; whole numbers below a million in full."""
     whole = math.isfinite(value) and abs(value) < 1e6 and value == int(value)
     return f"{int(value):,}" if whole else f"{value:.4g}"
 
@@ -147,7 +147,7 @@ def _error(relative: float | None) -> str:
 
 def _decoded(text: str, forms: Sequence[NumberFormat]) -> dict[str, Any]:
     if len(forms) != 1:
-        raise InputError(f"--bits {text} needs one format, that it is of: meshwright formats fp8 --bits {text}.")
+        raise InputError(f"--bits {text} needs one format, to decode it in: meshwright formats fp8 --bits {text}.")
     try:
         code = int(text.replace(" ", ""), 0)
     except ValueError:
@@ -156,7 +156,7 @@ def _decoded(text: str, forms: Sequence[NumberFormat]) -> dict[str, Any]:
 
 
 def _number(text: str, what: str) -> Fraction:
-    """The exact decimal that was written: 0.1 is a tenth, not the nearest double."""
+    """Returns the exact decimal that was written: 0.1 is a tenth, not the nearest double."""
     try:
         if abs(float(text)) < 1e300:
             return Fraction(text)

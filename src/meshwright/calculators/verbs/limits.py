@@ -28,15 +28,15 @@ class Given(Options):
     on: str = option("Slices of TPUs, such as v5p:16x20x28 or 4*v5p:16x20x28.")
     batch: str = BATCH
     seq_len: Count = SEQ_NEEDED
-    tensor: int | None = option("A tensor size to compare with the bounds; the other chips are X.")
+    tensor: int | None = option("A tensor size to compare with the bounds; X is the chips divided by it.")
     tensor_axes: int = option("Torus axes that tensor takes: My.", default=1)
-    dtype: str = option("Of the products: their peak is C.", default="bf16")
-    state: str = option(f"Of {', '.join(STATE_BYTES)}.", default=Strategy(mesh={}).state)
+    dtype: str = option("Dtype of the products: their peak is C.", default="bf16")
+    state: str = option(f"Training state: {', '.join(STATE_BYTES)}.", default=Strategy(mesh={}).state)
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """When FSDP, tensor parallelism and their mixture are compute-bound for MODEL, and what fits: no plan is needed."""
+    """Show when FSDP, tensor parallelism and both mixed are compute-bound for MODEL and what fits, without a plan."""
     model, cluster, job = load_model(given.model), parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
     at = letters(model, cluster, job, given)
     found = limits_at(at)
@@ -52,7 +52,7 @@ def command(given: Given) -> Answer:
 
 
 def letters(model: Model, cluster: Cluster, job: Job, given: Given) -> Letters:
-    """The letters for one slice, tokens and chips as real numbers, at the data sheet's peak; a plan's are left open.
+    """Returns the letters for one slice, tokens and chips as real numbers, at the data sheet's peak, none of a plan.
 
     Raises InputError for a cluster that is no torus of several chips. Source: How to Scale Your Model, section 5.
     """
@@ -60,8 +60,8 @@ def letters(model: Model, cluster: Cluster, job: Job, given: Given) -> Letters:
     chips = cluster.num_chips // slices
     if width is None:
         raise InputError(
-            f"the closed forms are of torus axes and {cluster.short_name} has none. Name a slice of TPUs, or explain a "
-            f"plan."
+            f"the closed forms are for torus axes, and {cluster.short_name} has none. Name a slice of TPUs, or explain "
+            f"a plan."
         )
     axes, taken = len(width.axes), given.tensor_axes
     if not 1 <= taken <= max(1, axes - 1):
@@ -93,5 +93,5 @@ def _legend(at: Letters, found: tuple[Limit, ...], num_slices: int) -> Iterator[
         f"B = {format_count(int(at.batch_tokens))} tokens{of}, N = {at.num_chips:,} chips{of}, F = {at.d_ff:,}, "
         f"C = {format_flops(at.peak_flops)}, alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W "
         f"{at.width}, X = chips / tensor on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes, "
-        f"root = that of the discriminant"
+        f"root = square root of the discriminant"
     )

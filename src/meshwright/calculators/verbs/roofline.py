@@ -41,7 +41,7 @@ class Given(Options):
     sweeps: tuple[str, ...] = option(
         "Many sizes: B=1..4096 doubles, D,F=1024,4096 sets both; repeatable.", "--sweep", metavar="DIMS=SIZES"
     )
-    attention_of: str | None = option("Instead: its attention beside its feed-forward.", "--attention", metavar="MODEL")
+    attention_of: str | None = option("Compare attention and feed-forward of a model.", "--attention", metavar="MODEL")
     batch_seqs: int = option(
         "Sequences that generate at once.", "--batch", default=1, needs={"attention_of": "--attention"}
     )
@@ -50,7 +50,7 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]"."""
+    """Show intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]"."""
     unit, swept = chip(given.on), [parse_sweep(text) for text in given.sweeps]
     sizes = given.dims or {}
     if given.attention_of is not None:
@@ -76,7 +76,7 @@ def command(given: Given) -> Answer:
 
 
 def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given) -> Answer:
-    """The roofline of one product in one size, and the batch from which it is compute-bound."""
+    """Returns the roofline of one product in one size, and the batch from which it is compute-bound."""
     named = parse_einsum(product)
     lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
     dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
@@ -102,7 +102,7 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
         "critical_dim": dim,
         "critical_batch": critical_size((lhs, rhs), out, sizes, dim=dim, **rates),
         "flops_per_s": line.reached_flops_per_s,
-        # were every other dim endless, only the weight's bytes would count
+        # if every other dim were infinite, only the weight's bytes would count
         "critical_batch_wide": None if dim in rhs.dims else critical_batch(
             **rates, weight_bytes=dtype_bytes(rhs.dtype)
         ),
@@ -112,7 +112,7 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
 
 
 def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:
-    """By array, memory in tiles over what its elements need; None for a chip that is no TPU."""
+    """Returns for each array its bytes in tiles over those of its elements; None for a chip that is no TPU."""
     if unit.vendor != "Google":
         return None
     shapes = {a.name: [1] * (2 - len(a.dims)) + [sizes[d] for d in a.dims] for a in arrays}

@@ -18,9 +18,9 @@ COLUMN = 16
 
 
 def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> Answer:
-    """Attention of a model beside its feed-forward block: prefill of one sequence, and generation of so many at once.
+    """Returns attention beside the feed-forward block: prefill of one sequence, generation of ``given.batch_seqs``.
 
-    ``given`` are the options of `roofline`; ``sweep`` are the lengths, where they are asked for.
+    ``given`` are the options of `roofline`; ``sweep`` has the lengths, None for the default ones.
     """
     if given.batch_seqs < 1:
         raise InputError(f"--batch {given.batch_seqs} must be at least 1 sequence.")
@@ -63,7 +63,7 @@ def _facts(one: AttentionTimes) -> dict[str, Any]:
 
 
 def _text(facts: dict[str, Any]) -> Iterator[Piece]:
-    """The lengths as a table, then where attention becomes compute-bound."""
+    """Yields the lengths as a table, then where attention becomes compute-bound."""
     rows = [
         [f"{p['keys']:,}", _number(p["intensity"]), p["bound_by"], f"{p['ratio']:.3g}",
          f"{g['intensity']:,.3g}", g["bound_by"], f"{g['ratio']:.3g}"]
@@ -102,7 +102,7 @@ def _number(value: float) -> str:
 
 
 def _figure(facts: dict[str, Any]) -> Any:
-    """Attention's time over the feed-forward block's against the context."""
+    """Returns curves of attention's time over the feed-forward block's against the context."""
     from meshwright.report.curves import curves_figure
     from meshwright.report.marks import ReferenceLine
 

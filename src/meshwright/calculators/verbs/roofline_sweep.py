@@ -17,13 +17,13 @@ MAX_POINTS = 400
 SweptSizes = dict[str, int]
 """Dim -> its size."""
 Sweep = Sequence[SweptSizes]
-"""Sizes that one or several dims take together, one after the other."""
+"""Sizes of one or several dims that change together, in order."""
 SweptLines = Sequence[tuple[SweptSizes, Roofline]]
 """The roofline of each combination of swept sizes."""
 
 
 def parse_sweep(text: str) -> Sweep:
-    """``"B=1,16,256"``, ``"B=1..4096"`` (doubling), ``"D,F=1024,4096"`` (both alike); sizes such as 4Ki are read."""
+    """Reads ``"B=1,16,256"``, ``"B=1..4096"`` (doubling), ``"D,F=1024,4096"`` (both alike), and sizes such as 4Ki."""
     dims = text.partition("=")[0].split(",")
     values = split_values(text, what="--sweep", form="dims=sizes")
     return [dim_sizes(",".join(f"{dim}={value}" for dim in dims), "--sweep") for value in values]
@@ -35,7 +35,7 @@ def sweep_points(
     sizes: SweptSizes,
     sweeps: Sequence[Sweep],
 ) -> SweptLines:
-    """The roofline of every combination with what is swept in it, the first sweep running fastest.
+    """Returns every combination of swept sizes with its roofline, the first sweep running fastest.
 
     Raises InputError for a dim that is not one of the product's ``dims`` or is given twice, and for too many points.
     """
@@ -72,7 +72,7 @@ def sweep_answer(
     sweeps: Sequence[Sweep],
     points: SweptLines,
 ) -> Answer:
-    """The points as a table, and their rates as curves."""
+    """Returns the points as a table, and their rates as curves."""
     rows = [
         {
             "sizes": sizes,
@@ -100,7 +100,7 @@ def sweep_answer(
 
 
 def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines) -> Any:
-    """FLOP/s against the first sweep, a curve for each choice of the others, and the peak."""
+    """Returns FLOP/s against the first sweep, a curve for each choice of the others, and the peak."""
     from meshwright.report.curves import curves_figure
     from meshwright.report.marks import ReferenceLine
 

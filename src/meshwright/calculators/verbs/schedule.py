@@ -19,7 +19,6 @@ from meshwright.report.plans.timeline import timeline_figure, timeline_text
 MAX_SWEPT_STAGES = 64
 MAX_DEVICES_SHOWN = 16
 
-
 *_FIRST, _LAST = schedule_names()
 HELP = f"""Time, idle devices and memory of the schedule NAME, such as 1f1b, or of one of your own.
 
@@ -33,10 +32,10 @@ class Given(Options):
     stages: int | None = option("Devices of the pipeline.")
     microbatches: int | None = option("Microbatches of a step.")
     chunks: int | None = option("Virtual stages per device of the interleaved schedule.  [default: 2]")
-    forward: str = option("Of one device; 1.2ms, or one for each virtual stage.", default="1")
+    forward: str = option("A device's forward pass, such as 1.2ms, or one for each virtual stage.", default="1")
     backward: str | None = option("The whole backward pass.  [default: twice the forward pass]")
     weight: str | None = option("The part of it that makes gradients of weights.  [default: half of it]")
-    send: str = option("From one stage to the next.", default="0")
+    send: str = option("A send from one stage to the next.", default="0")
     table: Path | None = option("A schedule of your own: a line per device, 0: F0 B0.")
     out: Path | None = option("Write the schedule as such a file.", "-o", "--out")
     compare: bool = option("All named schedules beside each other.")
@@ -78,12 +77,12 @@ def command(given: Given) -> Answer:
 
 
 def _schedule(given: Given) -> Schedule | None:
-    """The schedule of the file or of the name; None where all are compared."""
+    """Returns the schedule of the file or of the name; None if neither is given."""
     if given.table is None:
         return _build(given.name, _sizes(given, given.name), given.chunks) if given.name else None
     if given.name or given.stages or given.microbatches or given.chunks:
         raise InputError(
-            f"{given.table} says what the schedule is. Leave out its name, --stages, --microbatches, --chunks."
+            f"{given.table} has the whole schedule. Leave out its name, --stages, --microbatches, --chunks."
         )
     return read_schedule(given.table)
 
@@ -133,13 +132,13 @@ def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[st
 
 
 def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Times) -> dict[str, Any]:
-    """One schedule's row; with the reason instead where it does not exist for these sizes."""
+    """Returns one schedule's row; for sizes at which it does not exist, the reason."""
     try:
         schedule = _build(name, sizes, chunks if definition(name).more_chunks else None)
     except InputError as error:
         return {"schedule": name, "weight_copies": definition(name).stage_placement.weight_copies, "cannot": str(error)}
-    if not times.uniform:
-        raise InputError("schedules cut the model differently: with --compare give one time per device.")
+    if not times.per_device:
+        raise InputError("schedules cut the model differently: with --compare give one time for all devices.")
     simulation = times.simulate(schedule)
     return {
         "schedule": name,
@@ -153,14 +152,14 @@ def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Time
 
 
 def _sweep(given: Given, times: Times) -> list[dict[str, Any]]:
-    """The schedule with half and twice the stages, and so on, on the same chips and the same batch.
+    """Returns the schedule with half and twice the stages, and so on, on the same chips and the same batch.
 
     A pipeline of half as many stages has twice as many replicas: each runs half of the microbatches, and each device
     twice the layers.
     """
     stages, microbatches = _sizes(given, "--sweep-stages")
-    if given.name is None or not times.uniform:
-        raise InputError("--sweep-stages needs the name of a schedule, and one time per device.")
+    if given.name is None or not times.per_device:
+        raise InputError("--sweep-stages needs the name of a schedule, and one time for all devices.")
     found = []
     for swept in (2**power for power in range(1, MAX_SWEPT_STAGES.bit_length())):
         if microbatches * swept % stages:
@@ -182,7 +181,7 @@ def _sweep(given: Given, times: Times) -> list[dict[str, Any]]:
 
 def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any], times: Times) -> Iterator[Piece]:
     yield _title(schedule)
-    per = "device" if times.uniform else "virtual stage"
+    per = "device" if times.per_device else "virtual stage"
     forward, backward, weight = (_listed(given, times) for given in (times.forward, times.backward, times.weight))
     yield Fact("passes", f"forward {forward}, backward {backward} (weight gradients {weight} of it), per {per} and "
                f"microbatch; send {times.show(times.send)}")  # fmt: skip
@@ -207,14 +206,14 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any]
 
 
 def _title(schedule: Schedule) -> str:
-    """The schedule and its sizes, for the text and the picture."""
+    """Returns the schedule and its sizes, for the text and the picture."""
     each = schedule.num_virtual_stages // schedule.num_devices
     chunks = f" of {each} chunks" if each > 1 else ""
     return f"{schedule.name}: {schedule.num_devices} devices{chunks}, {schedule.num_microbatches} microbatches"
 
 
 def _listed(given: Sequence[float], times: Times) -> str:
-    """One time, or the least and the most of those of the virtual stages."""
+    """Returns one time, or the least and the most of the virtual stages."""
     least, most = times.cell(min(given)), times.cell(max(given))
     return least if least == most else f"{least} to {most}"
 
@@ -259,7 +258,7 @@ def _sweep_columns(times: Times) -> dict[str, Any]:
 
 
 def _rows_text(title: str, rows: list[dict[str, Any]], columns: dict[str, Any]) -> Iterator[Piece]:
-    """The schedules that exist as a table, then why the others do not."""
+    """Yields the schedules that exist as a table, then why the others do not."""
     yield Table.of([row for row in rows if "cannot" not in row], columns, title)
     for row in rows:
         if "cannot" in row:

@@ -13,7 +13,7 @@ from meshwright.core.fields import LARGEST
 from meshwright.core.units import format_seconds
 
 UNITS = "units"
-"""What times are in that carry no unit."""
+"""The unit of times that are written without one."""
 
 _TIME = re.compile(r"((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(s|ms|us|ns|)")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "": 1.0}
@@ -32,31 +32,31 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
 
     @property
-    def uniform(self) -> bool:
-        """Whether all stages take the same."""
+    def per_device(self) -> bool:
+        """True if each time is given once, for all devices."""
         return len(self.forward) == len(self.backward) == len(self.weight) == 1
 
     def simulate(self, schedule: Schedule) -> Simulation:
-        """One step with these times."""
+        """Returns one simulated step with these times."""
         forward, backward, weight = self._per_virtual_stage(schedule)
         return simulate(schedule, forward_s=forward, backward_s=backward, weight_s=weight, send_s=self.send)
 
     def in_lockstep(self, schedule: Schedule) -> dict[str, Any]:
-        """The fused-tick form with these times: ticks, time of a step, peak stash."""
+        """Returns ticks, time of a step and peak stash if all devices run in lockstep, tick by tick."""
         tables = tick_tables(schedule)
         forward, backward, weight = self._per_virtual_stage(schedule)
         step = lockstep_seconds(tables, forward_s=forward, backward_s=backward, weight_s=weight, send_s=self.send)
         return {"ticks": tables.num_ticks, "step": step, "peak_stash": max(tables.peak_stash)}
 
     def scaled(self, ratio: float) -> "Times":
-        """The same passes over ``ratio`` times as many layers."""
+        """Returns the times of passes over ``ratio`` times as many layers."""
         forward, backward, weight = (
             tuple(ratio * time for time in times) for times in (self.forward, self.backward, self.weight)
         )
         return msgspec.structs.replace(self, forward=forward, backward=backward, weight=weight)
 
     def _per_virtual_stage(self, schedule: Schedule) -> tuple[list[float], list[float], list[float]]:
-        """Forward passes, backward passes without their weight gradients, and these, by virtual stage."""
+        """Returns times by virtual stage: forward, backward without weight gradients, weight gradients."""
         forward, whole, weight = (
             _spread(name, given, schedule)
             for name, given in (("forward", self.forward), ("backward", self.backward), ("weight", self.weight))
@@ -64,30 +64,31 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
         return forward, [one - part for one, part in zip(whole, weight, strict=True)], weight
 
     def show(self, time: float) -> str:
-        """A time with its unit."""
+        """Returns a time with its unit."""
         return format_seconds(time) if self.unit == "s" else f"{time:,.6g} {self.unit}"
 
     def cell(self, time: float) -> str:
-        """A time in a table: "units" goes without saying."""
+        """Returns a time for a table, without the word "units"."""
         return self.show(time).removesuffix(f" {UNITS}")
 
 
 def _spread(name: str, given: tuple[float, ...], schedule: Schedule) -> list[float]:
-    """A device's time shared out over its virtual stages, or the time given for each of them."""
+    """Returns a time for each virtual stage: the given ones, or a device's one time divided among its stages."""
     count = schedule.num_virtual_stages
     if len(given) == 1:
         return [given[0] * schedule.piece_share] * count
     if len(given) != count:
         raise InputError(
             f"--{name} has {len(given)} times; {schedule.name} has {count} virtual stages here. "
-            f"Give one time per device, or one for each virtual stage."
+            f"Give one time for all devices, or {count}, one for each virtual stage."
         )
     return list(given)
 
 
 def read_times(*, forward: str, backward: str | None, weight: str | None, send: str) -> Times:
-    """The times of a command line: a backward pass is two forward passes, and half of it is for weights, where not
-    given. Raises InputError where they cannot be read or do not belong together.
+    """Returns the times of a command line. Raises InputError if they cannot be read or do not belong together.
+
+    The default backward time is twice the forward time; the default weight time is half of the backward time.
     """
     units: set[str] = set()
     forwards, sends = _read("--forward", forward, units), _read("--send", send, units)
@@ -96,20 +97,22 @@ def read_times(*, forward: str, backward: str | None, weight: str | None, send: 
     if units >= {UNITS, "s"}:
         raise InputError("some times have a unit and some have none. Write all of them as 1.2ms or all as 1.2.")
     if len(sends) > 1:
-        raise InputError(f"--send {send!r} is more than one time. Give one, for every boundary.")
+        raise InputError(f"--send {send!r} is more than one time. Give one; it holds at every boundary.")
     if min(forwards + backwards) <= 0:
         raise InputError("--forward and --backward must be more than 0.")
     longest = max(len(backwards), len(weights))
     wholes, parts = (given * longest if len(given) == 1 else given for given in (backwards, weights))
+    unit = "s" if "s" in units else UNITS
+    times = Times(forward=forwards, backward=backwards, weight=weights, send=sends[0], unit=unit)
     for whole, part in zip(wholes, parts, strict=False):
         if part > whole:
-            raise InputError(f"--weight {part:g} is more than --backward {whole:g}, of which it is a part.")
-    unit = "s" if "s" in units else UNITS
-    return Times(forward=forwards, backward=backwards, weight=weights, send=sends[0], unit=unit)
+            given = f"--weight {times.cell(part)} is more than --backward {times.cell(whole)}"
+            raise InputError(f"{given}, of which it is a part.")
+    return times
 
 
 def _read(option: str, text: str, units: set[str]) -> tuple[float, ...]:
-    """Times of a text such as ``1.2ms`` or ``1,1,1.5``; ``units`` notes whether they have one (0 needs none)."""
+    """Returns the times of a text such as ``1.2ms`` or ``1,1,1.5``; adds their unit to ``units``, none for a bare 0."""
     found = []
     for word in text.split(","):
         match = _TIME.fullmatch(word.strip())
@@ -117,7 +120,7 @@ def _read(option: str, text: str, units: set[str]) -> tuple[float, ...]:
             raise InputError(f"{option} {text!r} is not a time. Write for example 1.2ms, 1.5 or 1,1,1.5.")
         number, unit = float(match[1]), match[2]
         if number > LARGEST:
-            raise InputError(f"{option} {word!r} is longer than anything. Give at most {LARGEST:g}.")
+            raise InputError(f"{option} {word!r} is too long. Give at most {LARGEST:g}.")
         if unit or number:
             units.add("s" if unit else UNITS)
         found.append(number * _SECONDS[unit])

@@ -1,6 +1,6 @@
 """`meshwright shard`: the steps of one sharded product, their cost, their proof on devices, their picture.
 
-An array alone, or an array and the sharding it is wanted in, are shown in the same way.
+An array alone, or an array and the sharding that it moves to, are shown in the same way.
 """
 
 import math
@@ -48,7 +48,7 @@ MAX_RUN_ELEMENTS = 2**28
 MAX_DRAWN_DEVICES = 4096
 COLUMN = 17
 OF_ARRAYS = ("local_shapes", "bytes_per_device", "bytes_total", "copies", "addends")
-"""What JSON says of every array."""
+"""Keys of the JSON object that have a value for every array."""
 
 STEPS: dict[str, Any] = {
     "step": ("op", lambda op: BOOK_NAMES.get(op, "multiply")),
@@ -79,9 +79,9 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Collectives, bytes and times of a PRODUCT such as "In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]".
+    """Show collectives, bytes and times of a PRODUCT such as "In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]".
 
-    Or of one array, "A[I_XY,J]", or of an array moved into another sharding, "A[B_X,D]{U_Z} -> A[B_XZ,D]".
+    PRODUCT may be one array, "A[I_XY,J]", or an array that moves to another sharding, "A[B_X,D]{U_Z} -> A[B_XZ,D]".
     """
     cluster = parse_cluster(given.on) if given.on else None
     asked = parse_asked(given.product, dtype="fp32" if cluster is not None and cluster.kind == "host" else "bf16")
@@ -110,7 +110,7 @@ def command(given: Given) -> Answer:
 
 
 def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict[str, int]) -> None:
-    """Raises InputError for an option that the question has no use for, and for what this machine could not hold."""
+    """Raises InputError for an option without a use here, and for arrays that this machine could not hold."""
     if given.every and not asked.factors:
         raise InputError(f"--all lists the ways of a product, and {asked.title} is none. Leave it out.")
     if given.execute and not asked.steps:
@@ -187,10 +187,10 @@ def _way(name: str, steps: Sequence[Step], prices: Sequence[StepPrice]) -> dict[
 
 
 def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
-    """When slicing the contracted dim over its ICI axis and an AllReduce beat a whole product on every device.
+    """Returns the sizes at which slicing the contracted dim over its ICI axis beats a whole product on every device.
 
-    W is that of the axes that split the dim. None where nothing is contracted, and none on a cluster that is no torus.
-    Source: exercise 3.4.
+    Slices are summed by an AllReduce. W is that of the axes that split the dim. None if nothing is contracted, or the
+    cluster is no torus. Source: exercise 3.4.
     """
     (lhs, rhs), out = asked.factors, asked.result
     dim = next((d for d in lhs.dims if d in rhs.dims and d not in out.dims), None)
@@ -276,7 +276,7 @@ def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) ->
 
 
 def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int]) -> Any:
-    """The blocks of an array for the picture: its last dim to the right, all others flattened downwards."""
+    """Returns the blocks of an array for the picture: its last dim to the right, all others flattened downwards."""
     from meshwright.report.arrays.sharding import ShardingPanel
 
     held = holders(array, mesh)

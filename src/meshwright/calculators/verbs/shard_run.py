@@ -1,4 +1,4 @@
-"""`meshwright shard --run`: steps executed on emulated devices and on NumPy blocks, against whole arrays."""
+"""`meshwright shard --run`: runs steps on emulated devices and on NumPy blocks, and compares with whole arrays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from meshwright.calculators.sharding.blocks import execute, join, num_devices, s
 from meshwright.calculators.sharding.parsing import ShardQuestion
 
 MAX_RELATIVE_ERROR = 1e-5
-"""Of float32 products against float64 ones, relative to the largest entry."""
+"""Largest error of float32 products against float64 ones, relative to the largest entry."""
 
 
 def run_ways(
     asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]
 ) -> dict[str, Any]:
-    """Run each way on emulated devices and on NumPy blocks, in float32, against the unsharded result in float64."""
+    """Runs each way on emulated devices and on NumPy blocks, in float32; returns errors against float64, unsharded."""
     from meshwright.parallel.mesh import emulate_devices
 
     emulate_devices(num_devices(mesh))
@@ -50,10 +50,10 @@ def _error(found: np.ndarray, expected: np.ndarray) -> float:
 def _inputs(
     asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]
 ) -> tuple[tuple[Step, ...], tuple[ShardedArray, ...], dict[str, int]]:
-    """Steps that make what is asked about, the arrays that they begin with, and the sizes of all dims.
+    """Returns steps that make the arrays asked about, the arrays that these begin with, and the sizes of all dims.
 
     Addends of an unreduced array come from a product: each device of {U_Z} multiplies its own terms of a dim
-    over Z, so that a sum that is left out shows.
+    over Z, so that a missing sum shows.
     """
     if asked.factors:
         return (), asked.factors, dims
@@ -72,7 +72,7 @@ def _inputs(
 def run_steps(
     steps: Sequence[Step], values: Mapping[ShardedArray, np.ndarray], mesh_axes: Mapping[str, int]
 ) -> np.ndarray:
-    """The global result of the last step, from global input values, on the first devices of this machine."""
+    """Returns the global result of the last step, from global input values, on the first devices of this machine."""
     import jax
 
     from meshwright.nn.interpreter import run_update

@@ -1,4 +1,4 @@
-"""`meshwright show`: the catalogues, and what follows from one entry of them."""
+"""`meshwright show`: the catalogues, and figures that follow from one entry."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """THING is: models, chips, a model (name or config.json), a chip (name or .toml), a cluster such as v5p:4x4x4."""
+    """Show THING: models, chips, a model (name or config.json), a chip (name or .toml), a cluster such as v5p:4x4x4."""
     thing = given.thing
     if thing == "models":
         return _models()
@@ -70,7 +70,7 @@ def _teraflops(flops: float) -> str:
 
 
 PEAKS = {"bf16": "bf16 or fp16", "fp8": "fp8", "int8": "int8", "fp4": "fp4"}
-"""Dtype -> what its column says."""
+"""Dtype -> header of its column."""
 CHIPS: dict[str, Any] = {
     "chip": "name",
     **{words: (f"peak_flops/{dtype}", _teraflops) for dtype, words in PEAKS.items()},

@@ -1,4 +1,4 @@
-"""What `meshwright show CHIP` prints: its figures with their sources, and what follows from them."""
+"""The answer of `meshwright show CHIP`: its figures with their sources, and figures that follow from them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from meshwright.spec.strategy import STATE_BYTES
 
 
 def chip_answer(c: Chip) -> Answer:
-    """One chip as two tables: figures of the catalogue, then what follows from them."""
+    """Returns one chip as two tables: figures of the catalogue, then what follows from them."""
     facts = chip_facts(c)
     return Answer(facts, _text(c, facts), raw=[[facts]])
 
@@ -37,7 +37,7 @@ def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
 
 
 def chip_facts(c: Chip) -> dict[str, Any]:
-    """Every figure of a chip and what follows from it; None where a figure that it needs is not known."""
+    """Returns every figure of a chip and those that follow; None for those that need an unknown figure."""
     dtype = product_dtype(c)
     rate = c.peak_flops[dtype] if dtype else None
     link, hop_s = _link(c)
@@ -63,7 +63,7 @@ def chip_facts(c: Chip) -> dict[str, Any]:
 
 
 def product_dtype(c: Chip) -> str | None:
-    """The dtype in which its products are told: bf16, else fp16, else the first of its table; None without one."""
+    """Returns the dtype of products in figures: bf16, else fp16, else the first of its table; None without one."""
     return next((d for d in ("bf16", "fp16", *c.peak_flops) if d in c.peak_flops), None)
 
 
@@ -72,14 +72,14 @@ def _over(formula: Any, above: float | None, below: float | None) -> float | Non
 
 
 def _link(c: Chip) -> tuple[float | None, float]:
-    """One way of its fastest link to another chip, and the latency of a hop on it."""
+    """Returns the bytes/s of its fastest link to another chip, one way, and the latency of a hop on it in seconds."""
     if c.topology == "torus":
         return c.ici_link_bytes_per_s, c.ici_hop_s
     return c.nvlink_bytes_per_s, c.nvlink_hop_s
 
 
 def _critical_batches(c: Chip, dtype: str | None) -> dict[str, float]:
-    """Tokens from which [B,D] x [D,F] is compute-bound for B far below D and F, by the dtypes of the two arrays."""
+    """Returns tokens from which [B,D] x [D,F] is compute-bound, for B far below D and F, by both arrays' dtypes."""
     if dtype is None or c.hbm_bytes_per_s is None:
         return {}
     pairs = [(dtype, dtype), *([("int8", dtype)] if DTYPE_BYTES[dtype] > 1 else [])]
@@ -142,18 +142,18 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
             rows.append([words, show(value), note(c.sources.get(key, ""))])
     yield Table(["", c.name, "source"], rows, c.full_name)
     if c.variant == "custom" and (missing := [name for name in PAID_FOR if getattr(c, name) is None]):
-        yield Paragraph(f"not known: {', '.join(missing)} (a base's are those of other hardware)", indent=4)
+        yield Paragraph(f"not known: {', '.join(missing)} (the base's figures are of other hardware)", indent=4)
     for number, source in enumerate(notes, 1):
         yield Paragraph(f"{number:>2}  {source}", indent=4)
 
 
 def known_rows(facts: Mapping[str, Any], table: Iterable[tuple[str, str, Show, str]]) -> list[list[Any]]:
-    """What is known of (words, key, how a person reads it, where it comes from): words, value, source."""
+    """Returns (words, value, source) of the known facts; ``table`` has (words, key, format, source)."""
     return [[words, show(facts[key]), source] for words, key, show, source in table if facts.get(key) is not None]
 
 
 def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
-    """What, how much, and the formula."""
+    """Returns rows of label, value and formula."""
     batches = [
         (f"least batch, {name}", name, "{:.4g} tokens".format, _batch_formula(name)) for name in facts["critical_batch"]
     ]
@@ -206,7 +206,7 @@ UNITS: tuple[tuple[str, str, Show], ...] = (
 
 
 def _gpu_facts(c: Chip, dtype: str | None) -> dict[str, Any] | None:
-    """SMs and what they hold, of the chip and of its whole die, and the peaks they give; None without SMs."""
+    """Returns the parts of the chip and of its whole die, and the peaks that follow; None without SMs."""
     sold, die = anatomy.gpu_anatomy(c), anatomy.full_die(c)
     if sold is None:
         return None
@@ -226,7 +226,7 @@ def _gpu_facts(c: Chip, dtype: str | None) -> dict[str, Any] | None:
 
 
 def _gpu_text(c: Chip, g: dict[str, Any], dtype: str | None) -> Iterator[Piece]:
-    """What the GPU is made of beside its whole die, then the rates that follow from it."""
+    """Yields the parts of the GPU beside its whole die, then the rates that follow from them."""
     sold, die = g["sold"], g["die"]
     units = [sold, die] if die else [sold]
     rows = [
@@ -254,7 +254,7 @@ def _gpu_text(c: Chip, g: dict[str, Any], dtype: str | None) -> Iterator[Piece]:
 
 
 def _peak_text(label: str, derived: float | None, listed: float | None, clock_hz: float | None) -> Iterator[Fact]:
-    """A peak that follows from units and clock beside the data sheet's, with the difference where it shows."""
+    """Yields a peak that follows from units and clock beside the data sheet's, and the difference if it shows."""
     if derived and listed and clock_hz:
         more = listed / derived - 1
         off = f" ({more:+.1%})" if abs(more) >= 5e-4 else ""

@@ -1,4 +1,4 @@
-"""What `meshwright show CLUSTER` prints: its sums, and the least batches that its links allow."""
+"""The answer of `meshwright show CLUSTER`: sums over its chips, and the least batches that its links allow."""
 
 import itertools
 import operator
@@ -38,7 +38,7 @@ SLICES: dict[str, Any] = {
 
 
 def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
-    """One cluster as a table; or every shape that a number of chips can be had in, with the links that bind."""
+    """Returns one cluster as a table; or every shape of a number of chips, with the links that bind."""
     first = clusters[0]
     if len(clusters) > 1:
         rows = [slice_facts(c) for c in clusters]
@@ -52,7 +52,7 @@ def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
 
 
 def slice_facts(c: Cluster) -> dict[str, Any]:
-    """Rings, links across the middle of one slice, and how long its chips take to exchange 1 GB each."""
+    """Returns rings, links across the middle of one slice, and the seconds in which its chips exchange 1 GB each."""
     placed = physical_placement(c)
     torus = [link.name for link in placed.links if link.level == "ici"]
     rates = group_rates(placed, torus)
@@ -66,7 +66,7 @@ def slice_facts(c: Cluster) -> dict[str, Any]:
 
 
 def cluster_levels(c: Cluster) -> list[dict[str, Any]] | None:
-    """The levels of a switched cluster, innermost first; None for another kind or where a rate is not known."""
+    """Returns the levels of a switched cluster, innermost first; None for another kind or where a rate is not known."""
     if c.kind != "switched":
         return None
     try:
@@ -87,7 +87,7 @@ def cluster_levels(c: Cluster) -> list[dict[str, Any]] | None:
 
 
 def cluster_facts(c: Cluster) -> dict[str, Any]:
-    """Sums over the chips, and the least batches; None or left out where the chip's figures are not known."""
+    """Returns sums over the chips, and the least batches; None or left out where the chip's figures are not known."""
     unit, dtype = c.chip, product_dtype(c.chip)
     totals: dict[str, Any] = {"num_chips": c.num_chips, "num_hosts": c.num_hosts}
     if dtype:
@@ -111,7 +111,7 @@ def cluster_facts(c: Cluster) -> dict[str, Any]:
 
 
 def _least_batches(c: Cluster, peak: float | None) -> dict[str, Any]:
-    """Tokens a step (of a slice) from which plain data parallelism is not bound by the network."""
+    """Returns tokens a step (of a slice) from which plain data parallelism is not bound by the network."""
     unit, width = c.chip, torus_width(c)
     fsdp = over_dcn = None
     if peak and width:
@@ -123,7 +123,7 @@ def _least_batches(c: Cluster, peak: float | None) -> dict[str, Any]:
 
 
 def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
-    """Label, value, and where the value comes from."""
+    """Returns rows of label, value and source."""
     sums: tuple[tuple[str, str, Show, str], ...] = (
         ("chips", "num_chips", "{:,}".format, ""),
         ("hosts", "num_hosts", "{:,}".format, ""),
@@ -150,5 +150,5 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
 
 
 def _millions(count: int) -> str:
-    """A number of units: exact while short, ``"415 M"`` when not."""
+    """Returns a number of units: exact below a million, ``"415 M"`` from there."""
     return f"{count:,}" if count < 1e6 else format_params(count)

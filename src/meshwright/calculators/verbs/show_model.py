@@ -1,4 +1,4 @@
-"""What `meshwright show MODEL` prints: its weights, and what it computes and holds before anything is split."""
+"""The answer of `meshwright show MODEL`: its weights, and its FLOPs and bytes before anything is split."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from meshwright.spec.weights import mtp_params, num_active_params, num_params, p
 
 PREFILL_POSITIONS = 4096
 MIN_SHARE = 5e-4
-"""Parts with a smaller share of the parameters are not told: they would read 0.0%."""
+"""Parts with a smaller share of the parameters are not shown: they would read 0.0%."""
 
 VOCABULARY = ("embedding", "unembedding")
 CACHE_POSITIONS = 32768
@@ -30,7 +30,7 @@ REMATS = ("none", "selective", "matmuls", "block")
 
 
 def model_answer(m: Model, seq_len: int | None = None) -> Answer:
-    """One model: its weight table, then totals, state and activations; FLOPs and traffic at a length."""
+    """Returns one model: its weight table, then totals, state and activations; FLOPs and traffic at a length."""
     if seq_len is not None and m.encoder:
         raise InputError(f"{m.name} has two lengths, of its encoder and its decoder. Leave --seq out.")
     facts = model_facts(m)
@@ -56,7 +56,7 @@ def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
 
 
 def model_facts(m: Model) -> dict[str, Any]:
-    """Counts of a model."""
+    """Returns the counts of a model."""
     published = entry(m.name).published if m.name in models() else None
     count = num_params(m)
     return {
@@ -87,7 +87,7 @@ def model_facts(m: Model) -> dict[str, Any]:
 
 
 def _flops(m: Model, seq_len: int) -> dict[str, Any]:
-    """FLOPs of one sequence of training by part, with and without the causal discount of scores."""
+    """Returns FLOPs of one sequence of training by part, with and without the causal discount of scores."""
     full, causal = (accounting.forward_flops(m, seq_len, causal=discount) for discount in (False, True))
     shares = [{part: flops / sum(one.values()) for part, flops in one.items()} for one in (full, causal)]
     rows = [
@@ -107,7 +107,7 @@ def _traffic(m: Model, num_tokens: int) -> list[dict[str, Any]]:
 
 
 def _attention_intensity(m: Model) -> dict[str, float] | None:
-    """FLOPs per byte of a layer's attention in bf16; None with latent attention, whose keys are not stored."""
+    """Returns FLOPs per byte of a layer's attention in bf16; None with latent attention, whose keys are not stored."""
     if m.latent_attention:
         return None
     keys = min(PREFILL_POSITIONS, m.max_positions)
@@ -120,7 +120,7 @@ def _attention_intensity(m: Model) -> dict[str, float] | None:
 
 
 def _cache(m: Model) -> list[dict[str, Any]]:
-    """Bytes that each design of the cache keeps of one token, and of a sequence."""
+    """Returns bytes that each design of the cache keeps of one token, and of a sequence."""
     return [
         {
             "design": design.name,
@@ -138,7 +138,7 @@ def _cache(m: Model) -> list[dict[str, Any]]:
 
 
 def _zero_bytes(count: int) -> dict[str, Any]:
-    """Bytes of a device by ZeRO stage, for some numbers of data-parallel devices."""
+    """Returns bytes of a device by ZeRO stage, for some numbers of data-parallel devices."""
     return {
         "state": DEFAULT_STATE,
         "num_devices": list(ZERO_DEVICES),
@@ -151,7 +151,7 @@ def _zero_bytes(count: int) -> dict[str, Any]:
 
 
 def _saved(m: Model) -> dict[str, Any]:
-    """By remat policy: elements that a layer keeps of a token, on average, and bytes that all layers keep."""
+    """Returns by remat policy the elements that a layer keeps of a token, on average, and bytes of all layers."""
     widths = {remat: accounting.saved_widths(m, remat) for remat in REMATS}
     return {
         remat: {

@@ -10,12 +10,12 @@ SWEEPS: dict[str, tuple[str, str]] = {
     "bandwidth": ("calculators", "The bandwidth of every collective against chips."),
     "streams": ("calculators", "Compute and communication of a few layers side by side."),
 }
-"""Sweep -> (package of its module, what `--help` says of it)."""
+"""Sweep -> (package of its module, its line in `--help`)."""
 
 
 @click.group(cls=VerbGroup, verbs=SWEEPS, prefix="sweep_", otherwise="plans")
 def command() -> None:
-    """One question over many sizes: a table, --json, --format csv, and a picture with --png FILE.
+    """Ask one question over many sizes: a table, --json, --format csv, and a picture with --png FILE.
 
     \b
     meshwright sweep llama3-8b --on h100:8x1..8x64 batch=4Mi

@@ -1,4 +1,4 @@
-"""`meshwright sweep bandwidth`: what every collective moves per second and chip as the cluster grows."""
+"""`meshwright sweep bandwidth`: bytes that every collective moves per second and chip as the cluster grows."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -20,14 +20,14 @@ NAMES = {kind: kind.replace("_", "-") for kind in SWEPT}
 
 class Given(Options):
     on: str = option("The largest cluster: h100:8x512; or a list or range of clusters.")
-    size: str = option("Of the result; of a chip's all-to-all buffer.", "--bytes", default="1GB")
+    size: str = option("Bytes of the result, or of a chip's all-to-all buffer.", "--bytes", default="1GB")
     calibration: Path | None = CALIBRATION
     png: Path | None = PNG
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Bytes that every chip receives per second in each collective over all chips of a growing cluster."""
+    """Show bytes that every chip receives per second in each collective over all chips of a growing cluster."""
     found = sweep_clusters(given.on)
     clusters = (growing(found[0]) or found) if len(found) == 1 else found
     num_bytes = parse_bytes(given.size)

@@ -32,7 +32,7 @@ from meshwright.spec.strategy import short_mesh
 TOKENS_PER_CHIP = (32, 32 * 1024)
 STEPS_PER_OCTAVE = 4
 SHOWS: dict[str, Callable[[Any], str]] = {"ratio": "{:.2f}".format, "which": short_mesh, "shape": str}
-"""How columns that are no times are read."""
+"""Formats of columns that are no times."""
 
 
 class Given(Options):
@@ -55,7 +55,7 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Compute, and the collectives of each way of sharding MODEL, at every batch size.
+    """Show compute, and the collectives of each way of sharding MODEL, at every batch size.
 
     MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F, as in the book's figures.
     """
@@ -91,7 +91,7 @@ def command(given: Given) -> Answer:
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
-    """Batches by quarters of an octave."""
+    """Returns batches in tokens, four to an octave."""
     low, high = (size * num_chips for size in TOKENS_PER_CHIP)
     if batches is not None:
         first, dots, last = batches.partition("..")
@@ -127,7 +127,7 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Cro
 
 
 def _table(tokens: Sequence[float], columns: Mapping[str, Sequence[Any]]) -> Table:
-    """A row per octave."""
+    """Returns a table with a row per octave."""
     rows = list(zip(map(round, tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE]
     return Table(
         [

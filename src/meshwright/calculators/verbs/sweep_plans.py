@@ -26,14 +26,14 @@ from meshwright.spec.strategy import short_mesh
 from meshwright.spec.weights import num_params
 
 WIDE = 100
-"""Columns from which the table says more."""
+"""Width of the terminal from which the table has more columns."""
 CELL_WIDTH = 13
 """Columns of one column of a grid, the gap included."""
 ABBREVIATED = "pp pipeline, dp data, ep expert, cp context, tp tensor"
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """A figure of every point: what a picture calls it, how a person reads it, its unit there, and times what."""
+    """A figure of every point: its title, its format, its unit in a picture, and the factor to that unit."""
 
     title: str
     show: Callable[[Any], str]
@@ -42,7 +42,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def refusals(rows: Sequence[Mapping[str, Any]]) -> str:
-    """``"2 of 8 points do not run: does not fit (2, nearest remat full: 130 GB of 80 GB)"``; "" where all do."""
+    """Returns ``"2 of 8 points do not run: does not fit (2, nearest remat full: 130 GB of 80 GB)"``; "" if all run."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["reason"]:
@@ -90,7 +90,7 @@ SHARED: dict[str, Callable[[Any], str]] = {
     "remat": lambda remat: f"remat {remat}",
     "state": lambda state: f"training state {state}",
 }
-"""What the points of a sweep can have in common beside model and cluster."""
+"""Values that the points of a sweep can share, besides model and cluster, and their words."""
 ITEMS: dict[str, str] = {
     "weights": "weights",
     "grads": "gradients",
@@ -119,12 +119,12 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """The best plan of MODEL as one or two fields change: step time, tokens/s, MFU, memory, cost.
+    """Find the best plan of MODEL as one or two fields change: step time, tokens/s, MFU, memory, cost.
 
     A MODEL is a name, a config.json or a size in the proportions of Llama 3 (7B). Several models or clusters are a
     field as well. A field with one value is held: batch=4Mi (tokens a step, or 64seq), seq_len=8Ki, a mesh axis
     (tensor=4), and every key of --set (remat=block). micro=1 in place of a batch prices the strategy as given, fsdp on
-    the chips that are left, each replica on so many sequences at a time. Numbers double in batch=1Mi..16Mi. remat,
+    the chips that are left, each replica on that many sequences at a time. Numbers double in batch=1Mi..16Mi. remat,
     state, schedule, zero, context_attention, seq_len and tensor have usual values and may stand alone.
     """
     options = {"batch": given.batch, "seq_len": given.seq_len}
@@ -166,14 +166,14 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
     weak: bool
 
     def same(self, name: str) -> Any:
-        """What all points that have it agree on, else None."""
+        """Returns the value of a figure that all points which have it share, else None."""
         found = [row[name] for row in self.rows if row[name] is not None]
         return found[0] if found and all(one == found[0] for one in found) else None
 
     # -- text -------------------------------------------------------------------------------------------
 
     def header(self, name: str) -> str:
-        """What a table or an axis calls a field."""
+        """Returns the name of a field in a table or on an axis."""
         if name != "on":
             return name
         return "chips" if all(row["values"]["on"][0].isdigit() for row in self.rows) else "cluster"
@@ -191,12 +191,12 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared(self) -> str:
-        """What all points that run have in common beside model and cluster."""
+        """Values that all points that run share, besides model and cluster."""
         names = [name for name in SHARED if name != ("tokens_per_step" if self.weak else "tokens_per_chip")]
         return ", ".join(SHARED[name](self.same(name)) for name in names if self.same(name) is not None)
 
     def text(self) -> Iterator[Piece]:
-        """The figures as a table or a grid, and why a point does not run."""
+        """Yields the figures as a table or a grid, and why a point does not run."""
         yield f"{self.title}; {self.shared}"
         if len(self.varied) > 1:
             yield from self.grid()
@@ -209,12 +209,12 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
                 yield f"{self.header(name)} {row['values'][name]}: {row['reason']}"
 
     def table(self, first: dict[str, Any]) -> Iterator[Piece]:
-        """The figures of every point."""
+        """Yields the figures of every point."""
         yield Table.of(self.rows, {**first, **COLUMNS, **(MORE_COLUMNS if width() >= WIDE else {})})
         yield "scaling: tokens/s per chip beside the first row's; exposed: share of the step that waits for links"
 
     def memory(self, first: dict[str, Any]) -> Iterator[Piece]:
-        """What fills a chip at every point."""
+        """Yields the memory of a chip by item at every point."""
         unit, unit_name = si_scale(max(row["hbm_bytes_per_chip"] or 0.0 for row in self.rows), "B")
 
         def scaled(size: float) -> str:
@@ -227,7 +227,7 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
         yield f"a chip holds {format_bytes(limit)}" if limit else "the memory of a chip is not known"
 
     def grid(self) -> Iterator[Piece]:
-        """One figure with the mesh below it: rows are values of the second field, columns of the first."""
+        """Yields one figure with the mesh below it: rows are values of the second field, columns of the first."""
         first, second = self.varied
         cells = {(row["values"][first], row["values"][second]): "\n".join(self.lines(row)) for row in self.rows}
         across, down = (list(dict.fromkeys(row["values"][name] for row in self.rows)) for name in self.varied)
@@ -238,7 +238,7 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
         yield f"columns are values of {self.header(first)}; {ABBREVIATED}; {refusals(self.rows) or 'all run'}"
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
-        """A figure and, below, the mesh in short form, broken between axes; or why nothing runs."""
+        """Returns a figure and, below, the mesh in short form, broken between axes; or why nothing runs."""
         if row["axes"] is None:
             return [row["reason"].partition(":")[0].replace("does not", "no")[: CELL_WIDTH - 1]]
         value = row[self.figure]
@@ -248,7 +248,7 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
     # -- picture ----------------------------------------------------------------------------------------
 
     def picture(self) -> Figure:
-        """Curves over one field, bars of memory, or the heatmap of two fields."""
+        """Returns curves over one field, bars of memory, or the heatmap of two fields."""
         ran = [row for row in self.rows if row["axes"] is not None]
         words, limit = {"title": self.title, "subtitle": self.shared}, self.same("limit_bytes")
         if len(self.varied) > 1:
@@ -259,7 +259,7 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
         return scaling_figure(ran, over=self.varied[0], limit_bytes=limit, **words)
 
     def heatmap(self) -> Figure:
-        """Rows are values of the first field, columns of the second."""
+        """Returns a heatmap: rows are values of the first field, columns of the second."""
         shown, (first, second) = FIGURES[self.figure], self.varied
         cells = []
         for row in self.rows:

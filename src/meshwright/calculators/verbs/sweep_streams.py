@@ -35,19 +35,19 @@ class Given(Options):
     zero: str | None = option("One stage of ZeRO.  [default: all ways]", type=click.Choice(["0", "1", "3"]))
     layers: int = option("Layers that are drawn.", default=3)
     remat: str = option("What the backward pass computes again.", default="none")
-    bucket: str = option("Gradients that are sent together.", default="25MB", needs={"in_buckets": "--zero 0 or 1"})
+    bucket: str = option("Bytes of gradients sent together.", default="25MB", needs={"in_buckets": "--zero 0 or 1"})
     calibration: Path | None = CALIBRATION
     png: Path | None = PNG
 
     @property
     def in_buckets(self) -> bool:
-        """True where gradients are summed in buckets."""
+        """True if gradients may be summed in buckets."""
         return self.zero != "3"
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """What the chip computes and what its links carry in a few layers of MODEL: naive, overlapped, bucketed, ZeRO."""
+    """Show compute and communication of a few layers of MODEL on two streams: naive, overlapped, bucketed, ZeRO."""
     if not 1 <= given.layers <= MAX_LAYERS:
         raise InputError(f"--layers {given.layers} must be between 1 and {MAX_LAYERS}.")
     cluster, job = parse_cluster(given.on), job_of(given.batch, given.seq_len, {})

@@ -26,8 +26,8 @@ class Given(Options):
         "Shape of the whole weight matrix, such as 512x256 [default: SHAPE].", "--weights"
     )
     on: str | None = option("A TPU: its MXU gives the shape where none is given, its clock the time.")
-    seed: int = option("Of the integers that are multiplied.", default=0, needs={"png": "--png", "folder": "--frames"})
-    png: Path | None = option("Draw telling cycles to this file (.png or .svg).")
+    seed: int = option("Seed of the integers.", default=0, needs={"png": "--png", "folder": "--frames"})
+    png: Path | None = option("Draw a few cycles of each phase to this file (.png or .svg).")
     folder: Path | None = option("Draw every cycle into this folder.", "--frames")
 
 
@@ -82,7 +82,7 @@ def _matrices(given: Given, depth: int, width: int, *, low: int = -9) -> tuple[M
 
 
 def _speed(counted: SystolicCycles, array: tuple[int, int], on: str | None) -> dict[str, Any]:
-    """Seconds and FLOP/s of one array at a chip's clock, where that is published."""
+    """Returns seconds and FLOP/s of one array at a chip's clock; None if no clock is published."""
     unknown = dict.fromkeys(("chip", "time_s", "peak_flops", "flops_per_s"))
     if on is None:
         return unknown
@@ -129,7 +129,7 @@ def _text(found: dict[str, Any], counted: SystolicCycles) -> Iterator[Piece]:
 
 
 def _draw(given: Given, matrices: tuple[Matrix, Matrix], counted: SystolicCycles, array: tuple[int, int]) -> list[str]:
-    """The files written: telling cycles in one picture, and a picture of every cycle in a folder, as asked for."""
+    """Draws a few cycles in one picture, or every cycle in a folder, or both; returns the files."""
     from meshwright.calculators.chips.systolic_frames import frames, telling_cycles
     from meshwright.report.arrays.systolic import systolic_figure
     from meshwright.report.figure import save

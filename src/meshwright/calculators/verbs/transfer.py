@@ -1,4 +1,4 @@
-"""`meshwright transfer`: how long bytes take from one place to another, or a collective over the links of an axis."""
+"""`meshwright transfer`: the time of bytes from one memory to another, or of a collective over the links of an axis."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,9 +39,9 @@ class Given(Options):
     source: str | None = option(
         'Where it lies: a chip "0,0", "host:0,0", "1:0,0" in slice 1, "chips", "hosts".', "--from"
     )
-    target: str | None = option("Where it goes: the same words.", "--to")
+    target: str | None = option("Where it goes, in the same words.", "--to")
     via: Via = option(
-        "From hosts: how.", type=click.Choice(("ici", "dcn")), default="ici", needs={"from_hosts": "--from hosts"}
+        "Network to use.", type=click.Choice(("ici", "dcn")), default="ici", needs={"from_hosts": "--from hosts"}
     )
     extra: tuple[str, ...] = option("A further leg: hbm, pcie*16, 15GB@ici*2:6hops, 275GFLOP@compute.", "--leg")
     axis: str | None = option("Price collectives instead, over these links: x, or x,y, or domain,nodes.")
@@ -51,24 +51,24 @@ class Given(Options):
         "Draw --collective hop by hop: one picture (.png), or a picture a step in a folder.", metavar="PATH"
     )
     dtype: str = option(
-        "Of the products of a compute leg.", default="bf16", needs={"computes": "a --leg of FLOPs@compute"}
+        "Dtype of a compute leg's products.", default="bf16", needs={"computes": "a --leg of FLOPs@compute"}
     )
     calibration: Path | None = CALIBRATION
 
     @property
     def from_hosts(self) -> bool:
-        """True where bytes come out of all hosts."""
+        """True if bytes come from all hosts."""
         return self.source == "hosts"
 
     @property
     def computes(self) -> bool:
-        """True where a leg is a calculation."""
+        """True if a leg is a calculation."""
         return any("compute" in leg for leg in self.extra)
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Time to move SIZE ("15GB" or "bf16[8,128,8192]"): leg by leg, or by a collective over --axis."""
+    """Show the time to move SIZE ("15GB" or "bf16[8,128,8192]"): leg by leg, or by a collective over --axis."""
     cluster, num_bytes = parse_cluster(given.on), array_bytes(given.size)
     if given.axis is not None or given.collective is not None:
         if given.source or given.target or given.extra:
@@ -138,7 +138,7 @@ COLUMNS: dict[str, Any] = {
 
 
 def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
-    """Seconds of each collective over whole physical axes, for an array of so many bytes when gathered."""
+    """Returns seconds of each collective over whole physical axes, for an array of ``num_bytes`` in all."""
     placed = physical_placement(cluster)
     if given.axis is None:
         raise InputError(f"--collective needs --axis, one or several of {', '.join(placed.mesh)}.")
@@ -179,7 +179,7 @@ def _priced(kind: CollectiveKind, num_bytes: float, rates: GroupRates) -> dict[s
 
 
 def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:
-    """Latency of a gather over switches if members pass on in a ring, and in a tree; None where there are none."""
+    """Returns hops and latency of a gather over switches, in a ring and in a tree; None without switches."""
     network = [leg for leg in legs if leg.level in ("network", "dcn")]
     forms: dict[str, float] = {}
     for name, hops in (("ring", ring_hops), ("tree", tree_hops)):
@@ -199,9 +199,9 @@ def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
     yield Table.of(found["collectives"], {**COLUMNS, **more}, title)
     if on_a_ring:
         ways = "both directions of the ring are used" if found["two_way"] else "the ring is used in one direction"
-        yield f"over a link: what crosses each link of the ring in one direction; {ways}"
+        yield f"over a link: bytes that cross each link of the ring in one direction; {ways}"
     if "permute" in kinds:
-        yield "permute: each chip sends so many bytes to its neighbour"
+        yield "permute: each chip sends this many bytes to its neighbour"
     forms = found["latency_forms"]
     if forms:
         yield (
@@ -217,7 +217,7 @@ def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
 def _draw_frames(
     path: Path, kind: CollectiveKind | None, legs: tuple[Leg, ...], on: str, *, two_way: bool
 ) -> list[str]:
-    """The files written: all steps in one picture where the path is one, else a picture a step in that folder."""
+    """Draws all steps in one picture, or one picture a step if the path is a folder; returns the files."""
     from meshwright.report.arrays.ring import MAX_DEVICES, ring_figure
     from meshwright.report.figure import PICTURES, save
 

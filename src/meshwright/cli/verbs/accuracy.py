@@ -34,7 +34,7 @@ HEADINGS = {
     "fitted": "The numbers of the product, fitted on all records",
 }
 MAX_NAMED = 6
-"""Records that a line of reasons names before it only counts."""
+"""Most records that a line of reasons names one by one."""
 
 
 class Given(Options):
@@ -44,7 +44,7 @@ class Given(Options):
     only: str | None = option("Only this group of records.", "--group")
     datasheet: bool = option("Data-sheet rates alone, without the fitted numbers.")
     png: Path | None = option("Draw measured against predicted.")
-    cross_validate: bool = option("Fit anew and predict what each fit has not seen (minutes).")
+    cross_validate: bool = option("Fit again, and predict the records that each fit has not seen (minutes).")
     out: Path | None = option("Fit numbers on FILE and write them (TOML; minutes).", "-o", "--out")
     page: Path | None = option("Fit, and write the tables into this page.")
 
@@ -53,7 +53,7 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Predict every measurement of FILE and compare: one JSON object a line, see docs/accuracy.md.
 
-    Without FILE it is the published steps of this repository, benchmarks/data/published_training.jsonl.
+    The default FILE has the published steps of this repository: benchmarks/data/published_training.jsonl.
     """
     records = read_records(given.file)
     chosen = tuple(record for record in records if given.only is None or record.group == given.only)
@@ -96,7 +96,7 @@ def _figure(found: Accuracy, how: str) -> Any:
 
 
 def _accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
-    """The table per group, and what was not predicted."""
+    """Yields the table by group, and the records that were not predicted."""
     yield _summaries(found, f"{title}: errors")
     pick = found.regret()
     if pick.regret is not None:
@@ -114,7 +114,7 @@ def _accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
 
 
 def _summaries(found: Accuracy, title: str = "") -> Table:
-    """One row per group with a prediction, then core training and everything."""
+    """Returns one row per group with a prediction, then core training and everything."""
     rows = [(group or "no group", found.summary(group=group)) for group in found.groups]
     rows = [(group, at) for group, at in rows if at.n]
     rows += [("core training", found.summary(core=True)), ("all", found.summary())]
@@ -134,11 +134,11 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
 
 
 def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None) -> Answer:
-    """Fit the numbers anew, and predict every record by numbers that have not seen it."""
+    """Fits the numbers again, and predicts every record by numbers that have not seen it."""
     cases, unpredicted = cases_of(records)
     if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS} of two groups.")
-    # What cannot be written is refused before minutes are spent on it.
+    # A page that cannot be written is refused before minutes are spent on the fit.
     if page:
         _with_tables(page, dict.fromkeys(HEADINGS, ""))
     numbers, found = _fit_anew(cases, unpredicted, with_groups=bool(page or not out))
@@ -157,7 +157,7 @@ def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None)
 
 
 def _with_tables(page: Path, tables: Mapping[str, str]) -> str:
-    """The page with these tables between their marks; an InputError where it has no such marks."""
+    """Returns the text of the page with these tables between their marks. Raises InputError for missing marks."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -175,7 +175,7 @@ def _with_tables(page: Path, tables: Mapping[str, str]) -> str:
 def _fit_anew(
     cases: Sequence[Case], unpredicted: Sequence[Unpredicted], *, with_groups: bool
 ) -> tuple[dict[str, float], dict[str, Accuracy]]:
-    """Fitted numbers, and the errors of each way to predict: by other folds, by other groups, by the fit of all."""
+    """Returns the numbers fitted on all, and errors by heading: predicted by other folds, other groups, or all."""
     from meshwright.accuracy import fit
 
     problem = fit.make_problem(cases)
@@ -195,7 +195,7 @@ def _fit_anew(
 
 
 def _intervals(problem: "Problem", predicted_s: np.ndarray) -> dict[str, float]:
-    """Percentiles of measured over predicted for dense models and for those with experts, where there are enough."""
+    """Returns percentiles of measured over predicted for dense models and models with experts, if they have enough."""
     from meshwright.accuracy.fit import interval
 
     experts = np.array([case.setting.model.num_experts > 0 for case in problem.cases])

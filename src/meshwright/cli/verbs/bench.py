@@ -27,13 +27,11 @@ RATES = ("matmul", "mlp", "copy", "collectives", "attention")
 
 class Given(Options):
     what: tuple[str, ...] = argument()
-    on: str | None = option("Emulated devices, such as cpu:8; else whatever devices JAX has.")
-    seconds: float = option("For everything.", type=click.FloatRange(min=0.5), default=60.0)
+    on: str | None = option("Emulated devices, such as cpu:8; by default all devices that JAX has.")
+    seconds: float = option("Seconds for all parts.", type=click.FloatRange(min=0.5), default=60.0)
     dtypes: str | None = option("Element types of products, the main one first: bf16,fp8,int8.")
     mesh: MeshSizes | None = option("Measure collectives over its axes: fsdp=4,tensor=2.")
-    chip_name: str | None = option(
-        "The chip of the catalogue that the devices are, where it is not recognised.", "--chip"
-    )
+    chip_name: str | None = option("Name of the devices' chip in the catalogue, if it is not recognised.", "--chip")
     out: Path | None = option("Write a calibration (TOML) for plan.", "-o", "--out")
     png: Path | None = option("Draw into this folder.", metavar="FOLDER")
 
@@ -41,7 +39,7 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Measure the devices at hand: WHAT of matmul mlp elementwise contents distance copy batch collectives attention
-    overhead, all by default. Every part has a share of the seconds; what does not fit is named as not measured.
+    overhead, all by default. Every part has a share of the seconds; what does not fit is listed as not measured.
 
     meshwright bench --on cpu:8 -o rates.toml, then meshwright plan MODEL --on cpu:8 --calibration rates.toml.
     """
@@ -101,7 +99,7 @@ def _devices(on: str | None) -> "list[jax.Device]":
 
 
 def _calibration(report: "BenchReport", output: Path) -> Calibration:
-    """Returns the calibration; of emulated devices with rates inside a step, if nothing is missing to price one."""
+    """Returns the calibration; for emulated devices with rates inside a step, if no other rate of a step is missing."""
     from meshwright.bench.calibration import calibration_of
 
     found = calibration_of(report)
@@ -119,5 +117,5 @@ def _calibration(report: "BenchReport", output: Path) -> Calibration:
     from meshwright.bench.machine import with_host_rates
     from meshwright.bench.machine_step import measure_references
 
-    say("steps of training under the profiler, a minute or so besides: emulated devices are slower inside of one")
+    say("training steps under the profiler, about a minute more: emulated devices are slower inside a step")
     return with_host_rates(found, measure_references(found, report.num_devices), lambda line: say(f"  {line}"))

@@ -37,7 +37,7 @@ def report_text(report: results.BenchReport) -> Iterator[Piece]:
 
 
 def left_out_lines(lines: Sequence[str]) -> list[str]:
-    """Returns a line for each reason, with everything that was not measured for it."""
+    """Returns a line for each reason, with everything that was not measured for that reason."""
     reasons: dict[str, list[str]] = {}
     for line in lines:
         thing, _, why = line.rpartition(": ")
@@ -65,7 +65,7 @@ def _matmul_text(part: results.MatmulPart) -> Iterator[Piece]:
         "filled up": ("predicted", number),
     }
     yield _table(f"Beside whole tiles, {part.edges[0].product.dtype}", part.edges, columns)
-    yield "relative: to the rate of whole tiles; filled up: what computing whole tiles would leave of it"
+    yield "relative: to the rate of whole tiles; filled up: the same if partial tiles cost as much as whole ones"
 
 
 def _contents_text(part: results.ContentsPart) -> Iterator[Piece]:
@@ -131,7 +131,7 @@ def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
         "predicted": ("predicted_s", format_seconds),
         "x matmul, predicted": ("predicted_ratio", number),
     }
-    yield _table("What is no product, beside one, fp32", part.distances, columns)
+    yield _table("Combinations of two matrices beside their product, fp32", part.distances, columns)
 
 
 def _copy_text(part: results.CopyPart) -> Iterator[Piece]:

@@ -18,16 +18,16 @@ BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
 )
-"""Files that go along as they are, where the source has them."""
+"""Files that are copied unchanged, if the source has them."""
 
 
 class Given(Options):
     source: Path = argument(metavar="FROM")
     folder: Path = argument(metavar="TO")
-    dtype: Literal["fp32", "bf16", "fp16"] | None = option("Of the weights; as they are by default.")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option("Dtype of the weights written; unchanged by default.")
     step: int | None = option("Take the run's checkpoint after this step instead of its last weights.")
     merge: bool = option("Add an adapter to its base; else it is written by itself, as PEFT writes it.")
-    file_size: Bytes = option("The largest file of weights.", default="5GB")
+    file_size: Bytes = option("Most bytes of one file of weights.", default="5GB")
 
 
 @verb(Given)
@@ -36,13 +36,13 @@ def command(given: Given) -> Answer:
 
     FROM is the folder of a run, finished or not, or any Hugging Face folder with safetensors files: fused, stacked or
     prefixed names come out as they are published. One tensor is in memory at a time. An adapter, of a run or as PEFT
-    writes it, is written by itself or, with --merge, as the weights of its base with it added.
+    writes it, is written by itself or, with --merge, added to the weights of its base.
     """
     source, folder = given.source, given.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} is there already and is not an empty folder. Give a new one.")
     if not source.is_dir():
-        raise InputError(f"{source} is no folder. Give that of a run or of a Hugging Face model.")
+        raise InputError(f"{source} is no folder. Give the folder of a run or of a Hugging Face model.")
     try:
         model, step, files = _convert(given)
         beside = [name for name in BESIDE if (source / name).is_file()]
@@ -75,7 +75,7 @@ def command(given: Given) -> Answer:
 
 
 def _dtype(folder: Path) -> str:
-    """The dtype of the first tensor of what was written."""
+    """Returns the dtype of the first tensor in the folder."""
     from meshwright.nn.hf.files import open_checkpoint
 
     with open_checkpoint(folder) as tensors:
@@ -83,7 +83,7 @@ def _dtype(folder: Path) -> str:
 
 
 def _convert(given: Given) -> tuple[Model, int | None, list[Path]]:
-    """Write the weights: their model, the step of the checkpoint that was read, if it was one, and the files."""
+    """Writes the weights. Returns their model, the step of the checkpoint (None for other sources), and the files."""
     from meshwright.nn.hf.adapter import adapted_model, base_folder, is_adapter
     from meshwright.nn.hf.weights import convert_hf, merged, open_source, write_hf
     from meshwright.train.weights import checkpoint_steps, end_of_text, open_run_checkpoint

@@ -29,9 +29,9 @@ from meshwright.spec.strategy import mesh_words
 
 MAX_TERMS = 3
 MIN_SHARE = 0.03
-"""Of the step: a second or third term below this is not among those that matter."""
+"""Least share of the step with which a second or third term is said to matter."""
 NEAR = 2.0
-"""Times a limit, or parts of it, up to which a plan is near it."""
+"""A plan within this factor of a limit, on either side, is near it."""
 
 
 @verb(PlanOptions)
@@ -45,7 +45,7 @@ def command(given: PlanOptions) -> Answer:
     if stored != now:
         say(
             f"{given.what} predicts {stored} a step and its own rates now give {now}: it was changed by hand, or "
-            f"by another version."
+            f"written by another version."
         )
     parts = [part for block in told.blocks for part in (block.forward, block.backward)]
     parts += [told.between.sends, told.once] if told.between else [told.once]
@@ -123,7 +123,7 @@ def _algorithm_text(part: Algorithm) -> Iterator[Piece]:
 
 
 def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
-    """The sends, how often a step waits for one, and the idle time of the schedule."""
+    """Yields the sends, how often a step waits for one, and the idle time of the schedule."""
     yield from _algorithm_text(between.sends)
     chunks = f" of {between.chunks} chunks" if between.chunks > 1 else ""
     yield Paragraph(
@@ -135,7 +135,7 @@ def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
 
 
 def _measures(line: ListedStep) -> str:
-    """FLOPs where there are any, bytes, seconds, and whether they can overlap."""
+    """Returns FLOPs if there are any, bytes, seconds, and whether the step can overlap."""
     amounts = [format_flop_count(line.flops)] if line.flops else []
     often = {0.0: "not on the busiest device", 1.0: ""}.get(line.times, f"{line.times:,.4g} times")
     words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), often, line.overlaps)
@@ -174,7 +174,7 @@ _TITLES = {"speed": "When communication hides behind compute, in closed form", "
 
 
 def limit_tables(limits: Sequence[Limit]) -> dict[str, Table]:
-    """Kind of limit -> its table, of the kinds that there are."""
+    """Returns kind of limit -> its table, for the kinds that ``limits`` has."""
     rows: dict[str, list[list[Any]]] = {kind: [] for kind in _TITLES}
     for one in limits:
         rows[one.kind].append([one.name, one.formula, *limit_amounts(one), _VERDICTS[one.holds]])
@@ -191,7 +191,7 @@ def _limits_text(told: Explanation) -> Iterator[Piece]:
 
 
 def _legend(at: Letters) -> str:
-    """What the letters of the formulas stand for."""
+    """Returns what the letters of the formulas stand for."""
     of = " of a microbatch" if at.num_microbatches > 1 else ""
     said = [f"B = {format_count(at.batch_tokens)} tokens{of}", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]
     said.append(f"C = {format_flops(at.peak_flops)}")
@@ -200,7 +200,7 @@ def _legend(at: Letters) -> str:
         said.append(
             f"X = data x fsdp x context on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes"
         )
-        said.append("root = that of the discriminant")
+        said.append("root = square root of the discriminant")
     return ", ".join(said)
 
 
@@ -208,7 +208,7 @@ def _legend(at: Letters) -> str:
 
 
 def _lead_text(told: Explanation) -> Iterator[Piece]:
-    """Three to six facts before the algorithm."""
+    """Yields two to six facts before the algorithm."""
     terms = _leading_terms(told.terms)
     for number, term in enumerate(terms):
         yield Fact("what matters" if number == 0 else "", _term_words(term, told))
@@ -221,7 +221,7 @@ def _lead_text(told: Explanation) -> Iterator[Piece]:
 
 
 def _nearest_limit(told: Explanation, said: Sequence[Limit | None]) -> Limit | None:
-    """The limit of speed that the plan is closest to on either side, of those not said yet; None for none near."""
+    """Returns the limit of a term that the plan is nearest to, on either side, and not in ``said``; None if far."""
     of_terms = [limit_of_term(term, told.limits) for term in told.terms]
     open_ones = [one for one in of_terms if one is not None and one not in said]
     near = [one for one in open_ones if min(one.limit, one.here) > 0 and _distance(one) <= math.log(NEAR)]
@@ -233,7 +233,7 @@ def _distance(limit: Limit) -> float:
 
 
 def _leading_terms(terms: tuple[Term, ...]) -> list[Term]:
-    """The two or three that add most."""
+    """Returns the one to three terms that add most."""
     return [one for number, one in enumerate(terms[:MAX_TERMS]) if number == 0 or one.share >= MIN_SHARE]
 
 
@@ -253,19 +253,19 @@ def _term_words(term: Term, told: Explanation) -> str:
 
 
 def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
-    """The bound and the figure beside it, which is not a number where its letters are not known."""
+    """Returns the bound and the plan's figure, which prints as a dash if its letters are not known."""
     show = {"bytes": format_bytes, "s": format_seconds, "": _number_words}[limit.unit]
     bound = (lambda most: "below one device") if _below_one(limit) else show
     return Quantity(limit.limit, bound), Quantity(limit.here, lambda here: "-" if math.isnan(here) else show(here))
 
 
 def _below_one(limit: Limit) -> bool:
-    """True for a most number of devices that none has: the limit never holds."""
+    """True for an upper bound below one device: the limit never holds."""
     return limit.formula[0] == "<" and not limit.unit and limit.limit < 1
 
 
 def limit_words(limit: Limit) -> str:
-    """``"tokens/chip, weights hide: > 850, here 1,024: 1.2 times above"``."""
+    """Returns ``"tokens/chip, weights hide: > 850, here 1,024: 1.2 times above"``."""
     bound, here = limit_amounts(limit)
     sign = f"{limit.formula[0]} " if limit.formula[0] in "<>" and not _below_one(limit) else ""
     said = f"{limit.name}: {sign}{bound}, here {here}"
@@ -277,7 +277,7 @@ def limit_words(limit: Limit) -> str:
 
 
 def _change_words(told: Explanation) -> str:
-    """The best single change and its gain, or that none helps."""
+    """Returns the best single change and its gain, or says that none helps."""
     tried = told.changes
     of = f"{tried.num_tried} changes tried ({tried.num_legal} of them run)"
     if tried.best is None:
@@ -291,5 +291,5 @@ def _change_words(told: Explanation) -> str:
 
 
 def _number_words(value: float) -> str:
-    """Four digits, more where there are more before the point."""
+    """Returns four digits, or all before the point; from a million on three digits."""
     return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"

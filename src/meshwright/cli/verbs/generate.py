@@ -26,20 +26,20 @@ class Given(Options):
     prompt_file: Path | None = option("A file with a prompt on each line.", "--prompts")
     on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
     axes: MeshSizes | None = option("Mesh axes, such as tensor=2,data=2. Default: every device on tensor.")
-    max_tokens: int = option("Tokens after each prompt at most.", default=128)
+    max_tokens: int = option("Most tokens after each prompt.", default=128)
     temperature: float = option("0 takes the likeliest token each time.", default=0.0)
-    top_k: int = option("Draw from so many likeliest tokens; 0 from all.", default=0)
-    top_p: float = option("Draw from the likeliest tokens of this probability.", default=1.0)
-    seed: int = option("Of the draws.", default=0)
-    weights: Literal["as they are", "int8"] = option(default="as they are")
-    cache_dtype: Literal["bf16", "int8"] = option("Of keys and values.", default="bf16")
+    top_k: int = option("Draw from this many likeliest tokens; 0 from all.", default=0)
+    top_p: float = option("Draw from the likeliest tokens that have this probability together.", default=1.0)
+    seed: int = option("Seed of the draws.", default=0)
+    weights: Literal["as they are", "int8"] = option("How weights are stored.", default="as they are")
+    cache_dtype: Literal["bf16", "int8"] = option("Dtype of keys and values.", default="bf16")
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
     """Go on from prompts with the model of a FOLDER: a finished run, or config.json with safetensors files.
 
-    One prompt is written out as it grows; several are written one after the other, each when all are done.
+    The text of one prompt is printed as it grows, those of several prompts when all are done.
     """
     prompts = _prompts(given)
     mesh = _devices(given)
@@ -72,7 +72,7 @@ def command(given: Given) -> Answer:
 
 
 def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *, live: bool) -> Answer:
-    """Texts, unless they are on the terminal already; the pace on standard error."""
+    """Returns the texts, not printed again if they are ``live``; says the pace on standard error."""
     pace = found.generated.pace
     rate = "" if pace.tokens_per_s is None else f", then {format_count(round(pace.tokens_per_s, 1))} tokens/s"
     say(
@@ -98,7 +98,7 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
 
 
 def _prompts(given: Given) -> list[str]:
-    """All prompts, those of the file last. Raises InputError when there is none."""
+    """Returns all prompts, those of the file last. Raises InputError if there is none."""
     texts, file = list(given.prompts), given.prompt_file
     if file is not None:
         lines = read_text(file, "Give a text file with a prompt on each line.").splitlines()
@@ -106,17 +106,22 @@ def _prompts(given: Given) -> list[str]:
     if not texts:
         raise InputError("generate needs a prompt. Write: generate runs/NAME-001 --prompt 'The statement'.")
     for number, text in enumerate(texts, start=1):
-        # What a shell hands over that is no text stands there as halves of characters.
+        # Python decodes bytes of an argument that are not UTF-8 as lone surrogates.
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise InputError(f"prompt {number} is not UTF-8. Give it as UTF-8 text.")
     return texts
 
 
 def _devices(given: Given) -> dict[str, int] | None:
-    """The mesh asked for, its devices emulated where ``--on`` says so. Raises InputError where the two do not agree."""
+    """Returns the mesh asked for, None for the default, and emulates devices for ``--on cpu:N``.
+
+    Raises InputError if ``--axes`` and ``--on`` differ, CannotRunError if this machine has too few devices.
+    """
     cluster, axes = given.on, given.axes
     wanted = math.prod(axes.values()) if axes else None
-    words = "" if axes is None else f"--axes {','.join(f'{axis}={size}' for axis, size in axes.items())}"
+    words = f"--on {cluster.short_name}" if cluster else ""
+    if axes:
+        words = f"--axes {','.join(f'{axis}={size}' for axis, size in axes.items())}"
     if cluster is not None:
         if wanted is not None and wanted != cluster.num_chips:
             raise InputError(

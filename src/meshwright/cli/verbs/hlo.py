@@ -99,7 +99,7 @@ SHAPE = ("dtype", "dims", "minor_to_major", "tiles", "memory_space", "num_bytes"
 
 
 def _one_shape(one: Instruction) -> Shape:
-    """The array that a picture shows: the result, or the largest of a tuple."""
+    """Returns the array that a picture shows: the result, or the largest of a tuple."""
     shapes = one.shapes
     if not shapes:
         raise InputError(f"{one.name} makes no array to draw. Choose another instruction.")
@@ -126,17 +126,17 @@ def _drawn(module: Module, given: Given) -> Answer:
 # -- a whole program ------------------------------------------------------------------------------------
 
 MIN_PADDED_BYTES = 10_000
-"""Arrays below it, single numbers above all, are left out of the table of padding."""
+"""Smaller arrays, most of them single numbers, are left out of the table of padding."""
 RAW = ("collectives", "loops", "largest", "relayouts", "paddings")
-"""Tables of a summary, which CSV has with every row and every field."""
+"""Tables of a summary. CSV has all their rows and fields."""
 MAX_NAME = 28
 MAX_BODY = 44
-"""Characters of a name on one line: of an instruction, of a loop's body."""
+"""Most characters on one line of an instruction's name, and of a loop body's."""
 _MAX_STEPS = 4
 
 
 def _summary(module: Module, mesh: Mapping[str, int]) -> dict[str, Any]:
-    """All tables as one object; ``collectives`` is None where a loop's count cannot be read, and ``why`` says so."""
+    """Returns all tables as one object; ``collectives`` is None if a loop's count, named in ``why``, is unreadable."""
     devices = math.prod(mesh.values())
     # A program that spans slices numbers the devices of one.
     if mesh and devices % module.num_devices:
@@ -166,13 +166,13 @@ def _summary(module: Module, mesh: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _labelled(one: Any, *besides: str) -> dict[str, Any]:
-    """The fields of a struct and further attributes, its label as text."""
+    """Returns the fields of a struct and further attributes, with its label as text."""
     fields = asdict(one) | {name: getattr(one, name) for name in besides}
     return fields | {"label": str(one.label) if one.label else None}
 
 
 def _summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
-    """The tables, ``top`` rows of each."""
+    """Yields the tables, ``top`` rows of each."""
     devices = f"{found['num_partitions']} partitions"
     if found["num_replicas"] > 1:
         devices += f" x {found['num_replicas']} replicas"
@@ -193,7 +193,7 @@ def _summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
 
 
 def _table(title: str, rows: Sequence[Any], top: int, columns: TableColumns) -> Table:
-    """The first rows, without columns that say nothing."""
+    """Returns the first rows, without empty columns."""
     return Table.of(
         rows[:top], columns, f"{title} (the first {top} of {len(rows)})" if len(rows) > top else title
     ).known()
@@ -221,7 +221,7 @@ def _collectives_text(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: boo
 
 
 def _steps(steps: Sequence[str]) -> str:
-    """``layer forward h, h1; embed forward x +3``: the first few, those of one pass of a block together."""
+    """Returns ``layer forward h, h1; embed forward x +3``: the first few, grouped by block and phase."""
     passes: dict[str, list[str]] = {}
     for step in steps[:_MAX_STEPS]:
         where, _, result = step.replace("near ", "~").rpartition(":")
@@ -267,13 +267,13 @@ PADDED: TableColumns = {
 
 
 def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], TableColumns]]:
-    """Title, rows and columns of the tables behind the collectives."""
+    """Yields title, rows and columns of the tables after the collectives."""
     yield "Loops", found["loops"], LOOPS
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in found["largest"]:
         alike.setdefault((one["name"], one["shape"], one["memory_space"], one["times"]), []).append(one)
     groups = [{**group[0], "arrays": len(group)} for group in alike.values()]
-    yield "Arrays that it makes or is given", groups, ARRAYS
+    yield "Arrays that it allocates or takes", groups, ARRAYS
     total = sum(one["total_bytes"] for one in found["relayouts"] if not one["inside_fusion"])
     alone = f", {format_bytes(total)} by those not fused" if total else ""
     yield f"Copies to another layout{alone}", found["relayouts"], COPIES
@@ -282,7 +282,7 @@ def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], Tabl
 
 
 def _place_text(label: str, text: str) -> Iterator[Piece]:
-    """A fact whose long paths may be broken behind a slash."""
+    """Yields a fact whose long paths may be broken after a slash."""
     lines = fill(
         f"{label:<13}{text.replace('/', '/ ')}",
         width(),
@@ -294,17 +294,17 @@ def _place_text(label: str, text: str) -> Iterator[Piece]:
 
 
 def _stacked(*lines: str | None) -> str | None:
-    """Lines of one cell, those that say something: side by side they would not fit 80 columns."""
+    """Returns the lines that are not empty, as one cell: side by side they would not fit 80 columns."""
     return "\n".join(line for line in lines if line) or None
 
 
 def _step(label: str | None) -> str | None:
-    """A label without the operation, which the shape and the opcode tell."""
+    """Returns a label without its op, which the shape and the opcode show."""
     return label.split("=")[0].replace(":", " ") if label else None
 
 
 def _name(name: str, longest: int = MAX_NAME) -> str:
-    """The name of an instruction or a computation, broken once where it is long."""
+    """Returns the name of an instruction or a computation, broken once if it is long."""
     if len(name) <= longest:
         return name
     at = max(name.rfind(mark, 0, longest) for mark in "-_.") + 1
@@ -312,5 +312,5 @@ def _name(name: str, longest: int = MAX_NAME) -> str:
 
 
 def _layout(shape: str) -> str:
-    """A shape above its layout."""
+    """Returns a shape above its layout."""
     return shape.replace("{", "\n{")

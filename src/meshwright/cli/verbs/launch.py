@@ -19,15 +19,15 @@ from meshwright.core.errors import EX_TEMPFAIL, InputError
 from meshwright.parallel.process_env import COORDINATOR, PROCESS, PROCESSES
 
 GRACE_S = 5.0
-"""After one process failed the others may end by themselves for this long: often they fail for the same reason."""
+"""Seconds in which the others may end by themselves after one process failed: often they fail for the same reason."""
 LONGEST_LINE = 1 << 30
-"""Bytes: a JSON object is one line."""
+"""Most bytes of a line: a JSON object is one line."""
 ERROR = "meshwright: "
-"""How the line begins in which a verb says why it ends."""
+"""Start of the line in which a verb says why it ends."""
 PR_SET_PDEATHSIG = 1
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _NOISE = ("[Gloo] Rank", "peer ranks")
-"""Each new group of devices makes every device of a process say so on standard output, several at once."""
+"""Parts of the lines that Gloo prints on standard output for each device of each new group, several at once."""
 
 
 class Given(Options):
@@ -43,9 +43,9 @@ class Given(Options):
 def command(given: Given) -> None:
     """Run a verb in several processes on this machine: launch --processes 4 -- train plan.toml.
 
-    Standard output is that of process 0; all else comes on standard error behind the number of its process, an error
-    that several have in common once. When one process fails the others are stopped, and the exit code is that of the
-    first that failed.
+    Standard output is that of process 0; all other output goes to standard error, each line after the number of its
+    process, and an error of several processes once. When one process fails the others are stopped, and the exit code
+    is that of the first that failed.
     """
     if given.verb[0] == "launch":
         raise InputError("launch cannot start itself. Write: launch --processes 4 -- train plan.toml.")
@@ -57,8 +57,8 @@ def command(given: Given) -> None:
 
 
 def launch(program: Sequence[str], *, processes: int, devices: int | None = None) -> int:
-    """Run a program in several processes. The exit code: 0, that of the first that failed, or 128 + the signal that
-    killed it; 75 where they were asked to stop and did; 128 + the second signal."""
+    """Runs a program in several processes. Returns 0; the exit code of the first that failed, or 128 + the signal that
+    killed it; 75 if they were asked to stop and did; after a second signal 128 + that signal."""
     return asyncio.run(_launch(program, processes, devices))
 
 
@@ -75,7 +75,7 @@ async def _launch(program: Sequence[str], processes: int, devices: int | None) -
             stdout=PIPE,
             stderr=PIPE,
             limit=LONGEST_LINE,
-            # A terminal's Ctrl-C would reach them twice: they get it from here.
+            # In the terminal's session Ctrl-C would reach them twice: this process passes it on.
             start_new_session=True,
         )
         children.append(child)
@@ -93,7 +93,7 @@ async def _launch(program: Sequence[str], processes: int, devices: int | None) -
 
 
 def child_program() -> str:
-    """Python text that runs a verb, and ends when this process is killed."""
+    """Returns Python text that runs a verb, in a process that ends when this one is killed."""
     parent = f"from meshwright.cli.verbs.launch import end_with_parent; end_with_parent({os.getpid()})"
     return f"{parent}; from meshwright.cli.main import main; main()"
 
@@ -109,7 +109,7 @@ def end_with_parent(parent: int) -> None:
 def child_environment(
     env: dict[str, str], index: int, processes: int, *, port: int, devices: int | None
 ) -> dict[str, str]:
-    """Variables of one process: who it is, where process 0 listens (on loopback only), and its devices."""
+    """Returns the variables of one process: its number, where process 0 listens (on loopback only), and its devices."""
     flags = re.sub(rf"{_DEVICES_FLAG}=\d+", "", env.get("XLA_FLAGS", ""))
     env.pop("JAX_NUM_CPU_DEVICES", None)
     if devices is not None:
@@ -117,19 +117,19 @@ def child_environment(
         env["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(index * devices + i) for i in range(devices))
     address = f"127.0.0.1:{port}"
     own = {COORDINATOR: address, PROCESSES: str(processes), PROCESS: str(index)}
-    # Not through a file: a pipe would hold the lines back until it is full.
+    # Unbuffered: Python would otherwise write to the pipe only when its buffer is full.
     return env | own | {"JAX_COORDINATOR_BIND_ADDRESS": address, "XLA_FLAGS": flags.strip(), "PYTHONUNBUFFERED": "1"}
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens at now."""
+    """Returns a port of this machine that nothing listens at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def _pass_on_signals(children: Sequence[Process]) -> Sequence[signal.Signals]:
-    """Ctrl-C and SIGTERM go to every process; a second one kills them. The list is of those that have come."""
+    """Passes Ctrl-C and SIGTERM on to every process; a second one kills them. Returns the list of those received."""
     seen: list[signal.Signals] = []
 
     def forward(number: signal.Signals) -> None:
@@ -148,12 +148,12 @@ def _send(children: Sequence[Process], number: signal.Signals) -> None:
 
 
 def _numbered(index: int, lost: Sequence[int]) -> Callable[[str], None]:
-    """Says lines behind the number of their process; none of others once one was lost: they say how they miss it."""
+    """Says lines after the number of their process; once one process was killed, only its own, as others then fail."""
     return lambda line: say(f"[{index}] {line}") if index in lost or not lost else None
 
 
 async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], None], said: set[str]) -> None:
-    """Show the lines of a process; those that say why a verb ends once for all, as alike processes fail alike."""
+    """Shows the lines of a process, but not an error that another process has shown."""
     assert source is not None
     is_noise = noise_filter()
     async for raw in source:
@@ -165,12 +165,12 @@ async def _pass_on(source: asyncio.StreamReader | None, show: Callable[[str], No
 
 
 def noise_filter() -> Callable[[str], bool]:
-    """Whether a line is what Gloo says of its connections, asked line by line; two may be cut into each other."""
+    """Returns a function that says of each line in order whether it is Gloo's; two lines may be cut into each other."""
     after_noise = False
 
     def is_noise(line: str) -> bool:
         nonlocal after_noise
-        # What is left of the second of two lines that were written at once: the end of one, a number or nothing.
+        # After two lines that were written at once, the rest of the second: a number or nothing.
         rest = after_noise and not line.strip(" 0123456789")
         after_noise = rest or any(noise in line for noise in _NOISE)
         return after_noise
@@ -179,7 +179,7 @@ def noise_filter() -> Callable[[str], bool]:
 
 
 async def _end(children: Sequence[Process], lost: list[int]) -> int:
-    """The exit code when all have ended; after the first failure the others have `GRACE_S`, then they are killed.
+    """Returns the exit code when all have ended; after a first failure the others have `GRACE_S`, then are killed.
 
     A process that was killed goes into ``lost``.
     """

@@ -59,8 +59,8 @@ class Given(Options):
     png: Path | None = option("Draw the plans of --pareto, or the parts of the step with --breakdown.")
     why_nots: tuple[str, ...] = option("Why not tensor=16,remat=block?", "--why-not", metavar="AXIS=N,...")
     what_ifs: tuple[str, ...] = option(
-        f"What if chip.flops=8x,chips=2x? Of {', '.join(CHANGES)}; network is nic and dcn: what leaves the domain or "
-        f"slice.",
+        f"What if chip.flops=8x,chips=2x? Of {', '.join(CHANGES)}; network is nic and dcn, the links that leave the "
+        f"domain or slice.",
         "--what-if",
         metavar="WHAT=Nx,...",
     )
@@ -126,9 +126,9 @@ def command(given: Given) -> Answer:
 
 
 def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:
-    """The plan with those of its strategies that the compiler accepts, and what it said of each, a few seconds each.
+    """Returns the plan with the strategies that the compiler accepts, and its verdict on each, after some seconds each.
 
-    Raises CannotRunError where it accepts none.
+    Raises CannotRunError if it accepts none.
     """
     from meshwright.api.proving import prove_strategy
     from meshwright.verify.targets import usable_target
@@ -164,7 +164,7 @@ def _save(result: PlanResult, out: Path) -> None:
 
 
 def plan_text(result: PlanResult) -> Iterator[Piece]:
-    """The ranked strategies, what they need, and the conventions behind the numbers."""
+    """Yields the ranked strategies, the best one's placement and run, and the conventions behind the numbers."""
     job, best = result.job, result.strategies[0]
     used = best.cluster
     yield (
@@ -175,7 +175,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     strategies = [one.strategy for one in result.strategies]
     same = [words for words in CHOICES if len({words(s) for s in strategies}) == 1]
     varied = [words for words in CHOICES if words not in same]
-    # What the range beside a step time is: an interval that measurements fall into, or bounds by data.
+    # The range beside a step time is an interval that measurements fall into, or bounds of the overlap.
     bounds = "bounds" if best.estimate.step_s_p10 is None else "P10-P90"
     columns: TableColumns = {
         "strategy, best first": lambda one: _strategy_words(one.strategy, varied),
@@ -202,7 +202,7 @@ def _range_words(at: Estimate) -> str:
 
 
 def _strategy_words(strategy: Strategy, varied: Sequence[Callable[[Strategy], str]]) -> str:
-    """The mesh, broken between axes only, and below it the choices in which the listed strategies differ."""
+    """Returns the mesh, broken between axes only, and below it the choices in which the listed strategies differ."""
     lines = [""]
     for part in mesh_words(strategy.mesh).split(", "):
         if lines[-1] and len(lines[-1]) + len(part) + 2 > width() - NUMBERS_WIDTH:

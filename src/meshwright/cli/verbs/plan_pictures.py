@@ -1,4 +1,4 @@
-"""What `plan --pareto` and `plan --breakdown` print and draw beside the ranked strategies."""
+"""The tables and pictures of `plan --pareto` and `plan --breakdown`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +27,9 @@ LEAST_SAVING = 0.1
 
 
 def frontier_answer(result: PlanResult, *, png: Path | None) -> Answer:
-    """The frontiers of the job that was planned.
+    """Returns the frontiers of the job that was planned.
 
-    They are of the cluster that the plans use: all of it, or the largest part that the job divides over.
+    They are those of the cluster that the plans use: all of it, or the largest part that the job divides over.
     """
     cluster = result.strategies[0].cluster
     setting = result.setting.on(cluster)
@@ -40,8 +40,9 @@ def frontier_answer(result: PlanResult, *, png: Path | None) -> Answer:
 
 
 def listed(frontier: Sequence[PlannedStrategy]) -> list[PlannedStrategy]:
-    """Of a frontier, fastest first, those that hold at least a tenth less than the one listed before; of plans that
-    are equally fast the smallest.
+    """Returns plans of a frontier, fastest first, each with at least a tenth less memory than the one before it.
+
+    Of plans that are equally fast it takes the smallest.
     """
     kept: list[PlannedStrategy] = []
     for one in frontier:
@@ -57,7 +58,7 @@ OF_FRONTIER = (
     *("num_chips", "axes", "zero", "num_microbatches", "remat"),
     *("schedule", "step_s", "mfu", "hbm_bytes_per_chip"),
 )
-"""What a plan of a frontier has of the keys of `plan --json`."""
+"""Keys of `plan --json` that a plan of a frontier has."""
 
 
 def _facts(found: PlannedStrategy) -> dict[str, Any]:
@@ -101,7 +102,7 @@ MESH: TableColumns = {"mesh": ("strategy.mesh", short_mesh, "axes")}
 
 
 def _usd(found: PlannedStrategy) -> float:
-    """Dollars of a billion tokens."""
+    """Returns dollars of a billion tokens."""
     return 1e9 * (found.usd_per_token or 0.0)
 
 
@@ -123,7 +124,7 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
 
 
 def breakdown_answer(result: PlanResult, png: Path | None) -> Answer:
-    """Where the best plan's step goes, and its collectives."""
+    """Returns the parts of the best plan's step, and its collectives."""
     best = result.strategies[0]
     parts = Breakdown(price_strategy(best.setting, best.strategy))
     facts = {"parts": parts.named(), "traffic": parts.traffic}
@@ -131,7 +132,7 @@ def breakdown_answer(result: PlanResult, png: Path | None) -> Answer:
 
 
 def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
-    """Every collective of a step: how often, how many bytes, alone and exposed."""
+    """Yields every collective of a step: how often it runs, bytes, seconds alone and exposed."""
     if not parts.traffic:
         return
     yield ""
@@ -160,6 +161,6 @@ def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:
 
 
 def _largest(alone: Mapping[str, float]) -> dict[str, float]:
-    """The groups of mesh axes without those whose links are busy for less than a thousandth of the rest."""
+    """Returns the groups of mesh axes whose links are busy for more than a thousandth of the total."""
     total = sum(alone.values())
     return {name.replace(",", "+"): seconds for name, seconds in alone.items() if seconds > 1e-3 * total}

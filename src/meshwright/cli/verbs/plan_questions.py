@@ -21,11 +21,11 @@ from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Ta
 MAX_TERMS = 3
 MAX_LIMITS = 3
 MISSED = 1e-3
-"""Share of the best's step by which another may be shorter before it is said."""
+"""Share of the best's step; a strategy that is faster by more gets a note that the search missed it."""
 
 
 def parse_why_not(text: str) -> dict[str, Any]:
-    """Name -> value of ``"tensor=16,remat=block"``: whole numbers, true and false, else text."""
+    """Returns name -> value of ``"tensor=16,remat=block"``; values are TOML or else text."""
     pairs = split_pairs(text, "name=value. Write for example tensor=16,remat=block", what="--why-not")
     return {name: field_value(value) for name, value in pairs.items()}
 
@@ -34,13 +34,13 @@ def parse_why_not(text: str) -> dict[str, Any]:
 
 
 def why_not_answer(result: PlanResult, told: Sequence[WhyNot]) -> Answer:
-    """The rule that refuses each; its best completion beside the winner."""
+    """Returns for each strategy asked about the rule that refuses it, and its best completion beside the winner."""
     facts = [_why_not_facts(one, result) for one in told]
     return Answer({"why_not": facts}, [piece for one in told for piece in _why_not_text(one, result)])
 
 
 def _why_not_facts(told: WhyNot, result: PlanResult) -> dict[str, Any]:
-    """Everything told, each strategy with what is assumed for it."""
+    """Returns the answer as plain data; each strategy has the assumptions under which it is priced."""
     found = {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
     assumed = msgspec.to_builtins(result.setting.assumptions)
     found["winner"] |= assumed
@@ -91,7 +91,7 @@ def _value(value: Any) -> str:
 
 
 def _terms_text(told: WhyNot) -> Iterator[Piece]:
-    """What makes it slower, or what makes it faster where it is."""
+    """Yields the terms that make it slower, or faster if it is faster."""
     slower = (told.slower_s or 0.0) >= 0
     ordered = told.terms if slower else tuple(reversed(told.terms))
     chosen = [one for one in ordered if (one.more_s > 0) == slower and abs(one.more_s) > 0.01 * abs(told.slower_s or 1)]
@@ -113,7 +113,7 @@ def _terms_text(told: WhyNot) -> Iterator[Piece]:
 
 
 def what_if_answer(told: Sequence[WhatIf]) -> Answer:
-    """What is changed, then both plans side by side; ``then`` has the keys of a strategy of `plan --json`."""
+    """Returns the changes, then both plans side by side; ``then`` has the keys of a strategy of `plan --json`."""
     facts = [
         {
             **asdict(one),
@@ -161,16 +161,16 @@ def _in_all(told: WhatIf) -> str:
     if told.then.strategy.mesh == told.now.strategy.mesh:
         return f"{said}, on the same mesh"
     if told.kept_s is not None:
-        return f"{said}; kept as it is, the plan of now would take {format_seconds(told.kept_s)}"
+        return f"{said}; the present plan, unchanged, would take {format_seconds(told.kept_s)}"
     same_chips = told.then.num_chips == told.now.num_chips
-    return f"{said}; the plan of now would not run" if same_chips else said
+    return f"{said}; the present plan would not run" if same_chips else said
 
 
 # -- the recipe -------------------------------------------------------------------------------------------
 
 
 def recipe_answer(result: PlanResult) -> Answer:
-    """The recipe step by step, then its strategy beside the search's best."""
+    """Returns the recipe step by step, then its strategy beside the search's best."""
     best = result.strategies[0]
     made = recipe(result.setting, template=best.strategy)
     facts = {**msgspec.to_builtins(made), "best_step_s": best.estimate.step_s}

@@ -1,4 +1,4 @@
-"""Strategies and what they take in words and as columns, for the verbs that print plans."""
+"""Strategies and their costs in words and as columns, for the verbs that print plans."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -17,26 +17,26 @@ BOUND_BY: TableColumns = {"bound by": "estimate.bound_by"}
 
 
 def microbatch_words(strategy: Strategy) -> str:
-    """``"1 microbatch"``, ``"8 microbatches"``."""
+    """Returns ``"1 microbatch"``, ``"8 microbatches"``."""
     count = strategy.num_microbatches
     return f"{count:,} microbatch{'es' if count > 1 else ''}"
 
 
 def remat_words(strategy: Strategy) -> str:
-    """``"remat block"``, or the kept results joined by plus signs."""
+    """Returns ``"remat block"``, or the kept results joined by plus signs."""
     kept = strategy.remat
     return f"remat {kept if isinstance(kept, str) else '+'.join(kept) or 'keeping nothing'}"
 
 
 def schedule_words(strategy: Strategy) -> str:
-    """``"interleaved, 4 chunks"``; "" without a pipeline."""
+    """Returns ``"interleaved in 4 chunks"``; "" without a pipeline."""
     if strategy.mesh.get("pipeline", 1) == 1:
         return ""
     return strategy.schedule if strategy.chunks == 1 else f"{strategy.schedule} in {strategy.chunks} chunks"
 
 
 def sharding_words(strategy: Strategy) -> str:
-    """What ``fsdp`` splits, and how keys meet queries over ``context``; "" where there is only one way."""
+    """Returns the ZeRO stage of ``fsdp`` and the attention over ``context``; "" if neither axis is used."""
     words = []
     if strategy.mesh.get("fsdp", 1) > 1 and strategy.zero is not None:
         words.append(f"ZeRO-{strategy.zero}")
@@ -46,12 +46,12 @@ def sharding_words(strategy: Strategy) -> str:
 
 
 def offload_words(strategy: Strategy) -> str:
-    """``"optimizer offloaded"``, or ""."""
+    """Returns ``"optimizer offloaded"``, or ""."""
     return f"{' and '.join(strategy.offload)} offloaded" if strategy.offload else ""
 
 
 def collective_matmul_words(strategy: Strategy) -> str:
-    """``"two-way collective matmuls"``; "" without them, or without an axis that they run over."""
+    """Returns ``"two-way collective matmuls"``; "" without them, or without an axis that they run over."""
     found = strategy.collective_matmul
     return "" if found == "none" or strategy.mesh.get("tensor", 1) == 1 else f"{found} collective matmuls"
 
@@ -67,12 +67,12 @@ CHOICES: tuple[Callable[[Strategy], str], ...] = (
 
 
 def full_words(strategy: Strategy) -> str:
-    """The mesh and every choice, in one line."""
+    """Returns the mesh and every choice, in one line."""
     return ", ".join(filter(None, (mesh_words(strategy.mesh), *(words(strategy) for words in CHOICES))))
 
 
 def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
-    """What the whole run takes, in a few lines."""
+    """Yields the steps, time, cost, FLOPs and power of the whole run."""
     money = "no price known (--price)" if budget.cost_usd is None else f"${budget.cost_usd:,.0f}"
     yield Fact(
         "the run",
@@ -94,5 +94,5 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
 
 
 def placement_words(placement: Mapping[str, str]) -> str:
-    """``"fsdp on x (16) x y (16); tensor on z (4)"``; axes of one chip are left out."""
+    """Returns ``"fsdp on x (16) x y (16); tensor on z (4)"``; axes of one chip are left out."""
     return "; ".join(f"{axis} on {place}" for axis, place in placement.items() if place != "1 chip") or "one chip"

@@ -42,7 +42,7 @@ def command(given: Given) -> Answer | None:
     program that the plan compiles to.
     """
     if (given.trace is None) != (given.hlo is None):
-        raise InputError("--trace and --hlo go together: a trace names instructions whose text the other one has.")
+        raise InputError("--trace and --hlo go together: the trace names instructions of the HLO's text. Give both.")
     if given.warmup is not None and given.warmup < 1:
         raise InputError(f"--warmup {given.warmup}: the first step is slower than the others. Give 1 or more.")
     chosen = resolve(given, read_fields(given.pairs), verb="profile", step=given.step).plan()
@@ -60,7 +60,7 @@ def command(given: Given) -> Answer | None:
 
 
 def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
-    """The step on the devices at hand."""
+    """Runs the step on the devices at hand, and returns its profile."""
     require_runnable(chosen.model)
     require_devices(chosen)
     import jax
@@ -84,7 +84,7 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
 
 
 def _step_of(chosen: Plan, storage: Storage) -> "TrainStep | GenerateStep":
-    """The step that `train` runs by the plan, with its default settings, or the one of `generate`."""
+    """Returns the step that `train` runs by the plan, with its default settings, or the one of `generate`."""
     if not chosen.job.trains:
         from meshwright.parallel.generate_step import GenerateStep
 
@@ -110,10 +110,7 @@ SHOWN_STEPS = 8
 
 
 def profile_answer(profile: "Profile", folder: Path) -> Answer:
-    """Write the report into the folder; answer with its short form, and all but the single samples of memory as data.
-
-    `train --profile` answers with it too.
-    """
+    """Writes the report into the folder. Returns its short form, and as data all but the single samples of memory."""
     from meshwright.report.machine.profile_report import write_report
 
     files = write_report(profile, folder)
@@ -123,7 +120,7 @@ def profile_answer(profile: "Profile", folder: Path) -> Answer:
 
 
 def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
-    """A screenful: the step, where its time goes, the worst terms and steps, advice, memory, files."""
+    """Yields one screen: the step, where its time goes, the worst terms and steps, advice, memory, files."""
     from meshwright.report.machine.profile_report import difference_words, headline_rows, times_table
 
     times, comparison = profile.times, profile.comparison
@@ -138,8 +135,8 @@ def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     )
     if comparison.shares_cores:
         yield (
-            "emulated devices share the cores: below, the machine's time is shared out over what works at each instant "
-            "on any device, and waiting is no work; kinds of work sum to the step"
+            "emulated devices share the cores: below, each instant of the machine's time is divided among the "
+            "instructions that run then and do not wait; kinds of work sum to the step"
         )
     for warning in profile.warnings:
         yield warning[:1].lower() + warning[1:].removesuffix(".")

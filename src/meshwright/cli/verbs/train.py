@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from meshwright.train.record.result import TrainResult
 
 PROFILED_STEPS = 3
-"""What ``--profile`` without a number profiles."""
+"""Steps that ``--profile`` without a number profiles."""
 
 PROFILE_FOLDER = "profile"
 """The report of ``--profile``, inside the folder of the run."""
 
 NEWEST = "newest"
-"""What ``--resume`` without a folder says."""
+"""Value of ``--resume`` without a folder."""
 
 
 class Given(PlanOptions):
@@ -42,8 +42,8 @@ class Given(PlanOptions):
         "Python's own documentation by default."
     )
     skip_bad_records: bool = option("Leave out records of the data that cannot be read, and count them.")
-    seed: int | None = option("Of the first weights and of the order of the data.")
-    from_scratch: bool = option("Start from random weights, also where the model's folder has some.")
+    seed: int | None = option("Seed of the first weights and of the order of the data.")
+    from_scratch: bool = option("Start from random weights, even if the model's folder has weights.")
     runs: Path = option("Folder of all runs.", default=Path("runs"))
     resume: str | None = option(
         "Go on with the run in this folder, or with the model's newest run, from its newest checkpoint.",
@@ -82,7 +82,7 @@ def command(given: Given) -> Answer | None:
 
 
 def _plan(given: Given, fields: dict[str, dict[str, Any]]) -> Plan:
-    """The plan to run: of the file, of the model planned on the way, or of the run to resume."""
+    """Returns the plan to run: of the file, of the model planned on the way, or of the run to resume."""
     if given.what is None and given.resume and given.resume.endswith(".toml"):
         # `train --resume plan.toml`: the option took the plan for its folder.
         given.what, given.resume = given.resume, NEWEST
@@ -101,7 +101,7 @@ def _plan(given: Given, fields: dict[str, dict[str, Any]]) -> Plan:
 
 
 def _resumed(plan: Plan, changes: dict[str, Any], given: Given) -> Answer | None:
-    """Go on with a run under its own settings and what is changed of them; one line when it is finished."""
+    """Goes on with a run under its own settings, with ``changes``; says so in one line if it is finished."""
     from meshwright.train.record.run_folder import finished_steps, newest_run, read_resolved, read_summary
     from meshwright.train.settings import settings_from_table
 
@@ -115,7 +115,7 @@ def _resumed(plan: Plan, changes: dict[str, Any], given: Given) -> Answer | None
 
 
 def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | None = None) -> Answer | None:
-    """Train, with some steps under the profiler where that is asked for; one process of many answers."""
+    """Trains, with some steps under the profiler if that is asked for. Returns None in all processes but one."""
     require_runnable(plan.model)
     require_devices(plan)
     from meshwright.parallel.processes import is_first
@@ -140,7 +140,7 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
 
 
 def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -> None:
-    """Refuse to profile a run that has too few steps for it."""
+    """Raises InputError for a run with too few steps to profile."""
     from meshwright.profile.run import warmup_steps
     from meshwright.train.record.run_folder import finished_steps
     from meshwright.train.settings import settings_from_table
@@ -157,10 +157,9 @@ def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -
 def _run_profiled(
     plan: Plan, settings: dict[str, Any], given: Given, resume: Path | None
 ) -> "tuple[TrainResult, Answer | None]":
-    """Train with some warm steps under the profiler, and write their report into the folder of the run.
+    """Trains with some warm steps under the profiler, and writes their report into the folder of the run.
 
-    The trace is in a folder beside the runs until the run has one of its own. Without an answer in all processes but
-    one.
+    The trace is in a folder beside the runs until the run has its own. The answer is None in all processes but one.
     """
     from meshwright.cli.verbs.profile import profile_answer
     from meshwright.parallel.processes import is_first

@@ -1,4 +1,4 @@
-"""What `train` and `demo` print of a run: losses, each prediction beside its measurement, where the time went."""
+"""The text of a run in `train` and `demo`: losses, each prediction beside its measurement, where the time went."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
-    """Losses, and each prediction beside its measurement."""
+    """Yields losses, and each prediction beside its measurement."""
     if not result.losses:
         yield f"stopped before the first step; {result.run} holds the plan"
         return
@@ -35,8 +35,8 @@ def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
     if result.mfu is not None and result.mfu > 1:
         calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
         yield (
-            f"an MFU above 100%: the machine is faster than the rates of the plan ({calibration}) say, as after they "
-            f"were measured while it was busy. Remove them from {cache_folder()} and plan again to measure anew."
+            f"an MFU above 100%: the machine is faster than the plan's rates ({calibration}); it may have been busy "
+            f"when they were measured. Remove them from {cache_folder()} and plan again to measure again."
         )
     rate = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
     yield Paragraph(
@@ -49,7 +49,7 @@ def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
 
 
 def goodput_words(goodput: "Goodput") -> str:
-    """``goodput 83%: 12 s of 14.5 s in steps, compiling 1.2 s, ...``: the parts that took a hundredth or more."""
+    """Returns ``goodput 83%: 12 s of 14.5 s in steps, compiling 1.2 s, ...``: the parts of a hundredth or more."""
     parts = {
         "compiling": goodput.compile_s,
         "evaluation": goodput.evaluation_s,

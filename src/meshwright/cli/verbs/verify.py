@@ -31,15 +31,15 @@ class Given(PlanOptions):
     weights: Literal["as they are", "int8"] = WEIGHTS
     cache_dtype: CacheDtype = CACHE_DTYPE
     timeout: float = option("Seconds that the compiler may take.", default=TIMEOUT_S)
-    keep: Path | None = option("Keep what the compiler wrote in this folder.")
+    keep: Path | None = option("Keep the compiler's files in this folder.")
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Compile the real step of a plan for its target and hold what it needs against the prediction.
+    """Compile the real step of a plan for its target and compare its memory and collectives with the prediction.
 
-    Nothing of the target has to be here. Depths: lower (does everything divide and agree), partition (memory and
-    collectives, in seconds), full (the whole compiler). Ends with 3 where the step does not partition or does not fit.
+    The hardware need not be here. Depths: lower (does everything divide and agree), partition (memory and collectives,
+    in seconds), full (the whole compiler). The exit code is 3 if the step does not partition or does not fit.
     """
     from meshwright.train.settings import settings_from_table
     from meshwright.verify.proof import proof_table
@@ -51,7 +51,7 @@ def command(given: Given) -> Answer:
     setting, strategy, _ = resolve(given, fields, verb="verify", step=given.step)
     if not setting.job.trains and fields["train"]:
         name = next(iter(fields["train"]))
-        raise InputError(f"--set train.{name} is of training. Leave it out, or take --step train.")
+        raise InputError(f"--set train.{name} is a setting of training. Leave it out, or take --step train.")
     options = ProofOptions(
         depth=given.depth,
         platform=given.platform,
@@ -78,7 +78,7 @@ HOW = {
 
 
 def proof_text(proof: "Proof") -> Iterator[Piece]:
-    """Who compiled it and how far, the memory, and the collectives with their differences."""
+    """Yields the target and how far it was compiled, the memory, and the collectives with their differences."""
     request, outcome = proof.request, proof.outcome
     strategy, setting = request.strategy, request.setting
     what = f"{setting.model.name} on {setting.cluster.short_name}, {request.step}: {mesh_words(strategy.mesh)}"
@@ -150,7 +150,7 @@ def _traffic_text(proof: "Proof") -> Iterator[Piece]:
 
 
 def _products_text(found: "Products") -> Iterator[Piece]:
-    """FLOPs of matrix products, and the steps in which they are not as derived."""
+    """Yields FLOPs of matrix products, and the steps in which they are not as derived."""
     share = found.compiled / found.derived - 1 if found.derived else 0.0
     yield Fact(
         "matrix products",
@@ -170,11 +170,11 @@ def _products_text(found: "Products") -> Iterator[Piece]:
 
 
 SHOWN_PLACES = 3
-"""Places of one kind of difference that are named; `--json` has them all."""
+"""Steps with one kind of difference that are named; `--json` has them all."""
 
 
 def _difference_words(found: list["Difference"]) -> str:
-    """How much a kind of difference comes to, what it is, and where most of it is."""
+    """Returns the bytes of a kind of difference, what it is, and where most of it is."""
     from meshwright.verify.differences import CLASSES
 
     extra = sum(one.extra_bytes for one in found)
