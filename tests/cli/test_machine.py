@@ -25,5 +25,5 @@ def test_rates_of_another_number_of_emulated_devices_are_refused(tmp_path):
     file = tmp_path / "eight.toml"
     save_calibration(msgspec.structs.replace(made, devices=8), file)
     assert machine.rates_for(parse_cluster("cpu:8"), file).devices == 8
-    with pytest.raises(InputError, match=r"rates of 8 emulated devices at once, and cpu:1 is 1.*bench --on cpu:1 -o"):
+    with pytest.raises(InputError, match=r"rates of 8 emulated devices, but cpu:1 emulates 1.*bench --on cpu:1 -o"):
         machine.rates_for(parse_cluster("cpu:1"), file)

@@ -91,7 +91,7 @@ def test_what_fits_runs(proved):
 def test_what_does_not_fit_is_refused_with_bytes(proved):
     found = proved(**compiled(40.0))
     assert not found.runs
-    assert "needs 40.0 GB on each chip of v5e:2x2, which has 16.9 GB" in found.refusal
+    assert "needs 40.0 GB on each chip of v5e:2x2, 2.4 times the 16.9 GB that a chip has for it" in found.refusal
     assert "2.4 times" in found.refusal
     assert "\n" not in found.refusal
 

@@ -33,7 +33,8 @@ ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_e
 class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Cases of one pattern as arrays, without anything that depends on a calibration.
 
-    ``numbers`` index the whole list of cases. ``fills`` and ``links`` (names of levels) are [physical axes, cases].
+    ``numbers`` index the whole list of cases. ``fills`` (does a group use the axis?) and ``links`` (its level) are
+    [physical axes, cases].
     """
 
     cases: tuple[Case, ...]
@@ -112,8 +113,8 @@ def _pattern(case: Case) -> tuple[Any, ...]:
 
 
 def _left_out(case: Case) -> tuple[str, ...]:
-    """Returns the axes that are left out of the derivation: with adapters, axes of size 1. An axis in the derivation
-    moves the sum of the cotangents of adapter and base behind a further collective, even at size 1."""
+    """Returns the axes that are left out of the derivation: with adapters, axes of size 1. Even at size 1 an axis
+    would delay the sum of the adapter's and the base's cotangents by a collective."""
     mesh = case.strategy.mesh
     return tuple(axis for axis, size in mesh.items() if size == 1) if case.setting.model.lora else ()
 
@@ -199,7 +200,7 @@ def _links(placements: Sequence[Placement]) -> np.ndarray:
 
 
 def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
-    """Returns an object with the fields of a calibration that prices read, as arrays."""
+    """Returns an object with the calibration fields that pricing reads, most as arrays."""
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
     stacked = _arrays([one.efficiency for one in calibrations], fields)
     efficiency = SimpleNamespace(**stacked, overlap=calibrations[0].efficiency.overlap)

@@ -19,8 +19,8 @@ DATASHEET = "datasheet"
 def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = False) -> Calibration | None:
     """Returns the calibration of a file if one is given; for ``cpu:N`` this machine's rates; else None, the data sheet.
 
-    With ``fitted`` the chip's fitted numbers, if it has any, replace the data sheet, unless "datasheet" is given: so in
-    verbs that predict a whole step. This machine is measured the first time (a minute or two), and its rates are kept
+    With ``fitted`` the chip's fitted numbers, if it has any, replace the data sheet, unless "datasheet" is given; verbs
+    that predict a whole step use it. This machine is measured the first time (a minute or two), and its rates are kept
     in the cache folder. Raises InputError for a calibration of another chip or number of devices.
     """
     if str(calibration) == DATASHEET:

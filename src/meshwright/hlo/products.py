@@ -1,4 +1,4 @@
-"""Matrix products of a program: which instructions are one, their FLOPs and their precision."""
+"""Finds a program's matrix products, their FLOPs and their precision."""
 
 import math
 import re
@@ -21,7 +21,7 @@ def is_product(one: Instruction) -> bool:
 
 
 def precision(product: Instruction) -> str:
-    """Returns the precision for a product's first operand, if it is float32: default, high or highest."""
+    """Returns the precision of the first operand, which matters in float32: default, high or highest."""
     found = _PRECISION.search(product.attributes)
     return found[1].lower() if found else "default"
 

@@ -61,7 +61,7 @@ def _positions(tokens: Array) -> Array:
 def run_block(
     context: Context, steps: BlockSteps, values: Mapping[str, Any], *, until: str = ""
 ) -> tuple[Array, Environment]:
-    """Runs the forward steps of a block on values by name, up to the step ``until`` if given; returns its result and
+    """Runs the forward steps of a block on values by name, up to the result ``until`` if given; returns its result and
     the results of all steps."""
     declared = context.derived.declared
     env = {declared[name]: values[name] for name in steps.block.reads if values.get(name) is not None}

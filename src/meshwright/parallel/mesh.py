@@ -27,7 +27,7 @@ def emulate_devices(count: int) -> None:
     if _DEVICES_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_DEVICES_FLAG}={count}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Called before JAX starts its threads: each then has a heap of its own, which gives back blocks that are freed.
+    # Before JAX starts its threads, which else get heaps of their own that give freed blocks back.
     keep_freed_memory()
     if len(jax.devices()) < count:
         raise CannotRunError(
@@ -36,7 +36,7 @@ def emulate_devices(count: int) -> None:
 
 
 def keep_compiled_programs(folder: Path) -> None:
-    """Lets JAX keep compiled programs in ``folder/xla``; a cache that is set already stays.
+    """Lets JAX keep compiled programs in ``folder/xla``; an earlier setting stays.
 
     Programs on several CPU devices are not kept, see `device_mesh`. If the folder cannot be written, programs are
     compiled again in every process.
@@ -77,7 +77,7 @@ def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
 
 
 def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Any, platform: str = "") -> jax.stages.Lowered:
-    """Lowers a jitted program for the platform of its mesh, or for ``platform`` if the mesh has no devices."""
+    """Lowers a jitted program for ``platform`` if given, else for that of its mesh, which then has devices."""
     wanted = platform or platform_of(mesh.devices.flat[0])
     with traced_for(wanted):
         return program.trace(*arguments).lower(lowering_platforms=(wanted,) if platform else None)

@@ -43,19 +43,17 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Shares of rates that large enough work reaches: ``compute`` (matrix products), ``attention`` (of the same peak, by
     fused kernels), ``hbm``, and every level of the network. ``narrow`` is a further factor per dtype below 16 bits,
-    ``portable`` a further factor for attention in kernels that are not written for the chip.
-    Shapes multiply times: a product that sums over K by 1 + contraction_half / K, a product with few output tiles by
-    1 + tile_tail x processors x tile / outputs, attention with heads of width H by 1 + head_half / H, attention over T
-    positions by 1 + rows_half / T.
-    ``eager_traffic`` is the memory traffic of elementwise ops with eager dispatch over the traffic of fused ones.
-    Seconds: ``kernel_s`` on the device for every kernel; with eager dispatch the host needs ``host_kernel_s`` for
-    each, and ``host_microbatch_s`` for each microbatch.
-    ``overlap`` is an exponent p: two things that partly hide each other (compute and memory in a kernel, compute and
-    communication in a layer, a pass and the collectives of a step) take (a^p + b^p)^(1/p). None is the data sheet's
-    view: the longer of the two, with exposed communication added in full. ``straggler`` is the slowdown for every
-    doubling of hosts.
-    ``low`` and ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile, for
-    dense models; ``low_experts`` and ``high_experts`` are these for models with experts.
+    ``portable`` a further factor for attention in kernels that are not written for the chip. Shapes slow work: a
+    product that sums over K by the factor 1 + contraction_half / K, a product with few output tiles by 1 + tile_tail x
+    processors x tile / outputs, attention with heads of width H by 1 + head_half / H, attention over T positions by 1 +
+    rows_half / T. ``eager_traffic`` is the memory traffic of elementwise ops with eager dispatch over the traffic of
+    fused ones. Seconds: ``kernel_s`` on the device for every kernel; with eager dispatch the host needs
+    ``host_kernel_s`` for each, and ``host_microbatch_s`` for each microbatch. ``overlap`` is an exponent p: two things
+    that partly hide each other (compute and memory in a kernel, compute and communication in a layer, a pass and the
+    collectives of a step) take (a^p + b^p)^(1/p). None is the data sheet's view: the longer of the two, with exposed
+    communication added in full. ``straggler`` is the slowdown for every doubling of hosts. ``low`` and ``high`` are the
+    measured step time over the predicted one at the 10th and the 90th percentile, for dense models; ``low_experts`` and
+    ``high_experts`` are these for models with experts.
     """
 
     compute: float = 1.0
@@ -154,7 +152,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_datasheet(self) -> bool:
-        """True when nothing was measured and no efficiency differs from 1."""
+        """True if efficiencies are defaults and no rate is measured but ``host`` and ``peak_flops_per_s``."""
         rates = (self.matmul_flops_per_s, self.attention_flops_per_s, self.memory_bytes_per_s, self.memory_bytes)
         measured = (*rates, self.collectives, self.hop_s)
         return not any(measured) and self.efficiency == Efficiency()
@@ -237,7 +235,7 @@ def memory_bytes(chip: Chip, calibration: Calibration) -> float:
 
 
 def collective_rate(calibration: Calibration, kind: CollectiveKind, group_size: int) -> CollectiveRate:
-    """Returns the measured rate of that kind with the closest group size, as a ratio. Raises InputError without any."""
+    """Returns the measured rate of that kind whose group size is closest by ratio. Raises InputError without any."""
     same = [rate for rate in calibration.collectives if rate.kind == kind]
     if not same:
         raise InputError(

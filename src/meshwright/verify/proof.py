@@ -128,8 +128,8 @@ def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
     needed, has = memory.needed / 1e9, memory.available / 1e9
     return (
         f"the {request.step} step of {request.setting.model.name} needs {needed:.1f} GB on each chip of "
-        f"{request.setting.cluster.short_name}, which has {has:.1f} GB for it "
-        f"({needed / has:.2g} times as much). Use more chips, more remat, or fewer sequences at a time."
+        f"{request.setting.cluster.short_name}, {needed / has:.2g} times the {has:.1f} GB that a chip has for it. "
+        f"Use more chips, more remat, or fewer sequences at a time."
     )
 
 

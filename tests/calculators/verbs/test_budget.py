@@ -116,7 +116,7 @@ def test_failures_make_a_run_longer(call):
         (("1e24", "--law", "chinchila"), "Did you mean 'chinchilla'"),
         (("1e24", "--params", "1B", "--tokens", "1T"), "one too many"),
         (("1e24", "--params", "1B", "--model", "tiny"), "both say the size"),
-        (("--loss", "1.2"), "its floor is 1.69"),
+        (("--loss", "1.2"), "whose floor is 1.69"),
         (("1e24", "--loss", "2"), "asks for the least budget"),
         (("1e24", "--mfu", "1.5"), "'--mfu': 1.5 is not in the range 0<x<=1. See"),
         (("1e24", "--mfu", "0"), "'--mfu': 0.0 is not in the range 0<x<=1. See"),

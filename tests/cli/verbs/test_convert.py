@@ -94,7 +94,7 @@ def test_a_checkpoint_by_its_step_in_several_files(call, run, params, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["nowhere", "out"], "nowhere is no folder. Give that of a run or of a Hugging Face model."),
+        (["nowhere", "out"], "nowhere is no folder. Give the folder of a run or of a Hugging Face model."),
         (["empty", "out"], "empty has neither config.json with *.safetensors nor checkpoints. Give a run or a"),
         (["RUN", "out", "--step", "3"], "has no checkpoint of step 3. It has: 2, 4."),
         (["RUN", "full"], "full is there already and is not an empty folder. Give a new one."),

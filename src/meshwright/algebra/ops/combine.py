@@ -25,7 +25,7 @@ def backward(tape: Tape) -> None:
 
 
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts for every slot a row of the cotangent and one of the result, read, and one written."""
+    """Counts per slot two rows read, of dout and of the expert's result, and one written."""
     return sizes.bytes(step.result) + stream(step, sizes) - sizes.bytes(step.inputs[0])
 
 

@@ -17,7 +17,7 @@ def has_groups(scale: ShardedArray) -> bool:
 
 
 def forward(tape: Tape) -> None:
-    """Multiplies ``lhs * values`` by the rules of any product, and by the scale of each output channel or group."""
+    """Makes ``lhs * values`` like any product, times the scale of each output channel or group."""
     lhs, values, scale = tape.inputs
     tape.move(_multiply(tape, lhs, values, scale, tape.out), tape.out)
 

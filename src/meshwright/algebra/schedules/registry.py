@@ -28,7 +28,7 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def searched_schedules(*, every: bool) -> tuple[str, ...]:
-    """Returns the schedules that a search tries: the one with which meshes are screened, then all, oldest first.
+    """Returns the schedules that a search tries: the one with which meshes are screened, then the others, oldest first.
 
     They have ``search="usual"``, or with ``every`` also ``search="full"``.
     """

@@ -31,7 +31,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
     """L = E + A / N^alpha + B / D^beta (``form`` "sum"), or Kaplan's L = ((A / N)^(alpha/beta) + B / D)^beta ("joint").
 
-    ``params_counted`` says which N it means. Nats per token of the corpus it was fitted on.
+    ``params_counted`` says which N it means. L is in nats per token of the corpus that it fits.
     """
 
     name: str
@@ -150,9 +150,12 @@ def fixed_ratio(flops: float, *, law: ScalingLaw) -> Allocation:
 def flops_for_loss(law: ScalingLaw, loss: float) -> float:
     """Returns the least FLOPs that reach a loss, spent at the law's optimum. Raises InputError if none do."""
     if loss <= law.floor or law.optimum(LARGEST_BUDGET).loss > loss:
-        raise InputError(f"no budget reaches a loss of {loss:g} by {law.name}: its floor is {law.floor:g}. Give more.")
+        raise InputError(
+            f"no budget up to {LARGEST_BUDGET:g} FLOPs reaches a loss of {loss:g} by {law.name}, whose floor is "
+            f"{law.floor:g}. Give a higher loss."
+        )
     if law.optimum(1.0).loss < loss:
-        raise InputError(f"a loss of {loss:g} is above what {law.name} gives without training. Give less.")
+        raise InputError(f"a loss of {loss:g} is above what {law.name} gives without training. Give a lower loss.")
     low, high = 0.0, math.log10(LARGEST_BUDGET)
     for _ in range(100):
         middle = (low + high) / 2

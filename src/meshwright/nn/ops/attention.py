@@ -1,4 +1,4 @@
-"""Attention steps: the call of each from its model, details and arrays."""
+"""Runs attention steps, with settings from the model, the details and the arrays."""
 
 from jaxtyping import Array
 
@@ -30,7 +30,7 @@ def _ring(context: Context, step: Step) -> KeyRing:
 
 
 def attention(context: Context, step: Step, *inputs: Array) -> tuple[Array, Array]:
-    """Returns the result and its log-sum-exp."""
+    """Returns the result and the log-sum-exp of the scores."""
     arrays = AttentionArrays.of(step, inputs)
     call, qkv = _call(context, step, arrays), (arrays.q, arrays.k, arrays.v)
     if step.details.ring:

@@ -31,7 +31,7 @@ MAX_FREE_SHARE = 0.002
 CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     1: ("FSDP (or data parallelism) alone", ()),
     2: (
-        "context or tensor parallelism; not a pipeline, whose microbatches need the sequences that its stages save",
+        "context or tensor parallelism; not a pipeline, which has fewer replicas, but several microbatches on each",
         ("context", "tensor"),
     ),
     3: (
@@ -51,7 +51,7 @@ class ListedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One numbered line of an algorithm: a derived step, its bytes, FLOPs and seconds, and whether it is exposed.
 
     ``num_bytes`` are those of the full array for a collective, else those through memory. ``overlaps`` says in words
-    what hides it. ``times`` counts executions: in the list of steps that run once, one for each layer of a device.
+    when it can hide. ``times`` counts executions: in `Explanation.once` those on the busiest device, else 1.
     """
 
     number: int
@@ -67,7 +67,7 @@ class ListedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
-    """One pass over a block: its lines, and the seconds of compute, of collectives that can hide and of exposed ones.
+    """A list of steps: its lines, and the seconds of compute, of collectives that can hide and of exposed ones.
 
     ``num_left_out`` counts steps without a line.
     """
@@ -106,13 +106,14 @@ class BetweenStages(msgspec.Struct, frozen=True, kw_only=True):
 class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
     """FSDP alone over all chips of a plan, in one microbatch.
 
-    FSDP alone has two limits. A chip needs at least one sequence. And the gathers and sums of all weights, whose time
-    does not fall with more chips, must take less time than compute, which does fall. The limits that are passed decide
-    which other axes help. Source: Horace He's lecture on machine-learning systems, "4 situations" of scaling FSDP.
+    FSDP alone has two limits. A chip needs at least one sequence. And the gathers of all weights and sums of all
+    gradients, whose time does not fall with more chips, must take less time than compute, which does fall. The limits
+    that are exceeded decide which other axes help. Source: Horace He's lecture on machine-learning systems, "4
+    situations" of scaling FSDP.
 
-    ``case`` is 1 if neither limit is passed, 2 if there are more chips than sequences, 3 if communication takes longer
-    than compute, 4 if both hold. On ``max_chips_by_comms`` chips the two take equally long. ``other_axes`` are those of
-    pipeline, context and tensor that the plan uses; ``follows`` is true if they agree with the case's advice.
+    ``case`` is 1 if neither limit is exceeded, 2 if there are more chips than sequences, 3 if communication takes
+    longer than compute, 4 if both hold. On ``max_chips_by_comms`` chips the two take equally long. ``other_axes`` are
+    those of pipeline, context and tensor that the plan uses; ``follows`` is true if they agree with the case's advice.
     """
 
     case: int
@@ -321,8 +322,8 @@ def _overlap(cost: StepCost) -> str:
 def fsdp_case(plan: Plan) -> FsdpCase | None:
     """Returns the case of a plan's job on its cluster; None on one chip and on this machine's emulated devices.
 
-    Compute is 6 N FLOPs per token at the rate of products. Communication is two gathers and a scatter of all weights
-    over every link of the cluster, at the plan's rates.
+    Compute is 6 N FLOPs per token at the rate of products. Communication is two gathers of all weights and a scatter of
+    their gradients over every link of the cluster, at the plan's rates.
     """
     cluster, job, strategy = plan.cluster, plan.job, plan.strategy
     if cluster.num_chips == 1 or cluster.kind == "host":
@@ -345,6 +346,6 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
         max_chips_by_comms=float(cluster.num_chips * compute / comms),
         tokens_per_chip=job.tokens_per_step / cluster.num_chips,
         other_axes=others,
-        # some axis that the case asks for; none beyond, in case 1
+        # case 1 allows no other axis; the others need one that they name
         follows=not others if case == 1 else not set(CASES[case][1]).isdisjoint(others),
     )

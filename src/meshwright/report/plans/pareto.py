@@ -76,7 +76,7 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
 
 
 class _Axis:
-    """An axis over sorted values; it is logarithmic if they differ by more than `LOG_FROM`."""
+    """An axis over sorted values; it is logarithmic if the last is over `LOG_FROM` times the first."""
 
     def __init__(self, channel: Any, field: str, values: Sequence[float], linear: tuple[float, float], title: str):
         log = values[-1] > LOG_FROM * values[0]

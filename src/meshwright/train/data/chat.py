@@ -79,7 +79,8 @@ class ChatTokenizer(NamedTuple):
     def encode(self, pieces: Sequence[TextPiece], *, skip_bad: bool = False) -> list[list[int] | None]:
         """Returns the tokens of each record; a token without a loss is replaced by its complement.
 
-        Raises InputError for a record of an unknown form, or that the template refuses; with ``skip_bad`` gives None.
+        Raises InputError for a record that is malformed or that the template refuses; with ``skip_bad`` it becomes
+        None.
         """
         return [self._tokens(piece, skip_bad) for piece in pieces]
 
@@ -120,7 +121,7 @@ class ChatTokenizer(NamedTuple):
     def _rendered(
         self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **asked: bool
     ) -> tuple[list[int], np.ndarray]:
-        """Returns the tokens of messages, and a flag for each that counts: the assistant's, or all."""
+        """Returns tokens, and for each whether it counts: those of the assistant do, or all."""
         tools, given = record.get("tools"), {"messages": messages, "documents": None, "add_generation_prompt": False}
         try:
             tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -158,7 +159,8 @@ def _messages(found: Any, where: str) -> list[dict[str, Any]]:
 def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) -> ChatTokenizer:
     """Returns the tokenizer with the chat template of its folder: `TEMPLATE`, or from its configuration.
 
-    Raises InputError for a folder without one and, with ``loss_on`` "assistant", for a template that does not mark it.
+    Raises InputError for a folder without one and, with ``loss_on`` "assistant", for a template without `generation`
+    blocks.
     """
     folder = path.expanduser() if path.expanduser().is_dir() else path.expanduser().parent
     config = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
