@@ -87,7 +87,7 @@ def test_what_is_too_large_is_refused_with_bytes(on, axes):
     assert not found.runs
     assert found.memory.needed > found.memory.available > 1e10
     assert f"needs {found.memory.needed / 1e9:.1f} GB" in found.refusal
-    assert f"has {found.memory.available / 1e9:.1f} GB" in found.refusal
+    assert f"times the {found.memory.available / 1e9:.1f} GB" in found.refusal
     assert found.memory.predicted > found.memory.available  # the prediction refuses it too
 
 

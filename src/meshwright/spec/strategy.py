@@ -179,6 +179,11 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
             raise InputError(f"num_microbatches={self.num_microbatches} must be between 1 and {MAX_SEQUENCES}.")
         require_mesh(self.mesh)
+        for axis in self.slice_axes:
+            if axis not in self.mesh:
+                raise InputError(
+                    f"strategy.slice_axes names {axis!r}, which is no mesh axis.{nearest(axis, self.mesh)}"
+                )
 
     @property
     def num_chips(self) -> int:
@@ -301,11 +306,6 @@ def require_runnable_strategy(strategy: Strategy) -> None:
             f"strategy.assignment.{differing} differs from the standard one; other assignments are derived and "
             f"counted but not executed in this version. Leave it out."
         )
-    for axis in strategy.slice_axes:
-        if axis not in strategy.mesh:
-            raise CannotRunError(
-                f"strategy.slice_axes names {axis!r}, which is no mesh axis.{nearest(axis, MESH_AXES)}"
-            )
 
 
 def require_runnable_assumptions(assumptions: Assumptions) -> None:
