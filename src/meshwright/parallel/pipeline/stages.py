@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.einsum import reshard
-from meshwright.algebra.rewrites.pipeline import StageLayers, stage_layers
+from meshwright.algebra.rewrites.pipeline import stage_layers
 from meshwright.algebra.rewrites.split_backward import counts_of
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.table import Schedule
@@ -52,24 +52,22 @@ class Pipeline:
             raise CannotRunError("prefetch does not run in a pipeline. Leave it out, or use pipeline=1.")
         # Devices of other stages run other passes at the same time.
         object.__setattr__(self, "context", replace(self.context, divergent=True))
-        (stack,) = self.context.derived.program.stacks
-        if self.schedule.num_devices > len(stack.layers):
+        if self.schedule.num_devices > len(self._names):
             raise CannotRunError(
-                f"pipeline={self.schedule.num_devices} stages are more than the {len(stack.layers)} layers. "
-                f"Use at most {len(stack.layers)}."
+                f"pipeline={self.schedule.num_devices} makes more stages than the {len(self._names)} layers. "
+                f"Use at most {len(self._names)}."
             )
 
-    @cached_property
-    def layers(self) -> StageLayers:
-        """The layers of the virtual stages."""
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The blocks of the model's layers, in order."""
         (stack,) = self.context.derived.program.stacks
-        return stage_layers(stack.layers, self.schedule.num_virtual_stages)
+        return stack.layers
 
     @cached_property
     def _rows_of(self) -> dict[str, np.ndarray]:
         """`layer_rows` by the name of a weight, or of a router's counts."""
-        (stack,) = self.context.derived.program.stacks
-        rows = layer_rows(self.schedule, stack.layers)
+        rows = layer_rows(self.schedule, self._names)
         steps = [one for one in self.context.derived.blocks if one.block.name in rows]
         blocks = {name: one.block.name for one in steps for op in one.block.ops for name in op.inputs}
         counts = {name: one.block.name for one in steps for name in counts_of(one)}
@@ -97,7 +95,7 @@ class Pipeline:
         return params | _taken({name: params[name] for name in moved}, moved)
 
     def counted(self, extras: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the metrics of the model's layers among those of all layers with experts, device by device."""
+        """Returns the metrics without the rows of layers of zeros; ``extras`` have a row of each layer with experts."""
         routers = sorted(name for steps in self.context.derived.blocks for name in counts_of(steps))
         parts = [self._rows_of[name].reshape(self.schedule.num_devices, -1) for name in routers]
         return {name: found[np.flatnonzero(np.concatenate(parts, axis=1) >= 0)] for name, found in extras.items()}
@@ -134,7 +132,7 @@ class Pipeline:
 
     def stages(self, dloss: Array) -> StageFunctions:
         """Returns the passes of one virtual stage; ``dloss`` is the cotangent of the summed loss."""
-        passes = Passes(self.context, self.layers.pattern)
+        passes = Passes(self.context, stage_layers(self._names, self.schedule.num_virtual_stages).pattern)
         (send, receive), (send_back, receive_back) = (
             _boundary(self.context.derived, phase) for phase in ("forward", "backward")
         )
