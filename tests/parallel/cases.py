@@ -16,7 +16,7 @@ from meshwright.hlo.collectives import collectives
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, held_dims, make_mesh, standard_assignment
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 from tests.traffic import Key, Traffic, compiled_traffic, derived_traffic
 
@@ -83,7 +83,7 @@ def run_step(step: TrainStep, *, state: State | None = None, given: Mapping[str,
     state, metrics = compiled(state, placed)
     mesh, parts = strategy.mesh, strategy.num_microbatches
     slots = BATCH_SEQS * SEQ_LEN // parts
-    dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": slots, "Er": len(ROUTING_ROWS)}
+    dims = {**held_dims(model.dims, strategy.mesh), "B": BATCH_SEQS, "T": SEQ_LEN, "C": slots, "Er": len(ROUTING_ROWS)}
     derived = derived_traffic(
         step.declared,
         dims,

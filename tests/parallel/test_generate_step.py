@@ -12,6 +12,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.quantisation import quantise_params
 from meshwright.parallel.generate_step import GenerateStep
+from meshwright.spec.strategy import held_dims
 from tests.parallel.generate_cases import (
     DEFAULT,
     FAMILIES,
@@ -68,7 +69,7 @@ def test_no_mesh_changes_anything(name, axes):
     step = step_of(FAMILIES[name], axes)
     assert_close(with_cache(step, float_params(FAMILIES[name])).logits, uncached(name))
     if axes == {"data": 2, "tensor": 2}:
-        _assert_collectives_are_derived(step)
+        assert_collectives_are_derived(step)
 
 
 def _written(cache: np.ndarray) -> np.ndarray:
@@ -78,14 +79,14 @@ def _written(cache: np.ndarray) -> np.ndarray:
     return np.where(written.reshape(1, *written.shape, *[1] * (cache.ndim - 3)), cache, 0)
 
 
-def _assert_collectives_are_derived(step: GenerateStep) -> None:
+def assert_collectives_are_derived(step: GenerateStep) -> None:
     mesh = step.strategy.mesh
     for length, derived in (
         (step.padded_length(int(LENGTHS.max())), step.prefill_declared),
         (0, step.generate_declared),
     ):
         found = compiled_traffic(collectives(step.compiled(length).as_text(), mesh), mesh)
-        dims = {**step.model.dims, "B": step.batch_seqs, "T": length or 1, "S": step.max_len}
+        dims = {**held_dims(step.model.dims, mesh), "B": step.batch_seqs, "T": length or 1, "S": step.max_len}
         expected = derived_traffic(derived, dims, mesh, num_microbatches=1, width=4)
         assert found == expected
         assert expected, "a mesh of several axes communicates"
@@ -164,7 +165,7 @@ def test_lengths_of_prompts_are_few():
 @pytest.mark.parametrize(
     ("axes", "options", "error", "message"),
     [
-        ({"tensor": 8}, {}, InputError, r"K=4 of .* does not divide by tensor=8"),
+        ({"tensor": 6}, {}, InputError, r"N=8 of .* does not divide by tensor=6"),
         ({"pipeline": 2}, {}, CannotRunError, "pipeline=2 trains but does not generate"),
         ({"data": 8}, {}, InputError, "B=4 of .* does not divide by data=8"),
         ({}, {"cache_dtype": "fp8"}, InputError, "cache_dtype is 'fp8'. Give bf16, fp32 or int8"),

@@ -32,10 +32,8 @@ OPEN = Strategy(mesh=make_mesh({}))
 PLAIN = Choices(zeros=(3,), context_attention=("gather",))
 
 
-def space(model=LLAMA70B, seq_len=4096, template=OPEN, **choices):
-    return open_space(
-        Setting(model, parse_cluster("v5p:4x4x4"), Job(batch_seqs=64, seq_len=seq_len)), template, **choices
-    )
+def space(model=LLAMA70B, seq_len=4096, template=OPEN, *, on="v5p:4x4x4", **choices):
+    return open_space(Setting(model, parse_cluster(on), Job(batch_seqs=64, seq_len=seq_len)), template, **choices)
 
 
 def meshes(found):
@@ -43,12 +41,12 @@ def meshes(found):
 
 
 def test_candidates_are_all_meshes_that_divide():
-    """tiny has width 256, 4 heads and 8 layers: here of 12 sequences of 64 on 8 chips, with whole weights' axes."""
+    """tiny has width 256, 8 query heads and 8 layers: here of 12 sequences of 64 on 8 chips."""
     found = candidates_on_chips(space(TINY, 64, choices=PLAIN), 12, num_chips=8)
     wanted = set()
     for pipeline, data, fsdp, context, tensor in itertools.product((1, 2, 4, 8), repeat=5):
         even = 12 % (data * fsdp) == 0 and 64 % (context * tensor) == 0 and 256 % (fsdp * context) == 0
-        if pipeline * data * fsdp * context * tensor == 8 and even and 4 % tensor == 0:
+        if pipeline * data * fsdp * context * tensor == 8 and even:
             wanted.add((pipeline, data, fsdp, 1, context, tensor))
     assert set(meshes(found)) == wanted
     assert len(found) == len(wanted)
@@ -57,8 +55,10 @@ def test_candidates_are_all_meshes_that_divide():
 
 def test_a_mesh_is_a_candidate_where_one_pattern_allows_it():
     """Ulysses splits heads over context too; keys sent round do not."""
-    ulysses = space(TINY, 64, choices=Choices(zeros=(3,), context_attention=("ulysses",)))
-    ring = space(TINY, 64, choices=Choices(zeros=(3,), context_attention=("ring", "ulysses")))
+    ulysses, ring = (
+        space(TINY, 64, on="h100:4x2", choices=Choices(zeros=(3,), context_attention=ways))
+        for ways in (("ulysses",), ("ring", "ulysses"))
+    )
     some, more = (set(meshes(candidates_on_chips(one, 8, num_chips=8))) for one in (ulysses, ring))
     assert some < more
     assert (1, 1, 1, 1, 8, 1) in more - some
@@ -75,7 +75,8 @@ def test_sizes_of_an_axis():
     where = space(LLAMA70B)
     dims = where.dims(1024)
     assert axis_sizes(where, "expert", dims) == (1,)
-    assert axis_sizes(where, "tensor", dims) == (1, 2, 4, 8)
+    assert axis_sizes(where, "tensor", dims) == (1, 2, 4, 8, 16, 32, 64)
+    assert axis_sizes(space(LLAMA70B, on="h100:8x8"), "tensor", dims) == (1, 2, 4, 8)
     assert max(axis_sizes(where, "data", dims)) == 1024
     assert axis_sizes(where, "pipeline", dims)[-1] == 80
     assert axis_sizes(space(fixed={"tensor": 2}), "tensor", dims) == (2,)
@@ -125,9 +126,9 @@ def test_taking_some_candidates_takes_all_of_them():
 
 
 def test_a_pattern_is_looked_at_where_it_differs():
-    """ZeRO-1 only with an axis that would split weights, ulysses only with context."""
+    """ZeRO-1 only with an axis that would split weights, ulysses only with context, repeats only of too few heads."""
     where = space(TINY, 64)
-    found = candidates_on_chips(where, 24, num_chips=4)
+    found = candidates_on_chips(where, 24, num_chips=8)
     for pattern in where.patterns:
         chosen = select(found, legal_in(where, pattern, found))
         assert len(chosen)
@@ -136,6 +137,7 @@ def test_a_pattern_is_looked_at_where_it_differs():
                 assert mesh["fsdp"] * mesh["expert"] * mesh["context"] > 1
             if pattern.strategy.context_attention == "ulysses":
                 assert mesh["context"] > 1
+            assert (mesh["tensor"] == 8) == any(rule.name == "not tensor | K" for rule in pattern.rules)
 
 
 def test_parts_of_a_cluster():

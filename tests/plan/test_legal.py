@@ -55,6 +55,8 @@ SPARSE = {"model": catalogue.load_model("mixtral-8x7b"), "job": Job(batch_seqs=9
         ({"pipeline": 2, "fsdp": 4}, HERE | {"num_microbatches": 2}),
         ({"pipeline": 2, "fsdp": 4}, EIGHT | {"num_microbatches": 2}),
         ({"pipeline": 4, "fsdp": 4}, SMALL | {"schedule": "interleaved", "chunks": 2, "num_microbatches": 4}),
+        # two kv heads for each
+        ({"fsdp": 512, "tensor": 16}, {}),
         # one stage runs any schedule
         ({"fsdp": 8}, EIGHT | {"schedule": "interleaved"}),
         ({"fsdp": 8, "expert": 4}, SPARSE | {"cluster": "h100:8x4", "num_microbatches": 3}),
@@ -67,8 +69,8 @@ def test_strategies_that_run(axes, fields):
 @pytest.mark.parametrize(
     ("axes", "fields", "rule", "message"),
     [
-        ({"fsdp": 512, "tensor": 16}, {}, "tensor | K",
-         "tensor=16 does not divide K=8 kv heads of llama3-70b. Use tensor in {1, 2, 4, 8}."),
+        ({"fsdp": 64, "tensor": 128}, {}, "tensor | N",
+         "tensor=128 does not divide N=64 query heads of llama3-70b. Use tensor in {1, 2, 4, 8, 16, 32, 64}."),
         ({"fsdp": 256, "context": 8, "tensor": 4}, {"num_microbatches": 8}, "sequences",
          "num_microbatches=8 does not divide the 4 of 1024 sequences that each of 256 data shards has. "
          "Use num_microbatches in {1, 2, 4}."),
@@ -281,8 +283,8 @@ def test_every_dim_has_a_noun():
 
 
 def test_require_legal_raises_the_first_reason():
-    strategy = Strategy(mesh=make_mesh({"fsdp": 512, "tensor": 16}))
-    with pytest.raises(CannotRunError, match="tensor=16 does not divide K=8 kv heads of llama3-70b"):
+    strategy = Strategy(mesh=make_mesh({"fsdp": 64, "tensor": 128}))
+    with pytest.raises(CannotRunError, match="tensor=128 does not divide N=64 query heads of llama3-70b"):
         require_legal(Setting(LLAMA70B, parse_cluster("v5p:16x16x32"), JOB), strategy)
 
 

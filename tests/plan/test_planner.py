@@ -145,7 +145,7 @@ def test_given_axes_are_kept_or_refused_in_words():
         assert (one.strategy.mesh["fsdp"], one.strategy.mesh["tensor"]) == (1024, 4)
         assert one.num_chips == 8192
     for axes, words in (
-        ({"tensor": 16}, "tensor=16 does not divide K=8 kv heads of llama3-70b. Use tensor in {1, 2, 4, 8}."),
+        ({"tensor": 128}, "tensor=128 does not divide N=64 query heads of llama3-70b. Use tensor in {1, 2, 4, 8, 16"),
         ({"fsdp": 2048}, "fsdp=2048 does not divide the batch of 1024 sequences."),
         ({"fsdp": 3}, "fsdp=3 does not divide the 8192 chips of v5p:16x16x32."),
         (make_mesh({"fsdp": 8, "tensor": 8}), "does not divide the 8192 chips"),

@@ -17,8 +17,14 @@ def space(template=OPEN, **choices):
     return open_space(Setting(TINY, parse_cluster("v5e:4x4"), Job(batch_seqs=64, seq_len=256)), template, **choices)
 
 
+def repeats(pattern):
+    return pattern.rules[0].name.startswith("not ")
+
+
 def kinds(where):
-    return [(p.strategy.remat, p.strategy.zero, p.strategy.context_attention) for p in where.patterns]
+    """Of the patterns that repeat no heads."""
+    patterns = (p for p in where.patterns if not repeats(p))
+    return [(p.strategy.remat, p.strategy.zero, p.strategy.context_attention) for p in patterns]
 
 
 @pytest.mark.parametrize("choices", [USUAL, FULL, EMULATED], ids=["usual", "full", "emulated"])
@@ -27,10 +33,11 @@ def test_one_pattern_for_each_way_to_assign_axes(choices):
     # a chunked loss head takes another form where the vocabulary is whole
     heads = len(choices.remats) + ("full" in choices.remats)
     ways = heads * len(choices.zeros) * len(choices.sequence_parallel) * len(choices.context_attention)
-    assert len(where.patterns) == ways
+    patterns = [p for p in where.patterns if not repeats(p)]
+    assert len(patterns) == ways
     different = {
         (kind, str(p.strategy.assignment["activation"]["T"]), p.tensor_split)
-        for p, kind in zip(where.patterns, kinds(where), strict=True)
+        for p, kind in zip(patterns, kinds(where), strict=True)
     }
     assert len(different) == ways
     assert (where.schedules, where.offloads) == (choices.schedules, choices.offloads)
@@ -54,6 +61,18 @@ def test_patterns_that_cannot_differ_are_left_out():
     assert {mode for _, _, mode in kinds(space(fixed={"context": 1}))} == {"ring"}
     assert {zero for _, zero, _ in kinds(space(fixed={"context": 1, "fsdp": 1, "expert": 1}))} == {3}
     assert {zero for _, zero, _ in kinds(space(fixed={"context": 1, "fsdp": 1}))} == {3, 1}
+
+
+def test_few_kv_heads_are_repeated_in_patterns_of_their_own():
+    """On a torus of 16 chips tiny, of 8 query and 4 kv heads, and in the first way to assign axes only."""
+    found = [p for p in space().patterns if repeats(p)]
+    assert [(p.strategy.remat, p.strategy.zero, p.needs) for p in found] == [(r, 3, ()) for r in REMAT_POLICIES]
+    assert all(p.tensor_split in (True, None) for p in found)
+    assert {p.strategy.assignment == OPEN.assignment for p in found} == {True}
+    ulysses = [p for p in space(choices=FULL).patterns if repeats(p) and p.strategy.context_attention == "ulysses"]
+    assert {p.tensor_split for p in ulysses} == {True, False, None}
+    assert not any(map(repeats, space(fixed={"tensor": 8}).patterns))
+    assert any(step.op == "repeat_heads" for step, _ in space(fixed={"tensor": 8}).patterns[0].derived.steps())
 
 
 def test_given_fields_stay_as_the_template_has_them():

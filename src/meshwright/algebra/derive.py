@@ -13,6 +13,7 @@ from meshwright.algebra.rewrites.frozen import needed_steps, trained
 from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.rewrites.pipeline import boundary, ends, require_one_stack
 from meshwright.algebra.rewrites.remat import SavedSet, in_segments
+from meshwright.algebra.rewrites.repeated_heads import repeating
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.steps import Step
@@ -37,10 +38,10 @@ def derive(
     stays but those of ``without`` (used only then), and the cost model fills in sizes, also arrays of them.
     Without ``fused_head`` a chunked loss head computes its logits in both passes, as other software does.
     ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that
-    cannot work (conflicting axes, a norm over a split D, a name that is not known), and CannotRunError for an encoder
-    and a decoder in a pipeline.
+    cannot work (two dims on one axis, a norm over a split D), and CannotRunError for a pipeline of two stacks.
     """
     require_one_stack(program, strategy)
+    program = repeating(program, strategy)
     keep = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes
     shardings = Shardings(program, strategy, keep)
     saved_set = SavedSet(shardings)

@@ -18,13 +18,14 @@ from meshwright.algebra.layers import PLAIN, ProgramOptions, parse_block
 from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
+from meshwright.algebra.rewrites.repeated_heads import repeating, strategy_of_heads
 from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import Strategy, held_dims
 
 GenerationPhase = Literal["prefill", "decode"]
 Attributes = tuple[tuple[str, str], ...]
@@ -58,9 +59,14 @@ AS_WRITTEN = Storage()
 """Weights in the dtype of the state, caches in bfloat16, sequences without pages."""
 
 
+ONE_DEVICE = Strategy(mesh={})
+"""The strategy of one device."""
+
+
 def derive_forward(program: Program, strategy: Strategy) -> Derived:
     """Derives the forward steps of a program that is never differentiated: no backward pass, no update, nothing
     kept."""
+    program = repeating(program, strategy)
     shardings = Shardings(program, strategy, strategy.active_axes)
     blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
     declared = {name: shardings.declared(name) for name in program.variables}
@@ -80,7 +86,7 @@ def derive_job(
     fused_head: bool = True,
 ) -> Derived:
     """Returns the step of a job: all passes and the update of a training job, the forward pass of prefill or decode."""
-    strategy = job_strategy(job, strategy)
+    strategy = strategy_of_heads(job_strategy(job, strategy), model.num_kv_heads)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
     if job.kind == "prefill":
@@ -347,14 +353,20 @@ def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN)
 
 
 def cache_table(
-    model: Model, *, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN
+    model: Model,
+    *,
+    batch_seqs: int,
+    max_len: int,
+    storage: Storage = AS_WRITTEN,
+    strategy: Strategy = ONE_DEVICE,
 ) -> tuple[CacheArray, ...]:
-    """Returns the rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions.
+    """Returns the rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions, on all devices.
 
     int8 keeps a float32 scale beside each token and head.
     """
-    program = _plain_program(model, "decode", storage)
-    sizes = model.dims | {"B": batch_seqs} | cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
+    program = repeating(_plain_program(model, "decode", storage), strategy_of_heads(strategy, model.num_kv_heads))
+    sizes = held_dims(model.dims, strategy.mesh) | {"B": batch_seqs}
+    sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
     rows = []
     for block in program.blocks:
         own = sizes | {"S": slots_kept(max_len, window_of(block))}

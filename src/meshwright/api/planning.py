@@ -7,6 +7,7 @@ import msgspec
 
 from meshwright.algebra.derive import derive as derive_program
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.transformer import transformer
 from meshwright.api.rates import rates_for
 from meshwright.core.errors import InputError, nearest
@@ -56,7 +57,8 @@ def make_setting(
 def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optimizer: str = "adamw") -> Derived:
     """Returns the local ops and collectives of one training step; without a strategy, those on one device."""
     found = load_model(model) if isinstance(model, str | Path) else model
-    return derive_program(transformer(found), strategy or Strategy(mesh=make_mesh({})), optimizer=optimizer)
+    own = strategy_of_heads(strategy or Strategy(mesh=make_mesh({})), found.num_kv_heads)
+    return derive_program(transformer(found), own, optimizer=optimizer)
 
 
 def plan_of(setting: Setting, strategy: Strategy) -> Plan:

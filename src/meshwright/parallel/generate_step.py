@@ -77,7 +77,9 @@ class GenerateStep:
         )
         # room for a prompt of any length up to max_len, padded to what the axes divide
         self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
-        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
+        self.table = cache_table(
+            model, batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage, strategy=self.strategy
+        )
         self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
         # Heads and widths divide over ``tensor``, sequences over the other axes.
         sizes = {**held_dims(model.dims, strategy.mesh), "B": batch_seqs, **self.cache_sizes}

@@ -16,6 +16,7 @@ from jaxtyping import Array
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
@@ -92,10 +93,12 @@ class TrainStep:
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if form == "gspmd" and self.pipeline:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
-        if form == "gspmd" and held_dims(model.dims, strategy.mesh) != model.dims:
+        own = strategy_of_heads(strategy, model.num_kv_heads)
+        if form == "gspmd" and (held_dims(model.dims, strategy.mesh)["V"] != model.vocab_size or own != strategy):
             raise CannotRunError(
-                f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size}, and is "
-                f"{strategy.mesh['tensor']}. Use another tensor, or leave the form out."
+                f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size} and the "
+                f"{model.num_kv_heads} kv heads, and is {strategy.mesh['tensor']}. Use another tensor, or leave the "
+                f"form out."
             )
         if optimizer is None and strategy.state != "fp32":
             raise InputError(f"state {strategy.state!r} needs an optimizer: the default is for 'fp32' only. Give one.")
@@ -104,7 +107,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or device_mesh(strategy.mesh)
         self.program = transformer(model, options)
-        self.declared = derive(self.program, strategy, optimizer=self.optimizer.kind)
+        self.declared = derive(self.program, own, optimizer=self.optimizer.kind)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
         self.compile = jax.jit(

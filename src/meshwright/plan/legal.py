@@ -22,7 +22,7 @@ from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy
+from meshwright.spec.strategy import REMAT_POLICIES, REPEATED_HEADS, Strategy
 
 NOUNS: dict[str, str] = {
     "B": "sequences",
@@ -125,8 +125,8 @@ def splits(derived: Derived) -> tuple[DimSplit, ...]:
     for step in (*passes, *(step for step in derived.update if not derived.is_stacked(step))):
         for array in (*step.inputs, step.result, *step.more):
             for dim, axes in zip(array.dims, array.axes, strict=True):
-                # slots C need not divide: their number is a mean; V is padded
-                if axes and dim != "C" and (dim, axes) != ("V", ("tensor",)):
+                # slots C need not divide: their number is a mean; V is padded, and kv heads are repeated
+                if axes and dim not in ("C", *REPEATED_HEADS) and (dim, axes) != ("V", ("tensor",)):
                     found[dim, axes] = None
     return tuple(
         (dim, axes) for dim, axes in found if not any(dim == other and set(axes) < set(wider) for other, wider in found)
@@ -159,6 +159,15 @@ def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> L
         f"{'*'.join(axes)} | {dim}",
         lambda f: f.dims[dim] % f.devices(axes) == 0,
         lambda f: _split_message(f, dim, axes, every),
+    )
+
+
+def repeats_heads(axes: tuple[str, ...]) -> LegalRule:
+    """Returns the rule that the axes do not divide the kv heads, so that a search tries repeated heads only there."""
+    return LegalRule(
+        f"not {'*'.join(axes)} | K",
+        lambda f: f.dims["K"] % f.devices(axes) != 0,
+        lambda f: f"{f.named(axes)} divides K={f.dims['K']} {NOUNS['K']} of {f.model}, which are split, not repeated.",
     )
 
 

@@ -1,20 +1,22 @@
 """The space of a search: patterns, each derived once with sizes as symbols; schedules; and fixed sizes."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import msgspec
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.rewrites.remat import keeps_logits
+from meshwright.algebra.rewrites.repeated_heads import repeated_dim, strategy_of_heads, with_repeated_heads
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.cost.setting import Setting
-from meshwright.plan.legal import DimSplit, LegalRule, size_rules, splits
+from meshwright.plan.legal import DimSplit, LegalRule, repeats_heads, size_rules, splits
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
+    REPEATED_HEADS,
     ContextAttention,
     Rules,
     Strategy,
@@ -126,18 +128,19 @@ def open_space(
         more = needs if mode == modes[0] else (*needs, ("context",))
         if any(all(fixed.get(axis) == 1 for axis in axes) for axes in more):
             continue
-        derived = setting.symbolic(strategy)
-        pattern = Pattern(
-            strategy=strategy,
-            rank=rank,
-            derived=derived,
-            rules=size_rules(derived),
-            splits=splits(derived),
-            needs=more,
-        )
-        # the loss head takes another form where a device has the whole vocabulary
-        forms = setting.assumptions.fused_head and not keeps_logits(strategy)
-        patterns += _by_tensor(pattern, setting, fixed.get("tensor")) if forms else [pattern]
+        repeats = more == () or choices is FULL
+        patterns += [
+            Pattern(
+                strategy=strategy,
+                rank=rank,
+                derived=derived,
+                rules=rules,
+                splits=splits(derived),
+                needs=more,
+                tensor_split=tensor_split,
+            )
+            for derived, rules, tensor_split in _forms(strategy, setting, fixed, repeats=repeats)
+        ]
     return Space(
         setting=setting,
         template=template,
@@ -151,15 +154,33 @@ def open_space(
     )
 
 
-def _by_tensor(pattern: Pattern, setting: Setting, fixed: int | None) -> list[Pattern]:
-    """Returns a pattern for meshes that split ``tensor`` and one for others; only one if the size is ``fixed``."""
-    found = []
-    if fixed is None or fixed > 1:
-        found.append(msgspec.structs.replace(pattern, tensor_split=True))
-    if fixed is None or fixed == 1:
-        whole = setting.symbolic(pattern.strategy, without=("tensor",))
-        found.append(msgspec.structs.replace(pattern, derived=whole, tensor_split=False))
-    return found
+def _forms(
+    strategy: Strategy, setting: Setting, fixed: Mapping[str, int], *, repeats: bool
+) -> Iterator[tuple[Derived, tuple[LegalRule, ...], bool | None]]:
+    """Yields the steps, the rules and the ``tensor_split`` of each pattern of a strategy.
+
+    Meshes whose devices do not divide the model's kv heads repeat these: if sizes are not ``fixed``, only inside the
+    fastest level of the network and where ``repeats`` says so, since each form takes its time. The loss head takes
+    another form where a device has the whole vocabulary.
+    """
+    model, cluster, axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
+    reach = cluster.domain if cluster.kind == "switched" else cluster.num_chips
+    found: list[tuple[Strategy, tuple[LegalRule, ...]]] = [(strategy, ())]
+    if all(axis in fixed for axis in axes):
+        mesh = strategy.mesh | dict(fixed)
+        found = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
+    elif repeats and model.num_kv_heads < min(model.num_heads, reach):
+        found.append((with_repeated_heads(strategy), (repeats_heads(axes),)))
+    for form, rules in found:
+        derived = setting.symbolic(form)
+        rules = (*rules, *size_rules(derived))
+        if not setting.assumptions.fused_head or keeps_logits(strategy):
+            yield derived, rules, None
+            continue
+        if fixed.get("tensor") != 1:
+            yield derived, rules, True
+        if fixed.get("tensor", 1) == 1 and (form == strategy or axes != ("tensor",)):
+            yield setting.symbolic(form, without=("tensor",)), rules, False
 
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Rules], tuple[tuple[str, ...], ...]]]:

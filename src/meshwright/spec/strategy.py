@@ -70,6 +70,8 @@ BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes over which the sequences of a batch are split."""
 
 _TENSOR_DIMS = ("N", "K", "F", "Fe", "Fs", "V")
+REPEATED_HEADS: dict[str, tuple[str, ...]] = {"Kt": ("tensor",), "Kct": ("context", "tensor")}
+"""Dim of repeated kv heads -> mesh axes that divide it: the least common multiple of K and their devices."""
 _SHARDED_DIMS = ("D", "Rq", "Rkv")
 
 
@@ -345,9 +347,19 @@ def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of a model's dims on devices: V is padded to a multiple of ``tensor``."""
+    """Returns the sizes of a model's dims on devices: V is padded to a multiple of ``tensor``, kv heads are repeated.
+
+    The sizes of the mesh may be arrays, and so are then those of the dims.
+    """
+    import numpy as np  # start-up does without it
+
     parts = mesh.get("tensor", 1)
-    return {**dims, "V": -(-dims["V"] // parts) * parts}
+    found = {**dims, "V": -(-dims["V"] // parts) * parts}
+    for dim, axes in REPEATED_HEADS.items() if "K" in dims else ():
+        devices = math.prod(mesh.get(axis, 1) for axis in axes)
+        heads = np.lcm(int(dims["K"]), np.asarray(devices, dtype=np.int64))
+        found[dim] = heads if heads.ndim else int(heads)
+    return found
 
 
 def require_mesh(mesh: Mapping[str, int]) -> None:

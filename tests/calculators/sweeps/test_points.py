@@ -147,9 +147,9 @@ def test_microbatches_are_as_many_as_asked_for():
 
 
 def test_points_that_cannot_be_had():
-    whole, splits_heads = given("tensor=8,16", on="h100:8x2")
+    whole, splits_heads = given("tensor=8,64", on="h100:8x8")
     assert whole.best is not None
-    assert "tensor=16 does not divide K=8 kv heads" in splits_heads.reason
+    assert "tensor=64 does not divide N=32 query heads" in splits_heads.reason
     with pytest.raises(InputError, match="do not make up the 8 chips"):
         given("seq_len", "tensor=3")
     fits, large = given("seq_len=4Ki,128Ki")

@@ -9,14 +9,14 @@ BASE = ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "256seq", "--seq", "
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_question_at_once(call, width):
     said = call(
-        *BASE, "--why-not", "tensor=16,pipeline=2", "--why-not", "tensor=8", "--what-if", "chip.flops=8x,links=0.1x",
+        *BASE, "--why-not", "tensor=64,pipeline=2", "--why-not", "tensor=8", "--what-if", "chip.flops=8x,links=0.1x",
         "--what-if", "chips=2x", "--recipe", width=width,
     )  # fmt: skip
     assert (said.code, said.err) == (0, "")
     assert max(map(len, said.out.splitlines())) <= width
     for text in (
-        "Why not tensor 16, pipeline 2",
-        "(tensor | K) tensor=16 does not divide K=8 kv heads of llama3-8b. Use tensor in {1, 2, 4, 8}.",
+        "Why not tensor 64, pipeline 2",
+        "(tensor | N) tensor=64 does not divide N=32 query heads of llama3-8b. Use tensor in {1, 2, 4, 8, 16, 32}.",
         "Why not tensor 8 best completion",
         "longer than the best's",
         "what makes it slower",

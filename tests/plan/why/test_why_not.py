@@ -25,7 +25,11 @@ def result():
 @pytest.mark.parametrize(
     ("asked", "rule", "message"),
     [
-        ({"tensor": 16, "pipeline": 2}, "tensor | K", r"tensor=16 does not divide K=8 kv heads .* {1, 2, 4, 8}"),
+        (
+            {"tensor": 64, "pipeline": 2},
+            "tensor | N",
+            r"tensor=64 does not divide N=32 query heads .* {1, 2, 4, 8, 16, 32}",
+        ),
         ({"pipeline": 3}, "devices", r"pipeline=3 does not divide the 32 chips of h100:8x4. Use pipeline in {1, 2, 4,"),
         ({"microbatches": 5}, "sequences", r"num_microbatches=5 does not divide"),
         ({"data": 32, "fsdp": 16}, "sequences", r"data=32 x fsdp=16 = 512 does not divide the batch of 256"),

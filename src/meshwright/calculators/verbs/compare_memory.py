@@ -206,8 +206,7 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
             for how in RECOMPUTES
             for split in ((False, True) if tensor > 1 else (False,))
         ]
-        # a device has whole kv heads, or the model is not derived
-        derived = [None if m.num_kv_heads % tensor else _derived(m, one, seq_len * seqs) for one in closed]
+        derived = [_derived(m, one, seq_len * seqs) for one in closed]
         facts.append({"name": m.name, "closed_form": closed, "derived_bytes_per_layer": derived})
         tables.append(
             Table(
@@ -223,7 +222,7 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
     return _noted({"seq_len": seq_len, "recompute": list(RECOMPUTES), "models": facts}, tables, note)
 
 
-def _activation_row(m: Model, one: LayerActivations, derived: float | None) -> list[Any]:
+def _activation_row(m: Model, one: LayerActivations, derived: float) -> list[Any]:
     how = f"{one.tensor} + sequence" if one.sequence_parallel else f"{one.tensor}"
     return [one.recompute, how, one.per_sbh, one.num_bytes, one.num_bytes * m.num_layers, derived]
 

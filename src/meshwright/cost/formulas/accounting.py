@@ -9,12 +9,13 @@ from typing import Literal
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.ops.attention import keys_per_query
+from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError, nearest
 from meshwright.cost.formulas.roofline import Work
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import STATE_BYTES, Strategy, standard_assignment
+from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, standard_assignment
 from meshwright.spec.weights import Weight, weight_table
 
 StatePart = Literal["weights", "gradients", "optimizer"]
@@ -194,8 +195,9 @@ def saved_widths(
     with their mean; a token has one slot in each of its experts.
     """
     assignment = standard_assignment(sequence_parallel=sequence_parallel)
-    derived = derive(transformer(model), Strategy(mesh={"tensor": tensor}, remat=remat, assignment=assignment))
-    sizes: dict[str, Number] = model.dims | {"B": 1, "T": 1}
+    strategy = Strategy(mesh={"tensor": tensor}, remat=remat, assignment=assignment)
+    derived = derive(transformer(model), strategy_of_heads(strategy, model.num_kv_heads))
+    sizes: dict[str, Number] = held_dims(model.dims, strategy.mesh) | {"B": 1, "T": 1}
     if model.num_experts:
         sizes["C"] = Fraction(model.experts_per_token, model.num_experts)
     found: dict[str, Number] = {}

@@ -1,0 +1,65 @@
+"""Key and value heads that ``tensor`` does not divide: they are repeated, so that every device has those of its own
+queries. The weights of keys and values are whole over ``tensor`` then."""
+
+import math
+
+from msgspec.structs import replace
+
+from meshwright.algebra.program import Block, Op, Program, Variable
+from meshwright.spec.strategy import GENERATION_RULES, REPEATED_HEADS, Strategy
+
+READERS = ("attention", "relative_attention", "cache_write")
+"""Ops that need the keys and values of the device's own queries."""
+
+
+def repeated_dim(strategy: Strategy) -> str:
+    """Returns the dim of repeated kv heads: Kct where ulysses splits heads over ``context`` too, else Kt."""
+    return "Kct" if strategy.context_attention == "ulysses" else "Kt"
+
+
+def with_repeated_heads(strategy: Strategy) -> Strategy:
+    """Returns the strategy with its rules of kv heads for repeated ones: no axis splits K itself then."""
+    repeated, roles = repeated_dim(strategy), GENERATION_RULES | strategy.assignment
+    renamed = {
+        role: {repeated if dim == "K" else dim: axes for dim, axes in rules.items()} for role, rules in roles.items()
+    }
+    return replace(strategy, assignment=renamed)
+
+
+def strategy_of_heads(strategy: Strategy, num_kv_heads: int) -> Strategy:
+    """Returns the strategy with repeated kv heads where the devices that split the heads do not divide their number."""
+    devices = math.prod(strategy.mesh.get(axis, 1) for axis in REPEATED_HEADS[repeated_dim(strategy)])
+    is_standard = strategy.rules("activation").get("K") == ("tensor",)
+    return with_repeated_heads(strategy) if is_standard and num_kv_heads % devices else strategy
+
+
+def repeating(program: Program, strategy: Strategy) -> Program:
+    """Returns the program in which attention reads, and caches hold, the kv heads that the strategy's rules name."""
+    dim = next((dim for dim in REPEATED_HEADS if dim in strategy.rules("activation")), "")
+    if not dim:
+        return program
+    variables = {name: _cached(variable, dim) for name, variable in program.variables.items()}
+    blocks = tuple(replace(block, ops=_ops(block, variables, dim)) for block in program.blocks)
+    return replace(program, blocks=blocks, variables=variables)
+
+
+def _cached(variable: Variable, dim: str) -> Variable:
+    dims = tuple(dim if variable.role == "cache" and one == "K" else one for one in variable.dims)
+    return replace(variable, dims=dims)
+
+
+def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ...]:
+    """Returns the ops of a block with repeats before the first op that reads them; adds their results to
+    ``variables``."""
+    ops, repeated = list[Op](), dict[str, str]()
+    for op in block.ops:
+        for name in op.inputs if op.kind in READERS else ():
+            own = variables[name]
+            if "K" in own.dims and name not in repeated:
+                repeated[name] = f"{name}_repeated"
+                dims = tuple(dim if one == "K" else one for one in own.dims)
+                variables[repeated[name]] = replace(own, name=repeated[name], dims=dims)
+                ops.append(Op("repeat_heads", (name,), repeated[name]))
+        inputs = tuple(repeated.get(name, name) for name in op.inputs) if op.kind in READERS else op.inputs
+        ops.append(replace(op, inputs=inputs))
+    return tuple(ops)

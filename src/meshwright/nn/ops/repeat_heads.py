@@ -1,0 +1,35 @@
+"""Repeats key and value heads, and sums the cotangents of the repeats."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step
+from meshwright.nn.context import Context
+from meshwright.spec.strategy import REPEATED_HEADS
+
+
+def _heads(context: Context, repeated: ShardedArray) -> tuple[int, Array]:
+    """Returns the place of the heads among the dims, and the model's own head of each repeat on this device."""
+    dim = next(dim for dim in repeated.dims if dim in REPEATED_HEADS)
+    axes, count = repeated.axes_of(dim), context.local_size(repeated, dim)
+    times = context.local_size(repeated.resharded({dim: ()}), dim) // context.model.num_kv_heads
+    first = lax.axis_index(axes) * count if axes else 0
+    return repeated.dims.index(dim), (first + jnp.arange(count)) // times
+
+
+def repeat_heads(context: Context, step: Step, heads: Array) -> Array:
+    """Returns the repeats of this device."""
+    place, own = _heads(context, step.result)
+    return jnp.take(heads, own, axis=place)
+
+
+def repeat_heads_backward(context: Context, step: Step, dout: Array) -> Array:
+    """Returns the sum over this device's repeats of each of the model's own heads."""
+    place, own = _heads(context, step.inputs[0])
+    shape = (*dout.shape[:place], context.model.num_kv_heads, *dout.shape[place + 1 :])
+    return jnp.zeros(shape, dout.dtype).at[(slice(None),) * place + (own,)].add(dout)
+
+
+STEPS = {"repeat_heads": repeat_heads, "repeat_heads_backward": repeat_heads_backward}
