@@ -35,7 +35,10 @@ from meshwright.spec.chip import Chip, vector_peak_from_anatomy
 
 
 def measure_distance(runner: Runner) -> DistancePart:
-    """Measures all `DISTANCES` in alternation in float32; predictions use measured rates, else the data sheet's."""
+    """Measures all `DISTANCES` in alternation in float32.
+
+    Predictions prefer the measured rate of products to the data sheet's, and its rate of vector units to the measured.
+    """
     size = runner.bench.sizes.distance
     elementwise: ElementwisePart | None = runner.found.get("elementwise")
     vector = (elementwise and elementwise.vector_flops_per_s) or vector_peak(runner.bench.chip)
@@ -134,7 +137,7 @@ def _doubling(fused: Sequence[ChainTime], chip: Chip) -> dict[str, Any]:
 
 
 def doubling_repeats(vector_flops_per_s: float, bytes_per_s: float) -> float:
-    """Returns the multiply-adds that take twice an element's memory time: 2 x C x 8 bytes / (W x 2 FLOPs)."""
+    """Returns the multiply-adds that take twice an element's memory time: 2 x 8 bytes x (FLOP/s / 2) / (bytes/s)."""
     ops_per_s = vector_flops_per_s / FLOPS_EACH
     return float(2 * critical_repeats(ops_per_s, bytes_per_s, bytes_per_element=2 * ELEMENT_BYTES))
 
@@ -148,11 +151,13 @@ def vector_peak(chip: Chip) -> float | None:
 
 
 def _steepest(fused: Sequence[ChainTime]) -> float | None:
-    """Returns the FLOP/s of the sweep's last multiply-adds; None if memory hides them: the time did not double."""
+    """Returns the FLOP/s of the last multiply-adds; None if the time did not double (memory hides them) or grow."""
     if len(fused) < 2 or fused[-1].seconds.median_s < 2 * fused[0].seconds.median_s:
         return None
     before, last = fused[-2], fused[-1]
     added_s = last.seconds.median_s - before.seconds.median_s
+    if added_s <= 0:
+        return None
     return (last.flops_per_s * last.seconds.median_s - before.flops_per_s * before.seconds.median_s) / added_s
 
 
@@ -176,7 +181,8 @@ def _copies(runner: Runner, kind: CopyKind, sizes: Sequence[int]) -> list[Copy]:
         rate = found[-1].bytes_per_s if found else 1e9
         rounds = max(LEAST_ROUNDS, rounds_for(2 * size / rate, target_s=min(0.01, runner.left_s / 20), most=256))
         workload = copy_workload(kind, size, rounds)
-        seconds = mine.time_one(workload, f"{kind} of {format_bytes(size)} and more", max_repeats=10)
+        more = " and more" if size < sizes[-1] else ""
+        seconds = mine.time_one(workload, f"{kind} of {format_bytes(size)}{more}", max_repeats=10)
         if not seconds:
             break
         found.append(Copy(kind=kind, array_bytes=size, seconds=seconds, bytes_per_s=workload.work / seconds.median_s))

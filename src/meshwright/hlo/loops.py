@@ -17,7 +17,7 @@ _SAME_VALUE = {"bitcast", "convert", "copy", "copy-done", "copy-start", "optimiz
 
 
 class Loop(msgspec.Struct, frozen=True):
-    """One loop of a module; ``total_trips`` includes the loops around it. None: the count depends on data."""
+    """One loop of a module; ``total_trips`` includes the loops around it. None: unknown."""
 
     name: str
     body: str
@@ -109,7 +109,8 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 
 def runs_at_most_once(module: Module, loop: Instruction) -> bool:
-    """True if a loop runs once or never: a branch that keeps its buffers in place (`core.labels.AT_MOST_ONCE`)."""
+    """True if a loop of unknown count is a conditional, written so that buffers are updated in place, as its scope says
+    (`core.labels.AT_MOST_ONCE`)."""
     if trip_count(module, loop) is not None:
         return False
     body = module.computations.get(dict(loop.called).get("body", ""))
@@ -130,9 +131,11 @@ def loops(module: Module) -> tuple[Loop, ...]:
 
 
 def times_run(module: Module, computation: str) -> int:
-    """Returns how often a computation runs in one call of the module; loops that depend on data count once."""
+    """Returns the product of the trip counts of the loops around a computation, with 1 for an unknown count. If it has
+    several callers, one is followed."""
     loops_around = (caller for caller in module.around(computation) if caller.opcode == "while")
-    return math.prod(trip_count(module, loop) or 1 for loop in loops_around)
+    counts = (trip_count(module, loop) for loop in loops_around)
+    return math.prod(1 if count is None else count for count in counts)
 
 
 def _trips(start: int, limit: int, step: int, way: str) -> int | None:
