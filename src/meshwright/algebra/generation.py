@@ -4,7 +4,7 @@
 prompt. ``decode`` runs one position of each sequence, whose query attends to the cache. Both end in the logits of one
 position of each row. With latent attention the cache has latents and the rotated part of the keys, which all heads
 share; decode attends to these directly: it multiplies the queries, instead of the latents, with the keys' projection
-(DeepSeek-AI, DeepSeek-V2, 2024, section 2.1.2).
+(DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.2).
 """
 
 import math

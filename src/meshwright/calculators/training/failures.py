@@ -39,9 +39,10 @@ def mtbf_s(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
 
 
 def young_interval_s(checkpoint_s: float, mtbf: float) -> float:
-    """Returns seconds of work between checkpoints that lose least: sqrt(2 delta M). Source: Young 1974.
+    """Returns seconds of work between checkpoints that lose least: sqrt(2 delta M).
 
-    A first-order result: right while a checkpoint takes much less than the time between failures.
+    A first-order result: right while a checkpoint takes much less than the time between failures. Source: Young, A
+    first order approximation to the optimum checkpoint interval (1974).
     """
     return math.sqrt(2 * checkpoint_s * mtbf)
 
@@ -49,7 +50,8 @@ def young_interval_s(checkpoint_s: float, mtbf: float) -> float:
 def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
     """Returns seconds of work between checkpoints, to higher order; M where a checkpoint takes 2 M or more.
 
-    sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9) - delta. Source: Daly 2006.
+    sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9) - delta. Source: Daly, A higher order estimate of
+    the optimum checkpoint interval for restart dumps (2006).
     """
     if checkpoint_s >= 2 * mtbf:
         return mtbf
@@ -60,7 +62,7 @@ def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
 def useful_share(interval_s: float, *, checkpoint_s: float, restart_s: float, mtbf: float) -> float:
     """Returns the share of the wall time that is work kept: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)).
 
-    Failures come at random at a mean M, also during restarts and checkpoints. Source: Daly 2006.
+    Failures come at random at a mean M, also during restarts and checkpoints. Source: Daly (2006), as above.
     """
     if interval_s <= 0:
         raise InputError(f"an interval of {interval_s:g} s between checkpoints does no work. Give a positive number.")

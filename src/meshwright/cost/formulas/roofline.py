@@ -111,7 +111,7 @@ def channel_rate(chip: Chip, channel: Channel) -> float:
 
 
 def dtype_bytes(dtype: str) -> float:
-    """Returns the bytes of one stored element. InputError for an unknown dtype."""
+    """Returns the bytes of one stored element. Raises InputError for an unknown dtype."""
     if dtype not in DTYPE_BYTES:
         raise InputError(f"unknown dtype {dtype!r}.{nearest(dtype, DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]

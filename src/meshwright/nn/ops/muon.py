@@ -13,11 +13,11 @@ from meshwright.algebra.steps import Step
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of a x + b x^3 + c x^5, steep at 0: five iterations bring 0.005 to 1 to between 0.68 and 1.16, and
-smaller values to less. Source: Jordan, Muon: An optimizer for hidden layers in neural networks, 2024."""
+smaller values to less. Source: Jordan, Muon: An optimizer for hidden layers in neural networks (2024)."""
 
 MATCHED_RMS = 0.2
 """RMS of an update, about that of an update of AdamW, so both use one learning rate. Source: Liu et al., Muon is
-scalable for LLM training, 2025, section 2.2."""
+scalable for LLM training (2025), section 2.2."""
 
 
 def momentum(mean: Array, grad: Array, count: Array, *, decay: float) -> tuple[Array, Array]:
