@@ -61,7 +61,7 @@ def measure_distance(runner: Runner) -> DistancePart:
 
 
 def predicted_seconds(size: int, *, matmul: float | None, vector: float | None) -> dict[str, float | None]:
-    """Returns seconds by name: 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s."""
+    """Returns seconds by name: 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s; else None."""
     rates = {what: (matmul, 2) if ops is None else (vector and vector / 2, ops) for what, (_, ops) in DISTANCES.items()}
     return {what: ops * float(size) ** 3 / rate if rate else None for what, (rate, ops) in rates.items()}
 

@@ -68,7 +68,7 @@ class MatmulPart(Part, frozen=True):
     edges: tuple[Edge, ...] = ()
 
     def best(self, dtype: str) -> Product | None:
-        """Returns the fastest product of an element type."""
+        """Returns the fastest product of an element type; None without any."""
         return max((p for p in self.sweep if p.dtype == dtype), key=lambda p: p.flops_per_s, default=None)
 
 

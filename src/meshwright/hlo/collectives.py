@@ -308,7 +308,7 @@ def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | 
 def _search(
     module: Module, one: Instruction, neighbours: Callable[[Module, Instruction], Sequence[Instruction]]
 ) -> StepLabel | None:
-    """Searches breadth first and returns the first label found; an update's does not count."""
+    """Searches breadth first and returns the first label found, or None; an update's does not count."""
     seen, edge = {(one.computation, one.name)}, [one]
     for _ in range(MAX_STEPS_AWAY):
         edge = [b for known in edge for b in neighbours(module, known) if (b.computation, b.name) not in seen]

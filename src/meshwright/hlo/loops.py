@@ -148,7 +148,7 @@ def _trips(start: int, limit: int, step: int, way: str) -> int | None:
 
 
 def _initial(module: Module, loop: Instruction, index: int) -> _Value | None:
-    """Returns the initial value of element ``index`` of a loop's state, traced out of the loops around it."""
+    """Returns the initial value of element ``index`` of a loop's state, traced out of the loops around it, or None."""
     state = _Value(module, loop).settled(0)
     if state.at.opcode != "tuple":
         return None
@@ -157,7 +157,7 @@ def _initial(module: Module, loop: Instruction, index: int) -> _Value | None:
 
 
 def _made(module: Module, loop: Instruction, index: int) -> _Value | None:
-    """Returns what the body of a loop assigns to element ``index`` of its state."""
+    """Returns what the body of a loop assigns to element ``index`` of its state; None if the state is no tuple."""
     root = _Value(module, module.body(loop, "body").root).settled()
     return root.settled(index) if root.at.opcode == "tuple" else None
 

@@ -131,7 +131,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         return own + sum(read)
 
     def label(self, name: str) -> StepLabel | None:
-        """Returns the derived step of an instruction; for an unlabelled fusion, the most common one inside."""
+        """Returns the derived step of an instruction; for an unlabelled fusion, the most common one inside; or None."""
         one = self.instructions[name]
         own = one.label
         if own is not None or one.opcode in CONTAINERS:

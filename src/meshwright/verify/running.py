@@ -246,7 +246,7 @@ def read_memory(buffer_assignment: str) -> Memory:
 
 
 def available_bytes(message: str) -> int | None:
-    """Returns the HBM available to a program, if the compiler's error message names it."""
+    """Returns the HBM bytes available to a program, as the compiler's error message says; None if it does not."""
     match = _OUT_OF_MEMORY.search(message)
     if match is None:
         return None

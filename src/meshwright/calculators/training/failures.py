@@ -12,8 +12,8 @@ from meshwright.cost.formulas.training_budget import DAY_S
 class ExpectedGoodput(msgspec.Struct, frozen=True, kw_only=True):
     """The share of a run's time that failures and checkpoints leave for work; times in seconds.
 
-    ``lost`` shares add up to 1 with ``goodput``: time in which checkpoints block the run, work done again after a
-    failure together with restarts.
+    ``goodput`` and both shares that are lost add up to 1: ``lost_to_checkpoints`` is time in which these block the run,
+    ``lost_to_failures`` is work done again and restarts.
     """
 
     mtbf_s: float
