@@ -2,9 +2,8 @@
 
 ``prefill`` runs whole prompts and leaves their keys and values in a cache; its queries attend to the keys of their own
 prompt. ``decode`` runs one position of each sequence, whose query attends to the cache. Both end in the logits of one
-position of each row. With latent attention the cache has latents and the rotated part of the keys, which all heads
-share; decode attends to these directly: it multiplies the queries, instead of the latents, with the keys' projection
-(DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.2).
+position of each row. With latent attention the cache has latents and the rotated keys that all heads share. Decode
+attends to these: it multiplies queries, not latents, with the keys' projection (DeepSeek-V2, 2024, section 2.1.2).
 """
 
 import math
@@ -35,11 +34,10 @@ CacheDtype = Literal["bf16", "fp32", "int8"]
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """How generation stores weights and caches.
 
-    ``quantised`` weights are int8, with scales over the dims that no product sums over (`scales`). A cache is
-    contiguous, position p of a sequence in slot p of S; where the layer has a window it is a ring, p in slot p mod S
-    with S at most the window. With a ``page_len`` the other layers keep p in slot p mod Pl of the page that ``pages[B,
-    Bp]`` names for p // Pl. There are ``num_pages`` over all devices (0: enough for every sequence; unused without
-    ``page_len``); the sequences of a device share its part of them.
+    ``quantised`` weights are int8 with `scales`. A cache is contiguous, position p of a sequence in slot p of S; where
+    the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len`` the other
+    layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All devices have ``num_pages``
+    together (0: enough for every sequence; unused without ``page_len``); sequences of one device share its pages.
     """
 
     cache_dtype: CacheDtype = "bf16"
@@ -154,8 +152,7 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
     """Returns the program of a phase, which ends in logits[B,V].
 
     Prefill reads tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token; what follows is
-    padding. Decode reads the same inputs for one token of each row (T is 1, ``last`` 0) and writes its key before it
-    attends.
+    padding. Decode reads the same of one token of each row (T is 1, ``last`` 0), whose key it writes first.
     """
     program = _plain_program(model, phase, storage)
     if not storage.quantised:

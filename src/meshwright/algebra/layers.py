@@ -341,8 +341,8 @@ def _activation(model: Model) -> str:
 
 
 def given_attributes(**attributes: float | bool | None) -> str:
-    """Returns the attributes at the end of a call, "; window=128", without those that are None, 0 or False; True is the
-    name alone."""
+    """Returns the attributes at the end of a call, "; window=128", without None, 0 and False; True is the name
+    alone."""
     text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
     return f"; {text}" if text else ""
 
@@ -365,8 +365,7 @@ def parse_block(
     window=8)``.
 
     Every variable is entered in ``variables`` as an activation unless it is there already with its role.
-    ``renamed`` gives names of the text another name in the program: weights of two blocks are two variables. The other
-    arguments are fields of `Block`.
+    ``renamed`` gives names of the text another name in the program; the other arguments are fields of `Block`.
     Raises InputError when a line cannot be read or a variable is used with other dims than before.
     """
     ops = [_parse_line(line, variables, renamed) for line in text.splitlines() if line.strip()]

@@ -51,15 +51,11 @@ Item = TypeVar("Item")
 
 
 class BenchSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes for one kind of device.
-
-    A small product of ``probe_rounds`` rounds gives a first rate. Products near the largest of ``edge_sides`` that fits
-    the budget show the cost of partial ``tiles``; those of side ``contents`` have zeros, ones and random numbers, in
-    the first ``contents_dtypes`` element types. ``batches`` of tokens go through a layer of dims ``layer``.
-    ``distance`` is the side of the matrices of `Distance`. Chains of multiply-adds have arrays of at least
-    ``chain_bytes``, if they fit; those of ``eager`` multiply-adds run op by op. The largest copy takes at most 1 /
-    ``largest_copy`` of the memory. ``collective_bytes`` are sizes of arrays.
-    """
+    """Sizes for one kind of device. ``probe_rounds`` are those of a small first product. Products near one of
+    ``edge_sides`` show the cost of partial ``tiles``; those of side ``contents`` compare zeros, ones and random numbers
+    in the first ``contents_dtypes`` element types. ``batches`` of tokens run through a layer of dims ``layer``.
+    ``distance`` is the side of a `Distance`. Chains of multiply-adds have arrays of at least ``chain_bytes``, if they
+    fit; those of lengths ``eager`` run op by op. The largest copy takes at most 1 / ``largest_copy`` of the memory."""
 
     probe_rounds: int
     edge_sides: tuple[int, ...]
@@ -179,8 +175,7 @@ class Bench:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that a program may fill on one device: its share of the host's, or the backend's limit, else the
-        chip's."""
+        """Bytes that a program may fill on one device: of a host its share, else the backend's limit or the chip's."""
         if self.emulated:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(self.devices)
         offered = (self.devices[0].memory_stats() or {}).get("bytes_limit")

@@ -35,10 +35,8 @@ from meshwright.spec.chip import Chip, vector_peak_from_anatomy
 
 
 def measure_distance(runner: Runner) -> DistancePart:
-    """Measures all `DISTANCES` in alternation in float32.
-
-    Predictions prefer the measured rate of products to the data sheet's, and its rate of vector units to the measured.
-    """
+    """Measures all `DISTANCES` in alternation in float32. Predictions take the measured rate of products, else the data
+    sheet's; and the data sheet's rate of vector units, else the measured one."""
     size = runner.bench.sizes.distance
     elementwise: ElementwisePart | None = runner.found.get("elementwise")
     vector = (elementwise and elementwise.vector_flops_per_s) or vector_peak(runner.bench.chip)
@@ -181,8 +179,8 @@ def _copies(runner: Runner, kind: CopyKind, sizes: Sequence[int]) -> list[Copy]:
         rate = found[-1].bytes_per_s if found else 1e9
         rounds = max(LEAST_ROUNDS, rounds_for(2 * size / rate, target_s=min(0.01, runner.left_s / 20), most=256))
         workload = copy_workload(kind, size, rounds)
-        more = " and more" if size < sizes[-1] else ""
-        seconds = mine.time_one(workload, f"{kind} of {format_bytes(size)}{more}", max_repeats=10)
+        what = f"{kind} of {format_bytes(size)}{' and more' * (size < sizes[-1])}"
+        seconds = mine.time_one(workload, what, max_repeats=10)
         if not seconds:
             break
         found.append(Copy(kind=kind, array_bytes=size, seconds=seconds, bytes_per_s=workload.work / seconds.median_s))

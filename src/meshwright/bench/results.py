@@ -173,8 +173,8 @@ class LayerTime(Measurement, frozen=True):
 
 
 class BatchPart(Part, frozen=True):
-    """Layer times by batch; the fitted knee, and the critical batch predicted: (FLOP/s) / (bytes/s) x bytes of a weight
-    / 2."""
+    """Layer times by batch; the fitted knee, the predicted critical batch, (FLOP/s) / (bytes/s) x bytes of a weight /
+    2."""
 
     sizes: dict[str, int]
     dtype: str

@@ -64,8 +64,7 @@ class Setting(Checked, frozen=True, dict=True):
         return memory_limit(self.cluster, self.calibration)
 
     def derived(self, strategy: Strategy) -> Derived:
-        """Returns the job's steps under a strategy, as the assumed software runs them; raises InputError for unknown
-        axes."""
+        """Returns the job's steps under a strategy, as its software runs them. Raises InputError for unknown axes."""
         make_mesh(strategy.mesh)
         fused_head = self.assumptions.fused_head
         return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)

@@ -249,8 +249,8 @@ class _Walk:
         return known[:1] if one.opcode == "send" else known
 
     def received_bytes(self, send: Instruction) -> int:
-        """Returns the bytes of the receive that matches a send between slices: more than it sends for an all-gather. 0
-        without one."""
+        """Returns the bytes of the receive of a send between slices, more for an all-gather than sent; 0 without
+        one."""
         rendezvous = _RENDEZVOUS.search(send.attributes)
         for one in self.module.computations[send.computation].instructions:
             if rendezvous and one.opcode == "recv" and rendezvous[0] in one.attributes:

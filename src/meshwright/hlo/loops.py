@@ -109,8 +109,7 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 
 def runs_at_most_once(module: Module, loop: Instruction) -> bool:
-    """True if a loop of unknown count is a conditional, written so that buffers are updated in place, as its scope says
-    (`core.labels.AT_MOST_ONCE`)."""
+    """True if a loop of unknown count runs once or never, as its scope says (`core.labels.AT_MOST_ONCE`)."""
     if trip_count(module, loop) is not None:
         return False
     body = module.computations.get(dict(loop.called).get("body", ""))
@@ -131,8 +130,7 @@ def loops(module: Module) -> tuple[Loop, ...]:
 
 
 def times_run(module: Module, computation: str) -> int:
-    """Returns the product of the trip counts of the loops around a computation, with 1 for an unknown count. If it has
-    several callers, one is followed."""
+    """Returns the product of the trip counts of the loops around one caller of a computation; an unknown count is 1."""
     loops_around = (caller for caller in module.around(computation) if caller.opcode == "while")
     counts = (trip_count(module, loop) for loop in loops_around)
     return math.prod(1 if count is None else count for count in counts)

@@ -112,8 +112,7 @@ class LayerLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentLoop(LayerLoop):
-    """Saves only the stream that enters each segment of at most ``layers`` layers, but at least one iteration; the
-    backward pass runs the segment again."""
+    """Saves only the stream that enters each segment of at most ``layers`` layers (or one iteration), and reruns it."""
 
     layers: int
 

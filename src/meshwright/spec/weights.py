@@ -117,9 +117,7 @@ def frozen_base(model: Model) -> Model:
 
 def adapted(model: Model) -> dict[str, str]:
     """Maps each weight that has an adapter to the name of its A; weights stored as one array share it, as in PEFT.
-
-    Raises InputError for a target that the model lacks, and for a part of the weights that it stores as one array.
-    """
+    Raises InputError for a target that the model lacks, or that is a part of a stored array."""
     if model.lora is None:
         return {}
     table = {row.name.removeprefix("layers."): row for row in weight_table(frozen_base(model)) if row.layers}

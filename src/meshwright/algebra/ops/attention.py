@@ -184,8 +184,7 @@ def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
 
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
-    """Returns the local B x N x T x S, with S the keys of a query: all, or the window; masked ones too unless
-    causal."""
+    """Returns the local B x N x T x S, S the keys of a query: all or the window, masked ones too unless causal."""
     arrays, window = AttentionArrays.of(step), step.details.window
     rows = sizes.local(arrays.q)
     length = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)

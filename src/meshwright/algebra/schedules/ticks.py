@@ -191,10 +191,9 @@ def lockstep_seconds(
 def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
     """Yields the ops of a schedule in the earliest ticks that keep its order of passes on each device.
 
-    On each device every kind keeps its order; B and W also wait for the forward passes that precede them (GPipe stays
-    GPipe), and W waits for the backward passes that do. Forward passes may run ahead, because a message now takes a
-    tick each way, until a device holds twice its peak stash less one: for 1F1B 2 (stages - 1 - device) + 1
-    microbatches.
+    On each device every kind keeps its order; B waits for the F that precede it there (GPipe stays GPipe), W for the F
+    and the B. Forward passes may run ahead, because a message now takes a tick each way, until a device holds twice its
+    peak stash less one: for 1F1B 2 (stages - 1 - device) + 1 microbatches.
     """
     stashes = zip(schedule.tasks, peak_stash(schedule), strict=True)
     queues = [_Queue(tasks, 2 * round(stash / schedule.piece_share) - 1) for tasks, stash in stashes]

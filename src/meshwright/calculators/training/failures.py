@@ -41,8 +41,8 @@ def mtbf_s(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
 def young_interval_s(checkpoint_s: float, mtbf: float) -> float:
     """Returns seconds of work between checkpoints that lose least: sqrt(2 delta M).
 
-    A first-order result: right while a checkpoint takes much less than the time between failures. Source: Young, A
-    first order approximation to the optimum checkpoint interval (1974).
+    A first-order result: right while a checkpoint takes much less than the time between failures.
+    Source: Young, A first order approximation to the optimum checkpoint interval (1974).
     """
     return math.sqrt(2 * checkpoint_s * mtbf)
 
@@ -50,8 +50,7 @@ def young_interval_s(checkpoint_s: float, mtbf: float) -> float:
 def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
     """Returns seconds of work between checkpoints, to higher order; M where a checkpoint takes 2 M or more.
 
-    sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9) - delta. Source: Daly, A higher order estimate of
-    the optimum checkpoint interval for restart dumps (2006).
+    sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9) - delta. Source: Daly, A higher order estimate (2006).
     """
     if checkpoint_s >= 2 * mtbf:
         return mtbf

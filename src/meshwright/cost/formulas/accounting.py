@@ -1,7 +1,6 @@
 """Counts of a whole transformer: FLOPs, sequence lengths at which attention matters, bytes; sizes may be NumPy arrays.
 
-Plans are not priced with them but from derived steps: `cost.work.ops`, `cost.memory` and `cost.train_step`. Sections
-and exercises are those of How to Scale Your Model.
+Plans are priced from derived steps (`cost.train_step`). Sections and exercises are those of How to Scale Your Model.
 """
 
 import math

@@ -134,8 +134,7 @@ def flat_fsdp_comms_s(
 ) -> Number:
     """Returns the FSDP seconds of a step if each collective moves all weights at one rate per device.
 
-    The collectives are two gathers and a scatter. Source: Horace He's lecture on machine-learning systems,
-    whose example is 70e9 x 2 x 3 / 200e9.
+    They are two gathers and a scatter. Source: Horace He's lecture on ML systems, 70e9 x 2 x 3 / 200e9.
     """
     return num_params * bytes_per_param * num_collectives / bytes_per_s
 

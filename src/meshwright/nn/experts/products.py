@@ -9,8 +9,7 @@ took 20 times as long on two CPU cores (32 experts, 4 of them chosen).
 Where a bound keeps most slots filled, one batched product is as fast. The derivation and the options decide which
 form the slots have:
 
-- a bound on the slots, or few slots, or the GSPMD form of the step (`parallel.train_step`): arrays [E, C, D] and
-  batched products
+- a bound on the slots, few slots, or the GSPMD form (`TrainStep`): arrays [E, C, D] and batched products
 - no bound, and a collective moves slots: arrays [E, C, D], products in blocks that leave out empty slots
 - no bound, and slots stay on their device: `Ragged`, tokens packed by expert, products in blocks
 """

@@ -47,8 +47,7 @@ def load_params(
 
     A model with adapters is read from the folder of its adapter, and from that of its base. Shards are read from the
     mapped files one by one and put on their devices, so a host holds at most one shard besides its devices' own. Raises
-    InputError for a tensor that is missing, misshapen or not the model's, CannotRunError for files changed since
-    meshwright wrote them.
+    InputError for a tensor that is missing, misshapen or foreign, CannotRunError for files changed since written.
     """
     with open_tensors(model, Path(folder)) as tensors:
         return read_params(model, tensors, shardings, dtype)

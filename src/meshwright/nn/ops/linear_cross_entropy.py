@@ -1,9 +1,8 @@
 """The loss head on one device: cross entropy from statistics of the logits, and its backward pass, in float32.
 
-Where the vocabulary is split over devices, each computes statistics of its own part of the logits, which begins with
-the logit of token ``first_row``; these statistics are reduced before the loss. The backward pass reads the logits; loss
-heads that do not keep logits are in `fused_head`. Logits from ``vocab_size`` on belong to padding of the table: they
-count as minus infinity.
+Where the vocabulary is split over devices, each computes statistics of its logits, those of the tokens from
+``first_row`` on, and reduces these statistics. The backward pass reads the logits; loss heads that do not keep logits
+are in `fused_head`. Logits from ``vocab_size`` on belong to padding of the table: they count as minus infinity.
 
 The loss of a token is ``lse - logit[label] + z_loss * lse**2`` with ``lse = log(sum(exp(logits)))`` of capped logits;
 0 for labels below 0.

@@ -52,8 +52,8 @@ class StageFunctions:
 
     A B without a W of its own runs ``backward``. Another runs ``input_backward`` -> dx, handed, and its W runs
     ``weight_backward(layers, inputs, handed)`` -> gradients. The sums over the microbatch are a pytree with the loss.
-    Where all devices of a group have the same stream, ``send`` takes a part of it and ``receive`` gathers it;
-    ``send_back`` and ``receive_back`` do this with cotangents.
+    Where devices of a group have the same stream, ``send`` takes a part and ``receive`` gathers it; ``send_back`` and
+    ``receive_back`` do so with cotangents.
     """
 
     embed: Callable[..., Any]

@@ -47,8 +47,7 @@ def _where(report: BenchReport) -> str:
 
 
 def _roofline(report: BenchReport) -> Figure | None:
-    """Draws products, multiply-add chains and layers under the data sheet's rates, else this run's; None without
-    both."""
+    """Draws products, multiply-add chains and layers under rates of the data sheet, else of this run; or None."""
     products = report.matmul.sweep if report.matmul else ()
     largest = report.copy.largest() if report.copy else None
     main = [p for p in products if p.dtype == products[0].dtype]

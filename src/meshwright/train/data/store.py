@@ -63,8 +63,7 @@ class Tokenised(NamedTuple):
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """Counts of written tokens and documents, of pieces read, of chats refused; and whether a document is
-    unfinished."""
+    """Counts of written tokens and documents, pieces read and chats refused; and whether a document is unfinished."""
 
     tokens: int = 0
     documents: int = 0

@@ -81,7 +81,7 @@ def scale_by_muon(decay: float, layout: Callable[[], WeightLayout]) -> optax.Gra
 
 
 def orthogonal(values: Array, weight: Updated, layout: WeightLayout) -> Array:
-    """Maps every matrix U S V^T of a sharded array to nearly U V^T; each device works on whole matrices of some layers.
+    """Maps every matrix U S V^T of a sharded array to about c U V^T; each device works on whole matrices.
 
     Layers are padded with zeros to a multiple of the devices, so a device receives at most one matrix that it does not
     need. GSPMD would gather whole arrays in every iteration instead.
