@@ -341,8 +341,7 @@ def _activation(model: Model) -> str:
 
 
 def given_attributes(**attributes: float | bool | None) -> str:
-    """Returns the attributes at the end of a call, "; window=128", without None, 0 and False; True is the name
-    alone."""
+    """Returns the attributes of a call, "; window=128", without None, 0 and False; True becomes the name alone."""
     text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
     return f"; {text}" if text else ""
 

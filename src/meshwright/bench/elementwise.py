@@ -174,13 +174,12 @@ def measure_copy(runner: Runner) -> CopyPart:
 
 def _copies(runner: Runner, kind: CopyKind, sizes: Sequence[int]) -> list[Copy]:
     """Measures increasing sizes until one cannot be measured."""
-    found: list[Copy] = []
+    found, more = list[Copy](), " and more"
     for size, mine in runner.each(sizes):
         rate = found[-1].bytes_per_s if found else 1e9
         rounds = max(LEAST_ROUNDS, rounds_for(2 * size / rate, target_s=min(0.01, runner.left_s / 20), most=256))
         workload = copy_workload(kind, size, rounds)
-        what = f"{kind} of {format_bytes(size)}{' and more' * (size < sizes[-1])}"
-        seconds = mine.time_one(workload, what, max_repeats=10)
+        seconds = mine.time_one(workload, f"{kind} of {format_bytes(size)}{more * (size < sizes[-1])}", max_repeats=10)
         if not seconds:
             break
         found.append(Copy(kind=kind, array_bytes=size, seconds=seconds, bytes_per_s=workload.work / seconds.median_s))

@@ -173,8 +173,7 @@ class LayerTime(Measurement, frozen=True):
 
 
 class BatchPart(Part, frozen=True):
-    """Layer times by batch; the fitted knee, the predicted critical batch, (FLOP/s) / (bytes/s) x bytes of a weight /
-    2."""
+    """Layer times by batch; the fitted knee, the predicted critical batch: (FLOP/s) / (bytes/s) x weight bytes / 2."""
 
     sizes: dict[str, int]
     dtype: str

@@ -249,8 +249,7 @@ class _Walk:
         return known[:1] if one.opcode == "send" else known
 
     def received_bytes(self, send: Instruction) -> int:
-        """Returns the bytes of the receive of a send between slices, more for an all-gather than sent; 0 without
-        one."""
+        """Returns the bytes of the receive of a send between slices (of an all-gather more than sent); else 0."""
         rendezvous = _RENDEZVOUS.search(send.attributes)
         for one in self.module.computations[send.computation].instructions:
             if rendezvous and one.opcode == "recv" and rendezvous[0] in one.attributes:

@@ -132,8 +132,7 @@ def loops(module: Module) -> tuple[Loop, ...]:
 def times_run(module: Module, computation: str) -> int:
     """Returns the product of the trip counts of the loops around one caller of a computation; an unknown count is 1."""
     loops_around = (caller for caller in module.around(computation) if caller.opcode == "while")
-    counts = (trip_count(module, loop) for loop in loops_around)
-    return math.prod(1 if count is None else count for count in counts)
+    return math.prod(count for loop in loops_around if (count := trip_count(module, loop)) is not None)
 
 
 def _trips(start: int, limit: int, step: int, way: str) -> int | None:

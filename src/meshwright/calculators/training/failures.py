@@ -29,7 +29,8 @@ class ExpectedGoodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failures_per_day(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
-    """Returns expected failures of all nodes in a day. 10 per 1000 node-days is usual (Kokolis et al. 2024)."""
+    """Returns failures of all nodes in a day, usually 10 per 1000 node-days (Kokolis et al., Revisiting Reliability,
+    2024)."""
     return num_nodes * failures_per_node_day
 
 

@@ -16,7 +16,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 values to less. Source: Jordan, Muon: An optimizer for hidden layers in neural networks (2024)."""
 
 MATCHED_RMS = 0.2
-"""RMS of an update, about that of AdamW's updates. Source: Liu et al., Muon is Scalable (2025), section 2.2."""
+"""RMS of an update, near that of AdamW: both use one rate. Source: Liu et al., Muon is Scalable (2025), section 2.2."""
 
 
 def momentum(mean: Array, grad: Array, count: Array, *, decay: float) -> tuple[Array, Array]:
