@@ -60,7 +60,7 @@ class Setting(Checked, frozen=True, dict=True):
 
     @cached_property
     def memory_limit(self) -> float:
-        """Bytes of a chip that programs may fill; infinity if unknown."""
+        """Bytes of a chip that programs may fill; infinity for this machine if unknown."""
         return memory_limit(self.cluster, self.calibration)
 
     def derived(self, strategy: Strategy) -> Derived:
