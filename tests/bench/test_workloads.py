@@ -12,11 +12,11 @@ from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.bench.devices import Bench, Shard, Workload, chip_of_kind
-from meshwright.bench.elementwise import doubling_repeats, predicted_seconds, vector_peak
+from meshwright.bench.elementwise import _steepest, doubling_repeats, predicted_seconds, vector_peak
 from meshwright.bench.fit import fit_line
 from meshwright.bench.links import datasheet_seconds, rate_of
 from meshwright.bench.products import filled_share
-from meshwright.bench.results import BenchReport, Group
+from meshwright.bench.results import BenchReport, ChainTime, Group, Timing
 from meshwright.bench.run import PARTS, make_bench
 from meshwright.bench.workloads import (
     COLLECTIVE_FUNCTIONS,
@@ -186,6 +186,15 @@ def test_multiply_adds_that_double_the_time():
     # 10 TFLOP/s, 2 TB/s, 8 bytes moved: 4 us of memory for 1e6 elements, 8 us are 40 multiply-adds.
     assert doubling_repeats(10e12, 2e12) == pytest.approx(2 * 8 / 2e12 / (2 / 10e12))
     assert doubling_repeats(10e12, 2e12) == pytest.approx(40)
+
+
+@pytest.mark.parametrize(("seconds", "rate"), [((1, 2, 4), 2.0), ((1, 2.6, 2.5), None), ((1, 2.5, 2.5), None)])
+def test_the_rate_of_further_multiply_adds_needs_further_time(seconds, rate):
+    chains = [
+        ChainTime(repeats=n, fused=True, seconds=Timing(s, s, s, 1), flops_per_s=2 * n / s, bytes_per_s=8 / s)
+        for n, s in zip((1, 2, 4), seconds, strict=True)
+    ]
+    assert _steepest(chains) == rate
 
 
 def test_vector_rates_of_data_sheets():

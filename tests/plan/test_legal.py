@@ -207,7 +207,7 @@ def test_what_is_planned_for_chips_is_not_all_executed_here():
 
 def test_a_schedule_that_does_not_exist_for_the_sizes():
     for fields, words in (
-        ({"schedule": "interleaved"}, "the interleaved schedule needs chunks of at least 2. With chunks=1 use 1f1b."),
+        ({"schedule": "interleaved"}, "the interleaved schedule needs chunks=2 or more, not 1. Use chunks=2, or 1f1b."),
         ({"schedule": "interleaved", "chunks": 2, "num_microbatches": 2}, "microbatches that stages=4 divides, not 2."),
         ({"schedule": "1f1b", "chunks": 2}, "chunks=2 is not for 1f1b, whose devices hold 1. Use chunks=1"),
         ({"schedule": "dualpipe", "num_microbatches": 4}, "at least 8 for 4 stages, not 4. Use for example 8."),

@@ -72,7 +72,7 @@ def _surplus(array: ShardedArray, target: ShardedArray, dim: str) -> Axes:
 
 def _move(array: ShardedArray, target: ShardedArray) -> Step | None:
     """Returns an all-to-all of axes that the target has next in order on another dim: as many minor axes at once as
-    fit."""
+    fit; None without any."""
     for dim in array.dims:
         surplus = _surplus(array, target, dim)
         for axes in (surplus[n:] for n in range(len(surplus))):

@@ -2,8 +2,8 @@
 
 ``prefill`` runs whole prompts and leaves their keys and values in a cache; its queries attend to the keys of their own
 prompt. ``decode`` runs one position of each sequence, whose query attends to the cache. Both end in the logits of one
-position of each row. With latent attention the cache has latents, to which decode attends directly: it multiplies the
-queries, instead of the keys, with the keys' projection (DeepSeek-V2, section 2.1.2).
+position of each row. With latent attention the cache has latents and the rotated keys that all heads share. Decode
+attends to these: it multiplies queries, not latents, with the keys' projection (DeepSeek-V2, 2024, section 2.1.2).
 """
 
 import math
@@ -35,10 +35,10 @@ CacheDtype = Literal["bf16", "fp32", "int8"]
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """How generation stores weights and caches.
 
-    ``quantised`` weights are int8 with a scale for each output channel. A cache is contiguous, position p of a sequence
-    in slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a
-    ``page_len`` the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl, one of
-    ``num_pages`` (0: enough for every sequence) that all sequences share.
+    ``quantised`` weights are int8 with `scales`. A cache is contiguous, position p of a sequence in slot p of S; where
+    the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len`` the other
+    layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All devices have ``num_pages``
+    together (0: enough for every sequence; unused without ``page_len``); sequences of one device share its pages.
     """
 
     cache_dtype: CacheDtype = "bf16"
@@ -99,7 +99,7 @@ def job_strategy(job: Job, strategy: Strategy) -> Strategy:
 
     Generation has one microbatch, nothing to offload and no bound on the slots of experts. A device's cache has every
     position of its sequences, so keys are gathered over ``context`` also where training uses a ring or ulysses.
-    Raises CannotRunError for pipeline stages.
+    Raises CannotRunError for generation over pipeline stages.
     """
     if job.trains:
         return strategy
@@ -112,7 +112,7 @@ def job_strategy(job: Job, strategy: Strategy) -> Strategy:
 
 
 def one_position(strategy: Strategy) -> Strategy:
-    """Returns the strategy for rows of one position: no axis splits T, nor the slots that its tokens fill."""
+    """Returns the strategy for rows of one position: no axis splits T, and only axes of B split slots."""
     assignment = {}
     for role, rules in strategy.assignment.items():
         kept = {dim: axes for dim, axes in rules.items() if dim != "T"}
@@ -158,7 +158,7 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
     """Returns the program of a phase, which ends in logits[B,V].
 
     Prefill reads tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token; what follows is
-    padding. Decode reads one token of each row (T is 1) and writes its key before it attends.
+    padding. Decode reads the same of one token of each row (T is 1, ``last`` 0), whose key it writes first.
     """
     program = _plain_program(model, phase, storage)
     if not storage.quantised:
@@ -244,7 +244,7 @@ class _Writer:
         self.ops += parse_block(block.name, "\n".join(lines), self.variables).ops
 
     def _attention(self, op: Op, block: Block) -> None:
-        """Writes keys and values, or latents, into the cache; attention of decode reads the cache instead."""
+        """Writes keys and values, or latents and rotated keys, into the cache; in decode, attention reads the cache."""
         q, k, v, positions, *others = op.inputs
         made_by = {made.out: made for made in block.ops}
         sources = {"k": k, "v": v}
@@ -320,7 +320,7 @@ class CacheArray(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers, over all devices."""
+        """Bytes of all layers of the whole array, without copies."""
         return math.prod(self.stacked_shape) * int(DTYPE_BYTES[self.dtype])
 
 
@@ -362,7 +362,7 @@ def cache_table(
 ) -> tuple[CacheArray, ...]:
     """Returns the rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions, on all devices.
 
-    int8 keeps a float32 scale beside each token and head.
+    int8 keeps a float32 scale for each token and head, or for each token of latents.
     """
     program = repeating(_plain_program(model, "decode", storage), strategy_of_heads(strategy, model.num_kv_heads))
     sizes = held_dims(model.dims, strategy.mesh) | {"B": batch_seqs}

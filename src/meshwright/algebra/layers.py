@@ -86,7 +86,7 @@ LATENT_ATTENTION = """
 """
 """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
 
-Source: DeepSeek-V2, section 2.1."""
+Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1."""
 
 AFTER_ATTENTION = """
     a~b[B,T,D] = bias_add(a~[B,T,D], bo[D]) if out_bias
@@ -218,8 +218,8 @@ def head_text(model: Model, options: ProgramOptions) -> str:
 
 
 def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:
-    """Returns the lines of one layer from x to x2: ``sliding`` limits its attention to the window, ``routed`` gives it
-    experts, ``rotates`` rope."""
+    """Returns the lines of one layer from x to x2: ``sliding`` limits its attention to the window, ``routed`` makes its
+    feed-forward experts, ``rotates`` adds rope."""
     if model.latent_attention:
         documents = ", documents[B,T]" * options.documents
         lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, documents=documents, x1="x1")
@@ -252,7 +252,7 @@ ADAPTED = """
     {out}_up[{out_dims}] = {a}_scaled[B,T,Ra] * {w}_lora_b[Ra,{outputs}]
     {out}[{out_dims}] = add({out}_base[{out_dims}], {out}_up[{out_dims}])
 """
-"""A product beside whose weight stands an adapter: y = x W + (alpha / r) (x A) B. Source: Hu et al., 2021."""
+"""A product beside whose weight stands an adapter: y = x W + (alpha / r) (x A) B. Source: Hu et al., LoRA (2021)."""
 
 
 def with_adapters(model: Model, text: str) -> str:
@@ -341,7 +341,7 @@ def _activation(model: Model) -> str:
 
 
 def given_attributes(**attributes: float | bool | None) -> str:
-    """Returns the attributes at the end of a call, "; window=128", without those that are unset; a flag is its name."""
+    """Returns the attributes of a call, "; window=128", without None, 0 and False; True becomes the name alone."""
     text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
     return f"; {text}" if text else ""
 
@@ -364,7 +364,7 @@ def parse_block(
     window=8)``.
 
     Every variable is entered in ``variables`` as an activation unless it is there already with its role.
-    ``renamed`` gives names of the text another name in the program: weights of two blocks are two variables.
+    ``renamed`` gives names of the text another name in the program; the other arguments are fields of `Block`.
     Raises InputError when a line cannot be read or a variable is used with other dims than before.
     """
     ops = [_parse_line(line, variables, renamed) for line in text.splitlines() if line.strip()]

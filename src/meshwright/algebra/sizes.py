@@ -54,7 +54,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return local_elements(array, self.dims, self.mesh)
 
     def bytes(self, array: ShardedArray) -> Number:
-        """Returns the bytes of that block: in the array's own dtype if it has one, else the width of the state."""
+        """Returns the bytes of one device's block: in the array's dtype if it has one, else the width of the state."""
         if array not in self.cache:
             width = DTYPE_BYTES[array.dtype] if array.dtype else self.width
             self.cache[array] = self.elements(array) * width

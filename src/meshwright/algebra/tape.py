@@ -125,7 +125,7 @@ class Tape:
         return target
 
     def run(self, name: str, inputs: Iterable[ShardedArray], *results: ShardedArray, details: Any = None) -> None:
-        """Adds a step on one device's blocks."""
+        """Adds a local step: each device runs it on its parts of the arrays."""
         self.add(Step(op=name, inputs=tuple(inputs), result=results[0], more=results[1:], details=details))
 
     def run_backward(

@@ -25,7 +25,7 @@ from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
 _SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
-"""A vector over one of these dims is sharded as its matrix is; other vectors are whole on every device."""
+"""A vector over one of these dims, or over several, is sharded as its matrix is; others are whole on every device."""
 
 MAX_PATTERN = 16
 """Longest pattern of layers in one iteration of a loop: the compiled program grows with it."""

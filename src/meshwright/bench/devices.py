@@ -51,8 +51,11 @@ Item = TypeVar("Item")
 
 
 class BenchSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes for one kind of device. ``edge_sides`` and ``contents`` are sides of products, ``batches`` tokens,
-    ``eager`` multiply-adds run op by op; the largest copy takes 1 / ``largest_copy`` of the memory."""
+    """Sizes for one kind of device. ``probe_rounds`` are those of a small first product. Products near one of
+    ``edge_sides`` show the cost of partial ``tiles``; those of side ``contents`` compare zeros, ones and random numbers
+    in the first ``contents_dtypes`` element types. ``batches`` of tokens run through a layer of dims ``layer``.
+    ``distance`` is the side of a `Distance`. Chains of multiply-adds have arrays of at least ``chain_bytes``, if they
+    fit; those of lengths ``eager`` run op by op. The largest copy takes at most 1 / ``largest_copy`` of the memory."""
 
     probe_rounds: int
     edge_sides: tuple[int, ...]
@@ -118,7 +121,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A program that every device runs on its shards; ``work`` is the FLOPs or bytes of one of its rounds.
+    """A program that every device runs on its shards; ``work`` is the FLOPs or bytes of a call over ``rounds``.
 
     ``arrays`` says whether repeats get the same inputs or new ones, or whether the result overwrites the first input
     ("in place"): allocating fresh pages takes longer than a little arithmetic. In place, a call launches the program
@@ -136,7 +139,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """The devices under test, all of one kind, with their data sheet and element types, the main one first."""
+    """The devices under test, all of one kind, their data sheet, and the element types to measure, main type first."""
 
     devices: tuple[jax.Device, ...]
     chip: Chip
@@ -172,7 +175,7 @@ class Bench:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that a program may fill on one device: its share of the host's memory, or what the backend offers."""
+        """Bytes that a program may fill on one device: of a host its share, else the backend's limit or the chip's."""
         if self.emulated:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(self.devices)
         offered = (self.devices[0].memory_stats() or {}).get("bytes_limit")
@@ -242,7 +245,7 @@ class Bench:
 
 
 def _numbers(shard: Shard, rng: np.random.Generator) -> np.ndarray:
-    """Draws the numbers of a shard, at most ``DRAWN`` of them."""
+    """Draws at most ``DRAWN`` numbers of a shard; int8 evenly, from -127 for "normal" and from 0 for "uniform"."""
     dtype, drawn = JAX_DTYPES[shard.dtype], min(DRAWN, math.prod(shard.shape))
     if shard.contents in ("zeros", "ones"):
         return np.full(drawn, shard.contents == "ones", dtype)
@@ -288,7 +291,7 @@ class Runner:
     def time(
         self, calls: Mapping[Any, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
     ) -> dict[Any, Timing]:
-        """Returns timings by key, taken in alternation; ``left_out.format(key)`` names those that fail in messages."""
+        """Returns timings by key, taken in alternation; messages call a failed one ``left_out.format(key)``."""
         ready = {key: self.bench.call(one) if isinstance(one, Workload) else one for key, one in calls.items()}
         times = time_together(ready, self.budget, max_repeats=max_repeats)
         reasons: dict[str, str] = {}
@@ -309,7 +312,7 @@ class Runner:
 
 
 def chip_of_kind(device_kind: str) -> Chip:
-    """Returns the chip whose pattern ``device_kind`` matches most of the text; raises InputError if none matches."""
+    """Returns the chip whose pattern matches the longest part of ``device_kind``; raises InputError if none matches."""
     # "A100-SXM4-80GB": separators between the words do not matter.
     words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
     known = (one for one in chips().values() if one.device_kind)

@@ -35,7 +35,8 @@ from meshwright.spec.chip import Chip, vector_peak_from_anatomy
 
 
 def measure_distance(runner: Runner) -> DistancePart:
-    """Measures all `DISTANCES` in alternation in float32; predictions use measured rates, else the data sheet's."""
+    """Measures all `DISTANCES` in alternation in float32. Predictions take the measured rate of products, else the data
+    sheet's; and the data sheet's rate of vector units, else the measured one."""
     size = runner.bench.sizes.distance
     elementwise: ElementwisePart | None = runner.found.get("elementwise")
     vector = (elementwise and elementwise.vector_flops_per_s) or vector_peak(runner.bench.chip)
@@ -58,7 +59,7 @@ def measure_distance(runner: Runner) -> DistancePart:
 
 
 def predicted_seconds(size: int, *, matmul: float | None, vector: float | None) -> dict[str, float | None]:
-    """Returns seconds by name: 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s."""
+    """Returns seconds by name: 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s; else None."""
     rates = {what: (matmul, 2) if ops is None else (vector and vector / 2, ops) for what, (_, ops) in DISTANCES.items()}
     return {what: ops * float(size) ** 3 / rate if rate else None for what, (rate, ops) in rates.items()}
 
@@ -134,7 +135,7 @@ def _doubling(fused: Sequence[ChainTime], chip: Chip) -> dict[str, Any]:
 
 
 def doubling_repeats(vector_flops_per_s: float, bytes_per_s: float) -> float:
-    """Returns the multiply-adds that take twice an element's memory time: 2 x C x 8 bytes / (W x 2 FLOPs)."""
+    """Returns the multiply-adds that take twice an element's memory time: 2 x 8 bytes x (FLOP/s / 2) / (bytes/s)."""
     ops_per_s = vector_flops_per_s / FLOPS_EACH
     return float(2 * critical_repeats(ops_per_s, bytes_per_s, bytes_per_element=2 * ELEMENT_BYTES))
 
@@ -148,11 +149,13 @@ def vector_peak(chip: Chip) -> float | None:
 
 
 def _steepest(fused: Sequence[ChainTime]) -> float | None:
-    """Returns the FLOP/s of the sweep's last multiply-adds; None if memory hides them: the time did not double."""
+    """Returns the FLOP/s of the last multiply-adds; None if the time did not double (memory hides them) or grow."""
     if len(fused) < 2 or fused[-1].seconds.median_s < 2 * fused[0].seconds.median_s:
         return None
     before, last = fused[-2], fused[-1]
     added_s = last.seconds.median_s - before.seconds.median_s
+    if added_s <= 0:
+        return None
     return (last.flops_per_s * last.seconds.median_s - before.flops_per_s * before.seconds.median_s) / added_s
 
 
@@ -171,12 +174,12 @@ def measure_copy(runner: Runner) -> CopyPart:
 
 def _copies(runner: Runner, kind: CopyKind, sizes: Sequence[int]) -> list[Copy]:
     """Measures increasing sizes until one cannot be measured."""
-    found: list[Copy] = []
+    found, more = list[Copy](), " and more"
     for size, mine in runner.each(sizes):
         rate = found[-1].bytes_per_s if found else 1e9
         rounds = max(LEAST_ROUNDS, rounds_for(2 * size / rate, target_s=min(0.01, runner.left_s / 20), most=256))
         workload = copy_workload(kind, size, rounds)
-        seconds = mine.time_one(workload, f"{kind} of {format_bytes(size)} and more", max_repeats=10)
+        seconds = mine.time_one(workload, f"{kind} of {format_bytes(size)}{more * (size < sizes[-1])}", max_repeats=10)
         if not seconds:
             break
         found.append(Copy(kind=kind, array_bytes=size, seconds=seconds, bytes_per_s=workload.work / seconds.median_s))

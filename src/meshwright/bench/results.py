@@ -68,7 +68,7 @@ class MatmulPart(Part, frozen=True):
     edges: tuple[Edge, ...] = ()
 
     def best(self, dtype: str) -> Product | None:
-        """Returns the fastest product of an element type."""
+        """Returns the fastest product of an element type; None without any."""
         return max((p for p in self.sweep if p.dtype == dtype), key=lambda p: p.flops_per_s, default=None)
 
 
@@ -104,8 +104,8 @@ class ChainTime(Measurement, frozen=True):
 class ElementwisePart(Part, frozen=True):
     """Chains of multiply-adds, and the length at which a fused chain takes twice the time of one multiply-add.
 
-    Predicted as 2 x C x bytes / (W x FLOPs) under perfect overlap, with C the vector FLOP/s of ``vector_source`` and W
-    the bytes/s of the shortest chain.
+    Predicted under perfect overlap as 2 x 8 bytes x (FLOP/s / 2) / (bytes/s), from the vector FLOP/s of
+    ``vector_source`` and the bytes/s of the shortest chain.
     """
 
     elements: int
@@ -159,7 +159,7 @@ class CopyPart(Part, frozen=True):
     copies: tuple[Copy, ...] = ()
 
     def largest(self, kind: CopyKind = "copy") -> Copy | None:
-        """Returns the largest array of a kind; None without any."""
+        """Returns the copy of the largest array of a kind; None without any."""
         return max((c for c in self.copies if c.kind == kind), key=lambda c: c.array_bytes, default=None)
 
 
@@ -173,7 +173,7 @@ class LayerTime(Measurement, frozen=True):
 
 
 class BatchPart(Part, frozen=True):
-    """Layer times by batch; the fitted knee, and the critical batch predicted from measured rates: C/W x bytes/2."""
+    """Layer times by batch; the fitted knee, the predicted critical batch: (FLOP/s) / (bytes/s) x weight bytes / 2."""
 
     sizes: dict[str, int]
     dtype: str

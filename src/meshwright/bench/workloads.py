@@ -38,11 +38,11 @@ def product_flops(m: int, k: int, n: int) -> float:
 
 
 def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, contents: Contents | None = None) -> Workload:
-    """Returns ``rounds`` products of two square shards of normal numbers, or of ``contents``, drawn for every repeat.
+    """Returns ``rounds`` products of two square shards: of normal numbers, or of ``contents`` drawn for every repeat.
 
-    One element of an operand comes from the previous result, so that the compiler cannot drop a product. int8 is summed
-    in int32, fp8 in 16 bits. float32 runs at the highest precision where the default is narrower; "tf32" is that
-    default.
+    One element of an operand comes from the previous result, so that the compiler cannot drop a product. Products of
+    int8 are int32, those of fp8 are bf16. float32 runs at the highest precision where the default is narrower; "tf32"
+    is that default.
     """
     result = {"int8": jnp.int32, "fp8": jnp.bfloat16}.get(dtype, JAX_DTYPES[dtype])
     exact = dtype == "fp32" and not bench.emulated
@@ -89,7 +89,7 @@ def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
 
 
 def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Workload:
-    """Returns the attention of training, forward or in both passes."""
+    """Returns the attention of training, forward or in both passes; ``work`` counts all pairs of positions."""
     batch, length, heads, kv_heads, width = shape
 
     def body(q: Array, k: Array, v: Array, cotangent: Array) -> Any:

@@ -56,7 +56,7 @@ class ChangedFileWarning(UserWarning):
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or if nothing is close the sorted options, at most 24."""
+    """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or if nothing is close the options, if up to 24."""
     known = sorted(set(options))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:

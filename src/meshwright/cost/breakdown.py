@@ -36,7 +36,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of work: its seconds without overlap, and the seconds that it adds to the step.
 
     The ``added_s`` of all terms add up to the step; ``share`` is the term's share of it. Work that hides adds less than
-    ``alone_s``, or nothing. ``name`` is a key of `Estimate.terms`: a kind of local work, or mesh axes of collectives.
+    ``alone_s``, or nothing. ``name`` is a key of `WORDS`, or the mesh axes of collectives, joined by commas.
     """
 
     name: str

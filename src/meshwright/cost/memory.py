@@ -312,7 +312,7 @@ def _moves(step: Step, sizes: OpSizes) -> Any:
 class _Life(msgspec.Struct):
     """The steps between which a result is alive: made at ``start``, last used at ``end``.
 
-    ``source`` is the step when a collective or slice made it.
+    ``source`` is the collective or slice that made it; None for other steps.
     """
 
     start: int

@@ -26,7 +26,7 @@ NOTHING = Transfers()
 def offloaded(
     parts: MemoryParts, pcie_bytes_per_s: float | None, pipeline: PipelineCost, chosen: tuple[str, ...]
 ) -> Transfers:
-    """Returns the transfers of the ``chosen`` items; none for (). InputError if the rate of PCIe is not known."""
+    """Returns the transfers of the ``chosen`` items; none for (). Raises InputError without a rate of PCIe."""
     if not chosen:
         return NOTHING
     if pcie_bytes_per_s is None:

@@ -77,7 +77,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         return [total(getattr(end, part) for part in parts) for end in self.ends]
 
     def once_s(self, pipeline: PipelineCost) -> Number:
-        """Returns the seconds of a device's gradient sums that run once per step, and of its optimizer."""
+        """Returns the seconds of what a device runs once per step: sums of gradients, optimizer, `exchange_s`."""
         share = pipeline.share(self.num_layers) * pipeline.sums
         ends = pipeline.ends_held(self.ends_s("last", "update"))
         return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.exchange_s(pipeline)
@@ -106,7 +106,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
 
     def step_s(self, pipeline: PipelineCost, offload: Transfers = NOTHING) -> StepSeconds:
-        """Returns the seconds of all microbatches on the busiest device, of `once_s` and the update, and the bubble.
+        """Returns the seconds of a step on the busiest device (all microbatches, `once_s`, the rest), and its bubble.
 
         A pass takes at least as long as the transfer of its offloaded results.
         """

@@ -132,13 +132,13 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         return np.where(self.is_one, 1.0, first), np.where(self.is_one, 1.0, last)
 
     def ends_computed(self, sizes: list[Number]) -> Number:
-        """Returns seconds of embedding and head per microbatch on the busiest device: half if two share both."""
+        """Returns seconds of embedding and head per microbatch on the busiest device, from the ``sizes`` of each."""
         apart = largest(sizes) if self._ends_share is None else total(sizes) * self._ends_share
         return np.where(self.is_one, total(sizes), apart)
 
     @property
     def num_sends(self) -> Number:
-        """Exposed sends between stages in one step; in lockstep one for each tick but the first and the last."""
+        """Sends in one direction that a step waits for; 0 for one stage."""
         return np.where(self.is_one, 0.0, self._forms.sends(*self._sizes))
 
     @property

@@ -60,11 +60,11 @@ class Setting(Checked, frozen=True, dict=True):
 
     @cached_property
     def memory_limit(self) -> float:
-        """Bytes of a chip that programs may fill; infinity if unknown."""
+        """Bytes of a chip that programs may fill; infinity for this machine if unknown."""
         return memory_limit(self.cluster, self.calibration)
 
     def derived(self, strategy: Strategy) -> Derived:
-        """Returns the job's steps under a strategy, as the assumed software runs them; InputError for unknown axes."""
+        """Returns the job's steps under a strategy, as its software runs them. Raises InputError for unknown axes."""
         make_mesh(strategy.mesh)
         fused_head = self.assumptions.fused_head
         return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)

@@ -180,7 +180,7 @@ def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
 
 
 def block_shares(derived: Derived, pipeline: PipelineCost) -> dict[str, Number]:
-    """Maps a block to the share of its repeats on the busiest device of a pipeline: the last one, with the head."""
+    """Maps a block to the share of its executions on the busiest device of a pipeline: the last one, with the head."""
     layers, (first, last) = pipeline.share(derived.num_layers), pipeline.end_shares
     head = derived.blocks[-1].name
     return {block.name: layers if block.is_layer else last if block.name == head else first for block in derived.blocks}

@@ -1,9 +1,9 @@
 """Seconds of one step of a job from its derived steps: bounds, the expected value between them, and what binds.
 
-A local op takes the larger of its FLOPs at the matmul rate and its bytes at the memory rate. Within one pass
-over a block, collectives on weights and weight gradients hide behind compute and behind collectives on other
-links; collectives on activations are exposed. The lower bound is the time of the busiest resource, which hides all
-others. The upper bound is compute, memory and every collective without overlap.
+By the data sheet a local op takes the longer of its FLOPs and its bytes; fitted numbers let them overlap in part.
+Within one pass over a block, collectives on weights and weight gradients hide behind compute and behind collectives on
+other links; collectives on activations are exposed. The lower bound is the time of the busiest resource, which hides
+all others. The upper bound is compute, memory and every collective without overlap.
 """
 
 from collections.abc import Sequence

@@ -41,13 +41,13 @@ class CompiledCollective(msgspec.Struct, frozen=True):
     """One collective of a program.
 
     ``full_bytes`` are those of the whole array on the group: the result of an all-gather, the operand of a
-    reduce-scatter, either of an all-reduce, the blocks of the whole group for an all-to-all (for a ragged one the
-    whole buffers, which its rows may not fill).
-    ``trips`` is how often it runs in one call of the program, ``axes`` the mesh axes that its groups span,
-    ``num_arrays`` how many arrays it combines. ``sliced``: an all-reduce of which each device keeps a slice, as a
-    reduce-scatter would leave it. ``windowed``: a permute of a matmul that was cut to overlap with it. ``dcn``:
-    between TPU slices, over the data-centre network. ``label``: the derived step that it came from; if the
-    compiler dropped the label, ``near`` is the closest step that takes or makes its array.
+    reduce-scatter, either of an all-reduce, the blocks of the whole group for an all-to-all (for a ragged one the whole
+    buffers, which its rows may not fill). ``trips`` is how often it runs in one call of the program, ``axes`` the mesh
+    axes that its groups span, ``num_arrays`` how many arrays it combines, ``dtype`` that of the largest. ``sliced``: an
+    all-reduce of which each device keeps a slice, as a reduce-scatter would leave it. ``windowed``: a permute of a
+    matmul that was cut to overlap with it. ``dcn``: between TPU slices, over the data-centre network. ``label``: the
+    derived step that it came from; if the compiler dropped the label, ``near`` is the closest step that takes or makes
+    its array.
     """
 
     kind: str
@@ -243,13 +243,13 @@ class _Walk:
         return sum(given), len(given)
 
     def given(self, one: Instruction) -> list[str]:
-        """Returns the shapes of an instruction's operands."""
+        """Returns the shapes of an instruction's operands; for a send, of what it sends."""
         computation = self.module.computations[one.computation]
         known = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
         return known[:1] if one.opcode == "send" else known
 
     def received_bytes(self, send: Instruction) -> int:
-        """Returns the bytes of the receive that matches a send between slices: for an all-gather more than it sends."""
+        """Returns the bytes of the receive of a send between slices (of an all-gather more than sent); else 0."""
         rendezvous = _RENDEZVOUS.search(send.attributes)
         for one in self.module.computations[send.computation].instructions:
             if rendezvous and one.opcode == "recv" and rendezvous[0] in one.attributes:
@@ -307,7 +307,7 @@ def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | 
 def _search(
     module: Module, one: Instruction, neighbours: Callable[[Module, Instruction], Sequence[Instruction]]
 ) -> StepLabel | None:
-    """Searches breadth first and returns the first label found; an update's does not count."""
+    """Searches breadth first and returns the first label found, or None; an update's does not count."""
     seen, edge = {(one.computation, one.name)}, [one]
     for _ in range(MAX_STEPS_AWAY):
         edge = [b for known in edge for b in neighbours(module, known) if (b.computation, b.name) not in seen]

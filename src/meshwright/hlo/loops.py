@@ -17,7 +17,7 @@ _SAME_VALUE = {"bitcast", "convert", "copy", "copy-done", "copy-start", "optimiz
 
 
 class Loop(msgspec.Struct, frozen=True):
-    """One loop of a module; ``total_trips`` includes the loops around it. None: the count depends on data."""
+    """One loop of a module; ``total_trips`` includes the loops around it. None: unknown."""
 
     name: str
     body: str
@@ -109,7 +109,7 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 
 def runs_at_most_once(module: Module, loop: Instruction) -> bool:
-    """True if a loop runs once or never: a branch that keeps its buffers in place (`core.labels.AT_MOST_ONCE`)."""
+    """True if a loop of unknown count runs once or never, as its scope says (`core.labels.AT_MOST_ONCE`)."""
     if trip_count(module, loop) is not None:
         return False
     body = module.computations.get(dict(loop.called).get("body", ""))
@@ -130,9 +130,9 @@ def loops(module: Module) -> tuple[Loop, ...]:
 
 
 def times_run(module: Module, computation: str) -> int:
-    """Returns how often a computation runs in one call of the module; loops that depend on data count once."""
+    """Returns the product of the trip counts of the loops around one caller of a computation; an unknown count is 1."""
     loops_around = (caller for caller in module.around(computation) if caller.opcode == "while")
-    return math.prod(trip_count(module, loop) or 1 for loop in loops_around)
+    return math.prod(count for loop in loops_around if (count := trip_count(module, loop)) is not None)
 
 
 def _trips(start: int, limit: int, step: int, way: str) -> int | None:
@@ -145,7 +145,7 @@ def _trips(start: int, limit: int, step: int, way: str) -> int | None:
 
 
 def _initial(module: Module, loop: Instruction, index: int) -> _Value | None:
-    """Returns the initial value of element ``index`` of a loop's state, traced out of the loops around it."""
+    """Returns the initial value of element ``index`` of a loop's state, traced out of the loops around it, or None."""
     state = _Value(module, loop).settled(0)
     if state.at.opcode != "tuple":
         return None
@@ -154,7 +154,7 @@ def _initial(module: Module, loop: Instruction, index: int) -> _Value | None:
 
 
 def _made(module: Module, loop: Instruction, index: int) -> _Value | None:
-    """Returns what the body of a loop assigns to element ``index`` of its state."""
+    """Returns what the body of a loop assigns to element ``index`` of its state; None if the state is no tuple."""
     root = _Value(module, module.body(loop, "body").root).settled()
     return root.settled(index) if root.at.opcode == "tuple" else None
 

@@ -87,7 +87,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def label(self) -> StepLabel | None:
-        """The derived step that it belongs to."""
+        """The derived step that it belongs to; None if it has no label."""
         return find_label(self.op_name)
 
     @property
@@ -184,7 +184,7 @@ class Module(msgspec.Struct, frozen=True, dict=True):
             computation = caller.computation
 
     def body(self, one: Instruction, role: str = "calls") -> Computation:
-        """Returns the computation that an instruction calls: a fusion's, or a loop's ``body`` or ``condition``."""
+        """Returns a computation that an instruction calls, such as a loop's ``body``. Raises InputError without it."""
         name = dict(one.called).get(role, "")
         if name not in self.computations:
             raise InputError(f"{one.opcode} {one.name} calls {name!r}, which the text lacks. Give the whole text.")
@@ -252,7 +252,7 @@ MOST_NESTED, MOST_EXPANDED, MOST_DEVICES = 100, 10_000_000, 10_000_000
 
 
 def require_readable(module: Module) -> Module:
-    """Returns the module. Raises ValueError for text that is damaged, and for computations that run themselves."""
+    """Returns the module. Raises ValueError if it is damaged, too large, or has computations that run themselves."""
     if module.num_devices > MOST_DEVICES:
         raise ValueError(f"it is for {module.num_devices:.2g} devices; at most {MOST_DEVICES:.0e} are read.")
     calls = {name: [n for one in c.instructions for _, n in one.called] for name, c in module.computations.items()}

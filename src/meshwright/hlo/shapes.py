@@ -7,10 +7,10 @@ from functools import lru_cache
 import msgspec
 
 ELEMENT_BITS = {
-    "pred": 8, "s2": 8, "u2": 8, "s4": 8, "u4": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
-    "s64": 64, "u64": 64, "f4e2m1fn": 8, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8, "f8e4m3fn": 8,
-    "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64,
-    "c64": 64, "c128": 128,
+    "pred": 8, "s1": 8, "u1": 8, "s2": 8, "u2": 8, "s4": 8, "u4": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16,
+    "s32": 32, "u32": 32, "s64": 64, "u64": 64, "f4e2m1fn": 8, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8,
+    "f8e4m3fn": 8, "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "bf16": 16, "f16": 16,
+    "f32": 32, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
 """Bits of an element in memory. Types of four bits and fewer take a byte unless the layout packs them, ``E(4)``."""
 
@@ -27,7 +27,8 @@ class Shape(msgspec.Struct, frozen=True):
     """One array's shape.
 
     ``minor_to_major`` lists the dims, the contiguous one first; ``tiles`` tile the minor dims, each cutting the one
-    before it. Both are empty without a layout: row-major. Elements are padded to a multiple of ``tail_elements``.
+    before it. Both are empty without a layout (row-major), ``tiles`` also if they join dims (``*``). A dim of unknown
+    size is 1, a bounded one its bound. Elements are padded to a multiple of ``tail_elements``.
     """
 
     dtype: str
@@ -51,7 +52,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes without padding; 0 for tokens and other types that hold no numbers."""
+        """Bytes without padding; 0 for tokens and for types that `ELEMENT_BITS` lacks."""
         return -(-self.num_elements * self.element_bits // 8)
 
     @property

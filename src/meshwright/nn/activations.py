@@ -49,7 +49,7 @@ def silu_mul(gated: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Flo
 
 
 def clamped_swiglu(gated: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """Returns ``(up + 1) gate sigmoid(1.702 gate)`` of gate at most 7 and up between -7 and 7 (gpt-oss)."""
+    """Returns ``(up + 1) gate sigmoid(1.702 gate)``, gate clipped to at most 7 and up to -7..7 (gpt-oss)."""
     gated = jnp.minimum(gated, jnp.asarray(SWIGLU_LIMIT, gated.dtype))
     up = jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (up + 1) * (gated * jax.nn.sigmoid(gated * SWIGLU_ALPHA))

@@ -23,7 +23,7 @@ Pages = Int[Array, "B Bp"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer of an array that all layers of a kind share, so that a write changes only its own entries in place."""
+    """One layer of an array of all layers of a kind; a write changes entries of this layer in that array, in place."""
 
     stack: Array
     layer: Int[Array, ""]
@@ -57,10 +57,10 @@ def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"]) -> La
 
 
 def write_position(cache: LayerCache, values: Array, positions: Int[Array, "B 1"]) -> LayerCache:
-    """Writes one position of each row, values[B, 1, ...]."""
+    """Writes one position of each row, values[B, 1, ...]; positions are at least 0."""
     rows = jnp.arange(values.shape[0])
     slots = positions[:, 0] % cache.stack.shape[2]
-    stack = cache.stack.at[cache.layer, rows, slots].set(values[:, 0].astype(cache.stack.dtype), mode="drop")
+    stack = cache.stack.at[cache.layer, rows, slots].set(values[:, 0].astype(cache.stack.dtype))
     return LayerCache(stack, cache.layer)
 
 
@@ -119,8 +119,8 @@ def cached_attention(
 ) -> Float[Array, "B T N Hv"]:
     """Returns the values of K heads, weighted by the softmax over visible slots; ``parts`` of the scores are summed.
 
-    ``sinks`` are an additional logit per head. Scales of int8 values multiply the weights, which are smaller than the
-    values.
+    ``sinks`` are an additional logit per head. Scales of int8 values multiply the weights, usually the smaller array
+    of the two.
     """
     scores = scale * sum((part.scores() for part in parts[1:]), parts[0].scores())
     weights = _softmax(jnp.where(seen[:, None, None, None], capped(scores, softcap), -jnp.inf), sinks)

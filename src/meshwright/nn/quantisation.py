@@ -1,7 +1,7 @@
-"""int8 storage: values and one scale per group, and products with int8 weights.
+"""int8 and int4 storage: values and one scale per group, and products with such weights.
 
-``x = scale * values`` with values in -127..127 and scale = max |x| / 127 over the group, so the error of an entry is at
-most half a scale.
+``x = scale * values`` with values in -L..L and scale = max |x| / L over the group, where L is 127 for int8 and 7 for
+int4, so the error of an entry is at most half a scale.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,13 +25,13 @@ LARGEST_OF = {"int8": LARGEST, "int4": 7}
 
 
 def absmax_scale(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
-    """Returns the scale of each group of entries along ``axes`` in float32; 1 for a group of zeros."""
+    """Returns the int8 scale of each group of entries along ``axes`` in float32; 1 for a group of zeros."""
     largest = jnp.max(jnp.abs(x), axis=axes).astype(jnp.float32)
     return jnp.where(largest > 0, largest / LARGEST, 1.0)
 
 
 def quantise(x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int, ...]) -> Int8[Array, "..."]:
-    """Rounds to the nearest values; ``scale`` lacks the dims ``axes``."""
+    """Returns x / scale, rounded to whole numbers; ``scale`` has no dims for ``axes``."""
     wide = x.astype(jnp.float32) / jnp.expand_dims(scale, axes)
     return jnp.clip(jnp.round(wide), -LARGEST, LARGEST).astype(jnp.int8)
 
@@ -44,7 +44,7 @@ def dequantised(values: Array, scale: Float[Array, "..."]) -> Float[Array, "..."
 
 
 def quantise_base(model: Model, params: Params) -> Params:
-    """Quantises the frozen matrices that the model stores as int8 or int4, with a scale for each group of inputs."""
+    """Quantises the frozen matrices that are int8 or int4, with a scale for each output and group of its inputs."""
     table = rows(model)
     found = dict(params)
     for name in (name for name, row in table.items() if row.part == "scale"):
@@ -61,7 +61,7 @@ def quantise_base(model: Model, params: Params) -> Params:
 
 
 def dequantise_base(model: Model, params: Params) -> Params:
-    """Returns the weights without scales, matrices in the embedding's dtype; inverts `quantise_base` (rounded)."""
+    """Inverts `quantise_base` but for rounding: returns no scales, and its matrices in the embedding's dtype."""
     pairs = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
     whole = {own: dequantised(params[own], params[name]).astype(params["embed"].dtype) for own, name in pairs.items()}
     return {name: array for name, array in params.items() if name not in pairs.values()} | whole

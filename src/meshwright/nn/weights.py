@@ -49,7 +49,7 @@ def stacked_shape(weight: Weight) -> tuple[int, ...]:
 def param_shapes(
     model: Model, *, dtype: jnp.dtype = jnp.float32, mesh: Mapping[str, int] = {}
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the global shapes of all arrays; with a ``mesh``, V is padded to what ``tensor`` divides."""
+    """Returns the global shapes of all arrays; with a ``mesh``, V is padded to a multiple of its ``tensor``."""
     size = held_dims(model.dims, mesh)["V"]
 
     def shape(weight: Weight) -> tuple[int, ...]:

@@ -164,7 +164,7 @@ class BlockPasses:
 
     @property
     def handed(self) -> tuple[ShardedArray, ...]:
-        """Operands of the second part that the first part computes, and the router's counts, which it returns."""
+        """Operands of the second part that the first computes, and the router's counts, which the second returns."""
         counts = (array for array in self.counts.values() if array not in self._split.handed)
         return (*self._split.handed, *counts)
 

@@ -49,7 +49,7 @@ class GenerateStep:
 
     ``prefill`` and ``generate`` consume the cache and return the next one. With ``weights="int8"``, `place` quantises
     weights on their devices. Rotations that depend on the length of a sequence use ``max_len``. With a ``page_len``,
-    in slots, layers without a window keep their positions in pages, which a table assigns to sequences: `init_pages`
+    in slots, layers without a window have their cache in pages, which a table assigns to sequences: `init_pages`
     gives every sequence its own pages.
     """
 
@@ -202,7 +202,7 @@ class GenerateStep:
     def prefill(
         self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None
     ) -> tuple[Array, Cache]:
-        """Returns logits [B, V] after each row's last token, and the cache with its keys and values.
+        """Returns logits [B, V] after each row's last token, and the cache with the keys and values.
 
         ``tokens`` [B, T] are padded behind ``lengths`` [B], at least 1. Each T is compiled once; `padded_length` gives
         few different ones. ``pages`` [B, Bp] are the pages of each row, by default `init_pages`.
@@ -259,7 +259,7 @@ class GenerateStep:
         )
 
     def _given_specs(self, length: int) -> dict[str, PartitionSpec]:
-        """Returns the shardings of `prefill_inputs`; if ``length`` is 0 of `decode_inputs`, which are all [B]."""
+        """Returns the shardings of `prefill_inputs`; if ``length`` is 0 of `decode_inputs`, [B] but for pages."""
         specs = self._specs(self.prefill_declared if length else self.generate_declared)
         rows = specs.pop("positions" if length else "last")
         return specs if length else specs | {"tokens": rows, "positions": rows}

@@ -50,6 +50,6 @@ def plain_optimizer(transformation: optax.GradientTransformation) -> Optimizer:
 
 
 def weight_of(path: KeyPath, names: Mapping[str, Any]) -> str | None:
-    """Returns the weight to which an array of a state belongs: the last dict key on its path that names a weight."""
+    """Returns the weight to which an array of a state belongs: the last key on its path that names one, or None."""
     keys = [key.key for key in path if isinstance(key, DictKey) and key.key in names]
     return keys[-1] if keys else None

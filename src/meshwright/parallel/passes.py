@@ -112,7 +112,7 @@ class LayerLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentLoop(LayerLoop):
-    """Saves only the stream that enters each segment of ``layers`` layers; the backward pass runs them again."""
+    """Saves only the stream that enters each segment of at most ``layers`` layers (or one iteration), and reruns it."""
 
     layers: int
 
@@ -211,7 +211,7 @@ class Passes:
     """Forward and backward of one derivation, over all layers of a stack or over those of a pipeline stage.
 
     ``names`` are the blocks of the layers in order; None stands for all layers of the stack. With ``ahead`` the weights
-    of the next layer are gathered while one computes. ``number`` is the index of the stack.
+    of the next iteration are gathered while one computes. ``number`` is the index of the stack.
     """
 
     context: Context

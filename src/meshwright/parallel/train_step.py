@@ -45,7 +45,7 @@ num_labels, a float32 scalar: the number of labels of the whole batch that count
 
 
 StepGradients = tuple[Array, Params, Array, FromCounts]
-"""Mean loss of the global batch, reduced gradients, their squared norm, and the results of the routers' counts."""
+"""Mean loss of the global batch, reduced gradients, their squared norm, and what follows from the routers' counts."""
 
 
 class State(NamedTuple):
@@ -71,9 +71,9 @@ class Metrics(NamedTuple):
 class TrainStep:
     """Trains a model under a strategy: `init`, and `step(state, batch) -> (state, metrics)`.
 
-    ``options`` are choices of the program (documents, further losses). ``form="shard_map"`` runs exactly the derived
-    steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose the collectives,
-    for comparison.
+    The default ``optimizer`` is AdamW at a rate of 3e-4. Gradients are clipped to ``max_grad_norm`` if it is given.
+    ``form="shard_map"`` runs exactly the derived steps. ``form="gspmd"`` gives XLA the declared shardings as
+    constraints and lets it choose the collectives, for comparison.
     """
 
     @checked
@@ -194,7 +194,7 @@ class TrainStep:
         return shardings(self.mesh, self.batch_specs)
 
     def token_order(self, seq_len: int) -> np.ndarray | None:
-        """Returns the position at each index of a row, None where that is the index itself.
+        """Returns the position at each index of a row; None if all positions are in order.
 
         Ring attention shards positions in zigzag, so that causal attention gives each device equal work. With windows
         positions stay in order, since a block of keys then visits only some of the devices.

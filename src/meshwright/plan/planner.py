@@ -47,7 +47,7 @@ def rank_plans(
     strategy on all chips runs, the largest part of the cluster that can run the job is planned, together with a near
     batch that uses all chips; also if all chips need pipeline stages and fewer chips without stages are faster.
     Unless ``exhaustive``, a large space is screened: see `search`. Raises CannotRunError, which says what would run, if
-    nothing does; InputError for a job that does not train or is longer than the model's positions.
+    nothing does, and InputError for a job that does not train or is longer than the model's positions.
     """
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")

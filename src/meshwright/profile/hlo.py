@@ -35,7 +35,7 @@ class InstructionFact(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def part(self) -> str:
-        """Block and phase: ``layer backward``, ``optimizer``."""
+        """Block and phase, ``layer backward`` or ``optimizer``; `OUTSIDE` without a derived step."""
         if self.label is None:
             return OUTSIDE
         return part_name(self.label.block, self.label.phase)
@@ -114,7 +114,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
     def hbm_bytes(self, name: str) -> float:
         """Returns the bytes of operands and result of one execution: its memory traffic, if each moves once.
 
-        A sliced operand counts as the slice, and a result that is updated in place as the update.
+        With a slice each operand counts at most as the result; a result updated in place counts as the update.
         """
         one = self.instructions[name]
         if one.opcode in _FREE:
@@ -131,7 +131,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         return own + sum(read)
 
     def label(self, name: str) -> StepLabel | None:
-        """Returns the derived step of an instruction; for an unlabelled fusion, the most common one inside."""
+        """Returns the derived step of an instruction; for an unlabelled fusion, the most common one inside; or None."""
         one = self.instructions[name]
         own = one.label
         if own is not None or one.opcode in CONTAINERS:

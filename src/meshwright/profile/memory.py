@@ -68,7 +68,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak(self) -> Sample | None:
-        """The first sample with the most bytes."""
+        """The first sample with the most bytes; None without samples."""
         return max(self.samples, key=lambda sample: sample.num_bytes, default=None)
 
 

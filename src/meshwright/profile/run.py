@@ -28,8 +28,8 @@ HLO_FILE = "program.hlo.txt"
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a profiled run: files in a folder, and seconds on the host's clock.
 
-    ``step_s`` are warm steps without the profiler, ``profiled_s`` those with it. ``cores`` is the mean number of busy
-    CPU cores in the latter; None if it was not measured.
+    ``step_s`` are the later warm-up steps, without the profiler, ``profiled_s`` those with it. ``cores`` is the mean
+    number of busy CPU cores in the latter; None if it was not measured.
     """
 
     trace: Path

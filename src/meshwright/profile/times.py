@@ -8,10 +8,10 @@ Every instant of a step on a device belongs to one of five parts, which sum to t
 - overhead: nothing runs, before the first instruction of the step (the host prepares and launches it), in a gap of at
   most ``LAUNCH_GAP_S`` between two (launches, the end of a loop's iteration), or after the last one (the host reads
   results);
-- idle: nothing runs for longer than that: the device waits.
+- idle: nothing runs for longer than that, or in all of the step: the device waits.
 
-Each instruction has two times: its own seconds, and its part of the wall time, in which instructions that run at the
-same instant share it, and a collective that other work hides has none.
+Each instruction has two times: its own seconds, and its part of the wall time: the running instructions of an
+instant's part share the instant, and others (a collective beside compute) get nothing of it.
 """
 
 from collections import defaultdict
@@ -50,7 +50,7 @@ class OpTime(msgspec.Struct, frozen=True, kw_only=True):
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Times of the steps; ``communication_s`` is the mean per step and device, hidden or not, and ``hidden_s`` the part
-    of it in which the same device computes."""
+    of it in which the same device runs other instructions."""
 
     mean: Partition
     devices: dict[int, Partition]
@@ -70,7 +70,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overlap(self) -> float | None:
-        """Share of communication hidden behind compute; None without any."""
+        """Share of communication hidden behind other instructions; None without communication."""
         return self.hidden_s / self.communication_s if self.communication_s > 0 else None
 
 

@@ -107,7 +107,7 @@ def si_scale(largest: float, unit: str) -> tuple[float, str]:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Writes the picture as PNG, SVG or Vega-Lite spec, by the suffix, and returns its path; InputError for others.
+    """Writes the picture as PNG, SVG or Vega-Lite by the suffix, and returns its path. Raises InputError for others.
 
     The file appears whole or not at all: a program that polls the folder never reads half a picture.
     """

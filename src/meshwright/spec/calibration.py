@@ -42,12 +42,12 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The share of data-sheet rates that programs reach; the defaults are the data sheet itself.
 
     Shares of rates that large enough work reaches: ``compute`` (matrix products), ``attention`` (of the same peak, by
-    fused kernels), ``hbm``, and every level of the network. ``narrow`` is a further factor per dtype below 16 bits,
-    ``portable`` a further factor for attention in kernels that are not written for the chip. Shapes slow work: a
-    product that sums over K by the factor 1 + contraction_half / K, a product with few output tiles by 1 + tile_tail x
-    processors x tile / outputs, attention with heads of width H by 1 + head_half / H, attention over T positions by 1 +
-    rows_half / T. ``eager_traffic`` is the memory traffic of elementwise ops with eager dispatch over the traffic of
-    fused ones. Seconds: ``kernel_s`` on the device for every kernel; with eager dispatch the host needs
+    fused kernels; None: as products), ``hbm``, and every level of the network. ``narrow`` is a further factor per dtype
+    below 16 bits, ``portable`` a further factor for attention in kernels that are not written for the chip. Shapes slow
+    work: a product that sums over K by the factor 1 + contraction_half / K, a product with few output tiles by 1 +
+    tile_tail x processors x tile / outputs, attention with heads of width H by 1 + head_half / H, attention over T
+    positions by 1 + rows_half / T. ``eager_traffic`` is the memory traffic of elementwise ops with eager dispatch over
+    the traffic of fused ones. Seconds: ``kernel_s`` on the device for every kernel; with eager dispatch the host needs
     ``host_kernel_s`` for each, and ``host_microbatch_s`` for each microbatch. ``overlap`` is an exponent p: two things
     that partly hide each other (compute and memory in a kernel, compute and communication in a layer, a pass and the
     collectives of a step) take (a^p + b^p)^(1/p). None is the data sheet's view: the longer of the two, with exposed
@@ -127,8 +127,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Rates are per device; where ``devices`` share one machine, they are measured with all of them at work.
     ``matmul_flops_per_s`` are the rates of products as a step has them, ``peak_flops_per_s`` those of the best product
-    measured: without a data sheet, utilisation is a share of these. ``sources`` says where each figure came from; a
-    measured figure names the command or the paper.
+    measured: without a data sheet, utilisation is a share of these. ``hop_s`` maps a level of the network to the
+    latency of a hop. ``sources`` says where each figure came from; a measured figure names the command or the paper.
     """
 
     name: str

@@ -132,12 +132,12 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def ici_axis_bytes_per_s(self) -> float | None:
-        """Bandwidth of one torus axis in both directions together: the W of the ring formulas."""
+        """Bandwidth of one torus axis in both directions together: the W of the ring formulas; None if not known."""
         return None if self.ici_link_bytes_per_s is None else 2 * self.ici_link_bytes_per_s
 
     @property
     def dcn_bytes_per_s(self) -> float | None:
-        """Bandwidth of one chip into the data-centre network: its share of the host's."""
+        """Bandwidth of one chip into the data-centre network: its share of the host's; None if not known."""
         if self.dcn_bytes_per_s_per_host is None or self.chips_per_host is None:
             return None
         return self.dcn_bytes_per_s_per_host / self.chips_per_host
@@ -153,7 +153,7 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def memory_bytes(self) -> float | None:
-        """Bytes a program may allocate: the compiler's limit if known, else the data sheet's size."""
+        """Bytes a program may allocate: the compiler's limit if known, else the data sheet's size, or None."""
         return self.usable_hbm_bytes if self.usable_hbm_bytes is not None else self.hbm_bytes
 
 
@@ -178,7 +178,8 @@ def peak(chip: Chip, dtype: str) -> float:
 def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:
     """Returns the dtype in which a product is computed: the widest operand's, as in int8 weights x bf16 activations.
 
-    A narrower dtype that the chip cannot multiply (int4, or fp8 on a v5e) is widened to bf16, or fp16 without bf16.
+    A narrower dtype that the chip cannot multiply (int4, or fp8 on a v5e) is widened to bf16, or fp16 without bf16;
+    integers with narrow floats are multiplied in bf16. Raises InputError for an unknown dtype.
     """
     order = ["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4", "int4"]
     for dtype in operand_dtypes:
@@ -254,7 +255,7 @@ def chip(name: str) -> Chip:
 
 
 def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
-    """Returns a field of a chip, or if it is empty that of the catalogue's chip of the same name.
+    """Returns a field of a chip, or if it is empty that of the catalogue's chip of this ``name``, by default its own.
 
     Plan files of earlier versions, and tables that persons write, name a chip without all of its fields.
     """

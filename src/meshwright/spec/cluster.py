@@ -105,7 +105,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def num_hosts(self) -> int:
-        """CPU hosts: the chips of a slice over the chips per host, rounded up; one for a "host" cluster.
+        """CPU hosts: for each slice or domain its chips over the chips per host, rounded up; 1 for a "host" cluster.
 
         Where the chips per host are not known a switched domain counts as one host.
         """

@@ -97,7 +97,7 @@ class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     ``targets`` are keys of `LORA_TARGETS`, or "attention", "mlp" or "all-linear". All weights of the model are frozen;
     ``base`` is how matrices of the layers are stored: "" as the training state says, else in whole numbers with a scale
-    for each `GROUP` inputs. Defaults are PEFT's. Source: Hu et al., 2021.
+    for each `GROUP` inputs. Defaults are PEFT's. Source: Hu et al., LoRA (2021).
     """
 
     rank: int = 8

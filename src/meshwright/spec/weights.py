@@ -116,7 +116,8 @@ def frozen_base(model: Model) -> Model:
 
 
 def adapted(model: Model) -> dict[str, str]:
-    """Maps each weight that has an adapter to the name of its A; weights stored as one array share it, as in PEFT."""
+    """Maps each weight that has an adapter to the name of its A; weights stored as one array share it, as in PEFT.
+    Raises InputError for a target that the model lacks, or that is a part of a stored array."""
     if model.lora is None:
         return {}
     table = {row.name.removeprefix("layers."): row for row in weight_table(frozen_base(model)) if row.layers}
@@ -200,7 +201,7 @@ def mtp_params(model: Model) -> int:
     """Counts the parameters of the layers that predict tokens after the next, beside `num_params`: each is a layer like
     the model's last with three norms and a projection from 2 D to D; embedding and head are the model's.
 
-    Source: DeepSeek-V3, section 2.2.
+    Source: DeepSeek-AI, DeepSeek-V3 (2024), section 2.2.
     """
     rows = [row for row in weight_table(model) if model.num_layers - 1 in row.layers]
     of_layer = sum(row.num_params // row.repeat for row in rows)

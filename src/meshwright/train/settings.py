@@ -59,7 +59,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Update: ``beta1`` and ``beta2`` are decays of the moments of AdamW and Lion (with Muon, of the weights that AdamW
     updates), ``momentum`` is the decay of Muon's. ``epsilon`` is AdamW's. Adafactor multiplies the rate by the RMS of
     each matrix: 1e-2 is usual; Lion needs about a tenth of AdamW's rate. ``weight_decay`` applies to matrices only.
-    Gradients are scaled down to ``max_grad_norm``. ``rounding`` is of two-byte weights without a float32 copy.
+    Larger gradients are scaled down to ``max_grad_norm``. ``rounding`` is of two-byte weights without a float32 copy.
     ``average`` is the decay of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the
     logits, ``balance_loss`` the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores.
     ``correction_rate`` moves the correction of DeepSeek-V3's routers towards equal load after each step (the paper:

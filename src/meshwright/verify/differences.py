@@ -33,7 +33,7 @@ CLASSES: dict[str, str] = {
 """Name of a difference -> its explanation."""
 
 TOLERANCE = 0.02
-"""Differences below this share of a row's bytes are ignored; numbers of elements this close count as equal."""
+"""Numbers this close count as equal; differences of a row below a quarter of this share of its bytes are ignored."""
 
 _Axes = tuple[str, ...]
 TrafficKey = tuple[str, _Axes]

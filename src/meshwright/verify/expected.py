@@ -143,7 +143,7 @@ def runs_in_text(derived: Derived, step: Step, block: BlockSteps, tables: TickTa
 
 
 def _layers(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
-    """Returns the number of layers of a block that a virtual stage runs, layers of zeros among them; 1 of the ends."""
+    """Returns the number of layers of a block that a virtual stage runs, layers of zeros among them; 1 for an end."""
     (stack,) = derived.program.stacks
     pattern = stage_layers(stack.layers, tables.schedule.num_virtual_stages).pattern
     return pattern.count(block.block.name) if block.block.carry else 1

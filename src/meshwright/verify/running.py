@@ -46,8 +46,8 @@ class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
     ``lowered``: the step has been traced, every dim divides and every type agrees. ``ended``: "done"; "stopped" once
     buffers were assigned (enough for the partition depth); "error" with the compiler's ``message``; "crash" with
     its last line of output; "timeout". ``memory`` is the buffer assignment, ``out_of_memory`` the compiler's message
-    about a program that is too large. ``program`` is the HLO before optimisation, ``hlo`` after it. ``cpu_s`` and
-    ``max_rss_bytes`` are those of the process.
+    about a program that is too large. ``program`` is the HLO before optimisation, ``hlo`` after it. ``remarks`` are
+    the partitioner's, about arrays that it replicated. ``cpu_s`` and ``max_rss_bytes`` are those of the process.
     """
 
     ended: Ended
@@ -246,7 +246,7 @@ def read_memory(buffer_assignment: str) -> Memory:
 
 
 def available_bytes(message: str) -> int | None:
-    """Returns the HBM available to a program, if the compiler's error message names it."""
+    """Returns the HBM bytes available to a program, as the compiler's error message says; None if it does not."""
     match = _OUT_OF_MEMORY.search(message)
     if match is None:
         return None

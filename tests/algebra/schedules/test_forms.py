@@ -50,6 +50,11 @@ def test_bubbles_are_those_of_the_simulator(name):
             assert form(name, *size, times) == pytest.approx(simulated(name, *size, times), abs=1e-9), (size, times)
 
 
+@pytest.mark.parametrize("name", schedule_names())
+def test_one_stage_sends_nothing(name):
+    assert not any(stage_forms(name).sends(*size) for size in legal(name) if size[0] == 1)
+
+
 def test_zb_h2_with_few_microbatches_is_a_close_lower_bound():
     """Fewer microbatches than stages: further paths, which are longer by less than an eighth."""
     ratios = []

@@ -93,8 +93,8 @@ def test_the_two_directions_of_dualpipe_mirror_each_other():
 REFUSED = [
     ("1fb1", {}, "schedule '1fb1' is not known. Did you mean '1f1b'?"),
     ("1f1b", {"stages": 0}, "stages=0 must be at least 1"),
-    ("1f1b", {"chunks": 2}, "chunks=2 is not for 1f1b, whose devices hold 1. Use chunks=1"),
-    ("interleaved", {"chunks": 1}, "needs chunks of at least 2. With chunks=1 use 1f1b."),
+    ("1f1b", {"chunks": 2}, "chunks=2 is not for 1f1b, whose devices hold 1. Use chunks=1, or the interleaved"),
+    ("interleaved", {"chunks": 1}, "needs chunks=2 or more, not 1. Use chunks=2, or 1f1b."),
     (
         "interleaved",
         {"chunks": 2, "microbatches": 10},
@@ -104,7 +104,7 @@ REFUSED = [
     ("dualpipe", {"microbatches": 6}, "at least 8 for 4 stages, not 6. Use for example 8."),
     ("dualpipe", {"microbatches": 11}, "not 11. Use for example 12."),
     ("dualpipe-v", {"microbatches": 7, "chunks": 2}, "at least 8 microbatches for 4 stages, not 7. Use 8."),
-    ("dualpipe-v", {}, "chunks=1 is not for dualpipe-v, whose devices hold 2. Use chunks=2"),
+    ("dualpipe-v", {}, "chunks=1 is not for dualpipe-v, whose devices hold 2. Use chunks=2."),
 ]
 
 

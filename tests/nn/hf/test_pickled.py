@@ -105,7 +105,7 @@ def test_a_model_is_loaded_from_one_file_or_from_several_with_an_index(tmp_path)
 def test_a_pickle_that_names_anything_else_is_refused_and_not_run(tmp_path, named, call):
     ran = tmp_path / "ran"
     file = write(tmp_path / "pytorch_model.bin", {}, more=text("x") + call.replace(b"{ran}", b"r"))
-    with pytest.raises(InputError, match=f"names {named}, which is neither tensor nor dict, and is not run"):
+    with pytest.raises(InputError, match=f"names {named}, which is not read or run"):
         unpickled(file)
     assert not ran.exists()
 
@@ -139,9 +139,23 @@ def test_other_files_are_refused_in_one_line(tmp_path):
         unpickled(file)
     with pytest.raises(InputError, match="'lr' is not a tensor"):
         unpickled(write(file, {}, more=text("lr") + number(3)))
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/text", b"")
+    with pytest.raises(InputError, match=r"has no 'data\.pkl': it is damaged or not PyTorch's"):
+        unpickled(file)
     whole = write(file, {"a": ARRAYS["a"]}).read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="cut short"):
+        unpickled(file)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 2)])
+def test_one_tensor_is_no_dict_of_tensors(tmp_path, shape):
+    array, file = np.zeros(shape, np.float32), tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + tensor("0", array) + b".")
+        archive.writestr("archive/data/0", array.tobytes())
+    with pytest.raises(InputError, match="holds ndarray, not a dict of tensors"):
         unpickled(file)
 
 

@@ -40,8 +40,8 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
     """Operands of an attention step by role: ShardedArrays of the step, or the values that an interpreter has for them.
 
     A backward step is ``given`` the cotangent of the result, the result and its log-sum-exp. ``passing`` are the keys
-    and values that go round a ring. ``documents`` are the document numbers of queries and of keys. ``sinks`` are those
-    or another parameter of each head. Operands that an op does not have are empty or None.
+    and values that go round a ring. ``documents`` are the document numbers of queries and of keys. ``sinks`` is the
+    parameter of each head: its sink, or its biases of distances. Operands that an op does not have are empty or None.
     """
 
     given: tuple[Any, ...] = ()
@@ -184,7 +184,7 @@ def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
 
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
-    """Returns the local B x N x T x S, with S the keys that a query attends to (all, masked or not, unless causal)."""
+    """Returns the local B x N x T x S, S the keys of a query: all or the window, masked ones too unless causal."""
     arrays, window = AttentionArrays.of(step), step.details.window
     rows = sizes.local(arrays.q)
     length = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)
@@ -206,7 +206,7 @@ def flops(step: Step, sizes: OpSizes) -> Number:
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts inputs and results, once for every block of keys; in memory also the scores (written, read twice) and
+    """Counts inputs and results, once for every block of keys; if scores are in memory, these (written, read twice) and
     weights (written, read). Backward counts scores again; dP is written and read twice, dS written and read twice."""
     arrays = AttentionArrays.of(step)
     moved = (stream(step, sizes) - sizes.total(*arrays.passing)) * num_ring_blocks(step, sizes)

@@ -30,8 +30,8 @@ FEW_SLOTS = 1024
 def blocks_at_once(mean_rows: Any) -> Any:
     """Returns the blocks that an accelerator gathers for one product of an expert with ``mean_rows`` rows on average.
 
-    Most experts have as many: each product reads the expert's weight, or reads and writes the sum of its gradient in
-    float32, which takes as long as the product of a few hundred to two thousand rows.
+    One product takes all blocks of most experts: each reads the expert's weight, or reads and writes the sum of its
+    gradient in float32, which takes as long as the product of a few hundred to two thousand rows.
     """
     return np.clip(np.ceil(mean_rows / BLOCK_ROWS), 1, MOST_AT_ONCE)
 

@@ -1,4 +1,4 @@
-"""The scale of each token and head of keys or values that are kept as int8."""
+"""The scale of each token, and head if there are any, of keys, values or latents that are kept as int8."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import forward

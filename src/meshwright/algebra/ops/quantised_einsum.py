@@ -1,4 +1,4 @@
-"""A product with a weight in whole numbers, times its scales: of each output channel, or of groups of inputs.
+"""A product with a weight in whole numbers, times its scales: over dims of outputs, or of groups of inputs.
 
 A scale of groups has the dim Dg of groups in place of the summed dim D (or Fg, Hg for F, H). A weight in whole numbers
 is frozen: the backward pass makes only the cotangent of the other factor.

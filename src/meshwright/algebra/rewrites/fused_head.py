@@ -1,7 +1,7 @@
 """Rewrites the chunked loss head: joins its two passes where a device has the whole vocabulary.
 
 A head in chunks makes the logits twice: once for the loss, once in the backward pass. Nothing has to be reduced in
-between where the vocabulary is whole, so that one step can make the loss and its slopes: the cotangents of the stream
+between where the vocabulary is whole, so one step can make the loss and its slopes: the cotangents of the stream
 and of the table for a loss cotangent of 1. The backward pass then only scales them. Collectives stay as they are.
 """
 

@@ -24,7 +24,7 @@ OfSizes = Callable[[Number, Number, Number], Number]
 
 OfTimes = Callable[[Number, Number, Number, Number, Number, Number], Number]
 """A function of p, m, v, and the seconds of F, B and W: B for the gradients of the inputs (with any recomputation), W
-for those of the weights, which schedules that do not split make in one pass."""
+for those of the weights. A schedule that does not split its backward pass runs B and W as one pass of b + w seconds."""
 
 
 class PassOrder(Protocol):
@@ -43,13 +43,13 @@ class Requirement(msgspec.Struct, frozen=True):
 class StageForms(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule as it runs with a program for each stage: devices run ahead as far as messages let them.
 
-    ``bubble_s`` are the seconds of a step beyond the passes of all microbatches, with a barrier at its end, for the
-    seconds of one microbatch's F, B and W through all layers of a device, without sends. ``stash`` counts the stashes
-    alive at once on the worst device: one is for a microbatch in all layers of a device, lives until W ends, and counts
-    as its share if it is for one of several chunks. ``sends`` counts the sends in one direction that a step waits for
-    if a send is short beside a pass; it was read off the simulator for equal passes and at least twice as many
-    microbatches as stages. ``split`` counts the microbatches whose weight gradients have a pass of their own in a
-    device's layers, on the device with most of them.
+    ``bubble_s`` is the time of a step beyond m (f + b + w), where f, b and w are the seconds of one microbatch's F, B
+    and W through all layers of a device; a step ends when its last device ends, and sends take no time. A stash is what
+    the backward pass of one microbatch needs of its forward pass; it lives until W ends. ``stash`` is the largest
+    number alive at once on one device; a stash of one of v chunks counts 1 / v. ``sends`` counts the sends in one
+    direction that a step waits for if a send is short beside a pass; it was read off the simulator for equal passes and
+    at least twice as many microbatches as stages. ``split`` counts the microbatches whose weight gradients have a pass
+    of their own, on the device with most of them; a pass of one of v chunks counts 1 / v.
     """
 
     bubble_s: OfTimes
@@ -63,7 +63,7 @@ class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
 
     ``bubble_s`` is as in `StageForms`, and ``ticks`` counts the rows of the table. The next five fields are the counts
     of `ticks.Slots`, which all devices allocate; an entry of ``stash`` or ``handed`` is for one virtual stage.
-    ``waits`` counts the sends in one direction that a step waits for, if other than `sends` says.
+    ``waits``, if given, replaces the default of `sends`.
     """
 
     bubble_s: OfTimes = lambda p, m, v, f, b, w: (p - 1) * (f + b) + (p - 1) * w
@@ -76,7 +76,7 @@ class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
     waits: OfSizes | None = None
 
     def sends(self, p: Number, m: Number, v: Number) -> Number:
-        """Returns the sends in one direction that a step waits for: all ticks but two, unless ``waits`` is given."""
+        """Returns the sends in one direction that a step of two stages or more waits for; by default ticks - 2."""
         return self.waits(p, m, v) if self.waits else self.ticks(p, m, v) - 2
 
 
@@ -85,7 +85,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
     ``year`` of publication puts the schedules in order. ``chunks`` is the fewest virtual stages of a device, the only
     number unless ``more_chunks``. ``search`` says which searches try the schedule. A schedule without ``forms`` or
-    without ``lockstep`` is simulated instead, once for each size: see `forms`.
+    without ``lockstep`` is simulated instead, once for each size (`algebra.schedules.forms`).
     """
 
     name: str
@@ -125,7 +125,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
             lambda p, m, v: v == self.chunks,
             lambda p, m, v: (
                 f"chunks={v} is not for {self.name}, whose devices hold {self.chunks}. "
-                f"Use chunks={self.chunks}, or the interleaved schedule."
+                f"Use chunks={self.chunks}{', or the interleaved schedule' if v > 1 else ''}."
             ),
         )
         return self.requirements if self.more_chunks else (own_chunks, *self.requirements)

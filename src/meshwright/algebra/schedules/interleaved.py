@@ -36,7 +36,7 @@ SCHEDULE = ScheduleDefinition(
     requirements=(
         Requirement(
             lambda p, m, v: v >= 2,
-            lambda p, m, v: "the interleaved schedule needs chunks of at least 2. With chunks=1 use 1f1b.",
+            lambda p, m, v: f"the interleaved schedule needs chunks=2 or more, not {v}. Use chunks=2, or 1f1b.",
         ),
         Requirement(lambda p, m, v: m % p == 0, _whole_groups),
     ),
@@ -44,7 +44,7 @@ SCHEDULE = ScheduleDefinition(
     forms=StageForms(
         bubble_s=lambda p, m, v, f, b, w: np.subtract(p, 1) * (f + b + w) / v,
         stash=lambda p, m, v: np.minimum(m * v, p * (v + 1) - 1) / v,
-        sends=lambda p, m, v: 2 * (p * v - 1),
+        sends=lambda p, m, v: 2 * (p * v - 1) * (p > 1),
     ),
     lockstep=LockstepForms(
         bubble_s=lambda p, m, v, f, b, w: ((p - 1) * (f + b) + (p - 1) * w) / v,

@@ -109,7 +109,7 @@ class Slots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TickTables(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule as one program runs it on every device. ``live`` counts each device's own slots, buffer by buffer."""
+    """A schedule as one program runs it on every device. ``live`` maps a buffer to the slots that each device needs."""
 
     schedule: Schedule
     ticks: tuple[Tick, ...]
@@ -191,9 +191,9 @@ def lockstep_seconds(
 def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
     """Yields the ops of a schedule in the earliest ticks that keep its order of passes on each device.
 
-    On each device every kind keeps its order; B and W also wait for the forward passes that precede them (GPipe
-    stays GPipe), W for the backward passes. Forward passes may run ahead, because a message now takes a tick each
-    way, until a device holds twice its peak stash less one: for 1F1B 2 (stages - 1 - device) + 1 microbatches.
+    On each device every kind keeps its order; B waits for the F that precede it there (GPipe stays GPipe), W for the F
+    and the B. Forward passes may run ahead, because a message now takes a tick each way, until a device holds twice its
+    peak stash less one: for 1F1B 2 (stages - 1 - device) + 1 microbatches.
     """
     stashes = zip(schedule.tasks, peak_stash(schedule), strict=True)
     queues = [_Queue(tasks, 2 * round(stash / schedule.piece_share) - 1) for tasks, stash in stashes]
@@ -243,7 +243,7 @@ class _Queue:
             if task:
                 taken.append(task)
                 self._done[kind] += 1
-                # the last of a microbatch's rows here decides when its stash is free
+                # W, or a B that is the whole backward pass, frees a stash
                 self._alive += (kind == "F") - (task.takes in ("W", "BW"))
         return tuple(taken)
 

@@ -83,7 +83,7 @@ def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
 
 
 def full_die(chip: Chip) -> GpuAnatomy | None:
-    """Returns the anatomy of the whole die; makers switch off parts that are defective (floor sweeping)."""
+    """Returns the anatomy of the whole die, of which makers switch off defective parts; None if it is not known."""
     if chip.die is None or chip.die_gpcs is None or chip.die_tpcs_per_gpc is None:
         return None
     tpcs = chip.die_gpcs * chip.die_tpcs_per_gpc

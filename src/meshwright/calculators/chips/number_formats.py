@@ -131,8 +131,8 @@ def number_format(name: str) -> NumberFormat:
 def round_to(form: NumberFormat, value: Fraction) -> Rounded:
     """Returns the nearest number of the format, ties to the even one; beyond the largest: infinity, NaN or the largest.
 
-    A value half a step or more above the largest number overflows: to infinity in "ieee", to NaN in "nan"; in "none"
-    and integers it becomes the largest, as in converters.
+    A value that rounds to one step above the largest number overflows: to infinity in "ieee", to NaN in "nan"; in
+    "none" and integers it becomes the largest, as in converters.
     """
     size, negative = abs(value), value < 0
     last = form.top_code + (negative and form.kind == "integer")

@@ -82,7 +82,7 @@ def parse_chain(
     """Returns the chain of products such as ``A[I,J] * B[J,K] -> C[I,K]``, each of which takes the previous result.
 
     An array written with a mesh axis keeps that sharding; one of ``fixed`` keeps the sharding written there. Raises
-    InputError if the products are no chain, an array is used twice, or a size is missing.
+    Raises InputError if the products are no chain, an array is used twice, or a size is missing.
     """
     if (several := sum(size > 1 for size in mesh.values())) > MAX_AXES:
         raise InputError(

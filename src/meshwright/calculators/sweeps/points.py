@@ -49,7 +49,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of all chips together."""
+        """Tokens per second of all chips together; None if nothing runs."""
         return None if self.best is None else self.setting.job.tokens_per_step / self.best.estimate.step_s
 
     def to_json(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 It counts one layer of a GPT: full heads, F = 4 D without a gate, dropout with one-byte masks, 16-bit results, attention
 scores in memory. Plans count activations from the derived steps (`cost.memory`), for any program; this is the published
-formula beside that count. Source: Korthikanti et al. 2022, equations 1 to 4 and table 2.
+formula beside that count. Source: Korthikanti et al., Reducing Activation Recomputation (2022), equations 1-4, table 2.
 """
 
 from typing import Literal

@@ -112,7 +112,7 @@ def compute_bound_tokens(
 
 
 def _links(cluster: Cluster) -> tuple[str | None, float | None, float]:
-    """Returns the link that FSDP's collectives cross, its bytes/s, and how many such axes there are."""
+    """Returns the link that FSDP's collectives cross, its bytes/s, and its axes; (None, None, 1) without one."""
     unit, width = cluster.chip, torus_width(cluster)
     if width is not None:
         axes = f"{len(width.axes)} {'axis' if len(width.axes) == 1 else 'axes'}"

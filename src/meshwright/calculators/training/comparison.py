@@ -17,7 +17,7 @@ AVERAGE_BYTES = {"none": 0, "bf16": 2, "fp32": 4}
 """Bytes per parameter of a running average of the weights."""
 
 RESULTS_PER_LAYER = 4
-"""Results of the model's width that a layer keeps: section 6.3 keeps four, exercise 5.2 three."""
+"""Results of the model's width that a layer keeps. How to Scale Your Model: section 6.3 four, exercise 5.2 three."""
 
 EXPERT_FIELDS = ("num_experts", "experts_per_token", "d_ff_expert", "d_ff_shared")
 """Fields of a model that are 0 without experts; its row then has None."""

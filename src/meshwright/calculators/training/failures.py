@@ -12,8 +12,8 @@ from meshwright.cost.formulas.training_budget import DAY_S
 class ExpectedGoodput(msgspec.Struct, frozen=True, kw_only=True):
     """The share of a run's time that failures and checkpoints leave for work; times in seconds.
 
-    ``lost`` shares add up to 1 with ``goodput``: time in which checkpoints block the run, work done again after a
-    failure together with restarts.
+    ``goodput`` and both shares that are lost add up to 1: ``lost_to_checkpoints`` is time in which these block the run,
+    ``lost_to_failures`` is work done again and restarts.
     """
 
     mtbf_s: float
@@ -29,7 +29,8 @@ class ExpectedGoodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failures_per_day(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
-    """Returns expected failures of all nodes in a day. 10 per 1000 node-days is usual (Kokolis et al. 2024)."""
+    """Returns failures of all nodes in a day, usually 10 per 1000 node-days (Kokolis et al., Revisiting Reliability,
+    2024)."""
     return num_nodes * failures_per_node_day
 
 
@@ -39,9 +40,10 @@ def mtbf_s(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
 
 
 def young_interval_s(checkpoint_s: float, mtbf: float) -> float:
-    """Returns seconds of work between checkpoints that lose least: sqrt(2 delta M). Source: Young 1974.
+    """Returns seconds of work between checkpoints that lose least: sqrt(2 delta M).
 
     A first-order result: right while a checkpoint takes much less than the time between failures.
+    Source: Young, A first order approximation to the optimum checkpoint interval (1974).
     """
     return math.sqrt(2 * checkpoint_s * mtbf)
 
@@ -49,7 +51,7 @@ def young_interval_s(checkpoint_s: float, mtbf: float) -> float:
 def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
     """Returns seconds of work between checkpoints, to higher order; M where a checkpoint takes 2 M or more.
 
-    sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9) - delta. Source: Daly 2006.
+    sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + (delta / 2M) / 9) - delta. Source: Daly, A higher order estimate (2006).
     """
     if checkpoint_s >= 2 * mtbf:
         return mtbf
@@ -60,7 +62,7 @@ def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
 def useful_share(interval_s: float, *, checkpoint_s: float, restart_s: float, mtbf: float) -> float:
     """Returns the share of the wall time that is work kept: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)).
 
-    Failures come at random at a mean M, also during restarts and checkpoints. Source: Daly 2006.
+    Failures come at random at a mean M, also during restarts and checkpoints. Source: Daly (2006), as above.
     """
     if interval_s <= 0:
         raise InputError(f"an interval of {interval_s:g} s between checkpoints does no work. Give a positive number.")

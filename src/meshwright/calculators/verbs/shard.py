@@ -190,7 +190,7 @@ def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRate
     """Returns the sizes at which slicing the contracted dim over its ICI axis beats a whole product on every device.
 
     Slices are summed by an AllReduce. W is that of the axes that split the dim. None if nothing is contracted, or the
-    cluster is no torus. Source: exercise 3.4.
+    cluster is no torus. Source: How to Scale Your Model, exercise 3.4.
     """
     (lhs, rhs), out = asked.factors, asked.result
     dim = next((d for d in lhs.dims if d in rhs.dims and d not in out.dims), None)

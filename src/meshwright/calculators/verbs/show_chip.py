@@ -72,7 +72,7 @@ def _over(formula: Any, above: float | None, below: float | None) -> float | Non
 
 
 def _link(c: Chip) -> tuple[float | None, float]:
-    """Returns the bytes/s of its fastest link to another chip, one way, and the latency of a hop on it in seconds."""
+    """Returns the one-way bytes/s (None if not known) and the seconds of a hop of its fastest link to another chip."""
     if c.topology == "torus":
         return c.ici_link_bytes_per_s, c.ici_hop_s
     return c.nvlink_bytes_per_s, c.nvlink_hop_s

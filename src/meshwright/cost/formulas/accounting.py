@@ -1,6 +1,6 @@
 """Counts of a whole transformer: FLOPs, sequence lengths at which attention matters, bytes; sizes may be NumPy arrays.
 
-Plans are not priced with them but from derived steps: `cost.work.ops`, `cost.memory` and `cost.train_step`.
+Plans are priced from derived steps (`cost.train_step`). Sections and exercises are those of How to Scale Your Model.
 """
 
 import math
@@ -147,7 +147,7 @@ def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Numb
 
 
 def bytes_per_param(state: str, *, part: StatePart | None = None) -> float:
-    """Returns the bytes per parameter of a training state, or of one part of it. InputError for an unknown state.
+    """Returns the bytes per parameter of a training state, or of one part. Raises InputError for an unknown one.
 
     Without a part it is the number by which a state is known: 10 for bf16-adam, which leaves out the short-lived bf16
     gradient, 16, 18 or 20 with a master copy. Source: How to Scale Your Model, section 5.1.1.

@@ -45,7 +45,7 @@ def fsdp_max_chips(batch_tokens: Number, alpha: Number, num_axes: Number) -> Num
 
 
 def tensor_max_size(d_ff: Number, alpha: Number, num_axes: Number = 1) -> Number:
-    """Returns the size below which a tensor axis is compute-bound at any batch: n_axes F / alpha. Source: 5.1.3.
+    """Returns the size below which a tensor axis is compute-bound at any batch: n_axes F / alpha. Section 5.1.3.
 
     The precision cancels: int8 doubles alpha and halves the bytes.
     """
@@ -134,7 +134,7 @@ def flat_fsdp_comms_s(
 ) -> Number:
     """Returns the FSDP seconds of a step if each collective moves all weights at one rate per device.
 
-    The collectives are two gathers and a scatter. Source: the GPU lecture's estimate, 70e9 x 2 x 3 / 200e9.
+    They are two gathers and a scatter. Source: Horace He's lecture on ML systems, 70e9 x 2 x 3 / 200e9.
     """
     return num_params * bytes_per_param * num_collectives / bytes_per_s
 

@@ -100,7 +100,7 @@ def critical_intensity(peak_flops: Number, bytes_per_s: Number) -> Number:
 
 def channel_rate(chip: Chip, channel: Channel) -> float:
     """Returns the bytes/s of one channel of a chip: "ici" counts both directions of one torus axis, "nvlink" one way,
-    "dcn" a chip's share. InputError if the chip has no such channel."""
+    "dcn" a chip's share. Raises InputError if the chip has none."""
     if channel not in _CHANNEL_FIGURES:
         raise InputError(f"unknown channel {channel!r}.{nearest(channel, _CHANNEL_FIGURES)}")
     links = {"ici": ("torus", "ICI"), "nvlink": ("switched", "NVLink")}
@@ -111,7 +111,7 @@ def channel_rate(chip: Chip, channel: Channel) -> float:
 
 
 def dtype_bytes(dtype: str) -> float:
-    """Returns the bytes of one stored element. InputError for an unknown dtype."""
+    """Returns the bytes of one stored element. Raises InputError for an unknown dtype."""
     if dtype not in DTYPE_BYTES:
         raise InputError(f"unknown dtype {dtype!r}.{nearest(dtype, DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]

@@ -53,7 +53,7 @@ def rescaled_days(run_days: Number, *, chips_from: Number, chips_to: Number) -> 
 
 
 def min_chips(num_bytes: float, bytes_per_chip: float) -> int:
-    """Returns the fewest chips that hold these bytes. InputError for a chip without memory."""
+    """Returns the fewest chips that hold these bytes. Raises InputError for a chip without memory."""
     if bytes_per_chip <= 0:
         raise InputError(f"a chip of {bytes_per_chip:g} bytes has no memory. Give its memory in bytes.")
     return math.ceil(num_bytes / bytes_per_chip)
@@ -80,7 +80,7 @@ def global_batch(microbatch_seqs: Number, *, data_parallel: Number, num_microbat
 
 
 def num_microbatches(global_batch_seqs: Number, *, data_parallel: Number, microbatch_seqs: Number) -> Number:
-    """Returns the microbatches to accumulate for a global batch."""
+    """Returns the microbatches to accumulate for a global batch; a fraction where they do not divide it."""
     return global_batch_seqs / (data_parallel * microbatch_seqs)
 
 

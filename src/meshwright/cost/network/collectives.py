@@ -84,10 +84,10 @@ def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibrat
 def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> GroupRates:
     """Returns the rates of a group made of these legs.
 
-    The bandwidths of torus axes add up to W: twice the one-way rate for a ring, once for a line, each over
-    ``sharing``. An AllGather of V bytes takes V/W if an axis is a ring, (n-1)/n V/W otherwise. An AllToAll crosses the
-    axes one after the other in a pipeline; each takes a quarter (a line: half) of an AllGather of that axis's share,
-    and the longest binds. Inside a switch an AllGather sends (n-1)/n V through the port. Levels work at the same
+    The bandwidths of torus axes add up to W: twice the one-way rate for a ring, once for a line, each over ``sharing``.
+    An AllGather of V bytes takes V/W if an axis is a ring, (n-1)/n V/W otherwise. An AllToAll crosses the axes one
+    after the other in a pipeline; each takes a quarter (a line: half) of what a ring's AllGather of that axis's share
+    takes, and the longest binds. Inside a switch an AllGather sends (n-1)/n V through the port. Levels work at the same
     time and the slowest binds: see `_outer_terms`. Raises InputError on emulated devices without a calibration.
     """
     if not legs:

@@ -67,7 +67,7 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
     """Returns the leg of a group of mesh axes on each physical axis, its factors there merged; None if it has none.
 
     A leg that reaches the outermost factor spans the physical axis, so it wraps if the axis wraps. Factors inside it
-    that are not in the group are other groups on the same links (``sharing``). InputError for an unknown axis.
+    that are not in the group are other groups on the same links (``sharing``). Raises InputError for an unknown axis.
     """
     chosen = frozenset(axes)
     unknown = chosen.difference(placement.mesh)

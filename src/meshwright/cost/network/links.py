@@ -59,7 +59,7 @@ def torus_width(cluster: Cluster) -> TorusWidth | None:
 
 
 def physical_links(cluster: Cluster) -> tuple[Link, ...]:
-    """Returns the links of a cluster without a mesh, axes of size 1 included. InputError for an unknown rate."""
+    """Returns the links of a cluster without a mesh, axes of size 1 included. Raises InputError for an unknown rate."""
     if cluster.kind == "torus":
         return _torus_links(cluster)
     if cluster.kind == "switched":

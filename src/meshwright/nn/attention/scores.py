@@ -1,7 +1,7 @@
 """Attention of one block of queries and one block of keys: the running softmax and its derivative.
 
-Each row is a query; the queries of all heads that share a key head form one matrix. Scores, exponentials and
-sums are in float32 whatever the arrays are. Source of the running form and of its derivative: FlashAttention-2.
+Each row is a query; the queries of all heads that share a key head form one matrix. Scores, exponentials and sums are
+in float32 whatever the arrays are. Source of the running form and of its derivative: Dao, FlashAttention-2 (2023).
 """
 
 from collections.abc import Sequence

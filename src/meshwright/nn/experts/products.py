@@ -9,7 +9,7 @@ took 20 times as long on two CPU cores (32 experts, 4 of them chosen).
 Where a bound keeps most slots filled, one batched product is as fast. The derivation and the options decide which
 form the slots have:
 
-- a bound on the slots, or few slots, or the GSPMD form: arrays [E, C, D] and batched products
+- a bound on the slots, few slots, or the GSPMD form (`TrainStep`): arrays [E, C, D] and batched products
 - no bound, and a collective moves slots: arrays [E, C, D], products in blocks that leave out empty slots
 - no bound, and slots stay on their device: `Ragged`, tokens packed by expert, products in blocks
 """
@@ -43,8 +43,8 @@ def packs_tokens(context: Context, step: Step, *, num_slots: int) -> bool:
 
 
 class ExpertBlocks(NamedTuple):
-    """Which rows belong to which expert: expert e has the blocks that begin at ``starts[e, :num[e]]``, each of at
-    most ``rows`` rows, and none of its rows is past ``ends[e]``. ``at_once`` of them are gathered for one product."""
+    """Which rows belong to which expert: expert e has the blocks that begin at ``starts[e, :num[e]]``, each of at most
+    ``rows`` rows, and all its rows come before row ``ends[e]``. ``at_once`` of them are gathered for one product."""
 
     starts: Int[Array, "E n"]
     num: Int[Array, " E"]
@@ -114,7 +114,7 @@ def slot_product(
 
 
 def slot_weight_gradient(left: ExpertSlots, right: ExpertSlots, blocks: ExpertBlocks) -> Float[Array, "E I O"]:
-    """Sums left times right over the rows of each expert, in float32; a slot of zeros on either side adds nothing."""
+    """Sums left times right over each expert's rows, in float32, cast to left's dtype; slots of zeros add nothing."""
     lhs, rhs = rows_of(left), rows_of(right)
     zeros = jnp.zeros((lhs.shape[1], rhs.shape[1]), jnp.float32)
 
@@ -139,7 +139,7 @@ class _RowsAtOnce(NamedTuple):
 def _over_products(
     blocks: ExpertBlocks, expert: Array, num_rows: int, body: Callable[[_RowsAtOnce, Array], Array], start: Array
 ) -> Array:
-    """Applies ``body`` to each product of an expert."""
+    """Runs ``body`` for each ``at_once`` blocks of an expert, with the result of the run before; returns the last."""
     size = min(blocks.rows, num_rows)
     turn = _one_block if blocks.at_once == 1 else _several_blocks
     num_turns = (blocks.num[expert] + blocks.at_once - 1) // blocks.at_once
@@ -163,7 +163,7 @@ def _one_block(blocks: ExpertBlocks, expert: Array, number: Array, size: int, nu
 
 
 def _several_blocks(blocks: ExpertBlocks, expert: Array, turn: Array, size: int, num_rows: int) -> _RowsAtOnce:
-    """Gathers several blocks; ``inside`` masks the blocks that the last product of an expert lacks."""
+    """Gathers several blocks; ``inside`` masks rows past the expert's last and blocks that it lacks."""
     numbers = turn * blocks.at_once + jnp.arange(blocks.at_once, dtype=jnp.int32)
     first = blocks.starts[expert, jnp.minimum(numbers, blocks.starts.shape[1] - 1)]
     rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]

@@ -52,11 +52,11 @@ def with_rows(slots: ExpertSlots, rows: SlotRows) -> ExpertSlots:
 def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0) -> int:
     """Returns the slots per expert of a device with ``num_tokens`` tokens.
 
-    ``ceil(capacity_factor * num_tokens * experts_per_token / num_experts)``, at most ``num_tokens``. The factor 0
-    drops nothing: a token goes to an expert at most once, so ``num_tokens`` slots are always enough. The result is
-    then the same on every mesh; the price is E / Ea times the filled slots, in memory and in the AllToAll
-    (`nn.experts.products` skips empty slots, `Ragged` has none). With a factor each device limits its own tokens, so
-    the mesh decides which tokens are dropped. Source: GShard; Switch Transformer.
+    ``ceil(capacity_factor * num_tokens * experts_per_token / num_experts)``, at most ``num_tokens``. The factor 0 drops
+    nothing: a token goes to an expert at most once, so ``num_tokens`` slots are always enough. The result is then the
+    same on every mesh; the price is E / Ea times the filled slots, in memory and in the AllToAll (`nn.experts.products`
+    skips empty slots, `Ragged` has none). With a factor each device limits its own tokens, so the mesh decides which
+    tokens are dropped. Sources: Lepikhin et al., GShard (2020); Fedus et al., Switch Transformers (2021).
     """
     if not capacity_factor:
         return num_tokens

@@ -2,7 +2,7 @@
 
 A block is 32 values with one scale: two values per byte, the even one in the low half, times 2 to the power of the
 scale's byte minus 127. Blocks divide the inputs: [E, out, in / 32, 16] bytes are read as a tensor [E, in, out].
-Source: OCP Microscaling Formats 1.0, section 5.3.
+Source: OCP Microscaling Formats (MX) Specification 1.0 (2023), section 5.3.
 """
 
 from dataclasses import dataclass

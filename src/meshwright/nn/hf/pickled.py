@@ -1,4 +1,4 @@
-"""Reads the tensors and dicts of ``pytorch_model.bin`` files without PyTorch, and runs no code that a file names.
+"""Reads the dict of tensors in a ``pytorch_model.bin`` file without PyTorch, and runs no code that the file names.
 
 Such a file is a zip archive of one pickle and the bytes of every storage, which are mapped into memory.
 """
@@ -41,8 +41,8 @@ class _Storage(NamedTuple):
 def unpickled(path: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a file by name, mapped into memory.
 
-    Raises InputError, in one line, for a file from before PyTorch 1.6, a damaged file, and a pickle that names anything
-    but tensors and dicts.
+    Raises InputError, in one line, for a file from before PyTorch 1.6, a damaged file, a pickle of more than 64 MiB or
+    one that names anything but tensors and dicts, big-endian numbers, and contents other than one dict of tensors.
     """
     if not zipfile.is_zipfile(path):
         raise InputError(
@@ -53,9 +53,13 @@ def unpickled(path: Path) -> dict[str, np.ndarray]:
         found = _read(path)
     except InputError:
         raise
+    except KeyError as error:
+        raise InputError(f"{path} has no {error}: it is damaged or not PyTorch's. Fetch it again.") from None
     except Exception as error:  # a pickle may fail in any way
         raise InputError(f"{path} is damaged: {first_line(error)}. Fetch it again.") from None
-    for name, tensor in found.items() if isinstance(found, dict) else [("all of it", found)]:
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds {type(found).__name__}, not a dict of tensors. Give a file of weights by name.")
+    for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
             raise InputError(f"{path}: {name!r} is not a tensor. Give a file of weights alone.")
     return dict(found)
@@ -99,9 +103,7 @@ class _Reader(pickle.Unpickler):
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
             # a new function each time, since a pickle may set attributes of what it gets
             return (lambda *given: _tensor(*given)) if name == "_rebuild_tensor_v2" else (lambda tensor, *_: tensor)
-        raise InputError(
-            f"{self._path} names {module}.{name}, which is neither tensor nor dict, and is not run. Give safetensors."
-        )
+        raise InputError(f"{self._path} names {module}.{name}, which is not read or run. Give safetensors.")
 
     def persistent_load(self, given: Any) -> np.ndarray:
         kind, storage, key, _, size = given

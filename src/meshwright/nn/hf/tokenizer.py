@@ -37,13 +37,13 @@ def read_table(path: Path, *, remedy: str) -> dict[str, Any]:
 
 
 def end_name(config: Mapping[str, Any]) -> str | None:
-    """Returns the end-of-text token that a `TOKENIZER_CONFIG` names, if any."""
+    """Returns the end-of-text token that a `TOKENIZER_CONFIG` names; None if it names none."""
     named = config.get("eos_token")
     name = named.get("content") if isinstance(named, dict) else named
     return str(name) if name else None
 
 
 def end_token(tokenizer: Tokenizer, name: str | None) -> int | None:
-    """Returns the number of the end-of-text token: ``name``, or the first of `END_NAMES` that the tokenizer has."""
+    """Returns the number of the end-of-text token: ``name``, else the first of `END_NAMES` that exists; else None."""
     numbers = (tokenizer.token_to_id(known) for known in ((name,) if name else END_NAMES))
     return next((number for number in numbers if number is not None), None)

@@ -47,7 +47,7 @@ def load_params(
 
     A model with adapters is read from the folder of its adapter, and from that of its base. Shards are read from the
     mapped files one by one and put on their devices, so a host holds at most one shard besides its devices' own. Raises
-    InputError for a missing or misshapen tensor, CannotRunError for files changed since meshwright wrote them.
+    InputError for a tensor that is missing, misshapen or foreign, CannotRunError for files changed since written.
     """
     with open_tensors(model, Path(folder)) as tensors:
         return read_params(model, tensors, shardings, dtype)
@@ -68,7 +68,7 @@ def read_params(
 
 
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
-    """Returns the stored parts by variable and leading indices; raises InputError if one is missing or misshapen."""
+    """Returns the stored parts by variable and leading indices; raises InputError as `load_params` does."""
     found: dict[str, dict[tuple[int, ...], StoredPart]] = {}
     for place in stored_parts(model, tensors):
         if place.tensor not in tensors:

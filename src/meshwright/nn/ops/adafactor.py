@@ -1,6 +1,6 @@
 """Adafactor's steps on the shards of one device; means over split dims are partial, and an AllReduce sums them.
 
-Source: Shazeer and Stern, 2018, algorithms 4 and 5, section 8.
+Source: Shazeer and Stern, Adafactor (2018), algorithms 4 and 5, section 8.
 """
 
 import math

@@ -37,7 +37,7 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockedProduct:
-    """One product, computed by ``apply`` for a block of a dim; ``factors`` stay on the device; None: it is sent.
+    """One product, computed by ``apply`` for a block of a dim; ``factors`` stay on the device: None is the one sent.
 
     ``axis`` is the dim's axis in the result; None if the product sums over the dim.
     """

@@ -27,7 +27,7 @@ def contract_step(step: Step, lhs: Array, rhs: Array) -> Array:
 
 
 def einsum(context: Context, step: Step, lhs: Any, rhs: Any) -> Any:
-    """Multiplies local blocks; slots of experts block by block where empty slots are skipped."""
+    """Multiplies a device's parts of two arrays; slots of experts in blocks of rows where empty slots are skipped."""
     of_slots = [array.dims[:2] == ("E", "C") for array in step.inputs]
     slots = rhs if of_slots[1] else lhs
     packed = isinstance(slots, Ragged)

@@ -1,4 +1,4 @@
-"""Computes the scale per token and head of keys or values stored as int8."""
+"""Computes the scales of keys, values or latents stored as int8: over all dims but the last."""
 
 from meshwright.nn.quantisation import absmax_scale
 

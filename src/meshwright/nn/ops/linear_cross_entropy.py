@@ -1,11 +1,11 @@
 """The loss head on one device: cross entropy from statistics of the logits, and its backward pass, in float32.
 
-Where the vocabulary is split over devices, each computes statistics of its own part of the logits, from ``first_row``
-on, which are reduced before the loss. The backward pass reads the logits; loss heads that do not keep logits are in
-`fused_head`. Logits from ``vocab_size`` on belong to padding of the table: they count as minus infinity.
+Where the vocabulary is split over devices, each computes statistics of its logits, those of the tokens from
+``first_row`` on, and reduces these statistics. The backward pass reads the logits; loss heads that do not keep logits
+are in `fused_head`. Logits from ``vocab_size`` on belong to padding of the table: they count as minus infinity.
 
 The loss of a token is ``lse - logit[label] + z_loss * lse**2`` with ``lse = log(sum(exp(logits)))`` of capped logits;
-0 for labels below 0. ``first_row`` is the token of a device's first row of the table, its first logit.
+0 for labels below 0.
 """
 
 import math
@@ -81,8 +81,8 @@ def logits_backward(
     softcap: float = 0.0,
     vocab_size: int = 0,
 ) -> TokenLogits:
-    """Returns the cotangents of logits: ``dscaled * exp(capped - peak)``, plus ``dpicked`` at the label, this sum times
-    the slope of the cap."""
+    """Returns the cotangents of logits: ``dscaled * exp(capped - peak)``, plus ``dpicked`` at the label; all of it
+    times the slope of the cap, and 0 for padding."""
     soft = capped(logits, softcap)
     at = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
     found = dscaled[..., None] * jnp.exp(soft - peak[..., None]) + jnp.where(at, dpicked[..., None], 0.0)
@@ -91,8 +91,8 @@ def logits_backward(
 
 
 def head_arguments(context: Context, step: Step, position: int, value: Array) -> dict[str, Any]:
-    """Returns ``first_row``, ``softcap`` and ``vocab_size`` (0 if V is not padded) for a step. Its input number
-    ``position``, the block ``value``, has the dim V."""
+    """Returns ``first_row``, ``softcap`` and ``vocab_size`` (0 if V is not padded) for a step. ``value`` is its input
+    number ``position``, which has the dim V."""
     array, vocab_size = step.inputs[position], context.model.vocab_size
     size = value.shape[array.dims.index("V")]
     is_filled = size * math.prod(context.mesh[axis] for axis in array.axes_of("V")) > vocab_size

@@ -17,7 +17,7 @@ def buckets(distances: Int[Array, "..."], *, count: int, far: int, causal: bool)
 
     Half of the buckets are for later keys where these are visible.
 
-    Source: Raffel et al. (2019), section 2.1, as published with the weights.
+    Source: Raffel et al., Exploring the Limits of Transfer Learning (2019), section 2.1, as published with the weights.
     """
     side = jnp.zeros_like(distances)
     if not causal:

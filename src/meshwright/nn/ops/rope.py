@@ -80,7 +80,7 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, max_positions: int) -> np.ndarray:
-    """Divides low frequencies by ``factor``, keeps high ones, and ramps between them. Source: YaRN, 2309.00071."""
+    """Divides low frequencies by ``factor``, keeps high ones, ramps between them. Source: Peng et al., YaRN (2023)."""
     width, original = 2 * len(frequencies), scaling.original_max_positions or max_positions
 
     def pair_of(turns: float) -> float:

@@ -50,9 +50,10 @@ class StageFunctions:
         forward(layers, inputs, stream) -> stream, saved  backward(layers, inputs, saved, dy) -> dx, gradients
         head_forward(ends, inputs, stream) -> sums, saved head_backward(ends, inputs, saved) -> dy, gradients
 
-    In a schedule without W, B runs ``backward``; with W it runs ``input_backward`` -> dx, handed, and W runs
+    A B without a W of its own runs ``backward``. Another runs ``input_backward`` -> dx, handed, and its W runs
     ``weight_backward(layers, inputs, handed)`` -> gradients. The sums over the microbatch are a pytree with the loss.
-    Where all devices of a group have the same stream, ``send`` takes a part of it and ``receive`` gathers it.
+    Where devices of a group have the same stream, ``send`` takes a part and ``receive`` gathers it; ``send_back`` and
+    ``receive_back`` do so with cotangents.
     """
 
     embed: Callable[..., Any]
@@ -82,7 +83,7 @@ def run_schedule(
     """Returns sums over this device's microbatches (the loss among them), and gradients of its weights in float32.
 
     With `forward_tables` it returns no gradients, and keeps nothing for a backward pass. The first dim of ``inputs`` is
-    the microbatches, of ``weights.layers`` this device's layers, chunk by chunk (see `stages.layer_permutation`). Sums
+    the microbatches, of ``weights.layers`` this device's layers, chunk by chunk (see `stages.layer_rows`). Sums
     and gradients of ``ends`` are this device's part, zero if it runs neither embedding nor head: sum them over the
     pipeline once per step.
     """

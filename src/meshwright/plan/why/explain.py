@@ -176,7 +176,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def backward(self) -> Algorithm:
-        """Its backward pass."""
+        """The backward pass of the same block."""
         return self.blocks[-1].backward
 
 

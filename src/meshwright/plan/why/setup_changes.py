@@ -17,7 +17,7 @@ MAX_FACTOR = 1000.0
 
 
 def parse_what_if(text: str) -> dict[str, float]:
-    """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. InputError for one that `CHANGES` lacks."""
+    """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. Raises InputError for one that `CHANGES` lacks."""
     found: dict[str, float] = {}
     for part in text.split(","):
         name, sep, value = (piece.strip() for piece in part.partition("="))

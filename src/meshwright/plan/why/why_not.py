@@ -53,9 +53,9 @@ class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
 class WhyNot(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one question.
 
-    ``refusal`` says which rule refuses it and what would run; None if it runs. ``strategy`` is the best completion:
-    the fastest that fits, or else the one that needs least memory; None if nothing can be laid out. ``terms`` are
-    sorted by how much longer they make its step; ``limits`` are those of speed and memory that it does not meet.
+    ``refusal`` says which rule refuses it and what would run; None if it runs. ``strategy`` is the best completion: the
+    fastest that fits, or else the one that needs least memory; None if nothing can be laid out. ``terms`` are sorted by
+    how much longer they make its step; ``limits`` are those of speed that it alone does not meet, and of memory.
     """
 
     asked: dict[str, Any]

@@ -44,7 +44,7 @@ def names(texts: Sequence[str | None], title: str, **style: Any) -> Any:
 
 
 def texts_of(numbers: Sequence[int | None], text: Callable[[int], str] = str) -> list[str | None]:
-    """Returns the names of numbered columns or rows; gaps stay."""
+    """Returns the names of numbered columns or rows; gaps (None) stay."""
     return [None if number is None else text(number) for number in numbers]
 
 

@@ -47,7 +47,7 @@ def _where(report: BenchReport) -> str:
 
 
 def _roofline(report: BenchReport) -> Figure | None:
-    """Draws products, multiply-add chains and layers under the data sheet's rates, or this run's if it has none."""
+    """Draws products, multiply-add chains and layers under rates of the data sheet, else of this run; or None."""
     products = report.matmul.sweep if report.matmul else ()
     largest = report.copy.largest() if report.copy else None
     main = [p for p in products if p.dtype == products[0].dtype]
@@ -189,7 +189,7 @@ def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str,
 
 
 def _collectives(report: BenchReport) -> Figure | None:
-    """Draws measured time over bytes with the fitted lines: a panel per group of devices, on equal axes."""
+    """Draws measured time over bytes with the fitted lines: a panel per group, on equal axes. None if not measured."""
     found = report.collectives.collectives if report.collectives else ()
     if not found:
         return None

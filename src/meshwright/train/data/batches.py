@@ -76,7 +76,7 @@ class Data(NamedTuple):
     """The data of a run.
 
     ``held_out`` shares no document with ``train`` unless documents are few; it has no source if nothing is held out.
-    ``tokenizer`` is None if all data came as tokens. ``skipped_records`` counts records that could not be read.
+    ``tokenizer`` is None if no data is text and none is named. ``skipped_records`` counts records that cannot be read.
     """
 
     tokenizer: Tokenizer | None

@@ -63,7 +63,7 @@ class Tokenised(NamedTuple):
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """Counts of written tokens and documents, of pieces of text read for them, and of chats that were refused."""
+    """Counts of written tokens and documents, pieces read and chats refused; and whether a document is unfinished."""
 
     tokens: int = 0
     documents: int = 0

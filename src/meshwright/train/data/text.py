@@ -41,7 +41,7 @@ _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document, whether it is the last, the bytes of the file read so far, and the record in words.
+    """A piece of a document, whether it is the last, the bytes of the file read so far, and a chat's place in words.
 
     The text of a chat is its whole record as JSON, in one piece.
     """
@@ -202,8 +202,8 @@ def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator
     """Yields the documents of a file in order, except blank ones.
 
     A text file is one document. In JSON lines and Parquet each record is one: its ``field``, or if that is "" the whole
-    record. Raises InputError for a record that is not UTF-8, not JSON, or lacks the field, and for text that is not
-    UTF-8. With a set ``bad``, leaves out the record, or the bytes of the text, and adds its place to the set.
+    record. Raises InputError for a record that is no JSON object, too long, or without text in the field, and for
+    text that is not UTF-8. With a set ``bad``, leaves out the record, or the bytes, and adds its place to the set.
     """
     try:
         if not file.name.lower().endswith(RECORD_SUFFIXES):

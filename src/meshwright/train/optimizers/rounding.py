@@ -55,7 +55,7 @@ def random_bits(shape: tuple[int, ...], words: Array) -> Array:
 
 
 def _mixed(h: Array) -> Array:
-    """Mixes every input bit into all output bits. Source: Wellons, hash-prospector, lowbias32."""
+    """Mixes every input bit into all output bits. Source: Wellons, Prospecting for Hash Functions (2018)."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
     h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
     return h ^ (h >> 16)

@@ -33,9 +33,9 @@ def learning_rate(settings: TrainSettings) -> Rate:
 def _share_of_peak(number: Any, settings: TrainSettings, xp: Any) -> Any:
     """Returns the schedule after the warm-up, as a share of the peak.
 
-    "rsqrt" is sqrt(warmup / update), which meets the warm-up at its end. Source: Vaswani et al., section 5.3. "wsd"
-    (warm-up, stable, decay) stays at the peak until the last ``decay_fraction`` of the steps. Source: Hu et al.,
-    MiniCPM, section 4.
+    "rsqrt" is sqrt(warmup / update), which meets the warm-up at its end. Source: Vaswani et al., Attention Is All You
+    Need (2017), section 5.3. "wsd" (warm-up, stable, decay) stays at the peak until the last ``decay_fraction`` of the
+    steps. Source: Hu et al., MiniCPM (2024), section 4.
     """
     kind, start, steps, floor = (
         settings.schedule,

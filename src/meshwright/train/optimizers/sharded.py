@@ -64,8 +64,8 @@ class MuonState(NamedTuple):
 def scale_by_muon(decay: float, layout: Callable[[], WeightLayout]) -> optax.GradientTransformation:
     """Orthogonalises the Nesterov momentum of every matrix, and scales it by 0.2 sqrt(max(inputs, outputs)).
 
-    Each device works on whole matrices of some layers. Source: Jordan, Muon, 2024; Liu et al., Muon is
-    Scalable for LLM Training, 2025 (the scale).
+    Each device works on whole matrices of some layers. Source: Jordan, Muon (2024); Liu et al., Muon is
+    Scalable for LLM Training (2025), for the scale.
     """
 
     def init(params: Params) -> MuonState:
@@ -81,7 +81,7 @@ def scale_by_muon(decay: float, layout: Callable[[], WeightLayout]) -> optax.Gra
 
 
 def orthogonal(values: Array, weight: Updated, layout: WeightLayout) -> Array:
-    """Maps every matrix U S V^T of a sharded array to nearly U V^T; each device works on whole matrices of some layers.
+    """Maps every matrix U S V^T of a sharded array to about c U V^T; each device works on whole matrices.
 
     Layers are padded with zeros to a multiple of the devices, so a device receives at most one matrix that it does not
     need. GSPMD would gather whole arrays in every iteration instead.
@@ -101,7 +101,7 @@ def orthogonal(values: Array, weight: Updated, layout: WeightLayout) -> Array:
 
 
 DECAY_POWER = 0.8
-"""Power in the decay 1 - t^-0.8 at update t. Source: Shazeer and Stern, 2018."""
+"""Power in the decay 1 - t^-0.8 at update t. Source: Shazeer and Stern, Adafactor (2018)."""
 
 
 class FactoredState(NamedTuple):
@@ -116,7 +116,7 @@ class FactoredState(NamedTuple):
 
 def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Updated]) -> optax.GradientTransformation:
     """Divides gradients by the factored root of their second moments; clips each matrix to RMS 1 and scales it by the
-    RMS of its weights. Source: Shazeer and Stern, 2018, algorithms 4 and 5, section 8.
+    RMS of its weights. Source: Shazeer and Stern, Adafactor (2018), algorithms 4 and 5, section 8.
 
     ``weights`` are unsharded; they say which dims make up the matrices.
     """

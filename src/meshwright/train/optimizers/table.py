@@ -167,7 +167,7 @@ def transformation(
 
     Muon updates the matrices of layers; AdamW updates embeddings, the unembedding and vectors, at the same rate.
     Raises InputError for an optimizer that has no transformation here.
-    Sources: Loshchilov and Hutter, 2019; Chen et al., 2023; Shazeer and Stern, 2018; Jordan, 2024.
+    Sources: Loshchilov and Hutter, AdamW (2019); Chen et al., Lion (2023); `optimizers.sharded` for the others.
     """
     plain = on_one_device(model)
     matrices = frozenset(name for name, weight in plain.weights.items() if weight.inputs)

@@ -109,7 +109,7 @@ def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
 
 
 def peak_bytes() -> int | None:
-    """Returns the peak memory of the first device of this process, if it reports that."""
+    """Returns the peak memory of the first device of this process; None if it does not report that."""
     counted = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return int(counted) if counted else None
 
