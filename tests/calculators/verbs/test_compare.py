@@ -107,8 +107,8 @@ def test_activations_beside_the_derived_count(call):
     assert 8 * derived[1] == whole["derived_bytes_per_layer"][0] + 7 * 2 * 2 * 2048 * 12288
     # without sequence parallelism x and x1 are whole too
     assert derived[0] == derived[1] + 7 / 8 * 2 * 2 * 2048 * 12288
-    # 16 devices and 8 kv heads: four results of width D, two of F and the sums of 32 heads are split, and over positions
-    # two results of K H
+    # 16 devices and 8 kv heads: four results of width D, two of F and the sums of 32 heads are split, and two of K H
+    # over positions
     llama = call("compare", "llama3-8b", "--activations", "--seq", "2048", "--tensor", "16", "--json").json["models"][0]
     assert llama["derived_bytes_per_layer"][3] == 2 * 2048 * (4 * 4096 + 2 * 14336 + 2 * 1024 + 32) / 16
     assert "none 8 + sequence 14.25" in call("compare", "gpt3-175b", "--activations", "--seq", "2048", "--tensor",
