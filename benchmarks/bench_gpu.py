@@ -16,7 +16,8 @@ import msgspec
 from meshwright.bench.calibration import calibration_of
 from meshwright.bench.results import BenchReport
 from meshwright.bench.run import make_bench, run_bench
-from meshwright.cli.verbs.bench_text import print_report
+from meshwright.cli.verb import show
+from meshwright.cli.verbs.bench_text import report_text
 from meshwright.core.files import write_text_whole
 from meshwright.nn.attention.platform import default_platform
 from meshwright.report.figure import save
@@ -54,7 +55,7 @@ def main() -> None:
     seconds = arguments.seconds or (TINY_SECONDS if arguments.tiny else SECONDS)
     parts = TINY_PARTS if arguments.tiny else ()
     report = run_bench(make_bench(jax.devices()[:1]), parts, seconds=seconds, say=lambda line: print(line, flush=True))
-    print_report(report)
+    show(report_text(report))
     if arguments.tiny:
         with tempfile.TemporaryDirectory() as folder:
             print(f"{len(keep(report, Path(folder)))} files written, and removed")

@@ -65,9 +65,9 @@ def form_contestants(text: str, along: str, mesh: Any, sizes: dict[str, int], dt
 
     from meshwright.algebra.derived import Derived
     from meshwright.algebra.einsum import einsum_steps
-    from meshwright.algebra.notation import parse_einsum
     from meshwright.algebra.program import Program
     from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
+    from meshwright.calculators.sharding.parsing import parse_einsum
     from meshwright.nn.context import Context
     from meshwright.nn.interpreter import run
     from meshwright.parallel.mesh import partition_spec

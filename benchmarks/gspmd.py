@@ -32,11 +32,11 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import optax
-from meshwright.report.plain_tables import Value, as_markdown
 
 from meshwright.hlo.collectives import CompiledCollective, collectives
 from meshwright.nn.forward import logits_fn
 from meshwright.parallel.train_step import Batch, State, TrainStep
+from meshwright.report.answer import Table, as_markdown
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import Strategy, make_mesh
 
@@ -111,11 +111,11 @@ def contestants(axes: dict[str, int]) -> dict[str, Contestant]:
     return found
 
 
-def rows_of(axes: dict[str, int], rounds: int) -> list[list[Value]]:
+def rows_of(axes: dict[str, int], rounds: int) -> list[list[Any]]:
     """A row of the table for each program."""
     found = contestants(axes)
     seconds = [{name: one.run()[1] for name, one in found.items()} for _ in range(rounds)]
-    mesh, table = make_mesh(axes), list[list[Value]]()
+    mesh, table = make_mesh(axes), list[list[Any]]()
     words = " ".join(f"{axis} {size}" for axis, size in axes.items())
     for name, one in found.items():
         counts, sent = one.traffic(mesh)
@@ -132,7 +132,7 @@ def main(rounds: int) -> None:
     print(f"{datetime.date.today()} {MODEL.name} of {MODEL.num_layers} layers, {tokens}, fp32, remat none; {where}")
     print(f"MB: sent by a device, and its temporaries; time: over the derived step's, median of {rounds} rounds")
     header = ["strategy", "program", "collectives", "sent MB", "temp MB", "time"]
-    print(as_markdown(header, [row for axes in STRATEGIES for row in rows_of(axes, rounds)]), end="")
+    print(as_markdown(Table(header, [row for axes in STRATEGIES for row in rows_of(axes, rounds)])), end="")
 
 
 if __name__ == "__main__":

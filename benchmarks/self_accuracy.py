@@ -271,21 +271,12 @@ def stepper(name: str) -> Callable[[], float]:
     """A call that runs the next step of a case and gives its seconds."""
     import jax
 
-    from meshwright.parallel.train_step import TrainStep
     from meshwright.profile.subjects import random_rows
-    from meshwright.train.optimizers.table import make_optimizer
     from meshwright.train.settings import settings_from_table
-    from meshwright.train.setup import program_options
+    from meshwright.train.setup import make_step
 
     model, _, job, strategy = parts_of(name)
-    settings = settings_from_table({})
-    step = TrainStep(
-        model,
-        strategy,
-        optimizer=make_optimizer(model, settings, strategy.state),
-        max_grad_norm=settings.max_grad_norm,
-        options=program_options(settings, several_documents=False),
-    )
+    step = make_step(model, strategy, settings_from_table({}), several_documents=False)
     states = [step.init(0)]
     batch = step.place(random_rows(step, job, seed=0))
     compiled = step.compile.lower(states[0], batch).compile()

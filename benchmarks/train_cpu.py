@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 16384,
     "hidden_size": 384,
     "intermediate_size": 1024,
@@ -103,7 +103,7 @@ def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...], ax
     import jax
     from safetensors.numpy import load_file
 
-    from meshwright.cli.fields import parse_axes
+    from meshwright.cli.fields import parse_mesh
     from meshwright.core.host_memory import keep_freed_memory
     from meshwright.nn.hf.weights import read_params
     from meshwright.parallel.mesh import emulate_devices
@@ -124,7 +124,7 @@ def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...], ax
         epsilon=EPSILON,
         weight_decay=WEIGHT_DECAY,
     )
-    mesh = make_mesh(parse_axes(axes or None))
+    mesh = make_mesh(parse_mesh(axes, "--axes") if axes else {})
     emulate_devices(math.prod(mesh.values()))
     strategy = Strategy(mesh=mesh, remat=remat, state="fp32", assignment=standard_assignment(zero=2))
     step = TrainStep(model, strategy, optimizer=make_optimizer(model, settings))

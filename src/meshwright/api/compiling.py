@@ -39,7 +39,9 @@ def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:
         from meshwright.train.setup import make_step, require_divides
 
         settings = settings_from_table(request.settings)
-        step = make_step(setting.model, request.strategy, settings, several_documents=False, mesh=mesh)
+        step = make_step(
+            setting.model, request.strategy, settings, several_documents=False, mesh=mesh, form=request.form
+        )
         require_divides(step, job)
         return step, (job.batch_seqs, job.seq_len)
     from meshwright.parallel.generate_step import GenerateStep

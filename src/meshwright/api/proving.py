@@ -10,7 +10,7 @@ from meshwright.algebra.generation import AS_WRITTEN
 from meshwright.core.errors import InputError
 from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
-from meshwright.spec.strategy import Strategy, require_runnable_assumptions
+from meshwright.spec.strategy import Form, Strategy, require_runnable_assumptions
 from meshwright.verify.request import Depth, Request
 from meshwright.verify.targets import CompilerPlatform, mesh_order
 
@@ -27,11 +27,13 @@ class ProofOptions(Checked, frozen=True, kw_only=True):
     """How a step is compiled.
 
     ``depth`` is "lower" (do all sizes divide and agree), "partition" (memory and collectives, takes seconds) or "full".
+    ``form`` "gspmd" compiles the shardings as constraints, so that the compiler's collectives stand beside the derived.
     ``platform`` is the compiler, by default the cluster's own. ``settings`` are those of training by name. The folder
     ``keep`` gets what the compiler wrote. ``asked`` is the name by which the user asked for the step: "" for the job's.
     """
 
     depth: Depth = "partition"
+    form: Form = "shard_map"
     platform: CompilerPlatform | None = None
     settings: Mapping[str, Any] = {}
     timeout_s: float = TIMEOUT_S
@@ -67,6 +69,8 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
             f"the mesh has {strategy.num_chips} devices, but {cluster.short_name} has {cluster.num_chips} chips. "
             f"Give axes whose product is {cluster.num_chips}, or a cluster of {strategy.num_chips}."
         )
+    if options.form == "gspmd" and not job.trains:
+        raise InputError(f"the GSPMD form is of a training step, and this is a {job.kind} step. Leave the form out.")
     order: tuple[int, ...] = ()
     target = _target(setting, options)
     if target.platform != "cpu":
@@ -81,6 +85,7 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
         target=target,
         step=options.asked or job.kind,  # type: ignore[arg-type]
         depth=options.depth,
+        form=options.form,
         settings=table,
         options=program_options(settings_from_table(table), strategy, several_documents=False),
         order=order,

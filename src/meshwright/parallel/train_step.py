@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,8 @@ from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.parallel.routers import FromCounts, without_counts
 from meshwright.spec.model import Model, require_runnable
-from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
+from meshwright.spec.strategy import Form, Strategy, held_dims, require_runnable_strategy
 
-Form = Literal["shard_map", "gspmd"]
 Batch = dict[str, Array]
 """tokens and labels, both [B, T] int32 (a label of -1 does not count); positions, and documents if rows hold several;
 num_labels, a float32 scalar: the number of labels of the whole batch that count (if 0, the loss is 0)."""

@@ -39,6 +39,9 @@ being recomputed. The loss head keeps everything but its logits under every poli
 REMAT_POLICIES: tuple[str, ...] = tuple(REMATS)
 _EVERY = re.compile(r"every-([1-9]\d{0,3})")
 
+Form = Literal["shard_map", "gspmd"]
+"""The derived steps, or the same shardings as constraints, for which the compiler chooses the collectives."""
+
 ContextAttention = Literal["gather", "ring", "ulysses"]
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "int8", "fp32"]
 Offload = Literal["optimizer", "activations"]

@@ -21,7 +21,7 @@ from meshwright.nn.weights import Params, rows
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import Form, Strategy
 from meshwright.spec.weights import frozen_base
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.batches import Batches, Data, open_data
@@ -119,6 +119,7 @@ def make_step(
     *,
     several_documents: bool,
     mesh: Mesh | AbstractMesh | None = None,
+    form: Form = "shard_map",
 ) -> TrainStep:
     """Returns the training step for these settings; the devices of ``mesh`` need not exist."""
 
@@ -132,6 +133,7 @@ def make_step(
         optimizer=make_optimizer(model, settings, strategy.state, layout=layout),
         max_grad_norm=settings.max_grad_norm,
         options=program_options(settings, strategy, several_documents=several_documents),
+        form=form,
         mesh=mesh,
     )
     return step

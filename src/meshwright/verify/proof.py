@@ -142,6 +142,7 @@ def proof_table(proof: Proof) -> dict[str, Any]:
         "step": request.step,
         "axes": dict(request.strategy.mesh),
         "depth": request.depth,
+        "form": request.form,
         "target": request.target.platform,
         "note": request.target.note,
         "runs": proof.runs,

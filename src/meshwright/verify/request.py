@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.cost.setting import Setting
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import Form, Strategy
 from meshwright.verify.targets import Target
 
 AskedStep = Literal["train", "prefill", "decode", "generate"]
@@ -29,6 +29,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     step: AskedStep = "train"
     depth: Depth = "partition"
+    form: Form = "shard_map"
     settings: dict[str, Any] = {}
     options: ProgramOptions = PLAIN
     order: tuple[int, ...] = ()

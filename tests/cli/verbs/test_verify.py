@@ -172,3 +172,17 @@ def test_a_folder_of_other_files(call, rates, tmp_path):
     (tmp_path / "mine" / "thesis.tex").touch()
     said = call(*TINY, "--batch", "8seq", "--axes", "fsdp=4", "--keep", str(tmp_path / "mine"), *rates)
     said.assert_refused(2, "holds other files")
+
+
+@pytest.mark.slow
+def test_what_the_compiler_makes_of_the_same_shardings(call):
+    """It sends more than what is derived, and by other collectives."""
+    asked = ("verify", "tiny", "--on", "v5e:1x2", "--batch", "8seq", "--seq", "64", "--axes", "fsdp=2", "--for", "cpu")
+    derived, gspmd = (call(*asked, *more, "--json").json for more in ((), ("--gspmd",)))
+    sums = [sum(row["compiled_bytes"] for row in found["collectives"]["rows"]) for found in (derived, gspmd)]
+    assert sums[0] < sums[1]
+    (scattered,) = (row for row in gspmd["collectives"]["rows"] if row["kind"] == "reduce_scatter")
+    assert (derived["form"], gspmd["form"]) == ("shard_map", "gspmd")
+    assert scattered["derived_arrays"] > scattered["compiled_arrays"] == 0
+    said = call(*asked, "--gspmd", "--step", "decode")
+    assert (said.code, "this is a decode step. Leave the form out." in said.err) == (2, True)

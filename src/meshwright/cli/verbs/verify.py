@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class Given(PlanOptions):
     step: AskedStep | None = STEP
     depth: Depth = option("How far to compile.", default="partition")
+    gspmd: bool = option("Compile the shardings as constraints: the compiler chooses the collectives.")
     platform: CompilerPlatform | None = option("The compiler; by default the cluster's own.", "--for")
     weights: Literal["as they are", "int8"] = WEIGHTS
     cache_dtype: CacheDtype = CACHE_DTYPE
@@ -54,6 +55,7 @@ def command(given: Given) -> Answer:
         raise InputError(f"--set train.{name} is a setting of training. Leave it out, or take --step train.")
     options = ProofOptions(
         depth=given.depth,
+        form="gspmd" if given.gspmd else "shard_map",
         platform=given.platform,
         settings=fields["train"],
         timeout_s=given.timeout,
@@ -85,6 +87,8 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
     if request.step == "train":
         what += f"; {microbatch_words(strategy)}, {remat_words(strategy)}"
     yield f"{what}; {format_count(setting.job.batch_seqs)} sequences of {format_count(setting.job.seq_len)}"
+    if request.form == "gspmd":
+        yield Fact("form", "GSPMD: the derived shardings as constraints, collectives by the compiler")
     if outcome.lowered and proof.runs:
         yield Fact("compiled", f"{HOW[request.depth]}, for {_target_words(proof)}")
     yield Fact(
