@@ -22,7 +22,7 @@ from meshwright.parallel.train_step import State, TrainStep
 from meshwright.serve.generate import generate
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES, Model
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Strategy, held_dims, make_mesh
 from tests.nn.families import CONFIGS
 
 __all__ = ["FAMILIES", "MESHES", "SHAPES", "Outcome", "run"]
@@ -172,7 +172,7 @@ def run(case: str, mesh: str, shape: str = "", *, theirs: Theirs | None = None) 
 def _trained(model: Model, strategy: Strategy, theirs: Theirs) -> Outcome:
     step = TrainStep(model, strategy, optimizer=optax.adamw(RATE, **ADAMW))
     for name in step.shards:
-        check(step.declared.declared[name], model.dims, strategy.mesh)
+        check(step.declared.declared[name], held_dims(model.dims, strategy.mesh), strategy.mesh)
     params = step.from_canonical(read_params(model, theirs.weights))
     params = jax.device_put(params, step.state_shardings.params)
     state, losses = State(params, step.init_optimizer(params)), []
