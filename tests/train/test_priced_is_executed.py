@@ -13,7 +13,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import OPTIMIZERS, Job
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from meshwright.train.settings import TrainSettings
-from meshwright.train.setup import make_step
+from meshwright.train.step import make_step
 from tests.nn.families import FAMILIES
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN
 from tests.traffic import compiled_traffic, derived_traffic

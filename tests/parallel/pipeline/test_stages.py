@@ -19,7 +19,7 @@ from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.job import OPTIMIZERS
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.train.settings import TrainSettings
-from meshwright.train.setup import make_step
+from meshwright.train.step import make_step
 from tests.parallel.cases import (
     DEEP,
     DEEP_MOE,
