@@ -13,29 +13,6 @@ LLAMA = ("plan", "llama3-70b", "--batch", "4Mi", "--seq", "4096")
 SMALL = ("plan", "llama3-8b", "--on", "v5e:4x4", "--batch", "128seq", "--seq", "4096")
 
 
-KEYS = {
-    "axes", "placement", "assignment", "num_microbatches", "remat", "step_s", "step_s_lower", "step_s_upper",
-    "mfu", "hfu", "hbm_bytes_per_chip", "memory", "bound_by", "train_days", "cost_usd", "num_chips",
-}  # fmt: skip
-
-
-def test_the_keys_of_json(call):
-    found = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T", "--top", "3", "--json").json
-    assert (found["model"], found["cluster"]) == ("llama3-70b", "v5p:16x16x32")
-    assert found["job"] == {
-        "kind": "train", "batch_seqs": 1024, "seq_len": 4096, "train_tokens": 15 * 10**12, "optimizer": "adamw",
-        "weights": "",
-    }  # fmt: skip
-    assert len(found["strategies"]) == 3
-    for one in found["strategies"]:
-        assert set(one) >= KEYS
-        assert one["step_s_lower"] <= one["step_s"] * (1 + 1e-9)
-        assert one["step_s"] <= one["step_s_upper"] * (1 + 1e-9)
-        assert one["num_chips"] == 8192
-    steps = [one["step_s"] for one in found["strategies"]]
-    assert steps == sorted(steps)
-
-
 def test_tables_for_other_programs(call):
     """The ranked strategies and the tables of every question, as raw figures and as a person reads them."""
     small = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "64seq", "--seq", "512", "--top", "2")
@@ -53,8 +30,10 @@ def test_tables_for_other_programs(call):
 
 
 def test_the_whole_run(call):
-    said = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T")
+    said = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T", "--top", "3")
     found = said.printed("json").json
+    assert (found["model"], found["cluster"], len(found["strategies"])) == ("llama3-70b", "v5p:16x16x32", 3)
+    assert (found["job"]["batch_seqs"], found["job"]["train_tokens"]) == (1024, 15 * 10**12)
     best, run = found["strategies"][0], found["training"]
     assert run["flops"] == pytest.approx(6 * 70553706496 * 15e12)
     assert run["steps"] == pytest.approx(15e12 / 2**22)
