@@ -273,7 +273,7 @@ def stepper(name: str) -> Callable[[], float]:
 
     from meshwright.profile.subjects import random_rows
     from meshwright.train.settings import settings_from_table
-    from meshwright.train.setup import make_step
+    from meshwright.train.step import make_step
 
     model, _, job, strategy = parts_of(name)
     step = make_step(model, strategy, settings_from_table({}), several_documents=False)

@@ -5,18 +5,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
+from meshwright.cli import verb
 from meshwright.cli.main import run
+from meshwright.report.answer import Answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What one call left: exit code, standard output (results), standard error (messages)."""
+    """What one call left: exit code, standard output (results), standard error (messages), and the verb's answer.
+
+    ``printed(form)`` is the same answer as a call with ``--format`` of that form prints it, worked out once.
+    """
 
     code: int
     out: str
     err: str
+    answer: Answer | None
+    printed: Callable[..., "Said"]
 
     @property
     def words(self) -> str:
@@ -47,11 +55,30 @@ def call(capsys, monkeypatch, tmp_path) -> Callable[..., Said]:
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MESHWRIGHT_DEBUG", raising=False)
 
+    answers: list[Answer] = []
+    emit = verb.emit
+
+    def emit_kept(answer: Answer, form: str) -> None:
+        answers.append(msgspec.structs.replace(answer, pieces=list(answer.pieces)))
+        emit(answers[-1], form)
+
+    monkeypatch.setattr(verb, "emit", emit_kept)
+
+    def said(code: int) -> Said:
+        out, err = capsys.readouterr()
+        answer = answers[-1] if answers else None
+
+        def printed(form: str) -> Said:
+            assert answer is not None
+            emit(msgspec.structs.replace(answer, pictures={}), form)
+            return said(code)
+
+        return Said(code=code, out=out, err=err, answer=answer, printed=printed)
+
     def call_at(*args: str, width: int = 80) -> Said:
         monkeypatch.setenv("COLUMNS", str(width))
         capsys.readouterr()
-        code = run(list(args))
-        said = capsys.readouterr()
-        return Said(code=code, out=said.out, err=said.err)
+        answers.clear()
+        return said(run(list(args)))
 
     return call_at

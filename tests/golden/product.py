@@ -239,7 +239,7 @@ def train_steps(
     import numpy as np
 
     from meshwright.train.settings import TrainSettings
-    from meshwright.train.setup import make_step
+    from meshwright.train.step import make_step
 
     made = TrainSettings(**{"steps": len(batches), "warmup_steps": 1, "learning_rate": 1e-2, **settings})
     step = make_step(model, chosen.strategy, made, several_documents="documents" in batches[0])

@@ -35,18 +35,25 @@ def plain(model):
     return float(loss), {name: np.asarray(value) for name, value in gradients.items()}
 
 
-@pytest.mark.parametrize("model", [T5, WHISPER], ids=lambda model: model.name)
+STRATEGIES = {
+    "one": ({}, {}),
+    "mesh": (MESH, {}),
+    "whole-stream": (MESH, {"remat": "none", "num_microbatches": 2, "zero": 1, "sequence_parallel": False}),
+    "ulysses": ({"fsdp": 2, "context": 2, "tensor": 2}, {"remat": "selective", "context_attention": "ulysses"}),
+    "segments": ({"context": 4, "tensor": 2}, {"remat": "every-2", "context_attention": "ring"}),
+    "ahead": (MESH, {"prefetch": True, "collective_matmul": "one-way"}),
+}
+SAMPLE = {T5: ("one", "ulysses", "segments", "ahead"), WHISPER: ("mesh", "whole-stream")}
+"""Every strategy with one of the models; the other half of the grid is slow."""
+
+
 @pytest.mark.parametrize(
-    ("axes", "choices"),
+    ("model", "axes", "choices"),
     [
-        ({}, {}),
-        (MESH, {}),
-        (MESH, {"remat": "none", "num_microbatches": 2, "zero": 1, "sequence_parallel": False}),
-        ({"fsdp": 2, "context": 2, "tensor": 2}, {"remat": "selective", "context_attention": "ulysses"}),
-        ({"context": 4, "tensor": 2}, {"remat": "every-2", "context_attention": "ring"}),
-        (MESH, {"prefetch": True, "collective_matmul": "one-way"}),
+        pytest.param(model, *strategy, id=f"{name}-{model.name}", marks=() if name in sample else pytest.mark.slow)
+        for model, sample in SAMPLE.items()
+        for name, strategy in STRATEGIES.items()
     ],
-    ids=["one", "mesh", "whole-stream", "ulysses", "segments", "ahead"],
 )
 def test_loss_and_gradients_are_those_of_plain_jax(model, axes, choices):
     """The cotangent of the encoder's result is summed over the decoder's layers, then goes back through the encoder."""

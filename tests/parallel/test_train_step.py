@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.core.errors import CannotRunError
 from meshwright.nn.forward import logits_fn
+from meshwright.nn.ops import fused_head
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import State, TrainStep
 from tests.parallel.cases import (
@@ -93,11 +94,11 @@ def table_gather(step):
 @pytest.mark.parametrize(
     "axes", [{"fsdp": 2, "tensor": 2}, pytest.param({"fsdp": 2}, marks=pytest.mark.slow)], ids=name
 )
-def test_a_loss_head_of_several_chunks(axes):
-    rows = np.random.default_rng(1).integers(0, MODEL.vocab_size, (8, 513)).astype(np.int32)
-    long = {"tokens": jnp.asarray(rows[:, :-1]), "labels": jnp.asarray(rows[:, 1:])}
-    expected = run(MODEL, strategy({}, remat="block"), given=long)
-    assert_equal(run(MODEL, strategy(axes, remat="full"), given=long), expected)
+def test_a_loss_head_of_several_chunks(axes, monkeypatch):
+    monkeypatch.setattr(fused_head, "CHUNK_TOKENS", BATCH_SEQS * SEQ_LEN // 8)
+    chunked = run(MODEL, strategy(axes, remat="full"))
+    assert_equal(chunked, on_one_device(MODEL))
+    assert f"[{BATCH_SEQS // 2},{SEQ_LEN // 4},{MODEL.vocab_size // axes.get('tensor', 1)}]" in chunked.hlo
 
 
 def test_assignments_that_are_only_derived_are_refused():

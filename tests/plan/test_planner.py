@@ -48,6 +48,8 @@ def test_json_of_a_plan():
     for one in found["strategies"]:
         assert set(one) >= KEYS
         assert one["num_chips"] == 8192
+        assert one["step_s_lower"] <= one["step_s"] * (1 + 1e-9)
+        assert one["step_s"] <= one["step_s_upper"] * (1 + 1e-9)
         assert one["hbm_bytes_per_chip"] == pytest.approx(sum(one["memory"].values()))
         assert one["train_days"] == pytest.approx(one["step_s"] * 15e12 / 2**22 / 86400)
         assert set(one["placement"]) == set(one["axes"])

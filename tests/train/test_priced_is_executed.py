@@ -13,7 +13,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import OPTIMIZERS, Job
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from meshwright.train.settings import TrainSettings
-from meshwright.train.setup import make_step
+from meshwright.train.step import make_step
 from tests.nn.families import FAMILIES
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN
 from tests.traffic import compiled_traffic, derived_traffic
@@ -64,8 +64,15 @@ def test_priced_steps_are_executed_steps(family, strategy, optimizer):
     ]
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}], ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "axes"),
+    [
+        *((optimizer, {"data": 2, "fsdp": 2, "tensor": 2}) for optimizer in OPTIMIZERS),
+        # only muon shares its matrices out; the updates of the others are local to their shards
+        *(pytest.param(one, {"fsdp": 8}, marks=() if one == "muon" else pytest.mark.slow) for one in OPTIMIZERS),
+    ],
+    ids=str,
+)
 def test_compiled_collectives_of_an_update_are_the_derived_ones(optimizer, axes):
     """Three layers do not divide by the devices that share a matrix: Muon fills them up."""
     model, mesh = msgspec.structs.replace(MODEL, num_layers=3), make_mesh(axes)

@@ -58,11 +58,17 @@ def stopped(text, root, *, at=10, **changes):
     return train(MODEL, strategy(fsdp=2), JOB, settings_here, run_root=root, on_step=stop_at(at))
 
 
-def test_a_stopped_run_ends_as_one_that_was_not(whole, text, tmp_path):
-    first = stopped(text, tmp_path)
-    assert finished_steps(Path(first.run)) is None
-    again = train(MODEL, strategy(fsdp=2), JOB, given(text), run_root=tmp_path, resume=Path(first.run))
-    assert again.run == first.run
+@pytest.fixture(scope="module")
+def interrupted(text, tmp_path_factory):
+    """The folder of a run that was stopped after ten steps; tests go on with a copy."""
+    return stopped(text, tmp_path_factory.mktemp("interrupted")).run
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(whole, interrupted, text, tmp_path):
+    run = Path(shutil.copytree(interrupted, tmp_path / "mini-001"))
+    assert finished_steps(run) is None
+    again = train(MODEL, strategy(fsdp=2), JOB, given(text), run_root=tmp_path, resume=run)
+    assert again.run == str(run)
     assert again.resumed_from == 10
     assert again.losses == whole.losses
     assert [line["step"] for line in lines_of(again.run)] == list(range(1, STEPS + 1))
@@ -82,13 +88,13 @@ def test_it_goes_on_over_other_devices(whole, text, tmp_path):
     np.testing.assert_allclose(second.losses, whole.losses, rtol=1e-5)
 
 
-def test_a_folder_without_a_checkpoint_starts_over(whole, text, tmp_path):
-    run = Path(stopped(text, tmp_path, at=2).run)
+def test_a_folder_without_a_checkpoint_starts_over(whole, interrupted, text, tmp_path):
+    run = Path(shutil.copytree(interrupted, tmp_path / "mini-001"))
     shutil.rmtree(run / "checkpoints")
     again = train(MODEL, strategy(fsdp=2), JOB, given(text), run_root=tmp_path, resume=run)
     assert again.resumed_from == 0
     assert again.losses == whole.losses
-    assert again.goodput.lost_steps == 2
+    assert again.goodput.lost_steps == 10
     assert [line["step"] for line in lines_of(run)] == list(range(1, STEPS + 1))
 
 

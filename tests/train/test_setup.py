@@ -8,7 +8,8 @@ from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.job import Job
 from meshwright.train.data.batches import Source
 from meshwright.train.data.token_store import TokenStore
-from meshwright.train.setup import batch_parts, held_out
+from meshwright.train.setup import held_out
+from meshwright.train.step import batch_parts
 from tests.train.small import MODEL, strategy
 
 

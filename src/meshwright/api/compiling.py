@@ -36,7 +36,7 @@ def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:
     setting, job = request.setting, request.setting.job
     if job.trains:
         from meshwright.train.settings import settings_from_table
-        from meshwright.train.setup import make_step, require_divides
+        from meshwright.train.step import make_step, require_divides
 
         settings = settings_from_table(request.settings)
         step = make_step(

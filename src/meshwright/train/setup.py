@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from meshwright.core.errors import CannotRunError, InputError
@@ -21,15 +20,14 @@ from meshwright.nn.weights import Params, rows
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Form, Strategy
+from meshwright.spec.strategy import Strategy
 from meshwright.spec.weights import frozen_base
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.batches import Batches, Data, open_data
 from meshwright.train.data.sources import Source
 from meshwright.train.data.tokenizer import load_tokenizer
-from meshwright.train.optimizers.sharded import WeightLayout
-from meshwright.train.optimizers.table import make_optimizer
-from meshwright.train.settings import TrainSettings, program_options
+from meshwright.train.settings import TrainSettings
+from meshwright.train.step import batch_parts, make_step, require_divides
 
 
 class HeldOut:
@@ -78,13 +76,6 @@ def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batche
     return HeldOut(step, batches, min(max_batches, found // size))
 
 
-def batch_parts(step: TrainStep, letter: str) -> tuple[tuple[str, ...], int]:
-    """Returns the axes that shard a dim of a batch, and the parts of the dim: devices, for B times microbatches."""
-    axes = step.declared.declared["tokens"].axes_of(letter)
-    parts = math.prod(step.strategy.mesh[axis] for axis in axes)
-    return axes, parts * (step.strategy.num_microbatches if letter == "B" else 1)
-
-
 class Setup(NamedTuple):
     """Everything that a run is made of before its first step."""
 
@@ -110,44 +101,6 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
     batches = Batches(data.train, batch_seqs=job.batch_seqs, seq_len=job.seq_len, seed=settings.seed, order=order)
     evaluation = held_out(step, data.held_out, job, max_batches=settings.evaluate_batches)
     return Setup(job, settings, step, data, batches, evaluation)
-
-
-def make_step(
-    model: Model,
-    strategy: Strategy,
-    settings: TrainSettings,
-    *,
-    several_documents: bool,
-    mesh: Mesh | AbstractMesh | None = None,
-    form: Form = "shard_map",
-) -> TrainStep:
-    """Returns the training step for these settings; the devices of ``mesh`` need not exist."""
-
-    def layout() -> WeightLayout:
-        # Called when the step is traced; here it does not exist yet.
-        return WeightLayout(step.mesh, step.declared.weights)
-
-    step = TrainStep(
-        model,
-        strategy,
-        optimizer=make_optimizer(model, settings, strategy.state, layout=layout),
-        max_grad_norm=settings.max_grad_norm,
-        options=program_options(settings, strategy, several_documents=several_documents),
-        form=form,
-        mesh=mesh,
-    )
-    return step
-
-
-def require_divides(step: TrainStep, job: Job) -> None:
-    """Raises InputError unless every device gets an equal part of the batch; `plan.legal` checks the weights."""
-    for name, letter, size in (("batch_seqs", "B", job.batch_seqs), ("seq_len", "T", job.seq_len)):
-        axes, parts = batch_parts(step, letter)
-        if size % parts:
-            raise InputError(
-                f"{name}={size} does not divide into {parts} parts "
-                f"({' x '.join(axes)}{' x microbatches' if letter == 'B' else ''}). Use a multiple of {parts}."
-            )
 
 
 def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State]:

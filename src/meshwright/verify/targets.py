@@ -49,8 +49,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             }
         if self.platform == "cuda":
             return {**quiet, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-        flag = f"--xla_force_host_platform_device_count={self.num_devices}"
-        return {**quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
+        # the code that a CPU would run is not read: level 0 compiles faster, with the same HLO and buffers
+        flags = f"--xla_force_host_platform_device_count={self.num_devices} --xla_backend_optimization_level=0"
+        return {**quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def is_installed(platform: CompilerPlatform) -> bool:

@@ -23,8 +23,19 @@ def some(tmp_path):
     return path
 
 
-def test_json(call, some):
-    found = call("accuracy", str(some), "--json").json
+def test_json_and_the_table(call, some):
+    narrow, said = (call("accuracy", str(some), width=width) for width in (80, 120))
+    assert (narrow.code, said.code) == (0, 0)
+    assert max(map(len, narrow.out.splitlines())) <= 80
+    assert max(map(len, said.out.splitlines())) <= 120
+    for one in (narrow, said):
+        assert one.words.startswith("fitted numbers: errors")
+        for text in ("nemo-24.07 8 ", "maxtext-a3 5 ", "megatron-2020 11 ", "core training ", "all 24 "):
+            assert text in one.words
+        assert "not predicted: 1, kind decode: only training is predicted in this version (served)" in one.words
+        assert "not predicted: 1, no step time, throughput or utilisation was measured (gone)" in one.words
+        assert "data-sheet" not in one.out
+    found = said.printed("json").json
     assert set(found) == {
         *("overall", "core_train", "pick", "records", "unpredicted"),
         *("nemo-24.07", "maxtext-a3", "megatron-2020", "made-up", "x"),
@@ -34,19 +45,6 @@ def test_json(call, some):
     assert (found["overall"]["n"], found["made-up"]["n"]) == (24, 0)
     assert found["nemo-24.07"]["mape"] < 0.2
     assert sorted(id for ids in found["unpredicted"].values() for id in ids) == ["gone", "served"]
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_table(call, some, width):
-    said = call("accuracy", str(some), width=width)
-    assert said.code == 0
-    assert all(len(line) <= width for line in said.out.splitlines())
-    assert said.words.startswith("fitted numbers: errors")
-    for text in ("nemo-24.07 8 ", "maxtext-a3 5 ", "megatron-2020 11 ", "core training ", "all 24 "):
-        assert text in said.words
-    assert "not predicted: 1, kind decode: only training is predicted in this version (served)" in said.words
-    assert "not predicted: 1, no step time, throughput or utilisation was measured (gone)" in said.words
-    assert "data-sheet" not in said.out
 
 
 def test_the_published_file_at_80_columns(call):

@@ -29,7 +29,8 @@ def explained(call):
     def explain(name, *more, width=80):
         rates = () if name in FITTED else ("--calibration", "datasheet")
         assert call(*PLANS[name], *rates, *more, "-o", "plan.toml").code == 0
-        return call("explain", "plan.toml", width=width), call("explain", "plan.toml", "--json").json
+        said = call("explain", "plan.toml", width=width)
+        return said, said.printed("json").json
 
     return explain
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from meshwright.calculators.verbs import demo
 from meshwright.cli.asked import read_fields
 from meshwright.cli.main import run
 from meshwright.nn.hf.weights import save_hf
 from meshwright.nn.weights import init_params
 from meshwright.spec.calibration import load_calibration
+from meshwright.spec.job import Job
 from meshwright.spec.plan_file import load_plan
 from tests.cli.made_rates import write_rates
 from tests.train.small import MODEL
@@ -110,9 +112,9 @@ def test_a_finished_run_says_so_and_goes_on_when_asked(rates, tmp_path, capsys):
 def test_the_loop_on_this_machine(measured, rates, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if not measured:
-        monkeypatch.setattr(
-            "meshwright.calculators.verbs.demo.measure", lambda *args, **kwargs: load_calibration(Path(rates))
-        )
+        small = {"DEMO_MODEL": MODEL, "DEMO_JOB": Job(batch_seqs=8, seq_len=32), "SAMPLE_TOKENS": 4}
+        for name, value in {**small, "measure": lambda *args, **kwargs: load_calibration(Path(rates))}.items():
+            monkeypatch.setattr(demo, name, value)
     assert run(["demo", "--steps", "3", "--out", "here", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert len(result["losses"]) == 3

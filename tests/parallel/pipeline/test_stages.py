@@ -19,7 +19,7 @@ from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.job import OPTIMIZERS
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.train.settings import TrainSettings
-from meshwright.train.setup import make_step
+from meshwright.train.step import make_step
 from tests.parallel.cases import (
     DEEP,
     DEEP_MOE,
@@ -61,7 +61,12 @@ EXPERTS = msgspec.structs.replace(DEEP_MOE, num_layers=8)
     ("model", "axes", "schedule"),
     [
         (msgspec.structs.replace(DEEP, num_layers=7), {"pipeline": 2, "data": 2, "tensor": 2}, "1f1b"),
-        (msgspec.structs.replace(TWO_KINDS, num_layers=5, sliding_layers=(0, 2, 4)), {"pipeline": 2}, "zb-h1"),
+        pytest.param(
+            msgspec.structs.replace(TWO_KINDS, num_layers=5, sliding_layers=(0, 2, 4)),
+            {"pipeline": 2},
+            "zb-h1",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["7 layers", "two kinds"],
 )

@@ -6,8 +6,7 @@ import numpy as np
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.spec.strategy import Strategy
 from meshwright.train.record.metrics import StepRecord, describe, on_host, over_layers
-from meshwright.train.settings import TrainSettings
-from meshwright.train.setup import program_options
+from meshwright.train.settings import TrainSettings, program_options
 
 LAYERS = {
     "balance_loss": np.array([2.0, 2.2], np.float32),

@@ -97,7 +97,7 @@ def _step_of(chosen: Plan, storage: Storage) -> "TrainStep | GenerateStep":
             weights="int8" if storage.quantised else "as they are",
         )
     from meshwright.train.settings import settings_from_table
-    from meshwright.train.setup import make_step, require_divides
+    from meshwright.train.step import make_step, require_divides
 
     step = make_step(chosen.model, chosen.strategy, settings_from_table({}), several_documents=False)
     require_divides(step, chosen.job)
