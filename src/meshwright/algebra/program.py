@@ -7,6 +7,9 @@ from meshwright.algebra.steps import Role
 WEIGHTS = ("weight", "vector")
 """Roles of weights. Training updates weights that are not frozen."""
 
+LOSSES = ("loss", "mtp_loss")
+"""Results that training differentiates: the cross entropy of the next token, and that of the token after it."""
+
 
 class Variable(msgspec.Struct, frozen=True):
     """A named array of a program: its dims, the role that decides how it is split, and its dtype if it has one of its
@@ -61,7 +64,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that pass one stream on, by the names of their blocks.
 
     ``first`` makes the stream ``carry``, ``layers`` are the blocks of the layers in order, one name for each, and
-    ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this stack reads.
+    ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this stack reads. Without
+    ``first`` the stream itself is the result of an earlier stack.
     """
 
     first: str
@@ -83,12 +87,13 @@ class Program(msgspec.Struct, frozen=True):
     stacks: tuple[Stack, ...] = ()
 
     def block_role(self, block: str) -> Role:
-        """Returns the role of a block in its stack; the last block of the last stack is the head."""
+        """Returns the role of a block in its stack; a last block whose result no stack reads is a head."""
         for stack in self.stacks:
             if block == stack.first:
                 return "first"
             if block == stack.last:
-                return "head" if stack is self.stacks[-1] else "last"
+                read = {name for each in self.stacks for name in (*each.inputs, each.carry)}
+                return "last" if any(b.name == block and b.ops[-1].out in read for b in self.blocks) else "head"
         return "layer"
 
     def inputs_from_earlier_stacks(self, block: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
+from meshwright.parallel.second_labels import second_labels
 from meshwright.train.data.chat import open_chat_tokenizer
 from meshwright.train.data.rows import RowPart, Rows, WholeRows
 from meshwright.train.data.sources import DataPhase, Draw, Samples, Source, SourcePattern
@@ -185,32 +186,45 @@ class Batches:
         self, first_sample: int, row_slice: slice = slice(None), position_slice: slice = slice(None)
     ) -> dict[str, np.ndarray]:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch."""
-        positions = self.order[position_slice]
-        parts = [rows.read(number, positions) for rows, number in self._found(first_sample, row_slice)]
+        return self._read(self._found(first_sample, row_slice), self.order[position_slice])
+
+    def _read(self, found: Sequence[tuple[Rows, int]], positions: np.ndarray) -> dict[str, np.ndarray]:
+        parts = [rows.read(number, positions) for rows, number in found]
         return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, zip(*parts, strict=True), strict=True)}
 
-    def num_labels(self, first_sample: int) -> int:
-        """Counts the labels of the whole global batch; reads no tokens."""
-        return sum(rows.num_labels(number) for rows, number in self._found(first_sample))
+    def _with_second_labels(self, first_sample: int, row_slice: slice, position_slice: slice) -> dict[str, np.ndarray]:
+        """Returns the arrays of `rows` and of `second_labels`."""
+        here = self.rows(first_sample, row_slice, position_slice)
+        after = np.minimum(self.order[position_slice] + 1, self.seq_len - 1)
+        return here | second_labels(here, self._read(self._found(first_sample, row_slice), after))
+
+    def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:
+        """Counts the labels of the whole global batch, without those of the first ``skipped`` positions of each
+        document; reads no tokens."""
+        return sum(rows.num_labels(number, skipped=skipped) for rows, number in self._found(first_sample))
 
     def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
         """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
 
-        ``tokens``, ``labels``, ``positions`` and ``documents`` are int32 [batch_seqs, seq_len]; ``num_labels`` is
-        a float32 scalar, the labels of the whole batch on every process.
+        ``tokens``, ``labels``, ``positions``, ``documents``, ``mtp_tokens`` and ``mtp_labels`` are int32
+        [batch_seqs, seq_len]; ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch
+        on every process.
         """
-        shape = (self.batch_seqs, self.seq_len)
-        # The four arrays, and replicas of a shard, share one read.
-        read = lru_cache(maxsize=None)(lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d)))
+        shape, rows = (self.batch_seqs, self.seq_len), self.rows
+        if "mtp_labels" in shardings:
+            rows = self._with_second_labels
+        # All arrays, and replicas of a shard, share one read.
+        read = lru_cache(maxsize=None)(lambda a, b, c, d: rows(first_sample, slice(a, b), slice(c, d)))
 
         def part(name: str, index: Any) -> np.ndarray:
-            if name == "num_labels":
-                return np.asarray(self.num_labels(first_sample), np.float32)
+            if name.startswith("num_"):
+                skipped = int(name == "num_mtp_labels")
+                return np.asarray(self.num_labels(first_sample, skipped=skipped), np.float32)
             (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip(index, shape, strict=True))
             return read(a, b, c, d)[name]
 
         def whole(name: str, sharding: Sharding) -> Array:
-            size = () if name == "num_labels" else shape
+            size = () if name.startswith("num_") else shape
             return jax.make_array_from_callback(size, sharding, lambda index: part(name, index))
 
         return {name: whole(name, sharding) for name, sharding in shardings.items()}
