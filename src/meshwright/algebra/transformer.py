@@ -30,9 +30,6 @@ from meshwright.spec.weights import Weight, weight_table
 _SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
 """A vector over one of these dims is sharded as its matrix is; other vectors are whole on every device."""
 
-MTP_INPUTS = ("mtp_tokens", "mtp_labels")
-"""Arrays of a batch for predictions of the token after the next: at each position the next token, and its label."""
-
 MAX_PATTERN = 16
 """Longest pattern of layers in one iteration of a loop: the compiled program grows with it."""
 
@@ -111,27 +108,37 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     for name, (weight, _) in weight_variables(model).items():
         variables[name] = Variable(name, weight.dims, _role(weight), weight.dtype, weight.inputs, weight.frozen)
     encoder, stacks = _encoder(model, variables)
-    kinds, names = layer_kinds(model), layer_names(model)
-    blocks = [parse_block("embed", embed_text(model), variables)]
-    blocks += [_layer_block(model, kind, variables, options, names) for kind in kinds if kind.block in names]
-    norm, loss = written(model, FINAL_NORM), loss_text(model, options)
+    names, norm, loss = layer_names(model), written(model, FINAL_NORM), loss_text(model, options)
+    kinds = (kind for kind in layer_kinds(model) if kind.layers != model.mtp_layers)
+    blocks = (
+        *encoder,
+        parse_block("embed", embed_text(model), variables),
+        *(_layer_block(model, kind, variables, options, names) for kind in kinds),
+    )
     inputs = ("encoded",) if encoder else ()
     decoder = Stack(first="embed", layers=names, last="final" if model.mtp_layers else "head", carry="x", inputs=inputs)
     if not model.mtp_layers:
-        head = parse_block("head", norm + loss, variables)
-        return Program((*encoder, *blocks, head), variables, (*stacks, decoder))
-    variables |= {name: Variable(name, ("B", "T"), "input") for name in MTP_INPUTS}
-    renamed = {"tokens": "mtp_tokens", "x": "xm", "hf": "xm", "hfs": "xms", "labels": "mtp_labels", "loss": "mtp_loss"}
-    blocks += [
-        parse_block("final", norm, variables),
-        parse_block("mtp_embed", embed_text(model), variables, renamed=renamed),
-        _layer_block(model, kinds[-1], variables, options, ("layer_mtp",)),
-        parse_block("mtp_head", loss, variables, renamed=renamed),
-        parse_block("head", loss, variables),
-    ]
-    mtp = Stack(first="mtp_embed", layers=("layer_mtp",), last="mtp_head", carry="xm", inputs=("hf",))
+        return Program((*blocks, parse_block("head", norm + loss, variables)), variables, (*stacks, decoder))
+    final = parse_block("final", norm, variables)
+    of_mtp, mtp = _mtp(model, variables, options)
     head = Stack(first="", layers=(), last="head", carry="hf")
-    return Program(tuple(blocks), variables, (decoder, mtp, head))
+    ends = (final, *of_mtp, parse_block("head", loss, variables))
+    return Program((*blocks, *ends), variables, (decoder, mtp, head))
+
+
+def _mtp(
+    model: Model, variables: dict[str, Variable], options: ProgramOptions
+) -> tuple[tuple[Block, Block, Block], Stack]:
+    """Returns the blocks and the stack of the layer for the token after the next: the embedding of the next token is
+    its stream, and every layer reads the main model's result hf."""
+    variables |= {name: Variable(name, ("B", "T"), "input") for name in ("mtp_tokens", "mtp_labels")}
+    renamed = {"tokens": "mtp_tokens", "x": "xm", "hf": "xm", "hfs": "xms", "labels": "mtp_labels", "loss": "mtp_loss"}
+    blocks = (
+        parse_block("mtp_embed", embed_text(model), variables, renamed=renamed),
+        _layer_block(model, layer_kinds(model)[-1], variables, options, ("layer_mtp",)),
+        parse_block("mtp_head", loss_text(model, options), variables, renamed=renamed),
+    )
+    return blocks, Stack(first="mtp_embed", layers=("layer_mtp",), last="mtp_head", carry="xm", inputs=("hf",))
 
 
 def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:

@@ -77,9 +77,8 @@ def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, li
     """Returns the inputs with the results of all stacks added, and the activations that each stack saves."""
     results, saved = dict(inputs), []
     for stack in passes.stacks:
-        stream, of_embed = results.get(stack.stack.carry), ()
-        if stack.stack.first:
-            stream, of_embed = stack.embed.forward(params, results, None)
+        has_first = bool(stack.stack.first)
+        stream, of_embed = stack.embed.forward(params, results, None) if has_first else (results[stack.stack.carry], ())
         stream, of_layers = stack.layers_forward(params, results, stream)
         results[stack.head.result], of_head = stack.head.forward(params, results, stream)
         saved.append((of_embed, of_layers, of_head))

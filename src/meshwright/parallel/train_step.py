@@ -28,14 +28,7 @@ from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.quantisation import quantise_base
 from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives
-from meshwright.parallel.gradients import (
-    LossAndGradients,
-    Losses,
-    microbatch_loss,
-    once_per_step,
-    squared_norm,
-    step_gradients,
-)
+from meshwright.parallel.gradients import Losses, microbatch_loss, once_per_step, squared_norm, step_gradients
 from meshwright.parallel.held import resized, without_split
 from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
@@ -53,8 +46,8 @@ num_labels, a float32 scalar: the number of labels of the whole batch that count
 ``mtp_weight`` has also mtp_tokens, mtp_labels and num_mtp_labels (`second_labels`)."""
 
 
-StepGradients = tuple[Array, Params, Array, FromCounts]
-"""Mean loss of the global batch, reduced gradients, their squared norm, and the results of the routers' counts."""
+StepGradients = tuple[Losses, Params, Array, FromCounts]
+"""Mean losses of the global batch, reduced gradients, their squared norm, and the results of the routers' counts."""
 
 
 class State(NamedTuple):
@@ -240,7 +233,7 @@ class TrainStep:
             after = np.minimum(np.arange(shape[1]) + 1, shape[1] - 1)
             rows = second_labels(rows, {n: a[:, after] for n, a in rows.items() if a.shape == shape}) | rows
         for name in self.counts.values():
-            rows.setdefault(name, np.float32(np.count_nonzero(rows[name.removeprefix("num_")] >= 0)))
+            rows.setdefault(name, np.asarray(np.count_nonzero(rows[name.removeprefix("num_")] >= 0), np.float32))
         order = self.token_order(shape[1])
         placed = {
             n: a if order is None or a.ndim == 0 or "T" not in self.program.variables[n].dims else a[:, order]
@@ -308,7 +301,8 @@ class TrainStep:
 
     def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[Array, Params]:
         """Returns the mean loss of a global batch and its gradients, sharded for the optimizer (no update)."""
-        return jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
+        losses, gradients = jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
+        return losses["loss"], gradients
 
     @cached_property
     def loss_sum(self) -> Callable[[Params, Batch], Array]:
@@ -368,9 +362,9 @@ class TrainStep:
         squared = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
         norm = self._over_devices("grad_norm", squared)
         losses = {name: self._over_devices(name, loss) * means[name] for name, loss in losses.items()}
-        return _with_losses(losses, grads, norm, of_routers)
+        return losses, grads, norm, of_routers
 
-    def _summed(self, passes: Passes, params: Params, batch: Batch, means: Losses) -> LossAndGradients:
+    def _summed(self, passes: Passes, params: Params, batch: Batch, means: Losses) -> tuple[Losses, Params]:
         dloss = means | {"mtp_loss": self.model.mtp_weight * means["mtp_loss"]} if self.model.mtp_layers else means
         return step_gradients(passes, params, _inputs(batch), dloss, strategy=self.strategy, stacked=self.stacked)
 
@@ -391,7 +385,8 @@ class TrainStep:
         return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out)(params, batch)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        loss, grads, squared, (extras, moves) = self._gradients(state.params, batch)
+        losses, grads, squared, (extras, moves) = self._gradients(state.params, batch)
+        loss = losses.pop("loss")
         norm = jnp.sqrt(squared)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
@@ -401,7 +396,8 @@ class TrainStep:
         shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
         params = state.params | self._moved(shards, before=False)
         params |= {name: params[name] + jnp.where(finite, move, 0.0) for name, move in moves.items()}
-        return State(params, opt_state), Metrics(loss, norm, self.pipeline.counted(extras) if self.pipeline else extras)
+        extras = (self.pipeline.counted(extras) if self.pipeline else extras) | losses
+        return State(params, opt_state), Metrics(loss, norm, extras)
 
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: Array) -> tuple[Params, Any]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
@@ -453,14 +449,7 @@ class TrainStep:
         grads, of_routers = without_counts(self.declared, grads, self.model)
         grads = lax.with_sharding_constraint(grads, shardings(self.mesh, self.shard_specs))
         losses = {name: loss * means[name] for name, loss in losses.items()}
-        norm = squared_norm(self.shards, grads, {}, stacked=self.stacked)
-        return _with_losses(losses, grads, norm, of_routers)
-
-
-def _with_losses(losses: Losses, grads: Params, norm: Array, of_routers: FromCounts) -> StepGradients:
-    """Returns the parts of `StepGradients`, of which losses beside the first are metrics."""
-    metrics, moves = of_routers
-    return losses.pop("loss"), grads, norm, (metrics | losses, moves)
+        return losses, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), of_routers
 
 
 def _inputs(batch: Batch) -> Inputs:

@@ -113,7 +113,9 @@ def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
 def _mtp_copies(model: Model) -> dict[str, str]:
     """Maps embedding and head to their copies, as published, in the layer for tokens after the next."""
     names = {"embed": "embed_tokens", "unembed": "shared_head.head"}
-    return {v: f"{model.weights_prefix}layers.{at}.{name}.weight" for at in model.mtp_layers for v, name in names.items()}
+    return {
+        v: f"{model.weights_prefix}layers.{at}.{name}.weight" for at in model.mtp_layers for v, name in names.items()
+    }
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -183,20 +183,23 @@ class Batches:
         return [self.find(first_sample + row) for row in range(self.batch_seqs)[row_slice]]
 
     def rows(
-        self, first_sample: int, row_slice: slice = slice(None), position_slice: slice = slice(None)
+        self,
+        first_sample: int,
+        row_slice: slice = slice(None),
+        position_slice: slice = slice(None),
+        *,
+        with_second: bool = False,
     ) -> dict[str, np.ndarray]:
-        """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch."""
-        return self._read(self._found(first_sample, row_slice), self.order[position_slice])
+        """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch;
+        ``with_second`` adds `second_labels`."""
+        found, positions = self._found(first_sample, row_slice), self.order[position_slice]
 
-    def _read(self, found: Sequence[tuple[Rows, int]], positions: np.ndarray) -> dict[str, np.ndarray]:
-        parts = [rows.read(number, positions) for rows, number in found]
-        return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, zip(*parts, strict=True), strict=True)}
+        def read(positions: np.ndarray) -> dict[str, np.ndarray]:
+            parts = zip(*(rows.read(number, positions) for rows, number in found), strict=True)
+            return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, parts, strict=True)}
 
-    def _with_second_labels(self, first_sample: int, row_slice: slice, position_slice: slice) -> dict[str, np.ndarray]:
-        """Returns the arrays of `rows` and of `second_labels`."""
-        here = self.rows(first_sample, row_slice, position_slice)
-        after = np.minimum(self.order[position_slice] + 1, self.seq_len - 1)
-        return here | second_labels(here, self._read(self._found(first_sample, row_slice), after))
+        here = read(positions)
+        return here | second_labels(here, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else here
 
     def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:
         """Counts the labels of the whole global batch, without those of the first ``skipped`` positions of each
@@ -210,11 +213,11 @@ class Batches:
         [batch_seqs, seq_len]; ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch
         on every process.
         """
-        shape, rows = (self.batch_seqs, self.seq_len), self.rows
-        if "mtp_labels" in shardings:
-            rows = self._with_second_labels
+        shape, second = (self.batch_seqs, self.seq_len), "mtp_labels" in shardings
         # All arrays, and replicas of a shard, share one read.
-        read = lru_cache(maxsize=None)(lambda a, b, c, d: rows(first_sample, slice(a, b), slice(c, d)))
+        read = lru_cache(maxsize=None)(
+            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=second)
+        )
 
         def part(name: str, index: Any) -> np.ndarray:
             if name.startswith("num_"):
