@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from meshwright.train.data.batches import Batches
 from meshwright.train.data.rows import Rows, WholeRows
 from meshwright.train.data.sources import Source
 from meshwright.train.data.token_store import TokenStore
+from tests.cli.made_rates import write_rates
 from tests.nn.hf.test_weights import on_device, random_params, require_equal
 from tests.parallel.plain_mtp import MODEL
 from tests.train.small import JOB
@@ -109,13 +111,14 @@ def test_a_folder_without_the_layer_says_what_it_lacks(tmp_path):
 
 @pytest.mark.slow
 def test_train_reports_the_second_loss_and_goes_on(call, text, tmp_path):
+    rates = str(write_rates(tmp_path))
     config = config_from_model(replace(MODEL, vocab_size=300))
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = ["--on", "cpu:2", "--axes", "expert=2", "--batch", f"{JOB.batch_seqs}seq", "--seq", "32", "--data", text]
-    given += ["--set", "model.mtp_weight=0.3", "--set", "train.log_every=1", "--calibration", "datasheet", "--json"]
+    given += ["--set", "model.mtp_weight=0.3", "--set", "train.log_every=1", "--calibration", rates, "--json"]
 
     def lines(run):
-        return [json.loads(line) for line in open(f"{run}/metrics.jsonl")]
+        return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
 
     whole = call("train", "config.json", *given, "--steps", "6", "--runs", "whole")
     assert whole.code == 0, whole.err
@@ -131,5 +134,5 @@ def test_train_reports_the_second_loss_and_goes_on(call, text, tmp_path):
     again = call("train", "--resume", half.json["run"], "--steps", "6", "--json")
     assert again.code == 0, again.err
     np.testing.assert_allclose([line["extras"]["mtp_loss"] for line in lines(half.json["run"])], losses, rtol=1e-6)
-    said = call("generate", again.json["run"], "--prompt", "a", "--max-tokens", "2")
+    said = call("generate", again.json["run"], "--prompt", "a", "--max-tokens", "2", "--axes", "tensor=2")
     assert said.code == 0, said.err

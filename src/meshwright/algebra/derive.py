@@ -37,8 +37,7 @@ def derive(
     stays but those of ``without`` (used only then), and the cost model fills in sizes, also arrays of them.
     Without ``fused_head`` a chunked loss head computes its logits in both passes, as other software does.
     ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that
-    cannot work (conflicting axes, a norm over a split D, a name that is not known), and CannotRunError for an encoder
-    and a decoder in a pipeline.
+    cannot work (conflicting axes, a norm over a split D, an unknown name), CannotRunError for stacks in a pipeline.
     """
     require_one_stack(program, strategy)
     keep = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes

@@ -24,10 +24,8 @@ class Variable(msgspec.Struct, frozen=True):
 
 
 class Op(msgspec.Struct, frozen=True):
-    """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables.
-
-    ``attributes`` are facts beside the arrays, such as the window of an attention.
-    """
+    """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables, ``attributes`` facts beside
+    the arrays, such as the window of an attention."""
 
     kind: str
     inputs: tuple[str, ...]
@@ -63,9 +61,8 @@ def layers_dim(block: str) -> str:
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that pass one stream on, by the names of their blocks.
 
-    ``first`` makes the stream ``carry``, ``layers`` are the blocks of the layers in order, one name for each, and
-    ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this stack reads. Without
-    ``first`` the stream itself is the result of an earlier stack.
+    ``first`` makes the stream ``carry`` ("": an earlier stack's result), ``layers`` are the blocks of the layers in
+    order, and ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this one reads.
     """
 
     first: str
@@ -77,9 +74,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 class Program(msgspec.Struct, frozen=True):
     """Blocks in order of first use, every variable they name, and the stacks that the blocks make up: a decoder is one
-    stack, an encoder with a decoder two. Plain data: no sizes, no shardings.
-
-    A program without stacks can be derived and priced; code that runs whole models needs the stacks.
+    stack, an encoder with a decoder two. Plain data: no sizes, no shardings. A program without stacks can be derived
+    and priced; code that runs whole models needs the stacks.
     """
 
     blocks: tuple[Block, ...]

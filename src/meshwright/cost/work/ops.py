@@ -55,8 +55,7 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     free. Frozen weights take 4 in place of 6: they have no gradients. Only chosen experts count. Prefill and decode
     take a third, with the unembedding of one position of each sequence. S are the keys of a query: T, or the window in
     layers that have one, and half of that with ``causal``; in decode the whole cache. With latent attention 2 H is
-    H + Hv. A layer for the token after the next counts as a layer and an unembedding. Source: How to Scale Your Model,
-    section 4.
+    H + Hv. A layer for a second token counts, with an unembedding. Source: How to Scale Your Model, section 4.
     """
     model = model if job.trains else without_mtp(model)
     width = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)

@@ -91,6 +91,7 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "first_k_dense_replace": lambda model: len(model.dense_layers),
     "moe_layer_freq": lambda model: 1,
     "norm_topk_prob": lambda model: model.gates_sum_to_one,
+    "num_nextn_predict_layers": lambda model: len(model.mtp_layers),
     "n_group": lambda model: model.expert_groups or None,
     "topk_group": lambda model: model.groups_per_token or None,
     "topk_method": lambda model: "group_limited_greedy" if model.expert_groups else "greedy",
