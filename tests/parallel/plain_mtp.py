@@ -48,7 +48,7 @@ def batch():
     return {"tokens": tokens, "labels": labels, "documents": documents, "positions": positions.astype(np.int32)}
 
 
-def plain_losses(params, given):
+def _losses(params, given):
     """Returns L_main and L_mtp: cross entropies of t_{i+1} and t_{i+2}, each a mean over its own labels."""
     tokens, labels, documents, positions = (given[n] for n in ("tokens", "labels", "documents", "positions"))
     sees = (documents[:, :, None] == documents[:, None, :]) & np.tril(np.ones((SEQ_LEN, SEQ_LEN), bool))
@@ -70,9 +70,9 @@ def plain_losses(params, given):
 
 
 def plain_loss(params, given):
-    """Returns L_main + lambda L_mtp."""
-    main, second = plain_losses(params, given)
-    return main + MODEL.mtp_weight * second
+    """Returns L_main + lambda L_mtp, and both losses."""
+    main, second = _losses(params, given)
+    return main + MODEL.mtp_weight * second, (main, second)
 
 
 def _cross_entropy(logits, labels):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import generation_program
+from meshwright.algebra.generation import derive_job
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.transformer import transformer
@@ -25,10 +25,11 @@ from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.spec.weights import mtp_params, weight_table, without_mtp
 from tests.parallel.cases import RELATIVE, keep_gradients, run_step, strategy_of
-from tests.parallel.plain_mtp import BATCH_SEQS, MODEL, SEQ_LEN, batch, plain_loss, plain_losses
+from tests.parallel.plain_mtp import BATCH_SEQS, MODEL, SEQ_LEN, batch, plain_loss
 from tests.parallel.small import MODEL as SMALL
 from tests.traffic import derived_traffic
 
+DECODE = Job(kind="decode", batch_seqs=8, seq_len=32)
 DOCUMENTS = ProgramOptions(documents=True)
 
 
@@ -44,8 +45,7 @@ def plain():
     """Both losses, and the gradients of their weighted sum, of plain JAX in float64."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         wide = {name: np.asarray(array, np.float64) for name, array in params_of().items()}
-        losses = jax.jit(lambda p: plain_losses(p, batch()))(wide)
-        gradients = jax.jit(jax.grad(lambda p: plain_loss(p, batch())))(wide)
+        gradients, losses = jax.jit(jax.grad(lambda p: plain_loss(p, batch()), has_aux=True))(wide)
         return tuple(map(float, losses)), {name: np.asarray(value) for name, value in gradients.items()}
 
 
@@ -91,8 +91,16 @@ def test_losses_and_gradients_are_those_of_the_papers_equation():
     state, metrics = step.step(state_of(step), batch())
     assert_plain(float(metrics.loss), {name: np.asarray(value) for name, value in state.opt_state.items()})
     assert abs(float(metrics.extras["mtp_loss"]) / plain()[0][1] - 1) < RELATIVE
-    # an evaluation is of the next token alone
-    assert abs(float(step.loss_sum(state.params, step.place(batch()))) / (13 * 8) / plain()[0][0] - 1) < RELATIVE
+
+
+@pytest.mark.slow
+def test_evaluation_and_logits_are_of_the_next_token_alone():
+    step, given = step_of({}), batch()
+    placed = step.place(given)
+    mean = float(step.loss_sum(state_of(step).params, placed)) / float(placed["num_labels"])
+    assert abs(mean / plain()[0][0] - 1) < RELATIVE
+    both = (jax.jit(logits_fn(model))(params_of(), given["tokens"]) for model in (MODEL, without_mtp(MODEL)))
+    np.testing.assert_array_equal(*both)
 
 
 @pytest.mark.slow
@@ -132,14 +140,11 @@ def test_second_labels_stay_in_their_row_and_document():
 
 
 def test_a_step_that_does_not_ask_has_no_second_prediction():
-    """Generation and evaluation by logits neither."""
+    """Generation neither."""
     without = replace(MODEL, mtp_weight=0.0)
     assert transformer(without) == transformer(replace(without, num_mtp_layers=0))
     assert "mtp_loss" not in transformer(without).variables
-    tokens = batch()["tokens"]
-    both = (jax.jit(logits_fn(model))(params_of(), tokens) for model in (MODEL, without))
-    np.testing.assert_array_equal(*both)
-    assert generation_program(without, "decode") == generation_program(without_mtp(MODEL), "decode")
+    assert derive_job(MODEL, DECODE, strategy_of({})) == derive_job(without, DECODE, strategy_of({}))
 
 
 def test_what_does_not_run_says_so():
