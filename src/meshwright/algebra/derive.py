@@ -7,7 +7,7 @@ from meshwright.algebra.einsum import reshard
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import op_kind
-from meshwright.algebra.program import Block, Program, layers_dim
+from meshwright.algebra.program import LOSSES, Block, Program, layers_dim
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.frozen import needed_steps, trained
 from meshwright.algebra.rewrites.fused_head import with_fused_head
@@ -38,7 +38,7 @@ def derive(
     stays but those of ``without`` (used only then), and the cost model fills in sizes, also arrays of them.
     Without ``fused_head`` a chunked loss head computes its logits in both passes, as other software does.
     ``optimizer`` is the op that updates the weights. Raises InputError for an assignment, remat or optimizer that
-    cannot work (two dims on one axis, a norm over a split D), and CannotRunError for a pipeline of two stacks.
+    cannot work (two dims on one axis, a norm over a split D), and CannotRunError for several stacks in a pipeline.
     """
     require_one_stack(program, strategy)
     program = repeating(program, strategy)
@@ -132,7 +132,7 @@ def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
 
 
 def _update(program: Program, shardings: Shardings, weights: dict[str, Updated], optimizer: str) -> list[Step]:
-    """Returns the steps that sum the loss and the squared gradient norm, then those that update each shard.
+    """Returns the steps that sum the losses and the squared gradient norm, then those that update each shard.
 
     Where the optimizer is split further than the weights, the updated shards are gathered (ZeRO-1 and 2).
     """
@@ -141,7 +141,7 @@ def _update(program: Program, shardings: Shardings, weights: dict[str, Updated],
     steps, axes = list[Step](), shardings.axes
     stream = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
     # each device has the loss of its own tokens (the last stage, in a pipeline), and its own part of every gradient
-    sums = {"loss": tuple(a for a in axes if a in (*stream, "pipeline"))} if "loss" in program.variables else {}
+    sums = {name: tuple(a for a in axes if a in (*stream, "pipeline")) for name in LOSSES if name in program.variables}
     for name, over in {**sums, "grad_norm": axes}.items():
         steps += reshard(ShardedArray(name, (), (), over, "fp32"), ShardedArray(name, (), (), dtype="fp32"))
     update = op_kind(optimizer).update

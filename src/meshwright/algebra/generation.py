@@ -26,6 +26,7 @@ from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, held_dims
+from meshwright.spec.weights import without_mtp
 
 GenerationPhase = Literal["prefill", "decode"]
 Attributes = tuple[tuple[str, str], ...]
@@ -89,6 +90,7 @@ def derive_job(
     strategy = strategy_of_heads(job_strategy(job, strategy), model.num_kv_heads)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
+    model = without_mtp(model)
     if job.kind == "prefill":
         return derive_forward(generation_program(model, "prefill", storage), strategy)
     return derive_forward(generation_program(model, "decode", storage), one_position(strategy))
@@ -252,7 +254,7 @@ class _Writer:
             own, shared = made_by[k].inputs
             sources = {"c": made_by[own].inputs[0], "p": shared}
         paged: Attributes = (("paged", "true"),) if self.storage.page_len and window_of(block) is None else ()
-        suffix = block.name.removeprefix("layer") if len(layer_kinds(self.model)) > 1 else ""
+        suffix = next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)
         index = (PAGES,) if paged else ()
         if paged:
             # for each sequence the numbers of its pages

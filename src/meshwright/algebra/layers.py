@@ -164,6 +164,18 @@ FINAL_NORM = """
     hf[B,T,D] = norm(x[B,T,D], final_norm[D])
 """
 
+BEFORE_MTP = """
+    en[B,T,D] = norm(xm[B,T,D], token_norm[D])
+    hn[B,T,D] = norm(hf[B,T,D], stream_norm[D])
+    j[B,T,Dj] = join(en[B,T,D], hn[B,T,D])
+    x[B,T,D] = j[B,T,Dj] * w_join[Dj,D]
+"""
+AFTER_MTP = """
+    hm[B,T,D] = norm(x2[B,T,D], end_norm[D])
+"""
+"""The lines before and after the layer that predicts the token after the next, from the embedding xm of the next token
+and the main model's result hf. Source: DeepSeek-V3, section 2.2, with the parts in the order of published weights."""
+
 LOSS = """
     hf~s[B,T,D] = scaled(hf[B,T,D]; by={by}) if divided
     loss[] = linear_cross_entropy(hf~[B,T,D], {table}, labels[B,T]{given})
@@ -209,12 +221,12 @@ def embed_text(model: Model) -> str:
     return written(model, EMBED, embedded=embedded, scale=f"; scale={scale}" if scale else "")
 
 
-def head_text(model: Model, options: ProgramOptions) -> str:
-    """Returns the lines of the loss head, from x to the loss."""
+def loss_text(model: Model, options: ProgramOptions) -> str:
+    """Returns the lines of the loss head, from the stream hf after its norm to the loss."""
     table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
     given = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
     by, divided = f"{1 / model.logit_divisor}", model.logit_divisor != 1
-    return written(model, FINAL_NORM + LOSS, table=table, given=given, by=by, divided=divided)
+    return written(model, LOSS, table=table, given=given, by=by, divided=divided)
 
 
 def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:

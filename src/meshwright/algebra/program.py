@@ -7,6 +7,9 @@ from meshwright.algebra.steps import Role
 WEIGHTS = ("weight", "vector")
 """Roles of weights. Training updates weights that are not frozen."""
 
+LOSSES = ("loss", "mtp_loss")
+"""Results that training differentiates: the cross entropy of the next token, and that of the token after it."""
+
 
 class Variable(msgspec.Struct, frozen=True):
     """A named array of a program: its dims, the role that decides how it is split, and its dtype if it has one of its
@@ -21,10 +24,8 @@ class Variable(msgspec.Struct, frozen=True):
 
 
 class Op(msgspec.Struct, frozen=True):
-    """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables.
-
-    ``attributes`` are facts beside the arrays, such as the window of an attention.
-    """
+    """``out = kind(inputs; attributes)``; ``inputs`` and ``out`` are names of variables, ``attributes`` facts beside
+    the arrays, such as the window of an attention."""
 
     kind: str
     inputs: tuple[str, ...]
@@ -60,8 +61,8 @@ def layers_dim(block: str) -> str:
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that pass one stream on, by the names of their blocks.
 
-    ``first`` makes the stream ``carry``, ``layers`` are the blocks of the layers in order, one name for each, and
-    ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this stack reads.
+    ``first`` makes the stream ``carry`` ("": an earlier stack's result), ``layers`` are the blocks of the layers in
+    order, and ``last`` ends the stream. ``inputs`` are results of earlier stacks that every layer of this one reads.
     """
 
     first: str
@@ -73,9 +74,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 class Program(msgspec.Struct, frozen=True):
     """Blocks in order of first use, every variable they name, and the stacks that the blocks make up: a decoder is one
-    stack, an encoder with a decoder two. Plain data: no sizes, no shardings.
-
-    A program without stacks can be derived and priced; code that runs whole models needs the stacks.
+    stack, an encoder with a decoder two. Plain data: no sizes, no shardings. A program without stacks can be derived
+    and priced; code that runs whole models needs the stacks.
     """
 
     blocks: tuple[Block, ...]
@@ -83,12 +83,13 @@ class Program(msgspec.Struct, frozen=True):
     stacks: tuple[Stack, ...] = ()
 
     def block_role(self, block: str) -> Role:
-        """Returns the role of a block in its stack; the last block of the last stack is the head."""
+        """Returns the role of a block in its stack; a last block whose result no stack reads is a head."""
         for stack in self.stacks:
             if block == stack.first:
                 return "first"
             if block == stack.last:
-                return "head" if stack is self.stacks[-1] else "last"
+                read = {name for each in self.stacks for name in (*each.inputs, each.carry)}
+                return "last" if any(b.name == block and b.ops[-1].out in read for b in self.blocks) else "head"
         return "layer"
 
     def inputs_from_earlier_stacks(self, block: str) -> tuple[str, ...]:

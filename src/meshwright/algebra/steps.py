@@ -12,8 +12,7 @@ from meshwright.core.notation import join_axes
 Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step"]
 Role = Literal["first", "layer", "last", "head"]
-"""Role of a block in its stack of layers: it makes the stream, passes it on, or ends it; the head ends the last
-stack."""
+"""Role of a block in its stack: it makes the stream, passes it on, or ends it; a head ends it in a loss or logits."""
 
 BOOK_NAMES: dict[str, str] = {op: op.title().replace("_", "") for op in (*COLLECTIVES, "slice")}
 """Move -> its name in the book: AllGather, ReduceScatter."""

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import WEIGHTS, Block, Op, Program
+from meshwright.algebra.program import LOSSES, WEIGHTS, Block, Op, Program
 from meshwright.algebra.rewrites.frozen import differentiated
 from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Phase, Scope, Step
@@ -64,7 +64,7 @@ class Shardings:
         groups = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
         rules = {**groups, **rules}  # groups of entries are split as the entries are
         own = f"d{name}" if weight_role == "grad" else name
-        dtype = "fp32" if own in ("loss", "logits") else "int32" if role in ("input", "position") else ""
+        dtype = "fp32" if own in (*LOSSES, "logits") else "int32" if role in ("input", "position") else ""
         if weight_role == "weight":
             dtype = variable.dtype or dtype
         array = ShardedArray(own, dims, assign(rules, dims, keep=self.axes), dtype=dtype)

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.layers import (
+    AFTER_MTP,
+    BEFORE_MTP,
     ENCODER,
     FINAL_NORM,
     PLAIN,
     ProgramOptions,
     embed_text,
     encoder_layer_text,
-    head_text,
     layer_text,
+    loss_text,
     parse_block,
     written,
 )
@@ -35,42 +38,36 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
     """The layers of one kind, which run one block, whatever their order in the model."""
 
     block: str
+    suffix: str  # of the names of this block's weights
     layers: tuple[int, ...]
     sliding: bool
     routed: bool
     rotates: bool
 
-    @property
-    def suffix(self) -> str:
-        """Suffix of the names of this block's weights."""
-        return self.block.removeprefix("layer")
-
 
 @lru_cache(maxsize=256)
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _unrotated
-    without rope, _local with a window."""
+    without rope, _local with a window; at the end _mtp, the layer like the last one for the token after the next."""
     found: dict[tuple[bool, bool, bool], list[int]] = {}
     for layer in range(model.num_layers):
         facts = (layer in model.sliding_layers, layer in model.moe_layers, layer not in model.unrotated_layers)
         found.setdefault(facts, []).append(layer)
-    return tuple(
-        LayerKind(
-            block=f"layer{'_moe' * routed}{'_unrotated' * (not rotates)}{'_local' * sliding}",
-            layers=tuple(layers),
-            sliding=sliding,
-            routed=routed,
-            rotates=rotates,
-        )
-        for (sliding, routed, rotates), layers in found.items()
-    )
+    kinds = []
+    for (sliding, routed, rotates), layers in found.items():
+        name = f"{'_moe' * routed}{'_unrotated' * (not rotates)}{'_local' * sliding}"
+        same = {"sliding": sliding, "routed": routed, "rotates": rotates}
+        suffix = name if len(found) > 1 else ""
+        kinds.append(LayerKind(block=f"layer{name}", suffix=suffix, layers=tuple(layers), **same))
+    last = next(kind for kind in kinds if model.num_layers - 1 in kind.layers)
+    mtp = [replace(last, block="layer_mtp", suffix="_mtp", layers=model.mtp_layers)] if model.mtp_layers else []
+    return (*kinds, *mtp)
 
 
 def layer_names(model: Model) -> tuple[str, ...]:
-    """Returns the block of every layer, first to last."""
-    return tuple(
-        block for _, block in sorted((layer, kind.block) for kind in layer_kinds(model) for layer in kind.layers)
-    )
+    """Returns the block of every layer of the main model, first to last."""
+    blocks = {layer: kind.block for kind in layer_kinds(model) for layer in kind.layers}
+    return tuple(blocks[layer] for layer in range(model.num_layers))
 
 
 def local_name(weight: Weight) -> str:
@@ -92,13 +89,16 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
         for kind in layer_kinds(model):
             repeat = len(set(kind.layers) & set(weight.layers))
             if repeat:
-                found[_variable(model, weight, kind)] = (weight, repeat)
+                found[local_name(weight) + kind.suffix] = (weight, repeat)
     return found
 
 
 @lru_cache(maxsize=64)
 def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
-    """Returns the training program of a model: embed, layers, head, after the stack of an encoder if it has one."""
+    """Returns the training program of a model: embed, layers, head, after the stack of an encoder if it has one.
+
+    With ``mtp_weight`` the loss head is a stack of its own, which runs after the layer for the token after the next.
+    """
     if model.encoder and options.documents:
         raise InputError("rows of an encoder and a decoder have one document each. Leave documents out.")
     roles = {"documents": "position"} if options.documents else {}
@@ -108,14 +108,37 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     for name, (weight, _) in weight_variables(model).items():
         variables[name] = Variable(name, weight.dims, _role(weight), weight.dtype, weight.inputs, weight.frozen)
     encoder, stacks = _encoder(model, variables)
+    names, norm, loss = layer_names(model), written(model, FINAL_NORM), loss_text(model, options)
+    kinds = (kind for kind in layer_kinds(model) if kind.layers != model.mtp_layers)
     blocks = (
+        *encoder,
         parse_block("embed", embed_text(model), variables),
-        *(_layer_block(model, kind, variables, options) for kind in layer_kinds(model)),
-        parse_block("head", head_text(model, options), variables),
+        *(_layer_block(model, kind, variables, options, names) for kind in kinds),
     )
     inputs = ("encoded",) if encoder else ()
-    decoder = Stack(first="embed", layers=layer_names(model), last="head", carry="x", inputs=inputs)
-    return Program((*encoder, *blocks), variables, (*stacks, decoder))
+    decoder = Stack(first="embed", layers=names, last="final" if model.mtp_layers else "head", carry="x", inputs=inputs)
+    if not model.mtp_layers:
+        return Program((*blocks, parse_block("head", norm + loss, variables)), variables, (*stacks, decoder))
+    final = parse_block("final", norm, variables)
+    of_mtp, mtp = _mtp(model, variables, options)
+    head = Stack(first="", layers=(), last="head", carry="hf")
+    ends = (final, *of_mtp, parse_block("head", loss, variables))
+    return Program((*blocks, *ends), variables, (decoder, mtp, head))
+
+
+def _mtp(
+    model: Model, variables: dict[str, Variable], options: ProgramOptions
+) -> tuple[tuple[Block, Block, Block], Stack]:
+    """Returns the blocks and the stack of the layer for the token after the next: the embedding of the next token is
+    its stream, and every layer reads the main model's result hf."""
+    variables |= {name: Variable(name, ("B", "T"), "input") for name in ("mtp_tokens", "mtp_labels")}
+    renamed = {"tokens": "mtp_tokens", "x": "xm", "hf": "xm", "hfs": "xms", "labels": "mtp_labels", "loss": "mtp_loss"}
+    blocks = (
+        parse_block("mtp_embed", embed_text(model), variables, renamed=renamed),
+        _layer_block(model, layer_kinds(model)[-1], variables, options, ("layer_mtp",)),
+        parse_block("mtp_head", loss_text(model, options), variables, renamed=renamed),
+    )
+    return blocks, Stack(first="mtp_embed", layers=("layer_mtp",), last="mtp_head", carry="xm", inputs=("hf",))
 
 
 def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
@@ -155,20 +178,21 @@ def _role(weight: Weight) -> str:
     return "vector"
 
 
-def _variable(model: Model, weight: Weight, kind: LayerKind) -> str:
-    return local_name(weight) + (kind.suffix if len(layer_kinds(model)) > 1 else "")
-
-
-def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions) -> Block:
+def _layer_block(
+    model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions, names: Sequence[str]
+) -> Block:
+    """Returns the block of a kind of layers in a stack with layers of these ``names``."""
+    text = layer_text(model, sliding=kind.sliding, routed=kind.routed, rotates=kind.rotates, options=options)
+    is_mtp = kind.layers == model.mtp_layers
     return parse_block(
         kind.block,
-        layer_text(model, sliding=kind.sliding, routed=kind.routed, rotates=kind.rotates, options=options),
+        written(model, BEFORE_MTP) + text + written(model, AFTER_MTP) if is_mtp else text,
         variables,
         repeat=len(kind.layers),
-        num_in_last_iterations=sum(span.pattern.count(kind.block) for span in spans(layer_names(model))),
-        carry="x",
-        result="x2",
-        renamed={local_name(w): _variable(model, w, kind) for w in weight_table(model) if w.layers},
+        num_in_last_iterations=sum(span.pattern.count(kind.block) for span in spans(names)),
+        carry="xm" if is_mtp else "x",
+        result="hm" if is_mtp else "x2",
+        renamed={local_name(w): local_name(w) + kind.suffix for w in weight_table(model) if w.layers},
     )
 
 

@@ -46,7 +46,9 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         if not self.in_lockstep or len({*self.names}) < 2:
             return np.ceil(num_layers / runs) * self.chunks
         counts, places = np.unique(runs, return_inverse=True)
-        held = np.array([len(stage_layers(self.names, int(count)).pattern) for count in counts])
+        # one stage also runs layers that are not of the main stack
+        patterns = (len(stage_layers(self.names, int(count)).pattern) if count > 1 else num_layers for count in counts)
+        held = np.array([*patterns])
         return held[places].reshape(runs.shape) * self.chunks
 
     def share(self, num_layers: int) -> Number:

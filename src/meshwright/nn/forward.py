@@ -19,6 +19,7 @@ from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.weights import without_mtp
 
 _State = TypeVar("_State")
 
@@ -26,6 +27,7 @@ _State = TypeVar("_State")
 def logits_fn(model: Model) -> Callable[..., Array]:
     """Returns a function (params, tokens[B,T], documents[B,T], encoder tokens) -> logits[B,T,V] in float32."""
     require_runnable(model)
+    model = without_mtp(model)
 
     def logits(
         params: Params,

@@ -29,8 +29,7 @@ def rows(model: Model) -> dict[str, Weight]:
 
     Tied weights appear once.
     """
-    kinds = layer_kinds(model)
-    layers_of = {kind.suffix if len(kinds) > 1 else "": kind.layers for kind in kinds}
+    layers_of = {kind.suffix: kind.layers for kind in layer_kinds(model)}
     found = {}
     for name, (weight, _) in weight_variables(model).items():
         if not weight.layers or name.startswith(ENCODER):

@@ -38,6 +38,7 @@ from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partiti
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
+from meshwright.spec.weights import without_mtp
 
 WeightStorage = Literal["as they are", "int8"]
 Cache = dict[str, Array]
@@ -66,6 +67,7 @@ class GenerateStep:
         page_len: int = 0,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
+        model = without_mtp(model)
         _require_can_generate(model, strategy, max_len=max_len)
         prefill, decode = (Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode"))
         self.strategy = job_strategy(decode, strategy)

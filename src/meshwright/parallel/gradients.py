@@ -25,26 +25,29 @@ from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
 from meshwright.spec.strategy import Strategy
 
-LossAndGradients = tuple[Array, Params]
-"""A summed loss, and gradients by name."""
+Losses = dict[str, Array]
+"""Scalars by the names of a program's losses: summed losses, or their cotangents."""
+
+LossAndGradients = tuple[Losses, Params]
+"""Summed losses, and gradients by name."""
 
 
 def microbatch_gradients(
     passes: Passes,
     params: Params,
     inputs: Inputs,
-    dloss: Array,
+    dloss: Losses,
     *,
     earlier: Params | None = None,
     overlapped: bool = False,
 ) -> LossAndGradients:
-    """Returns the summed loss of a microbatch, and the gradients of ``dloss`` times that loss.
+    """Returns the summed losses of a microbatch, and the gradients of the sum of ``dloss`` times each loss.
 
     With ``overlapped`` each layer adds its gradients to the ``earlier`` ones and runs their collectives of scope "step"
     as soon as it has computed them.
     """
     results, saved = _forward(passes, params, inputs)
-    cotangents, ends, of_layers = {passes.head.result: dloss}, Params(), Params()
+    cotangents, ends, of_layers = dict(dloss), Params(), Params()
     for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, saved, strict=True))):
         of_result = Cotangents(cotangents[stack.head.result], {})
         (cotangent, _), of_head = stack.head.backward(params, results, head_saved, of_result)
@@ -53,26 +56,29 @@ def microbatch_gradients(
         (cotangent, further), grads = stack.layers_backward(
             params, results, layers_saved, Cotangents(cotangent, further), earlier=earlier, overlapped=overlapped
         )
-        _, of_embed = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, {}))
+        if stack.stack.first:
+            _, of_embed = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, {}))
+        else:
+            of_embed, further = {}, {stack.stack.carry: cotangent}
         cotangents = summed(cotangents, further)
         ends, of_layers = summed(ends, of_head, of_embed), of_layers | grads
-    loss = results[passes.head.result]
     if overlapped:
         ends = summed(ends, {n: g for n, g in (earlier or {}).items() if n in ends})
         ends = once_per_step(passes.derived, ends, stacked=frozenset())
-    return loss, summed(ends, of_layers)
+    return {name: results[name] for name in dloss}, summed(ends, of_layers)
 
 
 def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> Array:
-    """Returns the summed loss of a microbatch."""
-    return _forward(passes, params, inputs)[0][passes.head.result]
+    """Returns the summed cross entropy of a microbatch."""
+    return _forward(passes, params, inputs)[0]["loss"]
 
 
 def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, list[Any]]:
     """Returns the inputs with the results of all stacks added, and the activations that each stack saves."""
     results, saved = dict(inputs), []
     for stack in passes.stacks:
-        stream, of_embed = stack.embed.forward(params, results, None)
+        has_first = bool(stack.stack.first)
+        stream, of_embed = stack.embed.forward(params, results, None) if has_first else (results[stack.stack.carry], ())
         stream, of_layers = stack.layers_forward(params, results, stream)
         results[stack.head.result], of_head = stack.head.forward(params, results, stream)
         saved.append((of_embed, of_layers, of_head))
@@ -89,9 +95,10 @@ def summed(*parts: Params) -> Params:
 
 
 def step_gradients(
-    passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, strategy: Strategy, stacked: frozenset[str]
+    passes: Passes, params: Params, inputs: Inputs, dloss: Losses, *, strategy: Strategy, stacked: frozenset[str]
 ) -> LossAndGradients:
-    """Returns the summed loss of all microbatches, and the gradients of ``dloss`` times it, reduced over devices.
+    """Returns the summed losses of all microbatches, and the gradients of the sum of ``dloss`` times each, reduced over
+    devices.
 
     Gradients are summed in float32 if there are several microbatches or the training state has float32 gradients.
     """
@@ -109,7 +116,7 @@ def step_gradients(
 
 
 def _over_microbatches(
-    passes: Passes, params: Params, inputs: Inputs, dloss: Array, *, count: int, overlapped: bool
+    passes: Passes, params: Params, inputs: Inputs, dloss: Losses, *, count: int, overlapped: bool
 ) -> LossAndGradients:
     """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last microbatch
     adds the sum of the others layer by layer."""
@@ -122,16 +129,17 @@ def _over_microbatches(
     def body(carry: LossAndGradients, part: Inputs) -> tuple[LossAndGradients, None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
         loss, grads = one(*lax.optimization_barrier((params, part)))
-        return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], barrier(grads))), None
+        return jax.tree.map(jnp.add, carry, (loss, barrier(grads))), None
 
     shapes = jax.eval_shape(lambda part: one(params, part)[1], jax.tree.map(lambda a: a[0], parts))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
+    start = {name: jnp.zeros(()) for name in dloss}, zeros
     if not overlapped:
-        return lax.scan(body, (jnp.zeros(()), zeros), parts)[0]
-    (before, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), jax.tree.map(lambda a: a[:-1], parts))
+        return lax.scan(body, start, parts)[0]
+    (before, grads), _ = lax.scan(body, start, jax.tree.map(lambda a: a[:-1], parts))
     final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
     loss, grads = _run_after(grads, lambda given: last(*given[:2], earlier=given[2]), final)
-    return before + loss, grads
+    return summed(before, loss), grads
 
 
 def barrier(grads: Any) -> Any:

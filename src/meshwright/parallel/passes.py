@@ -239,7 +239,7 @@ class Passes:
 
     @property
     def embed(self) -> BlockPasses:
-        """The first block: tokens to the stream."""
+        """The first block: tokens to the stream. Only a stack with ``first`` has one."""
         return self._blocks[self.stack.first]
 
     @property

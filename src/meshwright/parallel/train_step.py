@@ -16,6 +16,7 @@ from jaxtyping import Array
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import LOSSES
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer, weight_variables
@@ -28,23 +29,25 @@ from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.quantisation import quantise_base
 from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives
-from meshwright.parallel.gradients import microbatch_loss, once_per_step, squared_norm, step_gradients
+from meshwright.parallel.gradients import Losses, microbatch_loss, once_per_step, squared_norm, step_gradients
 from meshwright.parallel.held import resized, without_split
 from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.parallel.routers import FromCounts, without_counts
+from meshwright.parallel.second_labels import second_labels
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Form, Strategy, held_dims, require_runnable_strategy
 
 Batch = dict[str, Array]
 """tokens and labels, both [B, T] int32 (a label of -1 does not count); positions, and documents if rows hold several;
-num_labels, a float32 scalar: the number of labels of the whole batch that count (if 0, the loss is 0)."""
+num_labels, a float32 scalar: the number of labels of the whole batch that count (if 0, the loss is 0). A model with
+``mtp_weight`` has also mtp_tokens, mtp_labels and num_mtp_labels (`second_labels`)."""
 
 
-StepGradients = tuple[Array, Params, Array, FromCounts]
-"""Mean loss of the global batch, reduced gradients, their squared norm, and what follows from the routers' counts."""
+StepGradients = tuple[Losses, Params, Array, FromCounts]
+"""Mean losses of the global batch, reduced gradients, their squared norm, and what follows from the routers' counts."""
 
 
 class State(NamedTuple):
@@ -59,7 +62,8 @@ class Metrics(NamedTuple):
 
     ``extras`` are `routing_metrics` of the step's batch, [layers with experts] each, in the order in which devices hold
     the layers: split over the stages of a pipeline, else replicated. Empty for dense models, and if nothing needs the
-    router's counts: no loss on the router, no bound on slots, no correction rate.
+    router's counts: no loss on the router, no bound on slots, no correction rate. A model with ``mtp_weight`` adds
+    ``mtp_loss``, the mean loss per counted label of its layer for the token after the next.
     """
 
     loss: Any
@@ -151,7 +155,12 @@ class TrainStep:
         """Shardings of the arrays of a batch."""
         names = (variable.name for variable in self.program.of_role("input", "position"))
         arrays = {name: partition_spec(self.declared.declared[name]) for name in names}
-        return {**arrays, "num_labels": PartitionSpec()}
+        return arrays | dict.fromkeys(self.counts.values(), PartitionSpec())
+
+    @property
+    def counts(self) -> dict[str, str]:
+        """Maps each loss of the program to the scalar of a batch that counts its labels."""
+        return {name: f"num_{name.replace('loss', 'labels')}" for name in LOSSES if name in self.program.variables}
 
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -214,22 +223,26 @@ class TrainStep:
         return rings and not self.model.sliding_layers
 
     def place(self, batch: Mapping[str, Any]) -> Batch:
-        """Puts a global batch on the devices in `token_order`; adds positions, documents and num_labels if missing."""
-        rows = {n: np.asarray(a) for n, a in batch.items() if n != "num_labels"}
+        """Puts a global batch on the devices in `token_order`; adds what is missing beside tokens and labels."""
+        rows = {n: np.asarray(a) for n, a in batch.items()}
         shape = rows["tokens"].shape
         for name in (name for name in self.batch_specs if name.endswith("positions")):
             like = rows[name.replace("positions", "tokens")].shape
             rows.setdefault(name, np.broadcast_to(np.arange(like[1], dtype=np.int32), like))
         if self.options.documents:
             rows.setdefault("documents", np.zeros(shape, np.int32))
+        if self.model.mtp_layers:
+            after = np.minimum(np.arange(shape[1]) + 1, shape[1] - 1)
+            rows = second_labels(rows, {n: a[:, after] for n, a in rows.items() if a.shape == shape}) | rows
+        for name in self.counts.values():
+            rows.setdefault(name, np.asarray(np.count_nonzero(rows[name.removeprefix("num_")] >= 0), np.float32))
         order = self.token_order(shape[1])
-        counted = batch.get("num_labels", np.count_nonzero(rows["labels"] >= 0))
         placed = {
-            n: a if order is None or "T" not in self.program.variables[n].dims else a[:, order]
+            n: a if order is None or a.ndim == 0 or "T" not in self.program.variables[n].dims else a[:, order]
             for n, a in rows.items()
             if n in self.batch_specs
         }
-        return jax.device_put({**placed, "num_labels": np.float32(counted)}, self.batch_shardings)
+        return jax.device_put(placed, self.batch_shardings)
 
     # -- what a user calls -------------------------------------------------------------------------
 
@@ -280,7 +293,7 @@ class TrainStep:
         dims = {**self.model.dims, "B": batch_seqs, "T": seq_len}
         arrays = {v.name: tuple(dims[dim] for dim in v.dims) for v in self.program.of_role("input", "position")}
         rows = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in arrays.items()}
-        return {**rows, "num_labels": jax.ShapeDtypeStruct((), jnp.float32)}
+        return rows | dict.fromkeys(self.counts.values(), jax.ShapeDtypeStruct((), jnp.float32))
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
         """Lowers the step for a batch size without data; on an abstract mesh for ``platform``."""
@@ -290,7 +303,8 @@ class TrainStep:
 
     def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[Array, Params]:
         """Returns the mean loss of a global batch and its gradients, sharded for the optimizer (no update)."""
-        return jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
+        losses, gradients = jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
+        return losses["loss"], gradients
 
     @cached_property
     def loss_sum(self) -> Callable[[Params, Batch], Array]:
@@ -339,19 +353,26 @@ class TrainStep:
 
     def _local_gradients(self, params: Params, batch: Batch) -> StepGradients:
         """Returns `StepGradients` from one device's shards."""
-        dloss = _per_label(batch)
+        means = self._means(batch)
         if self.pipeline:
-            loss, grads = self.pipeline.gradients(params, _inputs(batch), dloss)
+            loss, grads = self.pipeline.gradients(params, _inputs(batch), means["loss"])
+            losses = {"loss": loss}
             grads = once_per_step(self.declared, grads, stacked=self.stacked)
         else:
-            loss, grads = self._summed(self._passes, params, batch, dloss)
+            losses, grads = self._summed(self._passes, params, batch, means)
         grads, of_routers = without_counts(self.declared, grads, self.model)
         squared = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
         norm = self._over_devices("grad_norm", squared)
-        return self._over_devices("loss", loss) * dloss, grads, norm, of_routers
+        losses = {name: self._over_devices(name, loss) * means[name] for name, loss in losses.items()}
+        return losses, grads, norm, of_routers
 
-    def _summed(self, passes: Passes, params: Params, batch: Batch, dloss: Array) -> tuple[Array, Params]:
+    def _summed(self, passes: Passes, params: Params, batch: Batch, means: Losses) -> tuple[Losses, Params]:
+        dloss = means | {"mtp_loss": self.model.mtp_weight * means["mtp_loss"]} if self.model.mtp_layers else means
         return step_gradients(passes, params, _inputs(batch), dloss, strategy=self.strategy, stacked=self.stacked)
+
+    def _means(self, batch: Batch) -> Losses:
+        """Returns the factor from each summed loss to its mean; without any label the loss and its gradients are 0."""
+        return {name: 1.0 / jnp.maximum(batch[count], 1.0) for name, count in self.counts.items()}
 
     def _over_devices(self, name: str, value: Array) -> Array:
         """Sums a scalar over the devices that have a part of it, as derived."""
@@ -366,7 +387,8 @@ class TrainStep:
         return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out)(params, batch)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        loss, grads, squared, (extras, moves) = self._gradients(state.params, batch)
+        losses, grads, squared, (extras, moves) = self._gradients(state.params, batch)
+        loss = losses.pop("loss")
         norm = jnp.sqrt(squared)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
@@ -376,7 +398,8 @@ class TrainStep:
         shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
         params = state.params | self._moved(shards, before=False)
         params |= {name: params[name] + jnp.where(finite, move, 0.0) for name, move in moves.items()}
-        return State(params, opt_state), Metrics(loss, norm, self.pipeline.counted(extras) if self.pipeline else extras)
+        extras = (self.pipeline.counted(extras) if self.pipeline else extras) | losses
+        return State(params, opt_state), Metrics(loss, norm, extras)
 
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: Array) -> tuple[Params, Any]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
@@ -423,17 +446,13 @@ class TrainStep:
             return lax.with_sharding_constraint(value, named_sharding(self.mesh, declared))
 
         context = Context(model=self.model, derived=whole, mesh=mesh, options=self.options, constrain=constrain)
-        dloss = _per_label(batch)
-        loss, grads = self._summed(Passes(context), params, batch, dloss)
+        means = self._means(batch)
+        losses, grads = self._summed(Passes(context), params, batch, means)
         grads, of_routers = without_counts(self.declared, grads, self.model)
         grads = lax.with_sharding_constraint(grads, shardings(self.mesh, self.shard_specs))
-        return loss * dloss, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), of_routers
+        losses = {name: loss * means[name] for name, loss in losses.items()}
+        return losses, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), of_routers
 
 
 def _inputs(batch: Batch) -> Inputs:
-    return {name: array for name, array in batch.items() if name != "num_labels"}
-
-
-def _per_label(batch: Batch) -> Array:
-    """Returns the factor from the summed to the mean loss; without any label the loss and its gradients are 0."""
-    return 1.0 / jnp.maximum(batch["num_labels"], 1.0)
+    return {name: array for name, array in batch.items() if array.ndim}

@@ -214,7 +214,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     groups_per_token: int = 0
     dense_layers: tuple[int, ...] = ()  # layers without experts, in a model that has experts
 
-    num_mtp_layers: int = 0  # layers that predict tokens after the next: counted beside the model, not read or trained
+    num_mtp_layers: int = 0  # layers that predict tokens after the next, counted beside the model unless one trains
+    mtp_weight: float = 0.0  # of the loss of that layer, which is then a part of the model; 0: it is left out
 
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
@@ -231,7 +232,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raises InputError for impossible sizes and figures."""
         counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
-        may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim"}
+        may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
         super().__post_init__()
         for field in self._positive_fields():
@@ -262,6 +263,11 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InputError(f"{self.name}: lora needs a model without encoder or latent attention. Leave lora out.")
         if self.lora and self.num_experts and not self.lora.weights.keys() <= {"wq", "wk", "wv", "wo"}:
             raise InputError(f"{self.name}: experts cannot have adapters in this version. Use lora.targets=attention.")
+        if self.mtp_weight and (self.family != "deepseek_v3" or self.num_mtp_layers != 1):
+            raise InputError(
+                f"{self.name}: mtp_weight={self.mtp_weight:g} needs a deepseek_v3 with num_mtp_layers=1, and this is a "
+                f"{self.family} with {self.num_mtp_layers}. Leave mtp_weight out."
+            )
         groups, chosen = self.expert_groups, self.groups_per_token
         in_group = self.num_experts // max(groups, 1)
         whole = groups and self.num_experts % groups == 0 and 1 <= chosen <= groups
@@ -308,6 +314,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Ps": self.encoder.length if self.encoder and self.learned_positions else 0,
             "R": self.relative_buckets,
             "Ra": self.lora.rank if self.lora else 0,
+            "Dj": 2 * self.d_model if self.mtp_weight else 0,
         }
         found = sizes | {letter: size for letter, size in optional.items() if size}
         if self.lora and self.lora.base:
@@ -321,6 +328,11 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return ()
         dense = set(self.dense_layers)
         return tuple(layer for layer in range(self.num_layers) if layer not in dense)
+
+    @property
+    def mtp_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that train on tokens after the next; they follow the model's own."""
+        return (self.num_layers,) if self.mtp_weight else ()
 
     @property
     def latent_attention(self) -> bool:

@@ -100,7 +100,7 @@ def _tables() -> dict[str, tuple[_Row, ...]]:
 def weight_table(model: Model) -> tuple[Weight, ...]:
     """Returns every weight of the model, in the order of the forward pass.
 
-    Extra parts (layers that predict tokens after the next, see `mtp_params`; a vision tower) are left out.
+    Extra parts (a vision tower; without ``mtp_weight`` the layers of `mtp_params`) are left out.
     """
     if model.lora:
         base = weight_table(replace(model, lora=None))
@@ -108,6 +108,11 @@ def weight_table(model: Model) -> tuple[Weight, ...]:
         return (*frozen, *_adapters(model, base))
     encoder = _encoder(model) if model.encoder else ()
     return (*_rows(model, "first"), *encoder, *_layers(model), *_rows(model, "last"))
+
+
+def without_mtp(model: Model) -> Model:
+    """Returns the model without its layer that predicts tokens after the next, which only training uses."""
+    return replace(model, mtp_weight=0.0)
 
 
 def frozen_base(model: Model) -> Model:
@@ -198,14 +203,14 @@ def params_by_part(model: Model) -> dict[str, int]:
 
 
 def mtp_params(model: Model) -> int:
-    """Counts the parameters of the layers that predict tokens after the next, beside `num_params`: each is a layer like
-    the model's last with three norms and a projection from 2 D to D; embedding and head are the model's.
+    """Counts the parameters of the layers that predict tokens after the next, where `num_params` leaves them out.
 
-    Source: DeepSeek-AI, DeepSeek-V3 (2024), section 2.2.
+    Each is a layer like the model's last with three norms and a projection from 2 D to D; embedding and head are the
+    model's. Source: DeepSeek-AI, DeepSeek-V3 (2024), section 2.2.
     """
-    rows = [row for row in weight_table(model) if model.num_layers - 1 in row.layers]
-    of_layer = sum(row.num_params // row.repeat for row in rows)
-    return model.num_mtp_layers * (of_layer + 2 * model.d_model**2 + 3 * model.d_model)
+    if model.mtp_weight or not model.num_mtp_layers:
+        return 0
+    return model.num_mtp_layers * (num_params(replace(model, num_mtp_layers=1, mtp_weight=1.0)) - num_params(model))
 
 
 def _layers(model: Model) -> list[Weight]:
@@ -214,7 +219,10 @@ def _layers(model: Model) -> list[Weight]:
     layers = dict.fromkeys(get_args(WeightPart), every)
     layers |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
     layers["mlp"] = model.dense_layers if model.num_experts else every
+    # a layer that predicts the token after the next is like the last one
+    layers = {part: each + model.mtp_layers if every[-1] in each else each for part, each in layers.items()}
     rows = _rows(model, "layers", layers=layers)
+    rows += _rows(model, "mtp", layers=dict.fromkeys(layers, model.mtp_layers))
     if model.encoder is None:
         return rows
     attention = {"attn_norm", "attn_norm_bias", "wq", "wk", "wv", "bq", "bk", "bv", "bo", "wo"}

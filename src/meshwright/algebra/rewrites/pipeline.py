@@ -15,7 +15,10 @@ from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import CannotRunError
 from meshwright.spec.strategy import Strategy
 
-NO_PIPELINE = "an encoder with a decoder does not run in a pipeline in this version. Use pipeline=1."
+NO_PIPELINE = (
+    "an encoder with a decoder does not run in a pipeline in this version, nor does a model with mtp_weight. "
+    "Use pipeline=1."
+)
 
 
 class SplitBackward(msgspec.Struct, frozen=True):
@@ -72,12 +75,12 @@ def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: 
 
 
 def is_one_stack(program: Program) -> bool:
-    """True if all layers are of one stack, as a pipeline needs them; False for an encoder with a decoder."""
+    """True if all layers are of one stack, as a pipeline needs them."""
     return len(program.stacks) < 2
 
 
 def require_one_stack(program: Program, strategy: Strategy) -> None:
-    """Raises CannotRunError for an encoder and a decoder in a pipeline."""
+    """Raises CannotRunError for several stacks in a pipeline."""
     if not is_one_stack(program) and strategy.mesh.get("pipeline", 1) > 1:
         raise CannotRunError(NO_PIPELINE)
 

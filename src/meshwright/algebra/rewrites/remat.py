@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import CROSS, ENCODER
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Block, Program
+from meshwright.algebra.program import LOSSES, Block, Program
 from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import InputError, nearest
@@ -26,10 +26,10 @@ class SavedSet:
     def keeps(self, array: ShardedArray, block: Block) -> bool:
         """True if a forward result is kept; gathered weights are not.
 
-        The backward pass of the block that ends in the loss follows its forward pass at once, so it keeps everything,
+        The backward pass of a block that ends in a loss follows its forward pass at once, so it keeps everything,
         the gathered table too; a head that does not keep its logits never has them whole.
         """
-        if block.ops[-1].out == "loss":
+        if block.ops[-1].out in LOSSES:
             return True
         if self.shardings.is_weight(array.name):
             return False

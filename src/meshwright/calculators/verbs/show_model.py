@@ -188,9 +188,7 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
     if active != facts["params"]:
         yield Fact("active per token", f"{active:,} ({format_params(active)})")
     if more := facts["mtp_params"]:
-        yield Fact(
-            "besides", f"{more:,} ({format_params(more)}) that predict tokens after the next, not read or trained"
-        )
+        yield Fact("besides", f"{more:,} ({format_params(more)}) that predict the token after the next (mtp_weight)")
     yield Fact(
         "training",
         f"{format_flop_count(facts['train_flops_per_token'])} a token (6 N, N = active, look-up included)",

@@ -9,7 +9,7 @@ from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.weights import weight_table
+from meshwright.spec.weights import weight_table, without_mtp
 
 LocalTerm = Literal["matmul", "attention", "elementwise", "loss_head", "optimizer"]
 LOCAL_TERMS: tuple[LocalTerm, ...] = get_args(LocalTerm)
@@ -55,18 +55,19 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     free. Frozen weights take 4 in place of 6: they have no gradients. Only chosen experts count. Prefill and decode
     take a third, with the unembedding of one position of each sequence. S are the keys of a query: T, or the window in
     layers that have one, and half of that with ``causal``; in decode the whole cache. With latent attention 2 H is
-    H + Hv. Source: How to Scale Your Model, section 4.
+    H + Hv. A layer for a second token counts, with an unembedding. Source: How to Scale Your Model, section 4.
     """
+    model = model if job.trains else without_mtp(model)
     width = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
     num_sliding = len(model.sliding_layers)
     length = job.seq_len
     causal = causal and job.kind != "decode"
-    keys = (model.num_layers - num_sliding) * keys_per_query(length, causal=causal)
+    keys = (model.num_layers + len(model.mtp_layers) - num_sliding) * keys_per_query(length, causal=causal)
     if num_sliding:
         keys += num_sliding * float(keys_per_query(length, window=model.sliding_window, causal=causal))
     passes = 3 if job.trains else 1
     attention = 2 * passes * job.tokens_per_step * keys * model.num_heads * width
-    matrices = num_matmul_params(model)
+    matrices = num_matmul_params(model) + len(model.mtp_layers) * model.d_model * model.vocab_size
     frozen = num_matmul_params(model, frozen=True)
     if not job.trains:
         head = model.d_model * model.vocab_size

@@ -90,7 +90,7 @@ IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
 IGNORED_OF = {
     "gpt2": ("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
     "gemma3": ("*vision_tower.*", "*multi_modal_projector.*"),
-    "deepseek_v3": ("model.layers.{num_layers}.*",),  # its multi-token prediction layer
+    "deepseek_v3": ("model.layers.{num_layers}.*",),  # its multi-token prediction layer, if it is not asked for
 }
 """Tensors of a family that are not weights of its decoder."""
 
@@ -98,15 +98,24 @@ IGNORED_OF = {
 def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
     """Raises InputError for a tensor that the model lacks, or a tied unembedding unlike the embedding."""
     ignored = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
+    copies = {name: variable for variable, name in _mtp_copies(model).items()}
     for name in tensors.keys() - used:
-        if name.endswith("lm_head.weight") and model.tied_embeddings:
-            embed = next(place.tensor for place in stored_parts(model, tensors) if place.variable == "embed")
-            if not _equal(tensors[name], tensors[embed]):
-                raise InputError(
-                    f"{name} differs from {embed}, to which the config ties it. Set tie_word_embeddings to false."
-                )
+        is_tied = name.endswith("lm_head.weight") and model.tied_embeddings
+        if variable := "embed" if is_tied else copies.get(name):
+            source = next(place.tensor for place in stored_parts(model, tensors) if place.variable == variable)
+            if not _equal(tensors[name], tensors[source]):
+                advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out"
+                raise InputError(f"{name} differs from {source}, to which the config ties it. {advice}.")
         elif not any(fnmatchcase(name, form) for form in ignored):
             raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
+
+
+def _mtp_copies(model: Model) -> dict[str, str]:
+    """Maps embedding and head to their copies, as published, in the layer for tokens after the next."""
+    names = {"embed": "embed_tokens", "unembed": "shared_head.head"}
+    return {
+        v: f"{model.weights_prefix}layers.{at}.{name}.weight" for at in model.mtp_layers for v, name in names.items()
+    }
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -268,9 +277,12 @@ def merged(model: Model, fetch: Fetch) -> Fetch:
 def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> Iterator[Entry]:
     """Yields every tensor of the published layout whose variables are in ``dtypes``; values are made when written."""
     parts: dict[str, list[StoredPart]] = {}
+    copies = _mtp_copies(model)
     for place in stored_parts(model):
         if place.variable in dtypes:
             parts.setdefault(place.tensor, []).append(place)
+            if place.variable in copies:
+                parts[copies[place.variable]] = [place]
     for name, found in parts.items():
         dtype = dtypes[found[0].variable]
         yield Entry(name, found[0].shape, dtype, partial(_made, found, fetch, dtype))

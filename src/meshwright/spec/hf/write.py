@@ -36,10 +36,10 @@ def config_from_model(model: Model) -> dict[str, Any]:
 
 
 def text_model(model: Model) -> Model:
-    """Returns the model as it is written: with the weight names of a text-only checkpoint, and without layers that
-    predict tokens after the next, whose weights are not read."""
+    """Returns the model as it is written: with the weight names of a text-only checkpoint, and without layers for
+    tokens after the next that it has no weights of."""
     prefix = "model." if model.family == "gemma3" else model.weights_prefix
-    return replace(model, weights_prefix=prefix, num_mtp_layers=0)
+    return replace(model, weights_prefix=prefix, num_mtp_layers=len(model.mtp_layers))
 
 
 def _rope(model: Model) -> dict[str, Any]:
@@ -91,7 +91,7 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "first_k_dense_replace": lambda model: len(model.dense_layers),
     "moe_layer_freq": lambda model: 1,
     "norm_topk_prob": lambda model: model.gates_sum_to_one,
-    "num_nextn_predict_layers": lambda model: 0,
+    "num_nextn_predict_layers": lambda model: len(model.mtp_layers),
     "n_group": lambda model: model.expert_groups or None,
     "topk_group": lambda model: model.groups_per_token or None,
     "topk_method": lambda model: "group_limited_greedy" if model.expert_groups else "greedy",

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
+from meshwright.parallel.second_labels import second_labels
 from meshwright.train.data.chat import open_chat_tokenizer
 from meshwright.train.data.rows import RowPart, Rows, WholeRows
 from meshwright.train.data.sources import DataPhase, Draw, Samples, Source, SourcePattern
@@ -182,35 +183,51 @@ class Batches:
         return [self.find(first_sample + row) for row in range(self.batch_seqs)[row_slice]]
 
     def rows(
-        self, first_sample: int, row_slice: slice = slice(None), position_slice: slice = slice(None)
+        self,
+        first_sample: int,
+        row_slice: slice = slice(None),
+        position_slice: slice = slice(None),
+        *,
+        with_second: bool = False,
     ) -> dict[str, np.ndarray]:
-        """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch."""
-        positions = self.order[position_slice]
-        parts = [rows.read(number, positions) for rows, number in self._found(first_sample, row_slice)]
-        return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, zip(*parts, strict=True), strict=True)}
+        """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch;
+        ``with_second`` adds `second_labels`."""
+        found, positions = self._found(first_sample, row_slice), self.order[position_slice]
 
-    def num_labels(self, first_sample: int) -> int:
-        """Counts the labels of the whole global batch; reads no tokens."""
-        return sum(rows.num_labels(number) for rows, number in self._found(first_sample))
+        def read(positions: np.ndarray) -> dict[str, np.ndarray]:
+            parts = zip(*(rows.read(number, positions) for rows, number in found), strict=True)
+            return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, parts, strict=True)}
+
+        here = read(positions)
+        return here | second_labels(here, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else here
+
+    def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:
+        """Counts the labels of the whole global batch, without those of the first ``skipped`` positions of each
+        document; reads no tokens."""
+        return sum(rows.num_labels(number, skipped=skipped) for rows, number in self._found(first_sample))
 
     def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
         """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
 
-        ``tokens``, ``labels``, ``positions`` and ``documents`` are int32 [batch_seqs, seq_len]; ``num_labels`` is
-        a float32 scalar, the labels of the whole batch on every process.
+        ``tokens``, ``labels``, ``positions``, ``documents``, ``mtp_tokens`` and ``mtp_labels`` are int32
+        [batch_seqs, seq_len]; ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch
+        on every process.
         """
-        shape = (self.batch_seqs, self.seq_len)
-        # The four arrays, and replicas of a shard, share one read.
-        read = lru_cache(maxsize=None)(lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d)))
+        shape, second = (self.batch_seqs, self.seq_len), "mtp_labels" in shardings
+        # All arrays, and replicas of a shard, share one read.
+        read = lru_cache(maxsize=None)(
+            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=second)
+        )
 
         def part(name: str, index: Any) -> np.ndarray:
-            if name == "num_labels":
-                return np.asarray(self.num_labels(first_sample), np.float32)
+            if name.startswith("num_"):
+                skipped = int(name == "num_mtp_labels")
+                return np.asarray(self.num_labels(first_sample, skipped=skipped), np.float32)
             (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip(index, shape, strict=True))
             return read(a, b, c, d)[name]
 
         def whole(name: str, sharding: Sharding) -> Array:
-            size = () if name == "num_labels" else shape
+            size = () if name.startswith("num_") else shape
             return jax.make_array_from_callback(size, sharding, lambda index: part(name, index))
 
         return {name: whole(name, sharding) for name, sharding in shardings.items()}

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,10 +76,13 @@ class Rows:
         labels = np.where(goes_on, np.maximum(following, NO_LABEL), NO_LABEL)
         return RowPart(*(np.asarray(array, np.int32) for array in (tokens, labels, positions - begins, documents)))
 
-    def num_labels(self, number: int) -> int:
-        """Counts positions with a label: those whose document continues after them."""
+    def num_labels(self, number: int, *, skipped: int = 0) -> int:
+        """Counts positions with a label: those whose document continues after them, without the first ``skipped``
+        positions of each piece."""
         size = min(self.seq_len, len(self.store) - number * self.seq_len)
-        return size - len(self._pieces(number)[0])
+        sizes = np.diff([0, *self._pieces(number)[0], size])
+        sizes[:-1] -= 1  # the last token of a document has none
+        return int(np.maximum(sizes - skipped, 0).sum())
 
 
 class WholeRows(Rows):
@@ -93,10 +97,8 @@ class WholeRows(Rows):
         edges = np.concatenate([[0], store.boundaries(0, len(store))])
         self._starts, self._stops = edges[:-1], edges[1:]
         self._sizes = np.minimum(np.diff(edges), seq_len)
-        predicted = np.flatnonzero(store.read(np.arange(len(store))) >= 0)
-        before = np.searchsorted(predicted, np.stack([self._starts + 1, self._starts + self._sizes]))
-        self._labels = np.maximum(before[1] - before[0], 0)
-        kept = np.flatnonzero(self._labels)
+        self._predicted = np.flatnonzero(store.read(np.arange(len(store))) >= 0)
+        kept = np.flatnonzero(self._labels(np.arange(len(self._sizes))))
         self._rows = fill_rows(self._sizes, kept, seq_len) if packing else [[int(number)] for number in kept]
         self._length = len(self._rows)
         filled = self._sizes[kept].sum() / max(1, self._length * seq_len)
@@ -114,8 +116,14 @@ class WholeRows(Rows):
         ends = np.cumsum(self._sizes[row])
         return ends, np.append(self._starts[row] - ends + self._sizes[row], len(self.store))
 
-    def num_labels(self, number: int) -> int:
-        return int(self._labels[self._rows[number]].sum())
+    def _labels(self, documents: Sequence[int] | np.ndarray, skipped: int = 0) -> np.ndarray:
+        """Returns the number of labels of each document before its cut, without the first ``skipped`` positions."""
+        starts = self._starts[documents]
+        before = np.searchsorted(self._predicted, [starts + 1 + skipped, starts + self._sizes[documents]])
+        return np.maximum(before[1] - before[0], 0)
+
+    def num_labels(self, number: int, *, skipped: int = 0) -> int:
+        return int(self._labels(self._rows[number], skipped).sum())
 
 
 def fill_rows(sizes: np.ndarray, kept: np.ndarray, seq_len: int) -> list[list[int]]:

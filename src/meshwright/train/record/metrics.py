@@ -27,7 +27,7 @@ BAR_WIDTH = 12
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl: steps count from 1, loss is the mean over the global batch's labels that have a loss.
 
-    ``tokens`` counts the tokens of all steps so far. ``extras`` are further numbers; with experts, of `over_layers`.
+    ``tokens`` counts the tokens of all steps so far. ``extras`` are further numbers, `over_layers` of `Metrics.extras`.
     """
 
     step: int
@@ -122,7 +122,8 @@ class LiveLine:
 
 def describe(record: StepRecord, steps: int) -> str:
     """Returns ``step 20/100  loss 4.812  6.1 k tokens/s  step 336 ms (predicted 310 ms)  MFU 41.0%``; with experts
-    also the largest load over the mean, and the share of choices without a slot."""
+    also the largest load over the mean, and the share of choices without a slot; and the loss of the token after the
+    next, if a layer predicts it."""
     parts = [
         f"step {record.step}/{steps}",
         f"loss {record.loss:.3f}",
@@ -137,4 +138,6 @@ def describe(record: StepRecord, steps: int) -> str:
         parts.append(f"busiest expert {record.extras['load_max_over_mean']:.2f}x")
     if record.extras.get("dropped_share"):
         parts.append(f"dropped {record.extras['dropped_share']:.1%}")
+    if "mtp_loss" in record.extras:
+        parts.insert(2, f"second token {record.extras['mtp_loss']:.3f}")
     return "  ".join(parts)
