@@ -7,7 +7,6 @@ import pytest
 from meshwright.calculators.verbs.limits import Given, layer_letters, letters
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.limit_table import limits_at
-from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 
@@ -90,7 +89,7 @@ def test_chips_that_a_batch_feeds():
 
 def test_a_layer_of_two_matrices():
     at, rows = found("mlp:8192x28672", "v5p:16x20x28", seqs=1024, seq_len=4096)
-    model, of_model = found("llama3-70b", "v5p:16x20x28", seqs=1024, seq_len=4096)
+    _, of_model = found("llama3-70b", "v5p:16x20x28", seqs=1024, seq_len=4096)
     assert at.num_params == 2 * 8192 * 28672
     speed = [name for name, row in of_model.items() if row.kind == "speed"]
     assert [rows[name].limit for name in speed] == [of_model[name].limit for name in speed]

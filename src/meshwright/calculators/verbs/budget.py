@@ -202,8 +202,8 @@ def _utilisation(flops: float, cluster: Cluster | None, given: Given) -> dict[st
     share = mfu_from_hours(flops, hours, rate)
     if share > 1:
         raise InputError(
-            f"{hours:,.4g} chip-hours of {cluster.chip.name} at {used} can do {available_flops(hours, rate):.3g} FLOPs "
-            f"and the run is {flops:.3g}. Give more hours, or another dtype."
+            f"{format_params(hours)} chip-hours of {cluster.chip.name} at {used} can do "
+            f"{available_flops(hours, rate):.3g} FLOPs and the run is {flops:.3g}. Give more hours, or another dtype."
         )
     return {"chip_hours": hours, "chip": cluster.chip.name, "dtype": used, "peak_flops": rate, "mfu": share}
 
@@ -360,7 +360,7 @@ def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
 
 
 def _time(days: float) -> str:
-    return f"{days / 365:,.3g} years" if days >= 1000 else format_seconds(days * DAY_S)
+    return f"{three_digits(days / 365)} years" if days >= 1000 else format_seconds(days * DAY_S)
 
 
 def _failures_text(at: ExpectedGoodput) -> Iterator[Piece]:

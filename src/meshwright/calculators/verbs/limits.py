@@ -16,8 +16,8 @@ from meshwright.cost.formulas.limits import ici_intensity
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
 from meshwright.report.answer import Answer, Piece
-from meshwright.spec.catalogue import load_model
 from meshwright.spec.calibration import Efficiency
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job
@@ -70,7 +70,7 @@ def layer_letters(text: str, state: str) -> tuple[str, dict[str, Any]]:
 def letters(sizes: dict[str, Any], cluster: Cluster, job: Job, given: Given) -> Letters:
     """Returns the letters for one slice, tokens and chips as real numbers, at the data sheet's peak, none of a plan.
 
-    ``sizes`` are the model's. Raises InputError for a cluster without links. Source: How to Scale Your Model, section 5.
+    ``sizes`` are the model's. Raises InputError for a cluster without links. Source: How to Scale Your Model, 5.
     """
     slices, width = cluster.num_slices, torus_width(cluster)
     chips, rate = cluster.num_chips // slices, peak(cluster.chip, given.dtype)
@@ -111,7 +111,7 @@ def _legend(at: Letters, found: tuple[Limit, ...], num_slices: int) -> Iterator[
         yield f"{said}, W one way, of a domain (nvlink) or of all network cards of one (node)"
     else:
         yield (
-            f"{said}, alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W "
-            f"{at.width}, X = chips / tensor on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes, "
-            f"root = square root of the discriminant"
+            f"{said}, alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W {at.width}, X = chips / tensor "
+            f"on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes, root = square root of the "
+            f"discriminant"
         )

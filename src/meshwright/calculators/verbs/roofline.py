@@ -11,7 +11,7 @@ from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.verbs.roofline_attention import attention_answer
 from meshwright.calculators.verbs.roofline_sweep import SweptSizes, parse_sweep, sweep_answer, sweep_points
-from meshwright.cli.output import format_flop_count
+from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.cli.verb import DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
@@ -133,7 +133,10 @@ def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
          format_seconds(r["transfer_s"])],
     ]  # fmt: skip
     yield Table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
-    yield Paragraph(f"intensity       {r['intensity']:,.4g} FLOPs/byte (critical {r['critical_intensity']:,.4g})", None)
+    yield Paragraph(
+        f"intensity       {four_digits(r['intensity'])} FLOPs/byte (critical {four_digits(r['critical_intensity'])})",
+        None,
+    )
     yield Paragraph(f"bound by        {r['bound_by']}", None)
     yield Paragraph(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
                f"{format_seconds(r['time_s_upper'])} with none", None)  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from meshwright.cli.fields import dim_sizes, split_values
+from meshwright.cli.output import four_digits
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.cost.formulas.roofline import Roofline
@@ -56,7 +57,7 @@ def sweep_points(
 
 
 RATE_COLUMNS: dict[str, Any] = {
-    "FLOPs/byte": ("intensity", lambda value: f"{value:,.4g}"),
+    "FLOPs/byte": ("intensity", four_digits),
     "time": ("time_s_lower", format_seconds),
     "rate": ("flops_per_s", format_flops),
     "of peak": ("share_of_peak", lambda share: f"{share:.0%}"),

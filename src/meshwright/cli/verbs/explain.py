@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.fields import check_tokens
-from meshwright.cli.output import format_flop_count, say
+from meshwright.cli.output import format_flop_count, four_digits, say
 from meshwright.cli.verb import verb
 from meshwright.cli.verbs.plan_words import (
     budget_text,
@@ -291,5 +291,6 @@ def _change_words(told: Explanation) -> str:
 
 
 def _number_words(value: float) -> str:
-    """Returns four digits, or all before the point; from a million on three digits."""
-    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
+    """Returns four digits, or all before the point; from a million on three digits, unless it is a whole number."""
+    size = abs(value)
+    return four_digits(value) if size < 1e6 or (size < 1e10 and value % 1 == 0) else f"{value:.3g}"
