@@ -5,7 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from meshwright.cli.output import emit_json, format_energy, format_flop_count, format_power, format_range, four_digits, width
+from meshwright.cli.output import (
+    emit_json,
+    format_energy,
+    format_flop_count,
+    format_power,
+    format_range,
+    four_digits,
+    width,
+)
 
 TEXTS = [
     ("show", "llama3-8b"), ("show", "deepseek-v3"), ("show", "v5p"), ("show", "h100"), ("show", "models"),

@@ -188,3 +188,15 @@ def test_words_of_a_run(call):
     assert f"one chip {years:,.0f} years on one k40" in call(*args).words
     assert "for the chips alone" in call(*args).words
     assert "with hosts, network and cooling" in call(*args).words
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (("--model", "llama3-8b"), "llama3-8b: 8.03 B parameters (N, look-up included) on 1 T tokens"),
+        (("--model", "mixtral-8x7b"), "mixtral-8x7b: 12.9 B parameters (N, active, look-up included) on 1 T tokens"),
+        (("--params", "8B"), "this size: 8 B parameters on 1 T tokens"),
+    ],
+)
+def test_which_parameters_n_counts(call, size, words):
+    assert words in call("budget", *size, "--tokens", "1T").words

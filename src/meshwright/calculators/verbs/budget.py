@@ -304,10 +304,10 @@ def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> 
     """Yields a given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
     spent, best, least = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
     name = model.name if model else "this size"
-    counted = " active" if model and model.num_experts else ""
+    counted = f" (N{', active' if model.num_experts else ''}, look-up included)" if model else ""
     yield Fact(
         "here",
-        f"{name}: {format_params(spent.num_params)}{counted} parameters on {format_params(spent.num_tokens)} tokens, "
+        f"{name}: {format_params(spent.num_params)} parameters{counted} on {format_params(spent.num_tokens)} tokens, "
         f"{three_digits(spent.tokens_per_param)} a parameter, {spent.num_params / best.num_params:.2g} times the best "
         f"size",
     )
