@@ -32,7 +32,7 @@ def test_a_model_and_its_tokens(call):
     assert found["optimal_flops_for_its_loss"] < found["flops"]
     assert set(found["loss_by_law"]) == {"chinchilla", "chinchilla-unrounded", "epoch", "kaplan"}
     text = call("budget", "--model", "llama3-8b", "--tokens", "15T").words
-    assert "8.03 B parameters on 15 T tokens, 1,868 a parameter" in text
+    assert "8.03 B parameters (N, look-up included) on 15 T tokens, 1,868 a parameter" in text
 
 
 def test_two_of_three_give_the_third(call):

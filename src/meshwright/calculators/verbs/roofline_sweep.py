@@ -5,6 +5,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
+from meshwright.calculators.chips.local_op import LocalOp
 from meshwright.cli.fields import dim_sizes, split_values
 from meshwright.cli.output import four_digits
 from meshwright.core.errors import InputError
@@ -52,8 +55,24 @@ def sweep_points(
     found = []
     for chosen in itertools.product(*reversed(sweeps)):
         given = {dim: size for one in reversed(chosen) for dim, size in one.items()}
-        found.append((given, price({**sizes, **given})))
+        found.append((given, price(given)))
     return found
+
+
+def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, along: Sweep) -> SweptLines:
+    """Returns the points of curves along the first sweep and, between two of them, the first size that another bound
+    binds: that point leaves out tiles that are not whole, which would put it below the curve."""
+    dims, drawn = tuple(along[0]), list(points[:1])
+    for (low, first), (high, last) in itertools.pairwise(points):
+        small, large, knee = low[dims[0]], high[dims[0]], replace(last, padding=1.0)
+        if small < large and knee.bound_by != replace(first, padding=1.0).bound_by:
+            while large - small > 1:
+                middle = (small + large) // 2
+                line = replace(price({**high, **dict.fromkeys(dims, middle)}), padding=1.0)
+                small, large, knee = (middle, large, knee) if line.bound_by != knee.bound_by else (small, middle, line)
+            drawn.append(({**high, **dict.fromkeys(dims, large)}, knee))
+        drawn.append((high, last))
+    return drawn
 
 
 RATE_COLUMNS: dict[str, Any] = {
@@ -65,15 +84,14 @@ RATE_COLUMNS: dict[str, Any] = {
 }
 
 
-def sweep_answer(
-    title: str,
-    unit: Chip,
-    given: Any,
-    dtype: str,
-    sweeps: Sequence[Sweep],
-    points: SweptLines,
-) -> Answer:
-    """Returns the points as a table, and their rates as curves."""
+def sweep_answer(op: LocalOp, unit: Chip, given: Any, sizes: SweptSizes, sweeps: Sequence[Sweep]) -> Answer:
+    """Returns the swept points as a table, and their rates as curves."""
+
+    def price(swept: SweptSizes) -> Roofline:
+        return op.roofline(unit, {**sizes, **swept}, given.channel)
+
+    points, dtype = sweep_points(price, op.dims, sizes, sweeps), op.dtype(unit)
+    title = f"{given.product} on {unit.name}"
     rows = [
         {
             "sizes": sizes,
@@ -97,7 +115,9 @@ def sweep_answer(
     }
     columns = {" = ".join(sweep[0]): (f"sizes/{next(iter(sweep[0]))}", "{:,}".format) for sweep in sweeps}
     table = Table.of(rows, {**columns, **RATE_COLUMNS}, f"{title} in {dtype}")
-    return Answer(facts, [table], {given.png: lambda: _figure(title, unit, sweeps, points)})
+    return Answer(
+        facts, [table], {given.png: lambda: _figure(title, unit, sweeps, with_knees(price, points, sweeps[0]))}
+    )
 
 
 def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines) -> Any:

@@ -144,10 +144,10 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
         return self.alpha if self.sparsity == 1 and self.num_chips > 1 else None
 
     @property
-    def mixed_min_tokens(self) -> float:
-        """Tokens per chip above which some mixture is compute-bound; like `mixture`, for dense models on tori."""
+    def mixed_most_chips(self) -> float:
+        """Chips up to which some mixture is compute-bound; like `mixture`, for dense models on tori."""
         axes = {"fsdp_axes": self.fsdp_axes, "tensor_axes": self.tensor_axes}
-        return limits.mixed_min_tokens_per_chip(self.mixed_alpha, self.d_ff, **axes)
+        return self.batch_tokens / limits.mixed_min_tokens_per_chip(self.mixed_alpha, self.d_ff, **axes)
 
     @property
     def fsdp_most_chips(self) -> float:
@@ -320,8 +320,7 @@ LIMITS: tuple[_Row, ...] = (
     # FSDP alone, on a torus or on switches
     _Row(
         name="tokens/chip, FSDP alone", needs=("fsdp_alpha",), formula=_fsdp_words, relation=">",
-        limit=lambda at: limits.data_parallel_min_tokens_per_chip(at.fsdp_alpha, at.fsdp_links) * at.sparsity,
-        here="tokens_per_chip",
+        limit=lambda at: at.batch_tokens / at.fsdp_most_chips, here="tokens_per_chip",
         note=lambda at: _NO_TENSOR if at.sparsity > 1 and at.alpha is not None else "",
     ),
     _Row(
@@ -331,13 +330,12 @@ LIMITS: tuple[_Row, ...] = (
     # the mixture of FSDP and tensor parallelism
     _Row(
         name="tokens/chip, with tensor", needs=("mixed_alpha",), formula="> 4 alpha^2 / (Mx My F)", relation=">",
-        limit=lambda at: at.mixed_min_tokens, here="tokens_per_chip",
-        note=lambda at: f"FSDP alone needs {at.fsdp_alpha / at.fsdp_links / at.mixed_min_tokens:.3g} times as many",
+        limit=lambda at: at.batch_tokens / at.mixed_most_chips, here="tokens_per_chip",
+        note=lambda at: f"FSDP alone needs {at.mixed_most_chips / at.fsdp_most_chips:.3g} times as many",
     ),
     _Row(
         name="chips, with tensor", needs=("mixed_alpha",), formula="< B Mx My F / (4 alpha^2)", relation="<",
-        limit=lambda at: at.batch_tokens / at.mixed_min_tokens, here="num_chips",
-        note=lambda at: _pods_words(at, at.batch_tokens / at.mixed_min_tokens),
+        limit=lambda at: at.mixed_most_chips, here="num_chips", note=lambda at: _pods_words(at, at.mixed_most_chips),
     ),
     _Row(
         name="T_math/T_comms at X_opt", needs=("mixed_alpha",), formula="sqrt(BF MxMy/N)/(2 alpha)", relation=">",
