@@ -1,7 +1,8 @@
 """One operation on one chip, as `roofline` reads it: a product, a sum, a softmax or a norm; its work, units and time.
 
-Matrix units multiply two arrays that share a contracted dim and have a dim each that the other lacks. All else runs on
-the vector units: sums, elementwise and dot products, rows. A row is read and written once, its steps stay on the chip.
+Matrix units multiply two arrays that share a contracted dim and of which one has a dim that the other lacks. All else
+runs on the vector units: sums, elementwise and dot products, rows. A row is read and written once, its steps stay on
+the chip.
 """
 
 import math
@@ -53,11 +54,11 @@ class LocalOp(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def on_matrix_units(self) -> bool:
-        """True for a product with a contraction and a free dim of each factor."""
+        """True for a product with a contraction, unless both factors have the same dims."""
         if self.kind != "product":
             return False
         lhs, rhs, out = (set(a.dims) for a in self.arrays)
-        return bool(lhs & rhs - out and lhs - rhs and rhs - lhs)
+        return bool(lhs & rhs - out and lhs ^ rhs)
 
     def dtype(self, chip: Chip) -> str:
         """Returns the dtype that the chip computes in; vector units compute in fp32."""

@@ -106,14 +106,16 @@ def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) ->
     if not op.on_matrix_units:
         return {"critical_dim": None, "critical_batch": None, "critical_batch_wide": None}
     lhs, rhs, out = op.operands
-    dim = next(d for d in lhs.dims if d not in rhs.dims)
+    dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
     rates = {"bytes_per_s": line.bytes_per_s, "peak_flops": line.peak_flops}
     padded = line.peak_flops / op.padding(unit, {**sizes, dim: 2048 * sizes[dim]})
     return {
         "critical_dim": dim,
         "critical_batch": critical_size((lhs, rhs), out, sizes, dim=dim, **rates | {"peak_flops": padded}),
         # if every other dim were infinite, only the weight's bytes would count
-        "critical_batch_wide": critical_batch(**rates, weight_bytes=dtype_bytes(rhs.dtype)),
+        "critical_batch_wide": None
+        if dim in rhs.dims
+        else critical_batch(**rates, weight_bytes=dtype_bytes(rhs.dtype)),
     }
 
 
@@ -147,7 +149,8 @@ def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
     yield Paragraph(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
                f"{format_seconds(r['time_s_upper'])} with none", None)  # fmt: skip
     if dim is not None:
-        reach = f"{dim} > {batch:,.1f} (every byte counted; {wide:,.1f} by the weight's alone)"
+        near = "" if wide is None else f"; {wide:,.1f} by the weight's alone"
+        reach = f"{dim} > {batch:,.1f} (every byte counted{near})"
         if batch == float("inf"):
             reach = f"never, whatever {dim} (every byte counted)"
         yield Fact("compute-bound", reach, column=16)
