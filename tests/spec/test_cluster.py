@@ -46,8 +46,8 @@ def test_short_forms_are_completed():
     [
         ("v5e:4x4x4", "has 3 torus axes; v5e has 2"),
         ("v5e:8", "v5e:2x4"),
-        ("v5e:32x16", "larger than a pod of v5e, 16x16.*2[*]v5e:16x16"),
-        ("v5p:32x32x32", "32,768 chips; a pod of v5p has 8,960.*35,840 chips are 4[*]v5p:16x20x28"),
+        ("v5e:32x16", "larger than a pod of v5e, 256 chips, 16x16.*2[*]v5e:16x16"),
+        ("v5p:32x32x32", "larger than a pod of v5p, 8,960 chips, 16x20x28.*35,840 chips are 4[*]v5p:16x20x28"),
         ("v5p:18823", "17,920 chips are 2[*]v5p:16x20x28"),
         ("v5e:17", "18 chips are for example v5e:3x6"),
         ("tpu7x:40x40x40", "64,512 chips are 7[*]tpu7x:16x24x24"),

@@ -55,13 +55,9 @@ def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterSha
         raise InputError(f"{given} has {len(shape)} torus axes; {chip.name} has {axes}. {_advice(chip, shape, axes)}")
     if len(shape) == 1 and shape[0] > 1 and axes > 1:
         raise InputError(f"{given} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
-    if axes == 2 and not _in_pod(chip, shape):
-        pod = times(chip.pod_shape)
+    if not _in_pod(chip, shape) or math.prod(shape) > (chip.max_chips or MAX_CHIPS):
+        pod = f"{chip.max_chips or MAX_CHIPS:,} chips{f', {times(chip.pod_shape)}' if chip.pod_shape else ''}"
         raise InputError(f"{given} is larger than a pod of {chip.name}, {pod}. {_advice(chip, shape, axes)}")
-    if chip.max_chips is not None and math.prod(shape) > chip.max_chips:
-        pod = f" ({times(chip.pod_shape)})" if chip.pod_shape else ""
-        has = f"{math.prod(shape):,} chips; a pod of {chip.name} has {chip.max_chips:,}{pod}"
-        raise InputError(f"{given} has {has}. {_advice(chip, shape, axes)}")
     if num_slices > 1 and chip.dcn_bytes_per_s is None:
         raise CannotRunError(f"{chip.name} has no known data-centre network between slices. Use one slice.")
     return shape + (1,) * (axes - len(shape))

@@ -191,10 +191,10 @@ def test_what_runs_on_vector_units(call, op, flops, num_bytes, steps):
 
 
 def test_vector_rates(call):
-    """The book's v5p has 7e12; an H100's lanes do one operation a cycle, half of its FP32 FLOP/s; v6e's are unknown."""
+    """The book's v5p has 7e12; an H100's lanes have its FP32 FLOP/s, two a cycle; v6e's are unknown."""
     args = ("roofline", "A[P] * B[P] -> C[]", "--dims", "P=1048576", "--on")
     assert call(*args, "v5p-book", "--json").json["critical_intensity"] == 7e12 / 2.8e12
-    assert call(*args, "h100", "--json").json["peak_flops"] == pytest.approx(132 * 128 * 1.83e9, rel=1e-3)
+    assert call(*args, "h100", "--json").json["peak_flops"] == pytest.approx(2 * 132 * 128 * 1.83e9, rel=1e-3)
     assert "whose rate is not known" in call(*args, "v6e").words
     assert "known" not in call(*args, "v5p").words
 

@@ -55,19 +55,6 @@ def mxu_padding(chip: Chip, rows: int, inner: int, columns: int) -> float:
     return min(tile_expansion((rows, inner, columns), tile) for tile in tiles)
 
 
-def vector_rate(chip: Chip) -> float | None:
-    """Returns the elementwise operations of a chip in a second: one in a cycle on each ALU of a VPU or FP32 lane.
-
-    That is half of a GPU's FP32 peak, which counts a multiply-add as two. None where a figure is not known.
-    """
-    vpu = ("num_cores", "vpu_lanes_per_core", "vpu_alus_per_lane", "clock_hz")
-    for figures in (("vector_flops",), vpu, ("num_sms", "fp32_lanes_per_sm", "clock_hz")):
-        values = [getattr(chip, name) for name in figures]
-        if None not in values:
-            return float(math.prod(values))
-    return None
-
-
 def gpu_peak_from_anatomy(chip: Chip) -> float:
     """Returns dense FLOP/s of a GPU from its SMs, tensor cores and clock: a check of the table's peak."""
     per_sm = known(chip, "tensor_cores_per_sm") * known(chip, "tensor_core_flops_per_cycle")

@@ -329,10 +329,6 @@ def _utilisation_text(at: dict[str, Any]) -> Iterator[Piece]:
     )
 
 
-def _years_words(years: float) -> str:
-    return f"{years:,.0f} years" if years >= 100 else f"{three_digits(years)} years"
-
-
 def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
     yield Fact(
         "the run",
@@ -342,7 +338,7 @@ def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
     if run["goodput"] < 1:
         yield Fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")
     chip = run["cluster"].split(":")[0].split("*")[-1]
-    yield Fact("one chip", f"{_years_words(run['one_chip_years'])} on one {chip}")
+    yield Fact("one chip", f"{three_digits(run['one_chip_years'])} years on one {chip}")
     if run["power_w"] is not None:
         building = f", {format_energy(run['facility_energy_kwh'])} with hosts, network and cooling"
         yield Fact(

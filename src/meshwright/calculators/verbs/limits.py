@@ -1,21 +1,20 @@
 """`meshwright limits`: the closed forms of a model, a cluster and a batch, whether a plan divides the work or not."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.sweeps.crossover import mlp_work
 from meshwright.cli.fields import job_of
 from meshwright.cli.shared import BATCH, SEQ_NEEDED
 from meshwright.cli.verb import Count, Options, argument, option, verb
-from meshwright.cli.verbs.explain import limit_tables
+from meshwright.cli.verbs.explain import legend, limit_tables
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_count, format_flops
+from meshwright.core.units import format_count
 from meshwright.cost.formulas.accounting import state_bytes
-from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
+from meshwright.cost.formulas.limit_table import Letters, limits_at
 from meshwright.cost.formulas.limits import ici_intensity
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
-from meshwright.report.answer import Answer, Piece
+from meshwright.report.answer import Answer
 from meshwright.spec.calibration import Efficiency
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import peak
@@ -52,7 +51,12 @@ def command(given: Given) -> Answer:
     )
     return Answer(
         {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
-        [heading, *limit_tables(found).values(), *_legend(at, found, cluster.num_slices)],
+        [
+            heading,
+            *limit_tables(found).values(),
+            *(f"{limit.name}: {limit.note}" for limit in found if limit.note),
+            legend(at, "chips / tensor"),
+        ],
         raw=[found],
     )
 
@@ -98,20 +102,3 @@ def letters(sizes: dict[str, Any], cluster: Cluster, job: Job, given: Given) -> 
         **links,
         **sizes,
     )
-
-
-def _legend(at: Letters, found: tuple[Limit, ...], num_slices: int) -> Iterator[Piece]:
-    yield from (f"{limit.name}: {limit.note}" for limit in found if limit.note)
-    of = " of each slice" if num_slices > 1 else ""
-    said = (
-        f"B = {format_count(int(at.batch_tokens))} tokens{of}, N = {at.num_chips:,} chips{of}, F = {at.d_ff:,}, "
-        f"C = {format_flops(at.peak_flops)}"
-    )
-    if at.alpha is None:
-        yield f"{said}, W one way, of a domain (nvlink) or of all network cards of one (node)"
-    else:
-        yield (
-            f"{said}, alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W {at.width}, X = chips / tensor "
-            f"on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes, root = square root of the "
-            f"discriminant"
-        )

@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from meshwright.algebra.notation import ShardedArray
-from meshwright.calculators.chips.anatomy import tile_expansion, vector_rate
+from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.chips.local_op import LocalOp, parse_op
 from meshwright.calculators.verbs.roofline_attention import attention_answer
 from meshwright.calculators.verbs.roofline_sweep import parse_sweep, sweep_answer
-from meshwright.cli.output import format_flop_count, four_digits
+from meshwright.cli.output import format_flop_count, four_digits, three_digits
 from meshwright.cli.verb import DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
@@ -22,8 +22,8 @@ from meshwright.cost.formulas.roofline import (
     critical_size,
     dtype_bytes,
 )
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
-from meshwright.spec.chip import Chip, chip
+from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.spec.chip import Chip, chip, vector_peak
 
 CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn", "nvlink")
 TPU_TILE = (8, 128)
@@ -81,7 +81,7 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
         "intensity": line.work.intensity,
         "critical_intensity": line.critical_intensity,
         "compute_dtype": op.dtype(unit),
-        "units": "matrix" if op.on_matrix_units else "vector",
+        "units": "matrix" if op.matrix else "vector",
         "steps": op.steps,
         "padding": line.padding,
         **rates,
@@ -103,20 +103,16 @@ def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) ->
 
     The batch is the first dim of the left array that the right one lacks, taken as whole tiles.
     """
-    if not op.on_matrix_units:
-        return {"critical_dim": None, "critical_batch": None, "critical_batch_wide": None}
+    if not op.matrix:
+        return dict.fromkeys(("critical_dim", "critical_batch", "critical_batch_wide"))
     lhs, rhs, out = op.operands
     dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
     rates = {"bytes_per_s": line.bytes_per_s, "peak_flops": line.peak_flops}
     padded = line.peak_flops / op.padding(unit, {**sizes, dim: 2048 * sizes[dim]})
-    return {
-        "critical_dim": dim,
-        "critical_batch": critical_size((lhs, rhs), out, sizes, dim=dim, **rates | {"peak_flops": padded}),
-        # if every other dim were infinite, only the weight's bytes would count
-        "critical_batch_wide": None
-        if dim in rhs.dims
-        else critical_batch(**rates, weight_bytes=dtype_bytes(rhs.dtype)),
-    }
+    # if every other dim were infinite, only the weight's bytes would count
+    wide = None if dim in rhs.dims else critical_batch(**rates, weight_bytes=dtype_bytes(rhs.dtype))
+    exact = critical_size((lhs, rhs), out, sizes, dim=dim, **rates | {"peak_flops": padded})
+    return {"critical_dim": dim, "critical_batch": exact, "critical_batch_wide": wide}
 
 
 def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:
@@ -139,15 +135,13 @@ def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
         tiles = f"whole tiles of {unit.mxu_dim} x {unit.mxu_dim}, rows by 8"
         yield Fact("padded compute", f"{r['padding']:.3g} times the FLOPs, in the time: {tiles}", column=16)
     if r["units"] == "vector":
-        known = "vector units" if vector_rate(unit) else "vector units, whose rate is not known: compute takes longer"
+        known = "vector units" if vector_peak(unit) else "vector units, whose rate is not known: compute takes longer"
         yield Fact("computed by", f"{known}; FLOPs an element: {', '.join(r['steps'])}", column=16)
-    yield Paragraph(
-        f"intensity       {four_digits(r['intensity'])} FLOPs/byte (critical {four_digits(r['critical_intensity'])})",
-        None,
-    )
-    yield Paragraph(f"bound by        {r['bound_by']}", None)
-    yield Paragraph(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
-               f"{format_seconds(r['time_s_upper'])} with none", None)  # fmt: skip
+    intensity, critical = four_digits(r["intensity"]), four_digits(r["critical_intensity"])
+    lower, upper = format_seconds(r["time_s_lower"]), format_seconds(r["time_s_upper"])
+    yield Fact("intensity", f"{intensity} FLOPs/byte (critical {critical})", column=16)
+    yield Fact("bound by", r["bound_by"], column=16)
+    yield Fact("time", f"{lower} with perfect overlap, {upper} with none", column=16)
     if dim is not None:
         near = "" if wide is None else f"; {wide:,.1f} by the weight's alone"
         reach = f"{dim} > {batch:,.1f} (every byte counted{near})"
@@ -155,10 +149,7 @@ def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
             reach = f"never, whatever {dim} (every byte counted)"
         yield Fact("compute-bound", reach, column=16)
     if r["tile_expansion"]:
-        padded = ", ".join(
-            f"{name} {times:,.0f}" if times >= 100 else f"{name} {times:.3g}"
-            for name, times in r["tile_expansion"].items()
-        )
+        padded = ", ".join(f"{name} {three_digits(times)}" for name, times in r["tile_expansion"].items())
         tile = ",".join(map(str, TPU_TILE))
         yield Fact("padded memory", f"{padded} times what the elements need, in tiles of ({tile})", column=16)
 

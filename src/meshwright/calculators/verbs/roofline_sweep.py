@@ -1,8 +1,10 @@
 """`meshwright roofline --sweep`: one product in many sizes: intensity, rate, what binds, and the plot of the rates."""
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -63,14 +65,18 @@ def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, alon
     """Returns the points of curves along the first sweep and, between two of them, the first size that another bound
     binds: that point leaves out tiles that are not whole, which would put it below the curve."""
     dims, drawn = tuple(along[0]), list(points[:1])
-    for (low, first), (high, last) in itertools.pairwise(points):
-        small, large, knee = low[dims[0]], high[dims[0]], replace(last, padding=1.0)
-        if small < large and knee.bound_by != replace(first, padding=1.0).bound_by:
-            while large - small > 1:
-                middle = (small + large) // 2
-                line = replace(price({**high, **dict.fromkeys(dims, middle)}), padding=1.0)
-                small, large, knee = (middle, large, knee) if line.bound_by != knee.bound_by else (small, middle, line)
-            drawn.append(({**high, **dict.fromkeys(dims, large)}, knee))
+
+    def whole(size: int, beside: SweptSizes) -> tuple[SweptSizes, Roofline]:
+        sizes = {**beside, **dict.fromkeys(dims, size)}
+        return sizes, replace(price(sizes), padding=1.0)
+
+    def binds_as_there(size: int, there: SweptSizes) -> bool:
+        return whole(size, there)[1].bound_by == whole(there[dims[0]], there)[1].bound_by
+
+    for (low, _), (high, last) in itertools.pairwise(points):
+        between = range(low[dims[0]], high[dims[0]])
+        first = bisect.bisect(between, 0, key=partial(binds_as_there, there=high))
+        drawn += [whole(between[first], high)] if 0 < first < len(between) else []
         drawn.append((high, last))
     return drawn
 

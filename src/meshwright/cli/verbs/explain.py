@@ -186,21 +186,21 @@ def _limits_text(told: Explanation) -> Iterator[Piece]:
         yield ""
         yield found
         if kind == "speed":
-            yield _legend(told.symbols)
+            yield legend(told.symbols)
         yield from (f"{limit.name}: {limit.note}" for limit in told.limits if limit.kind == kind and limit.note)
 
 
-def _legend(at: Letters) -> str:
-    """Returns what the letters of the formulas stand for."""
-    of = " of a microbatch" if at.num_microbatches > 1 else ""
-    said = [f"B = {format_count(at.batch_tokens)} tokens{of}", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]
-    said.append(f"C = {format_flops(at.peak_flops)}")
+def legend(at: Letters, split: str = "data x fsdp x context") -> str:
+    """Returns what the letters of the formulas stand for; ``split`` is X in words."""
+    slices, micro = " of each slice" * (at.num_slices > 1), " of a microbatch" * (at.num_microbatches > 1)
+    said = [f"B = {format_count(at.batch_tokens)} tokens{slices}{micro}", f"N = {at.num_chips:,} chips{slices}"]
+    said += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
     if at.alpha is not None:
         said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W {at.width}")
-        said.append(
-            f"X = data x fsdp x context on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes"
-        )
+        said.append(f"X = {split} on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes")
         said.append("root = square root of the discriminant")
+    elif at.link:
+        said.append("W one way: of a chip in its domain (nvlink), of a domain's cards (node), of one card (W alone)")
     return ", ".join(said)
 
 

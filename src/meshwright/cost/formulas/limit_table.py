@@ -279,17 +279,14 @@ def _fsdp_chips_words(at: Letters) -> str:
 
 LIMITS: tuple[_Row, ...] = (
     # single axes, from the plan's own priced steps
-    _Row(
-        name="tokens/chip, weights hide", needs=("chip_tokens", "weights_s"),
-        formula="> tokens x T_weights / T_layer", relation=">",
-        limit=lambda at: at.chip_tokens * at.weights_s / at.weights_layer_s, here="chip_tokens",
-        note="of one microbatch, from this plan's own times",
-    ),
-    _Row(
-        name="tokens/chip, gradients hide", needs=("chip_tokens", "gradients_s"),
-        formula="> tokens x T_gradients / T_layer", relation=">",
-        limit=lambda at: at.chip_tokens * at.gradients_s / at.gradients_layer_s, here="chip_tokens",
-        note="of one microbatch, from this plan's own times",
+    *(
+        _Row(
+            name=f"tokens/chip, {what} hide", needs=("chip_tokens", f"{what}_s"),
+            formula=f"> tokens x T_{what} / T_layer", relation=">", here="chip_tokens",
+            limit=lambda at, w=what: at.chip_tokens * getattr(at, f"{w}_s") / getattr(at, f"{w}_layer_s"),
+            note="of one microbatch, from this plan's own times",
+        )
+        for what in ("weights", "gradients")
     ),
     _Row(
         name="microbatches, bubble < 10%", needs=("chip_tokens", "bubble_s"),
