@@ -46,8 +46,7 @@ def tpu_peak_from_anatomy(chip: Chip) -> float:
 def mxu_padding(chip: Chip, rows: int, inner: int, columns: int) -> float:
     """Returns the FLOPs of a product in whole tiles of an MXU over its own; 1 for a chip without that figure.
 
-    The array holds mxu_dim x mxu_dim elements of one factor, and rows of the other pass through it 8 at a time, a
-    vector register's sublanes; either factor may be the one that is held. Source: sections 2.1 and 2.5.2.
+    It holds mxu_dim x mxu_dim elements of either factor; rows of the other pass by 8, the sublanes of a register.
     """
     if chip.mxu_dim is None:
         return 1.0

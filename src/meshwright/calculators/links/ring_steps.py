@@ -1,5 +1,4 @@
-"""Collectives hop by hop along a ring or a line, over a switch or by trees: who sends which block when, and whose data
-is in it.
+"""Collectives hop by hop along a ring or a line, over a switch or by trees: who sends which block when.
 
 An AllGather passes blocks on until all have them. A ReduceScatter is its reverse: blocks travel the other way and are
 added on each device. An AllReduce is both. An AllToAll brings each device one block of every other; all blocks for one

@@ -330,9 +330,11 @@ def _utilisation_text(at: dict[str, Any]) -> Iterator[Piece]:
 
 
 def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
+    days = run["days"]
+    time = f"{three_digits(days / 365)} years" if days >= 1000 else format_seconds(days * DAY_S)
     yield Fact(
         "the run",
-        f"{_time(run['days'])} on {run['cluster']} ({run['num_chips']:,} chips) at {run['mfu']:.0%} of "
+        f"{time} on {run['cluster']} ({run['num_chips']:,} chips) at {run['mfu']:.0%} of "
         f"{format_flops(run['peak_flops'])} {run['dtype']}; {format_params(run['chip_hours'])} chip-hours",
     )
     if run["goodput"] < 1:
@@ -353,10 +355,6 @@ def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
     yield Fact("cost", money)
     if run["floor_area_m2"] is not None:
         yield Fact("floor", f"{three_digits(run['floor_area_m2'])} m2 of racks")
-
-
-def _time(days: float) -> str:
-    return f"{three_digits(days / 365)} years" if days >= 1000 else format_seconds(days * DAY_S)
 
 
 def _failures_text(at: ExpectedGoodput) -> Iterator[Piece]:

@@ -209,7 +209,7 @@ def legend(at: Letters, split: str = "data x fsdp x context") -> str:
 
 def _lead_text(told: Explanation) -> Iterator[Piece]:
     """Yields two to six facts before the algorithm."""
-    terms = _leading_terms(told.terms)
+    terms = [term for n, term in enumerate(told.terms[:MAX_TERMS]) if n == 0 or term.share >= MIN_SHARE]
     for number, term in enumerate(terms):
         yield Fact("what matters" if number == 0 else "", _term_words(term, told))
     near = _nearest_limit(told, [limit_of_term(term, told.limits) for term in terms])
@@ -230,11 +230,6 @@ def _nearest_limit(told: Explanation, said: Sequence[Limit | None]) -> Limit | N
 
 def _distance(limit: Limit) -> float:
     return abs(math.log(limit.here / limit.limit))
-
-
-def _leading_terms(terms: tuple[Term, ...]) -> list[Term]:
-    """Returns the one to three terms that add most."""
-    return [one for number, one in enumerate(terms[:MAX_TERMS]) if number == 0 or one.share >= MIN_SHARE]
 
 
 def _term_words(term: Term, told: Explanation) -> str:
