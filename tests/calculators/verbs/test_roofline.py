@@ -106,6 +106,11 @@ def test_attention_beside_the_feed_forward_block(call, tmp_path):
     ("args", "message"),
     [
         ((), "there is no product"),
+        (("A + B", "--dims", "B=8"), "'A + B' is no op. Write A[I,J] * B[J,K] -> C[I,K], A[I] + B[I] -> C[I]"),
+        (("A[B] + B[B]", "--dims", "B=8"), "is no op"),
+        (("A[B] + B[D] -> C[B]", "--dims", "B=8,D=8"), "is not the sum of two arrays"),
+        (("softmax(A[B,S]) -> C[B]", "--dims", "B=8,S=8"), "softmax keeps the dims of A[B, S]"),
+        (("softmax(A[B_X,S])", "--dims", "B=8,S=8"), "roofline is for one chip"),
         ((PRODUCT,), "has no sizes"),
         ((PRODUCT, "--sweep", "B"), "is not dims=sizes"),
         ((PRODUCT, "--sweep", "B=8..4"), "smaller size first"),

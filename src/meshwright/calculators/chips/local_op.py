@@ -72,6 +72,8 @@ def parse_op(text: str) -> LocalOp:
     """Returns the op of ``A[I,J] * B[J,K] -> C[I,K]``, ``A[I] + B[I] -> C[I]`` or ``softmax(A[B,S])``, on one chip."""
     written = compact(text).replace(" ", "").replace("→", "->")
     row, (left, _, right) = _ROW.fullmatch(written), written.partition("->")
+    if row is None and not right:
+        raise InputError(f"{text!r} is no op. Write A[I,J] * B[J,K] -> C[I,K], A[I] + B[I] -> C[I], softmax(A[I]).")
     if row is not None:
         given = parse_array(row[2])
         op = LocalOp((given, parse_array(row[3]) if row[3] else given.replace(name="Out")), ROW_STEPS[row[1]])
@@ -86,10 +88,8 @@ def parse_op(text: str) -> LocalOp:
         arrays = parse_einsum(text)
         lhs, rhs, kept = (set(a.dims) for a in arrays)
         matrix = (lhs - rhs, lhs & rhs - kept, rhs - lhs)
-        summed = (lhs | rhs) - kept
-        op = LocalOp(
-            arrays, ("multiply", "add") if summed else ("multiply",), matrix if matrix[1] and lhs ^ rhs else None
-        )
+        steps = ("multiply", "add")[: 1 + bool((lhs | rhs) - kept)]
+        op = LocalOp(arrays, steps, matrix if matrix[1] and lhs ^ rhs else None)
     for array in op.arrays:
         if array.spread or array.unreduced:
             raise InputError(f"{array} is sharded; roofline is for one chip. Use meshwright shard for a mesh.")
