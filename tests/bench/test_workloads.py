@@ -38,7 +38,7 @@ from meshwright.bench.workloads import (
 )
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.work.ops import op_flops
-from meshwright.spec.chip import chip
+from meshwright.spec.chip import chip, vector_peak
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ CASES = [
     (2, (*PLAN, "--axes", "tensor=4", "--set", "strategy.tensor=4"), "tensor is given in --axes and in --set"),
     (3, (*PLAN, "--set", "strategy.num_microbatches=7"), "Use num_microbatches in {1, 2, 4, 8, 16, 32, 64, 128}."),
     # notation
-    (2, ("roofline", "nonsense", "--dims", "B=1", "--on", "v5e"), "'nonsense' is not one product. Write A[I,J]"),
+    (2, ("roofline", "nonsense", "--dims", "B=1", "--on", "v5e"), "'nonsense' is no op. Write A[I,J]"),
     (2, ("roofline", "A[B,D * B[D,F] -> C[B,F]", "--dims", "B=1", "--on", "v5e"), "is not a product of two arrays"),
     (2, ("roofline", "x[] * y[] -> z[]", "--dims", "B=1", "--on", "v5e"), "has no dims"),
     (2, ("roofline", "A[B_X,D] * B[D,F] -> C[B,F]", "--dims", "B=1", "--on", "v5e"), "Use meshwright shard for a mesh"),

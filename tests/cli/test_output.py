@@ -5,7 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from meshwright.cli.output import emit_json, format_energy, format_power, format_range, width
+from meshwright.cli.output import (
+    emit_json,
+    format_energy,
+    format_flop_count,
+    format_power,
+    format_range,
+    four_digits,
+    width,
+)
 
 TEXTS = [
     ("show", "llama3-8b"), ("show", "deepseek-v3"), ("show", "v5p"), ("show", "h100"), ("show", "models"),
@@ -68,3 +76,11 @@ def test_json_has_plain_numbers_and_null_for_what_is_not_finite(capsys):
 def test_json_names_a_type_that_it_cannot_write():
     with pytest.raises(NotImplementedError, match="range"):
         emit_json({"a": range(3)})
+
+
+def test_numbers_are_exact_or_have_four_digits():
+    """2 x 2x3x4x5x6x7x8 = 80,640 FLOPs are not 80.6 k, and 26,214.4 FLOPs a byte not 2.621e+04."""
+    flops = [format_flop_count(n) for n in (80_640, 65_536, 999_999, 1e6, 1234.5, 2.47e15)]
+    assert flops == ["80,640 FLOP", "65,536 FLOP", "999,999 FLOP", "1 MFLOP", "1.23 kFLOP", "2.47 PFLOP"]
+    shown = [four_digits(n) for n in (1 / 3, 243.25, 26_214.4, -1_048_576)]
+    assert shown == ["0.3333", "243.2", "26,214", "-1,048,576"]

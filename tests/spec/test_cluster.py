@@ -1,8 +1,11 @@
 """Clusters from strings and files: sizes, wraparound, refusals."""
 
+import re
+
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.spec.chip import chip, chips
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.cluster_shapes import balanced_shape
 
@@ -43,8 +46,12 @@ def test_short_forms_are_completed():
     [
         ("v5e:4x4x4", "has 3 torus axes; v5e has 2"),
         ("v5e:8", "v5e:2x4"),
-        ("v5e:32x16", "larger than a pod of v5e, 16x16.*2[*]v5e:16x16"),
-        ("v5p:32x32x32", "32768 chips; a pod of v5p has 8960"),
+        ("v5e:32x16", "larger than a pod of v5e, 256 chips, 16x16.*2[*]v5e:16x16"),
+        ("v5p:32x32x32", "larger than a pod of v5p, 8,960 chips, 16x20x28.*35,840 chips are 4[*]v5p:16x20x28"),
+        ("v5p:18823", "17,920 chips are 2[*]v5p:16x20x28"),
+        ("v5e:17", "18 chips are for example v5e:3x6"),
+        ("tpu7x:40x40x40", "64,512 chips are 7[*]tpu7x:16x24x24"),
+        ("v3:40x40", "The largest slice is v3:32x32"),
         ("h100:64", "Write domain x nodes: h100:8x8"),
         ("2*h100:8", "slices are for TPUs"),
         ("h100:8x2x2x2x2x2", "6 sizes; at most 5 are read"),
@@ -152,3 +159,24 @@ def test_cluster_file_faults_name_their_line(tmp_path, text, message):
 def test_balanced_shape():
     assert [balanced_shape(n, 2) for n in (8, 16, 7)] == [(2, 4), (4, 4), (1, 7)]
     assert balanced_shape(64, 3) == (4, 4, 4)
+
+
+@pytest.mark.parametrize("name", [name for name in chips() if chip(name).topology != "host"])
+def test_every_advised_shape_is_a_cluster(name):
+    """Sizes, numbers of axes and slices that are refused name clusters that parse."""
+    given = [f"{name}:{count}" for count in (17, 34, 257, 1031, 18823, 9_999_991)]
+    given += [f"{name}:40x40", f"{name}:3x7x17", f"{name}:40x40x40", f"{name}:2x2x2x2", f"{name}:2x2x2x2x2x2"]
+    for text in (*given, f"{name}:300x300"):
+        said = refusal(text)
+        advised = re.findall(rf"(?:\d+[*])?{re.escape(name)}:[0-9x]+", said.partition(". ")[2])
+        assert bool(advised) == bool(said), said
+        assert [refusal(one) for one in advised] == [""] * len(advised), said
+
+
+def refusal(text):
+    """What parse_cluster says against a cluster; "" for one that it takes."""
+    try:
+        parse_cluster(text)
+    except InputError as error:
+        return str(error)
+    return ""

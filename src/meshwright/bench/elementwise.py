@@ -28,10 +28,9 @@ from meshwright.bench.workloads import (
     distance_workload,
     product_flops,
 )
-from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.cost.formulas.roofline import critical_repeats
-from meshwright.spec.chip import Chip, vector_peak_from_anatomy
+from meshwright.spec.chip import Chip, vector_peak
 
 
 def measure_distance(runner: Runner) -> DistancePart:
@@ -138,14 +137,6 @@ def doubling_repeats(vector_flops_per_s: float, bytes_per_s: float) -> float:
     """Returns the multiply-adds that take twice an element's memory time: 2 x 8 bytes x (FLOP/s / 2) / (bytes/s)."""
     ops_per_s = vector_flops_per_s / FLOPS_EACH
     return float(2 * critical_repeats(ops_per_s, bytes_per_s, bytes_per_element=2 * ELEMENT_BYTES))
-
-
-def vector_peak(chip: Chip) -> float | None:
-    """Returns the data sheet's FLOP/s of the vector units; None without such a figure."""
-    try:
-        return chip.vector_flops if chip.vector_flops is not None else vector_peak_from_anatomy(chip)
-    except InputError:
-        return None
 
 
 def _steepest(fused: Sequence[ChainTime]) -> float | None:

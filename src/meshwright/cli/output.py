@@ -62,6 +62,11 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def four_digits(value: float) -> str:
+    """Returns ``"0.3333"``, ``"243.2"``, ``"26,214"``: at least four digits, and no power of ten for large numbers."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def format_power(watts: float) -> str:
     """Returns ``"700 W"``, ``"5.6 kW"``, ``"1.43 MW"``."""
     return format_flops(watts, unit="W") if watts >= 1e6 or watts < 1e3 else f"{watts / 1e3:.3g} kW"
@@ -73,8 +78,9 @@ def format_energy(kwh: float) -> str:
 
 
 def format_flop_count(flops: float) -> str:
-    """Returns ``"459 TFLOP"``: an amount of work."""
-    return format_flops(flops, unit="FLOP")
+    """Returns ``"459 TFLOP"``, an amount of work; whole numbers below a million in full, ``"80,640 FLOP"``."""
+    exact = flops < 1e6 and flops == int(flops)
+    return f"{int(flops):,} FLOP" if exact else format_flops(flops, unit="FLOP")
 
 
 def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:

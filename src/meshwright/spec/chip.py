@@ -1,6 +1,7 @@
 """One accelerator: its peaks, memory, links and anatomy, each figure with its source."""
 
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -202,12 +203,15 @@ def known(chip: Chip, figure: str) -> float:
     return float(value)
 
 
-def vector_peak_from_anatomy(chip: Chip) -> float:
-    """Returns FP32 FLOP/s of a GPU's lanes at the clock of its table, two for a multiply-add.
-
-    Raises InputError where the table lacks one of the figures.
-    """
-    return 2 * known(chip, "num_sms") * known(chip, "fp32_lanes_per_sm") * known(chip, "clock_hz")
+def vector_peak(chip: Chip) -> float | None:
+    """Returns FP32 FLOP/s of the vector units: the table's, else a cycle's: one for an ALU of a TPU, two for a lane
+    of a GPU, which multiplies and adds. None if a figure is not known."""
+    vpu = ("num_cores", "vpu_lanes_per_core", "vpu_alus_per_lane", "clock_hz")
+    for each, figures in ((1, ("vector_flops",)), (1, vpu), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
+        values = [getattr(chip, name) for name in figures]
+        if None not in values:
+            return float(each * math.prod(values))
+    return None
 
 
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

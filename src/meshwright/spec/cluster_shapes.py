@@ -55,36 +55,27 @@ def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterSha
         raise InputError(f"{given} has {len(shape)} torus axes; {chip.name} has {axes}. {_advice(chip, shape, axes)}")
     if len(shape) == 1 and shape[0] > 1 and axes > 1:
         raise InputError(f"{given} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
-    if axes == 2 and any(size > limit for size, limit in zip(shape, chip.pod_shape, strict=False)):
-        pod, slices = times(chip.pod_shape), -(-math.prod(shape) // math.prod(chip.pod_shape))
-        raise InputError(
-            f"{given} is larger than a pod of {chip.name}, {pod}."
-            f" Join slices over the data-centre network: {slices}*{chip.name}:{pod}."
-        )
-    if chip.max_chips is not None and math.prod(shape) > chip.max_chips:
-        pod = f" ({times(chip.pod_shape)})" if chip.pod_shape else ""
-        raise InputError(
-            f"{given} has {math.prod(shape)} chips; a pod of {chip.name} has {chip.max_chips}{pod}."
-            f" Name a smaller slice, or several: 2*{chip.name}:16x16x16."
-        )
+    if not _in_pod(chip, shape) or math.prod(shape) > (chip.max_chips or MAX_CHIPS):
+        pod = f"{chip.max_chips or MAX_CHIPS:,} chips{f', {times(chip.pod_shape)}' if chip.pod_shape else ''}"
+        raise InputError(f"{given} is larger than a pod of {chip.name}, {pod}. {_advice(chip, shape, axes)}")
     if num_slices > 1 and chip.dcn_bytes_per_s is None:
         raise CannotRunError(f"{chip.name} has no known data-centre network between slices. Use one slice.")
     return shape + (1,) * (axes - len(shape))
 
 
 def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
-    given = f"{chip.name}:{times(shape)}"
+    given, eight = f"{chip.name}:{times(shape)}", min(8, chip.domain_chips or 8)
     if num_slices > 1:
-        raise InputError(f"{num_slices}*{given}: slices are for TPUs. Write domain x nodes: {chip.name}:8x256.")
+        raise InputError(f"{num_slices}*{given}: slices are for TPUs. Write domain x nodes: {chip.name}:{eight}x256.")
     if len(shape) > MAX_LEVELS:
         raise InputError(
             f"{given} has {len(shape)} sizes; at most {MAX_LEVELS} are read."
-            f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:8x2x192x8."
+            f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:{eight}x2x192x8."
         )
     domain, nodes = shape[0], math.prod(shape[1:])
     limit = chip.domain_chips
     if limit is not None and domain > limit:
-        whole = -(-domain * nodes // limit)
+        whole = min(-(-domain * nodes // limit), MAX_CHIPS // limit)
         raise InputError(
             f"{given} asks for {domain} chips in one domain; a domain of {chip.name} has at most {limit}."
             f" Write domain x nodes: {chip.name}:{limit}x{whole}."
@@ -109,7 +100,23 @@ def times(shape: ClusterShape) -> str:
 
 
 def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
-    return f"{math.prod(shape)} chips are for example {chip.name}:{times(balanced_shape(math.prod(shape), axes))}."
+    """Names a cluster of as many chips as ``shape`` has or, where none can be wired, of nearly as many."""
+    wanted, most = math.prod(shape), chip.max_chips or MAX_CHIPS
+    cube = 4 if axes == 3 and most % 64 == 0 else 1
+    pod = chip.pod_shape or tuple(cube * size for size in balanced_shape(most // cube**axes, axes))
+    if wanted <= most:
+        near = next((s for n in range(wanted, most + 1) if _in_pod(chip, s := balanced_shape(n, axes))), pod)
+        return f"{math.prod(near):,} chips are for example {chip.name}:{times(near)}."
+    if chip.dcn_bytes_per_s is None:
+        return f"The largest slice is {chip.name}:{times(pod)}."
+    slices = max(2, round(wanted / math.prod(pod)))
+    count = f"{slices * math.prod(pod):,} chips"
+    return f"Join slices over the data-centre network: {count} are {slices}*{chip.name}:{times(pod)}."
+
+
+def _in_pod(chip: Chip, shape: ClusterShape) -> bool:
+    """False for a shape of two axes that is longer than the pod; optical switches form three axes of any length."""
+    return len(shape) != 2 or all(size <= limit for size, limit in zip(shape, chip.pod_shape, strict=False))
 
 
 def balanced_shape(num_chips: int, num_axes: int) -> ClusterShape:

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.calculators.chips import anatomy
-from meshwright.spec.chip import chip, chips, peak, vector_peak_from_anatomy
+from meshwright.spec.chip import chip, chips, peak, vector_peak
 from meshwright.spec.cluster import parse_cluster
 
 GPUS = [name for name, found in chips().items() if anatomy.gpu_anatomy(found)]
@@ -36,7 +36,7 @@ def test_tensor_peaks_follow_from_the_anatomy(name):
 
 @pytest.mark.parametrize("name", ["k40", "p100", "v100", "a100"])
 def test_fp32_peaks_follow_from_the_anatomy(name):
-    assert vector_peak_from_anatomy(chip(name)) == pytest.approx(peak(chip(name), "fp32"), rel=3e-3)
+    assert vector_peak(chip(name)) == pytest.approx(peak(chip(name), "fp32"), rel=3e-3)
 
 
 def test_amdahl():

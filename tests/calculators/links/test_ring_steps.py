@@ -5,10 +5,11 @@ import pytest
 
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.steps import Step
-from meshwright.calculators.links.ring_steps import RING_KINDS, gather_moves, ring_frames
+from meshwright.calculators.links.ring_steps import collective_frames, gather_moves, leg_moves
 from meshwright.calculators.sharding.blocks import execute, split
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import ring_link_share
+from meshwright.cost.network.legs import Leg
 from tests.torus_legs import ring
 
 WAYS = [(True, True), (True, False), (False, True)]
@@ -35,7 +36,7 @@ def replayed(kind, blocks, frames):
 
 
 @pytest.mark.parametrize(("wraps", "two_way"), WAYS)
-@pytest.mark.parametrize("kind", RING_KINDS)
+@pytest.mark.parametrize("kind", list(ENDS))
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
 def test_the_blocks_of_the_derived_step(kind, size, wraps, two_way):
     source, result = (parse_array(text) for text in ENDS[kind])
@@ -45,7 +46,7 @@ def test_the_blocks_of_the_derived_step(kind, size, wraps, two_way):
     dim = "" if kind == "all_reduce" else "I"
     step = Step(op=kind, inputs=(source,), result=result, axes=("X",), dim=dim)
     expected = execute([step], {source: blocks}, mesh)[result]
-    found = replayed(kind, blocks, ring_frames(kind, size, wraps=wraps, two_way=two_way))
+    found = replayed(kind, blocks, collective_frames(kind, size, gather_moves(size, wraps=wraps, two_way=two_way)))
     for mine, wanted in zip(found, expected, strict=True):
         assert np.array_equal(mine, wanted)
 
@@ -72,7 +73,7 @@ def test_a_step_sends_one_block_over_a_link_at_most():
 
 
 def test_frames_say_whose_data_a_block_holds():
-    frames = ring_frames("reduce_scatter", 4, two_way=False)
+    frames = collective_frames("reduce_scatter", 4, gather_moves(4, two_way=False))
     assert frames[0].held == tuple(((d,),) * 4 for d in range(4))
     assert [frames[-1].held[d][d] for d in range(4)] == [(0, 1, 2, 3)] * 4
     assert all(not frames[-1].held[d][b] for d in range(4) for b in range(4) if b != d)
@@ -81,3 +82,40 @@ def test_frames_say_whose_data_a_block_holds():
 def test_a_line_has_two_directions():
     with pytest.raises(InputError, match="Use a ring"):
         gather_moves(4, wraps=False, two_way=False)
+
+
+def test_a_switch_and_trees_take_as_many_steps_as_their_legs_count():
+    """A domain has one hop; 6 devices over a network are reached in 3 steps: 1, 2, 4 and all 6 blocks."""
+    for level, hops in (("nvlink", 1), ("network", 3)):
+        moves = leg_moves("all_gather", Leg(level=level, size=6, bytes_per_s=1.0, hops=hops))
+        frames = collective_frames("all_gather", 6, moves)
+        assert len(moves) == hops
+        assert all(data == (block,) for row in frames[-1].held for block, data in enumerate(row))
+        assert [sum(map(bool, frame.held[0])) for frame in frames] == ([1, 6] if hops == 1 else [1, 2, 4, 6])
+        summed = collective_frames("all_reduce", 6, moves)
+        assert len(summed) == 2 * hops + 1
+        assert all(data == (0, 1, 2, 3, 4, 5) for row in summed[-1].held for data in row)
+
+
+@pytest.mark.parametrize(
+    ("leg", "steps"),
+    [
+        # the furthest block of a ring of 8 takes 4 hops both ways and 7 one way; of a line of 5 it takes 4
+        (Leg(level="ici", size=8, bytes_per_s=1.0, wraps=True), 4),
+        (Leg(level="ici", size=5, bytes_per_s=1.0, wraps=False), 4),
+        (Leg(level="nvlink", size=8, bytes_per_s=1.0), 1),
+        (Leg(level="network", size=8, bytes_per_s=1.0, hops=3), 1),
+    ],
+)
+def test_an_all_to_all_brings_every_block_to_its_device(leg, steps):
+    moves = leg_moves("all_to_all", leg)
+    last = collective_frames("all_to_all", leg.size, moves)[-1]
+    assert len(moves) == steps
+    for device, row in enumerate(last.held):
+        assert row == tuple(tuple(range(leg.size)) if block == device else () for block in range(leg.size))
+
+
+def test_an_all_to_all_of_one_way_takes_all_hops():
+    moves = leg_moves("all_to_all", Leg(level="ici", size=8, bytes_per_s=1.0, wraps=True), two_way=False)
+    assert len(moves) == 7
+    assert {(m.target - m.source) % 8 for step in moves for m in step} == {1}

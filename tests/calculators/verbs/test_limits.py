@@ -62,7 +62,7 @@ def test_it_fits(call):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--on": "h100:8x4"}, "torus axes"),
+        ({"--on": "h100:1"}, "no links in the catalogue"),
         ({"--batch": "4M"}, "Use 4Mi"),
         ({"--seq": "0"}, "--seq 0 must be at least 1"),
     ],

@@ -4,18 +4,17 @@ import math
 
 import pytest
 
-from meshwright.calculators.verbs.limits import Given, letters
+from meshwright.calculators.verbs.limits import Given, layer_letters, letters
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.limit_table import limits_at
-from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 
 
 def found(name, on, *, seqs, seq_len, **choices):
-    m, cluster, job = load_model(name), parse_cluster(on), Job(batch_seqs=seqs, seq_len=seq_len)
+    cluster, job = parse_cluster(on), Job(batch_seqs=seqs, seq_len=seq_len)
     usual = {"dtype": "bf16", "state": "bf16-adam", "tensor": None, "tensor_axes": 1}
-    at = letters(m, cluster, job, Given(**(usual | choices)))
+    at = letters(layer_letters(name, "bf16-adam")[1], cluster, job, Given(**(usual | choices)))
     return at, {limit.name: limit for limit in limits_at(at)}
 
 
@@ -65,8 +64,9 @@ def test_slices_share_the_batch():
 @pytest.mark.parametrize(
     ("on", "choices", "message"),
     [
-        ("h100:8x16", {}, "torus axes"),
-        ("v5e:1x1", {}, "torus axes"),
+        ("h100:1", {}, "h100:1x1 has no links in the catalogue. Name several TPUs"),
+        ("v5e:1x1", {}, "no links"),
+        ("h100:8x16", {"tensor_axes": 2}, "Leave one for the data"),
         ("v5p:4x4x4", {"tensor_axes": 3}, "Leave one for the data"),
         ("v5p:4x4x4", {"tensor": 65}, "between 1 and the 64 chips"),
     ],
@@ -74,3 +74,42 @@ def test_slices_share_the_batch():
 def test_refused(on, choices, message):
     with pytest.raises(InputError, match=message):
         found("tiny", on, seqs=64, seq_len=64, **choices)
+
+
+def test_chips_that_a_batch_feeds():
+    """DeepSeek-V2's 40M tokens: 40e6 / 850 is 5.25 pods; with tensor 40e6 x 2 x 28672 / (4 x 2550^2) is 9.8."""
+    _, rows = found("llama3-70b", "v5p:16x20x28", seqs=10_000, seq_len=4000, tensor=8)
+    alone, mixed = rows["chips, FSDP alone"], rows["chips, with tensor"]
+    assert (round(alone.limit), alone.note) == (47_059, "5 whole pods of 8,960 chips")
+    assert (round(mixed.limit), mixed.note) == (88_188, "9 whole pods of 8,960 chips")
+    assert rows["F, for this tensor"].limit == 8 * 2550
+    # 850 / (4 x 2550^2 / (2 x 28672)) = 1.874
+    assert rows["tokens/chip, with tensor"].note == "FSDP alone needs 1.87 times as many"
+
+
+def test_a_layer_of_two_matrices():
+    at, rows = found("mlp:8192x28672", "v5p:16x20x28", seqs=1024, seq_len=4096)
+    _, of_model = found("llama3-70b", "v5p:16x20x28", seqs=1024, seq_len=4096)
+    assert at.num_params == 2 * 8192 * 28672
+    speed = [name for name, row in of_model.items() if row.kind == "speed"]
+    assert [rows[name].limit for name in speed] == [of_model[name].limit for name in speed]
+    assert "state on each, no FSDP" not in rows
+
+
+def test_gpus():
+    """989.4e12 / 450e9 = 2,199 in a domain; 8 cards of 50e9 are a node's 400e9: 2,473.5 tokens a GPU."""
+    at, rows = found("llama3-8b", "h100:8x4", seqs=16, seq_len=4096, tensor=4)
+    assert (at.link, at.alpha) == ("node", None)
+    assert rows["tokens/chip, FSDP alone"].limit == pytest.approx(2473.5)
+    assert rows["tensor"].limit == pytest.approx(14336 / 2198.67, rel=1e-5)
+    assert rows["F, for this tensor"].limit == pytest.approx(4 * 2198.67, rel=1e-5)
+    # 3 collectives of 2 bytes at 50e9 B/s beside 6 x 8.03e9 x 65,536 / (32 x 989.4e12)
+    assert rows["FSDP at one chip's rate"].here == pytest.approx(3 * 2 * 8030261248 / 50e9)
+    assert rows["FSDP at one chip's rate"].limit == pytest.approx(6 * 8030261248 * 65536 / 32 / 989.4e12)
+
+
+def test_experts_have_no_forms_with_tensor_and_a_line_says_so():
+    _, rows = found("mixtral-8x7b", "v5p:4x4x4", seqs=16, seq_len=4096)
+    assert "tensor" not in rows
+    assert "with tensor are for dense layers" in rows["tokens/chip, FSDP alone"].note
+    assert found("llama3-8b", "v5p:4x4x4", seqs=16, seq_len=4096)[1]["tokens/chip, FSDP alone"].note == ""

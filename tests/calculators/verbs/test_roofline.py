@@ -30,8 +30,9 @@ def test_the_numbers(call):
 def test_the_critical_batch_is_where_both_times_are_equal(call):
     at = call("roofline", PRODUCT, "--dims", DIMS, "--on", "v5e", "--json").json["critical_batch"]
     assert at == pytest.approx(124.9, abs=0.05)
-    below = call("roofline", PRODUCT, "--dims", f"B={int(at)},D=8192,F=32768", "--on", "v5e", "--json").json
-    above = call("roofline", PRODUCT, "--dims", f"B={int(at) + 1},D=8192,F=32768", "--on", "v5e", "--json").json
+    # the batches of whole tiles on both sides: rows by 8
+    below = call("roofline", PRODUCT, "--dims", "B=120,D=8192,F=32768", "--on", "v5e", "--json").json
+    above = call("roofline", PRODUCT, "--dims", "B=128,D=8192,F=32768", "--on", "v5e", "--json").json
     assert (below["bound_by"], above["bound_by"]) == ("hbm", "compute")
 
 
@@ -105,6 +106,11 @@ def test_attention_beside_the_feed_forward_block(call, tmp_path):
     ("args", "message"),
     [
         ((), "there is no product"),
+        (("A + B", "--dims", "B=8"), "'A + B' is no op. Write A[I,J] * B[J,K] -> C[I,K], A[I] + B[I] -> C[I]"),
+        (("A[B] + B[B]", "--dims", "B=8"), "is no op"),
+        (("A[B] + B[D] -> C[B]", "--dims", "B=8,D=8"), "is not the sum of two arrays"),
+        (("softmax(A[B,S]) -> C[B]", "--dims", "B=8,S=8"), "softmax keeps the dims of A[B, S]"),
+        (("softmax(A[B_X,S])", "--dims", "B=8,S=8"), "roofline is for one chip"),
         ((PRODUCT,), "has no sizes"),
         ((PRODUCT, "--sweep", "B"), "is not dims=sizes"),
         ((PRODUCT, "--sweep", "B=8..4"), "smaller size first"),
@@ -144,3 +150,64 @@ def test_a_link_that_a_chip_lacks(call, chip, channel, words):
 def test_over_nvlink(call):
     found = call("roofline", PRODUCT, "--dims", DIMS, "--on", "h100", "--channel", "nvlink", "--json").json
     assert found["critical_intensity"] == pytest.approx(989.4e12 / 450e9)
+
+
+def test_whole_tiles_take_the_time(call):
+    """100 x 64 x 64 on MXUs of 256: the 100 rows are held, 256 x 256 x 64 multiply-adds, 10.24 times as many."""
+    args = ("roofline", "bf16[M,N] * bf16[N,P] -> bf16[M,P]", "--dims", "M=100,N=64,P=64", "--on")
+    found = call(*args, "v6e", "--json").json
+    assert found["padding"] == pytest.approx(256 * 256 * 64 / (100 * 64 * 64))
+    assert found["math_s"] == pytest.approx(2 * 256 * 256 * 64 / 918e12)
+    assert found["flops"] == 2 * 100 * 64 * 64
+    assert "padded compute 10.2 times the FLOPs, in the time: whole tiles of 256 x 256" in call(*args, "v6e").words
+    # on MXUs of 128 the other factor may be held too: 104 x 128 x 128 against 128 x 128 x 64
+    assert call(*args, "v5e", "--json").json["padding"] == pytest.approx(128 * 128 * 64 / (100 * 64 * 64))
+    assert call(*args, "h100", "--json").json["padding"] == 1
+
+
+def test_the_batch_is_in_whole_tiles_but_the_width_is_not(call):
+    """D = F = 64 fill a quarter of a tile of 128: four times the time of compute."""
+    of = {}
+    for width in (64, 128):
+        args = ("roofline", PRODUCT, "--dims", f"B=8,D={width},F=128", "--on", "v5e", "--channel", "vmem", "--json")
+        of[width] = call(*args).json
+    assert (of[64]["padding"], of[128]["padding"]) == (2, 1)
+    assert of[64]["math_s"] == of[128]["math_s"]
+
+
+@pytest.mark.parametrize(
+    ("op", "flops", "num_bytes", "steps"),
+    [
+        ("bf16[B,D] + bf16[B,D] -> bf16[B,D]", 64 * 512, 3 * 2 * 64 * 512, ["add"]),
+        ("bf16[B,D] + fp32[D] -> bf16[B,D]", 64 * 512, 2 * 2 * 64 * 512 + 4 * 512, ["add"]),
+        ("bf16[B,D] * bf16[B,D] -> bf16[B,D]", 64 * 512, 3 * 2 * 64 * 512, ["multiply"]),
+        ("bf16[B,D] * bf16[B,D] -> bf16[B]", 2 * 64 * 512, 2 * (2 * 64 * 512 + 64), ["multiply", "add"]),
+        ("softmax(A[B,D])", 5 * 64 * 512, 2 * 2 * 64 * 512, ["max", "subtract", "exp", "sum", "divide"]),
+        ("rms_norm(fp32[B,D]) -> bf16[B,D]", 4 * 64 * 512, (4 + 2) * 64 * 512, ["square", "sum", "divide", "scale"]),
+    ],
+)
+def test_what_runs_on_vector_units(call, op, flops, num_bytes, steps):
+    """A v5e's VPU: 1,024 lanes of 4 ALUs at 1.5 GHz, 6.144e12 operations a second."""
+    found = call("roofline", op, "--dims", "B=64,D=512", "--on", "v5e", "--json").json
+    assert (found["flops"], found["bytes"], found["steps"]) == (flops, num_bytes, steps)
+    assert (found["units"], found["peak_flops"], found["critical_batch"]) == ("vector", 1024 * 4 * 1.5e9, None)
+    assert found["math_s"] == pytest.approx(flops / 6.144e12)
+    assert found["bound_by"] == "hbm"
+
+
+def test_vector_rates(call):
+    """The book's v5p has 7e12; an H100's lanes have its FP32 FLOP/s, two a cycle; v6e's are unknown."""
+    args = ("roofline", "A[P] * B[P] -> C[]", "--dims", "P=1048576", "--on")
+    assert call(*args, "v5p-book", "--json").json["critical_intensity"] == 7e12 / 2.8e12
+    assert call(*args, "h100", "--json").json["peak_flops"] == pytest.approx(2 * 132 * 128 * 1.83e9, rel=1e-3)
+    assert "whose rate is not known" in call(*args, "v6e").words
+    assert "known" not in call(*args, "v5p").words
+
+
+def test_the_knee_is_a_point_of_the_curve(call, tmp_path):
+    """With D = F = 4096 in bf16 on a v5e, compute binds from B = 272.5: 273 is drawn between the swept 256 and 512."""
+    args = ("roofline", "bf16[B,D] * bf16[D,F] -> bf16[B,F]", "--on", "v5e", "--dims", "D=4096,F=4096")
+    assert call(*args, "--sweep", "B=64..1024", "--png", "sweep.json").code == 0
+    values = [row for data in json.loads((tmp_path / "sweep.json").read_text())["datasets"].values() for row in data]
+    drawn = sorted({row["x"] for row in values if "x" in row and row["x"] >= 64})
+    assert drawn == [64, 128, 256, 273, 512, 1024]

@@ -123,13 +123,31 @@ def test_frames_in_one_picture_and_in_a_folder(call, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("on", "axis", "kind", "title"),
+    [
+        ("v5p:4x8x4", "y", "all_to_all", "AllToAll on a ring of 8: 4 steps"),
+        ("h100:8x4", "domain", "all_to_all", "AllToAll on a switch of 8: 1 step"),
+        ("h100:8x4", "domain", "all_reduce", "AllReduce on a switch of 8: 2 steps"),
+        ("h100:8x8", "nodes", "all_gather", "AllGather on trees of 8: 3 steps"),
+    ],
+)
+def test_frames_of_switches_trees_and_exchanges(call, tmp_path, on, axis, kind, title):
+    args = ("transfer", "1MB", "--on", on, "--axis", axis, "--collective", kind, "--frames", "steps.json")
+    assert call(*args).err == "wrote steps.json\n"
+    assert json.loads((tmp_path / "steps.json").read_text())["title"]["text"] == title
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (("--from", "0,0", "--to", "1,1", "--one-way"), "--one-way is for a collective on a ring"),
         (("--leg", "hbm", "--frames", "a.png"), "--frames is for a collective on a ring"),
         (("--axis", "x", "--one-way"), "needs a ring"),
-        (("--axis", "x", "--frames", "a.png"), "give --collective all_gather, reduce_scatter or all_reduce"),
-        (("--axis", "x,y", "--collective", "all_gather", "--frames", "a.png"), "draws one torus axis"),
+        (
+            ("--axis", "x", "--frames", "a.png"),
+            "give --collective all_gather, reduce_scatter, all_reduce or all_to_all",
+        ),
+        (("--axis", "x,y", "--collective", "all_gather", "--frames", "a.png"), "draws one axis"),
     ],
 )
 def test_what_no_ring_can_show(call, args, message):

@@ -1,6 +1,6 @@
 """The picture of a collective hop by hop: a panel per step, a cell per block that is somewhere."""
 
-from meshwright.calculators.links.ring_steps import ring_frames
+from meshwright.calculators.links.ring_steps import collective_frames, gather_moves
 from meshwright.report.arrays.ring import ring_figure
 from meshwright.report.figure import save
 from tests.charts import marks, panels
@@ -12,7 +12,7 @@ def cells(panel):
 
 
 def test_a_panel_per_step_and_a_cell_per_block(tmp_path):
-    frames = ring_frames("all_gather", 4, two_way=False)
+    frames = collective_frames("all_gather", 4, gather_moves(4, two_way=False))
     figure = ring_figure(frames, title="AllGather")
     assert [len(cells(panel)) for panel in panels(figure)] == [4, 8, 12, 16]
     assert [panel["title"]["text"] for panel in panels(figure)] == ["start", "step 1", "step 2", "step 3"]
@@ -21,7 +21,7 @@ def test_a_panel_per_step_and_a_cell_per_block(tmp_path):
 
 
 def test_a_sum_says_how_many_addends_it_has():
-    frames = ring_frames("reduce_scatter", 4, two_way=False)
+    frames = collective_frames("reduce_scatter", 4, gather_moves(4, two_way=False))
     texts = [{cell["text"] for cell in cells(panel)} for panel in panels(ring_figure(frames, title="", sums=True))]
     assert texts[0] == {"0", "1", "2", "3"}
     assert "2 of 4" in texts[1]
@@ -29,5 +29,5 @@ def test_a_sum_says_how_many_addends_it_has():
 
 
 def test_arrows_leave_where_there_is_no_room():
-    small, large = (ring_frames("all_gather", n)[:2] for n in (8, 16))
+    small, large = (collective_frames("all_gather", n, gather_moves(n))[:2] for n in (8, 16))
     assert [len(marks(panels(ring_figure(frames, title=""))[1])) for frames in (small, large)] == [6, 4]

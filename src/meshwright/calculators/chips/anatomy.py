@@ -43,6 +43,17 @@ def tpu_peak_from_anatomy(chip: Chip) -> float:
     return float(num_mxus * mxu_flops_per_cycle(known(chip, "mxu_dim")) * known(chip, "clock_hz"))
 
 
+def mxu_padding(chip: Chip, rows: int, inner: int, columns: int) -> float:
+    """Returns the FLOPs of a product in whole tiles of an MXU over its own; 1 for a chip without that figure.
+
+    It holds mxu_dim x mxu_dim elements of either factor; rows of the other pass by 8, the sublanes of a register.
+    """
+    if chip.mxu_dim is None:
+        return 1.0
+    tiles = ((8, chip.mxu_dim, chip.mxu_dim), (chip.mxu_dim, chip.mxu_dim, 8))
+    return min(tile_expansion((rows, inner, columns), tile) for tile in tiles)
+
+
 def gpu_peak_from_anatomy(chip: Chip) -> float:
     """Returns dense FLOP/s of a GPU from its SMs, tensor cores and clock: a check of the table's peak."""
     per_sm = known(chip, "tensor_cores_per_sm") * known(chip, "tensor_core_flops_per_cycle")

@@ -1,16 +1,38 @@
-"""Collectives along a ring or a line of devices, hop by hop: who sends which block when, and whose data it carries.
+"""Collectives hop by hop along a ring or a line, over a switch or by trees: who sends which block when.
 
-An AllGather passes blocks on to neighbours until all have them. A ReduceScatter is its reverse: blocks travel the other
-way and are added on each device. An AllReduce is both. Source: How to Scale Your Model, section 3.2.
+An AllGather passes blocks on until all have them. A ReduceScatter is its reverse: blocks travel the other way and are
+added on each device. An AllReduce is both. An AllToAll brings each device one block of every other; all blocks for one
+device are drawn as one column. Source: How to Scale Your Model, section 3.2; trees: Bruck et al. (1997).
 """
 
+import itertools
 from typing import Literal
 
 from meshwright.core.errors import InputError
+from meshwright.cost.network.legs import Leg
 from meshwright.report.arrays.ring import Move, RingFrame
 
-RingKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
-RING_KINDS: tuple[RingKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+DrawnKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+DRAWN_KINDS: tuple[DrawnKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def leg_moves(kind: DrawnKind, leg: Leg, *, two_way: bool = True) -> list[tuple[Move, ...]]:
+    """Returns the steps of an AllGather or an AllToAll over a leg: along a torus axis, in one step over a switch, or by
+    trees over a network, in which a device sends all its blocks twice as far in each step."""
+    devices, exchange = range(int(leg.size)), kind == "all_to_all"
+    if leg.level == "ici":
+        return (exchange_moves if exchange else gather_moves)(len(devices), wraps=leg.wraps, two_way=two_way)
+    if exchange or leg.hops == 1:
+        pairs = [(source, target) for source in devices for target in devices if source != target]
+        return [tuple(Move(source=s, target=t, block=t if exchange else s) for s, t in pairs)]
+    return [
+        tuple(
+            Move(source=device, target=(device + reach) % len(devices), block=(device - back) % len(devices))
+            for device in devices
+            for back in range(min(reach, len(devices) - reach))
+        )
+        for reach in (2**step for step in range(leg.hops))
+    ]
 
 
 def gather_moves(size: int, *, wraps: bool = True, two_way: bool = True) -> list[tuple[Move, ...]]:
@@ -21,35 +43,43 @@ def gather_moves(size: int, *, wraps: bool = True, two_way: bool = True) -> list
     """
     if not wraps and not two_way:
         raise InputError("a line cannot be used in one direction: its first device would get nothing. Use a ring.")
-    last = size - 1 if not (wraps and two_way) else size // 2
-    steps = []
-    for step in range(last):
-        directions = (1, -1) if two_way and not (wraps and 2 * (step + 1) == size) else (1,)
-        steps.append(
-            tuple(
-                Move(source=device, target=(device + way) % size, block=(device - way * step) % size)
-                for way in directions
-                for device in range(size)
-                if wraps or (0 <= device + way < size and 0 <= device - way * step < size)
-            )
-        )
-    return steps
+    ring = (size // 2, (size - 1) // 2) if two_way else (size - 1, 0)
+    reach = [ring if wraps else (size - 1 - device, device) for device in range(size)]
+    return _hops(size, [(d, way, hops, d) for d, (on, back) in enumerate(reach) for way, hops in ((1, on), (-1, back))])
 
 
-def ring_frames(kind: RingKind, size: int, *, wraps: bool = True, two_way: bool = True) -> tuple[RingFrame, ...]:
-    """Returns the start, and a frame for each step of the collective.
+def exchange_moves(size: int, *, wraps: bool, two_way: bool) -> list[tuple[Move, ...]]:
+    """Returns the steps of an AllToAll along a ring or a line: blocks take the shortest way, forwards if both are."""
+    routes = []
+    for source, target in itertools.product(range(size), range(size)):
+        ahead = (target - source) % size
+        forwards = target >= source if not wraps else not two_way or 2 * ahead <= size
+        routes.append((source, 1, ahead, target) if forwards else (source, -1, size - ahead, target))
+    return _hops(size, routes)
 
-    AllGather: each device begins with its block. ReduceScatter and AllReduce: each begins with an addend of all blocks.
+
+def _hops(size: int, routes: list[tuple[int, int, int, int]]) -> list[tuple[Move, ...]]:
+    """Returns the moves of each step for routes of a source, a direction, a number of hops and a block."""
+    steps: list[set[tuple[int, int, int]]] = [set() for _ in range(max(hops for _, _, hops, _ in routes))]
+    for source, way, hops, block in routes:
+        for hop in range(hops):
+            steps[hop].add(((source + way * hop) % size, (source + way * (hop + 1)) % size, block))
+    return [tuple(Move(source=s, target=t, block=b) for s, t, b in sorted(step)) for step in steps]
+
+
+def collective_frames(kind: DrawnKind, size: int, moves: list[tuple[Move, ...]]) -> tuple[RingFrame, ...]:
+    """Returns the start, and a frame for each step; ``moves`` are those of an AllGather, or of an AllToAll.
+
+    AllGather: each device begins with its block. AllToAll: with a block for each. Others: with an addend of all blocks.
     """
-    moves = gather_moves(size, wraps=wraps, two_way=two_way)
-    steps: list[tuple[Literal["gather", "reduce"], tuple[Move, ...]]] = []
-    if kind != "all_gather":
+    steps: list[tuple[Literal["gather", "reduce", "exchange"], tuple[Move, ...]]] = []
+    if kind in ("reduce_scatter", "all_reduce"):
         steps += [
             ("reduce", tuple(Move(source=m.target, target=m.source, block=m.block) for m in step))
             for step in reversed(moves)
         ]
     if kind != "reduce_scatter":
-        steps += [("gather", step) for step in moves]
+        steps += [("exchange" if kind == "all_to_all" else "gather", step) for step in moves]
     held: list[list[tuple[int, ...]]] = [
         [(device,) if kind != "all_gather" or block == device else () for block in range(size)]
         for device in range(size)
@@ -57,11 +87,11 @@ def ring_frames(kind: RingKind, size: int, *, wraps: bool = True, two_way: bool 
     frames = [RingFrame(step=0, moves=(), held=tuple(map(tuple, held)), phase="start")]
     for number, (phase, step) in enumerate(steps, start=1):
         sent = [held[m.source][m.block] for m in step]
-        if phase == "reduce":
+        if phase != "gather":
             for m in step:
                 held[m.source][m.block] = ()
         for m, data in zip(step, sent, strict=True):
-            kept = held[m.target][m.block] if phase == "reduce" else ()
+            kept = held[m.target][m.block] if phase != "gather" else ()
             if not data or (phase == "reduce" and not kept):
                 raise AssertionError(f"block {m.block} is not where device {m.source} or {m.target} needs it")
             held[m.target][m.block] = tuple(sorted((*kept, *data)))

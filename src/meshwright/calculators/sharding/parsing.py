@@ -31,10 +31,10 @@ def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
     for dim in out.dims:
         if dim not in lhs.dims and dim not in rhs.dims:
             raise InputError(f"dim {dim} of {out} is in neither {lhs} nor {rhs}; an output dim comes from an input.")
-    return _distinct_names(lhs, rhs, out)
+    return distinct_names(lhs, rhs, out)
 
 
-def _distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
+def distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
     """Returns arrays named by their dtype, or all alike, get the names A, B, C."""
     names = [a.name for a in arrays]
     if len(set(names)) == 3 and not any(a.dtype for a in arrays):

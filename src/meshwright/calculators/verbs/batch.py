@@ -14,7 +14,7 @@ from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.shared import SEQ_NEEDED
 from meshwright.cli.verb import Count, Options, option, verb
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_count
+from meshwright.core.units import format_count, format_params
 from meshwright.cost.formulas.limit_table import sparsity
 from meshwright.cost.formulas.roofline import dtype_bytes
 from meshwright.report.answer import Answer, Fact, Piece, Table
@@ -142,7 +142,8 @@ def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Clu
         side = "beyond" if facts["tokens_per_step"] > critical else "within"
         yield Fact(
             "critical batch",
-            f"{critical:,.3g} tokens at this loss (2e8 / L^(1/0.21), Kaplan et al. 2020): this step is {side} it",
+            f"{format_params(critical)} tokens at this loss (2e8 / L^(1/0.21), Kaplan et al. 2020): this step is "
+            f"{side} it",
         )
 
 

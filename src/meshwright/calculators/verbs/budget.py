@@ -202,8 +202,8 @@ def _utilisation(flops: float, cluster: Cluster | None, given: Given) -> dict[st
     share = mfu_from_hours(flops, hours, rate)
     if share > 1:
         raise InputError(
-            f"{hours:,.4g} chip-hours of {cluster.chip.name} at {used} can do {available_flops(hours, rate):.3g} FLOPs "
-            f"and the run is {flops:.3g}. Give more hours, or another dtype."
+            f"{format_params(hours)} chip-hours of {cluster.chip.name} at {used} can do "
+            f"{available_flops(hours, rate):.3g} FLOPs and the run is {flops:.3g}. Give more hours, or another dtype."
         )
     return {"chip_hours": hours, "chip": cluster.chip.name, "dtype": used, "peak_flops": rate, "mfu": share}
 
@@ -304,10 +304,10 @@ def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> 
     """Yields a given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
     spent, best, least = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
     name = model.name if model else "this size"
-    counted = " active" if model and model.num_experts else ""
+    counted = f" (N{', active' if model.num_experts else ''}, look-up included)" if model else ""
     yield Fact(
         "here",
-        f"{name}: {format_params(spent.num_params)}{counted} parameters on {format_params(spent.num_tokens)} tokens, "
+        f"{name}: {format_params(spent.num_params)} parameters{counted} on {format_params(spent.num_tokens)} tokens, "
         f"{three_digits(spent.tokens_per_param)} a parameter, {spent.num_params / best.num_params:.2g} times the best "
         f"size",
     )
@@ -329,20 +329,18 @@ def _utilisation_text(at: dict[str, Any]) -> Iterator[Piece]:
     )
 
 
-def _years_words(years: float) -> str:
-    return f"{years:,.0f} years" if years >= 100 else f"{three_digits(years)} years"
-
-
 def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
+    days = run["days"]
+    time = f"{three_digits(days / 365)} years" if days >= 1000 else format_seconds(days * DAY_S)
     yield Fact(
         "the run",
-        f"{_time(run['days'])} on {run['cluster']} ({run['num_chips']:,} chips) at {run['mfu']:.0%} of "
+        f"{time} on {run['cluster']} ({run['num_chips']:,} chips) at {run['mfu']:.0%} of "
         f"{format_flops(run['peak_flops'])} {run['dtype']}; {format_params(run['chip_hours'])} chip-hours",
     )
     if run["goodput"] < 1:
         yield Fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")
     chip = run["cluster"].split(":")[0].split("*")[-1]
-    yield Fact("one chip", f"{_years_words(run['one_chip_years'])} on one {chip}")
+    yield Fact("one chip", f"{three_digits(run['one_chip_years'])} years on one {chip}")
     if run["power_w"] is not None:
         building = f", {format_energy(run['facility_energy_kwh'])} with hosts, network and cooling"
         yield Fact(
@@ -357,10 +355,6 @@ def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
     yield Fact("cost", money)
     if run["floor_area_m2"] is not None:
         yield Fact("floor", f"{three_digits(run['floor_area_m2'])} m2 of racks")
-
-
-def _time(days: float) -> str:
-    return f"{days / 365:,.3g} years" if days >= 1000 else format_seconds(days * DAY_S)
 
 
 def _failures_text(at: ExpectedGoodput) -> Iterator[Piece]:

@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 
 from meshwright.calculators.chips.dot_product import LOAD_CYCLES, VECTOR_BITS, dot_product_ways, dot_product_work
 from meshwright.calculators.chips.number_formats import NumberFormat, bit_text, decode, number_format, round_to
+from meshwright.cli.output import four_digits
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.report.answer import Answer, Fact, Piece, Table
@@ -183,15 +184,11 @@ def _dot(form: NumberFormat, length: int, given: Given) -> dict[str, Any]:
     }
 
 
-def _count(value: float) -> str:
-    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
-
-
 WAY_COLUMNS: dict[str, Any] = {
     "way": "way",
-    "loads": ("loads", _count),
-    "arithmetic": ("arithmetic", _count),
-    "instructions": ("instructions", _count),
-    "cycles": ("cycles_lower", _count),
-    "no overlap": ("cycles_upper", _count),
+    "loads": ("loads", four_digits),
+    "arithmetic": ("arithmetic", four_digits),
+    "instructions": ("instructions", four_digits),
+    "cycles": ("cycles_lower", four_digits),
+    "no overlap": ("cycles_upper", four_digits),
 }

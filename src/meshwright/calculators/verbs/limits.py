@@ -1,31 +1,32 @@
 """`meshwright limits`: the closed forms of a model, a cluster and a batch, whether a plan divides the work or not."""
 
-from collections.abc import Iterator
+from typing import Any
 
+from meshwright.calculators.sweeps.crossover import mlp_work
 from meshwright.cli.fields import job_of
 from meshwright.cli.shared import BATCH, SEQ_NEEDED
 from meshwright.cli.verb import Count, Options, argument, option, verb
-from meshwright.cli.verbs.explain import limit_tables
+from meshwright.cli.verbs.explain import legend, limit_tables
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_count, format_flops
+from meshwright.core.units import format_count
 from meshwright.cost.formulas.accounting import state_bytes
-from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
+from meshwright.cost.formulas.limit_table import Letters, limits_at
 from meshwright.cost.formulas.limits import ici_intensity
 from meshwright.cost.network.links import torus_width
-from meshwright.plan.why.bounds import shared_letters
-from meshwright.report.answer import Answer, Piece
+from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
+from meshwright.report.answer import Answer
+from meshwright.spec.calibration import Efficiency
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_params
 
 
 class Given(Options):
     model: str = argument()
-    on: str = option("Slices of TPUs, such as v5p:16x20x28 or 4*v5p:16x20x28.")
+    on: str = option("A cluster, such as v5p:16x20x28, 4*v5p:16x20x28 or h100:8x128.")
     batch: str = BATCH
     seq_len: Count = SEQ_NEEDED
     tensor: int | None = option("A tensor size to compare with the bounds; X is the chips divided by it.")
@@ -36,62 +37,68 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Show when FSDP, tensor parallelism and both mixed are compute-bound for MODEL and what fits, without a plan."""
-    model, cluster, job = load_model(given.model), parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
-    at = letters(model, cluster, job, given)
+    """Show when FSDP, tensor parallelism and both mixed are compute-bound for MODEL and what fits, without a plan.
+
+    MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F.
+    """
+    cluster, job = parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
+    name, sizes = layer_letters(given.model, given.state)
+    at = letters(sizes, cluster, job, given)
     found = limits_at(at)
     heading = (
-        f"{model.name} on {cluster.short_name} ({cluster.num_chips:,} chips), {format_count(job.tokens_per_step)} "
+        f"{name} on {cluster.short_name} ({cluster.num_chips:,} chips), {format_count(job.tokens_per_step)} "
         f"tokens a step = {job.batch_seqs:,} sequences of {job.seq_len:,}"
     )
     return Answer(
-        {"model": model.name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
-        [heading, *limit_tables(found).values(), *_legend(at, found, cluster.num_slices)],
+        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
+        [
+            heading,
+            *limit_tables(found).values(),
+            *(f"{limit.name}: {limit.note}" for limit in found if limit.note),
+            legend(at, "chips / tensor"),
+        ],
         raw=[found],
     )
 
 
-def letters(model: Model, cluster: Cluster, job: Job, given: Given) -> Letters:
+def layer_letters(text: str, state: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the letters of a model or of ``mlp:DxF``, whose training state is left out."""
+    layer = mlp_work(text)
+    if layer is not None:
+        params = 2 * layer.dims["D"] * layer.d_ff
+        return layer.name, {"d_ff": layer.d_ff, "num_params": params, "num_active_params": params}
+    model = load_model(text)
+    return model.name, model_letters(model) | {"state_bytes": state_bytes(num_params(model), state=state)}
+
+
+def letters(sizes: dict[str, Any], cluster: Cluster, job: Job, given: Given) -> Letters:
     """Returns the letters for one slice, tokens and chips as real numbers, at the data sheet's peak, none of a plan.
 
-    Raises InputError for a cluster that is no torus of several chips. Source: How to Scale Your Model, section 5.
+    ``sizes`` are the model's. Raises InputError for a cluster without links. Source: How to Scale Your Model, 5.
     """
     slices, width = cluster.num_slices, torus_width(cluster)
-    chips = cluster.num_chips // slices
-    if width is None:
+    chips, rate = cluster.num_chips // slices, peak(cluster.chip, given.dtype)
+    links = switched_letters(cluster, rate, Efficiency()) if chips > 1 else {}
+    if width is None and not links:
+        raise InputError(f"{cluster.short_name} has no links in the catalogue. Name several TPUs, or several GPUs.")
+    axes, taken = width.axes if width else (1.0,), given.tensor_axes
+    if not 1 <= taken <= max(1, len(axes) - 1):
         raise InputError(
-            f"the closed forms are for torus axes, and {cluster.short_name} has none. Name a slice of TPUs, or explain "
-            f"a plan."
-        )
-    axes, taken = len(width.axes), given.tensor_axes
-    if not 1 <= taken <= max(1, axes - 1):
-        raise InputError(
-            f"--tensor-axes {given.tensor_axes}: {cluster.short_name} has {axes} axes. Leave one for the data."
+            f"--tensor-axes {given.tensor_axes}: {cluster.short_name} has {len(axes)} axes. Leave one for the data."
         )
     if given.tensor is not None and not 1 <= given.tensor <= chips:
         raise InputError(f"--tensor {given.tensor} must be between 1 and the {chips:,} chips of a slice.")
-    rate = peak(cluster.chip, given.dtype)
     return Letters(
         batch_tokens=job.tokens_per_step / slices,
         num_chips=chips,
         peak_flops=rate,
-        alpha=ici_intensity(rate, width.bytes_per_s),
-        fsdp_axes=sum(width.axes[taken:]) or width.axes[-1],
-        tensor_axes=sum(width.axes[:taken]),
+        alpha=ici_intensity(rate, width.bytes_per_s) if width else None,
+        fsdp_axes=sum(axes[taken:]) or axes[-1],
+        tensor_axes=sum(axes[:taken]),
         tensor=given.tensor,
         data_ways=given.tensor and chips / given.tensor,
         memory_bytes=cluster.chip.memory_bytes,
-        state_bytes=state_bytes(num_params(model), state=given.state),
-        **shared_letters(model, cluster, job, slices),
-    )
-
-
-def _legend(at: Letters, found: tuple[Limit, ...], num_slices: int) -> Iterator[Piece]:
-    yield from (f"{limit.name}: {limit.note}" for limit in found if limit.note)
-    of = " of each slice" if num_slices > 1 else ""
-    yield (
-        f"B = {format_count(int(at.batch_tokens))} tokens{of}, N = {at.num_chips:,} chips{of}, F = {at.d_ff:,}, "
-        f"C = {format_flops(at.peak_flops)}, alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W "
-        f"{at.width}, X = chips / tensor on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes, "
-        f"root = square root of the discriminant"
+        **shared_letters(cluster, job, slices),
+        **links,
+        **sizes,
     )

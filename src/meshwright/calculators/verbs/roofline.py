@@ -8,25 +8,22 @@ import click
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.calculators.chips.anatomy import tile_expansion
-from meshwright.calculators.sharding.parsing import parse_einsum
+from meshwright.calculators.chips.local_op import LocalOp, parse_op
 from meshwright.calculators.verbs.roofline_attention import attention_answer
-from meshwright.calculators.verbs.roofline_sweep import SweptSizes, parse_sweep, sweep_answer, sweep_points
-from meshwright.cli.output import format_flop_count
+from meshwright.calculators.verbs.roofline_sweep import parse_sweep, sweep_answer
+from meshwright.cli.output import format_flop_count, four_digits, three_digits
 from meshwright.cli.verb import DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.cost.formulas.roofline import (
     Channel,
-    Operand,
     Roofline,
-    chip_roofline,
     critical_batch,
     critical_size,
     dtype_bytes,
-    einsum_work,
 )
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
-from meshwright.spec.chip import Chip, chip, compute_dtype
+from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.spec.chip import Chip, chip, vector_peak
 
 CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn", "nvlink")
 TPU_TILE = (8, 128)
@@ -50,7 +47,10 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Show intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]"."""
+    """Show intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]".
+
+    PRODUCT may also be a sum, "A[B,D] + B[D] -> C[B,D]", or softmax(A[B,S]), rms_norm(A[B,D]) or layer_norm(A[B,D]).
+    """
     unit, swept = chip(given.on), [parse_sweep(text) for text in given.sweeps]
     sizes = given.dims or {}
     if given.attention_of is not None:
@@ -65,33 +65,25 @@ def command(given: Given) -> Answer:
         raise InputError("the product has no sizes. Give --dims B=128,D=8192,F=32768, or --sweep.")
     if not swept:
         return product_answer(given.product, unit, sizes, given)
-    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in parse_einsum(given.product))
-    dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
-
-    def price(sizes: SweptSizes) -> Roofline:
-        return chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=given.channel)
-
-    points = sweep_points(price, dict.fromkeys((*lhs.dims, *rhs.dims)), sizes, swept)
-    return sweep_answer(f"{given.product} on {unit.name}", unit, given, dtype, swept, points)
+    return sweep_answer(parse_op(given.product), unit, given, sizes, swept)
 
 
 def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given) -> Answer:
-    """Returns the roofline of one product in one size, and the batch from which it is compute-bound."""
-    named = parse_einsum(product)
-    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
-    dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
-    if not lhs.dims:
+    """Returns the roofline of one operation in one size, and the batch from which a product is compute-bound."""
+    op = parse_op(product)
+    if not op.arrays[0].dims:
         raise InputError(f"the left array of {product!r} has no dims. Write for example x[B,D] * W[D,F] -> y[B,F].")
-    # the batch is the first dim of the left array that the right one lacks
-    dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
-    line = chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=given.channel)
+    line = op.roofline(unit, sizes, given.channel)
     rates = {"peak_flops": line.peak_flops, "bytes_per_s": line.bytes_per_s}
     facts = {
         "flops": line.work.flops,
         "bytes": line.work.num_bytes,
         "intensity": line.work.intensity,
         "critical_intensity": line.critical_intensity,
-        "compute_dtype": dtype,
+        "compute_dtype": op.dtype(unit),
+        "units": "matrix" if op.matrix else "vector",
+        "steps": op.steps,
+        "padding": line.padding,
         **rates,
         "channel": line.channel,
         "math_s": line.math_s,
@@ -99,16 +91,28 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
         "time_s_lower": line.lower_s,
         "time_s_upper": line.upper_s,
         "bound_by": line.bound_by,
-        "critical_dim": dim,
-        "critical_batch": critical_size((lhs, rhs), out, sizes, dim=dim, **rates),
         "flops_per_s": line.reached_flops_per_s,
-        # if every other dim were infinite, only the weight's bytes would count
-        "critical_batch_wide": None if dim in rhs.dims else critical_batch(
-            **rates, weight_bytes=dtype_bytes(rhs.dtype)
-        ),
-        "tile_expansion": _tiles(unit, named, sizes),
+        **_critical(op, unit, line, sizes),
+        "tile_expansion": _tiles(unit, op.arrays, sizes),
     }  # fmt: skip
     return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)}, [[facts]])
+
+
+def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) -> dict[str, Any]:
+    """Returns the batch from which a product on matrix units is compute-bound; else intensity hardly depends on sizes.
+
+    The batch is the first dim of the left array that the right one lacks, taken as whole tiles.
+    """
+    if not op.matrix:
+        return dict.fromkeys(("critical_dim", "critical_batch", "critical_batch_wide"))
+    lhs, rhs, out = op.operands
+    dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
+    rates = {"bytes_per_s": line.bytes_per_s, "peak_flops": line.peak_flops}
+    padded = line.peak_flops / op.padding(unit, {**sizes, dim: 2048 * sizes[dim]})
+    # if every other dim were infinite, only the weight's bytes would count
+    wide = None if dim in rhs.dims else critical_batch(**rates, weight_bytes=dtype_bytes(rhs.dtype))
+    exact = critical_size((lhs, rhs), out, sizes, dim=dim, **rates | {"peak_flops": padded})
+    return {"critical_dim": dim, "critical_batch": exact, "critical_batch_wide": wide}
 
 
 def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:
@@ -119,12 +123,6 @@ def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) 
     return {name: tile_expansion(shape, TPU_TILE) for name, shape in shapes.items()}
 
 
-def _dtype(array: ShardedArray) -> str:
-    if array.spread or array.unreduced:
-        raise InputError(f"{array} is sharded; roofline is for one chip. Use meshwright shard for a mesh.")
-    return array.dtype or "bf16"
-
-
 def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
     dim, batch, wide = r["critical_dim"], r["critical_batch"], r["critical_batch_wide"]
     rows = [
@@ -133,20 +131,25 @@ def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
          format_seconds(r["transfer_s"])],
     ]  # fmt: skip
     yield Table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
-    yield Paragraph(f"intensity       {r['intensity']:,.4g} FLOPs/byte (critical {r['critical_intensity']:,.4g})", None)
-    yield Paragraph(f"bound by        {r['bound_by']}", None)
-    yield Paragraph(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
-               f"{format_seconds(r['time_s_upper'])} with none", None)  # fmt: skip
-    near = "" if wide is None else f"; {wide:,.1f} by the weight's alone"
-    reach = f"{dim} > {batch:,.1f} (every byte counted{near})"
-    if batch == float("inf"):
-        reach = f"never, whatever {dim} (every byte counted)"
-    yield Fact("compute-bound", reach, column=16)
+    if r["padding"] > 1:
+        tiles = f"whole tiles of {unit.mxu_dim} x {unit.mxu_dim}, rows by 8"
+        yield Fact("padded compute", f"{r['padding']:.3g} times the FLOPs, in the time: {tiles}", column=16)
+    if r["units"] == "vector":
+        known = "vector units" if vector_peak(unit) else "vector units, whose rate is not known: compute takes longer"
+        yield Fact("computed by", f"{known}; FLOPs an element: {', '.join(r['steps'])}", column=16)
+    intensity, critical = four_digits(r["intensity"]), four_digits(r["critical_intensity"])
+    lower, upper = format_seconds(r["time_s_lower"]), format_seconds(r["time_s_upper"])
+    yield Fact("intensity", f"{intensity} FLOPs/byte (critical {critical})", column=16)
+    yield Fact("bound by", r["bound_by"], column=16)
+    yield Fact("time", f"{lower} with perfect overlap, {upper} with none", column=16)
+    if dim is not None:
+        near = "" if wide is None else f"; {wide:,.1f} by the weight's alone"
+        reach = f"{dim} > {batch:,.1f} (every byte counted{near})"
+        if batch == float("inf"):
+            reach = f"never, whatever {dim} (every byte counted)"
+        yield Fact("compute-bound", reach, column=16)
     if r["tile_expansion"]:
-        padded = ", ".join(
-            f"{name} {times:,.0f}" if times >= 100 else f"{name} {times:.3g}"
-            for name, times in r["tile_expansion"].items()
-        )
+        padded = ", ".join(f"{name} {three_digits(times)}" for name, times in r["tile_expansion"].items())
         tile = ",".join(map(str, TPU_TILE))
         yield Fact("padded memory", f"{padded} times what the elements need, in tiles of ({tile})", column=16)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from meshwright.calculators.chips.attention_roofline import AttentionTimes, block_times, compute_bound_len
 from meshwright.calculators.verbs.roofline_sweep import Sweep
+from meshwright.cli.output import four_digits
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count
 from meshwright.cost.formulas.accounting import attention_equal_len
@@ -65,7 +66,7 @@ def _facts(one: AttentionTimes) -> dict[str, Any]:
 def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     """Yields the lengths as a table, then where attention becomes compute-bound."""
     rows = [
-        [f"{p['keys']:,}", _number(p["intensity"]), p["bound_by"], f"{p['ratio']:.3g}",
+        [f"{p['keys']:,}", four_digits(p["intensity"]), p["bound_by"], f"{p['ratio']:.3g}",
          f"{g['intensity']:,.3g}", g["bound_by"], f"{g['ratio']:.3g}"]
         for p, g in zip(facts["prefill"], facts["generation"], strict=True)
     ]  # fmt: skip
@@ -78,8 +79,8 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     group, at = facts["queries_per_kv_head"], facts["critical_intensity"]
     yield Fact(
         "prefill",
-        f"compute-bound from {facts['compute_bound_len']:,.4g} positions: T G / (G + 1) > {at:,.4g} FLOPs/byte, "
-        f"G = {group}",
+        f"compute-bound from {four_digits(facts['compute_bound_len'])} positions: T G / (G + 1) > "
+        f"{four_digits(at)} FLOPs/byte, G = {group}",
         COLUMN,
     )
     count = facts["batch_seqs"]
@@ -95,10 +96,6 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
         "memory on one chip",
         COLUMN,
     )
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _figure(facts: dict[str, Any]) -> Any:

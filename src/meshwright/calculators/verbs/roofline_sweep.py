@@ -1,11 +1,17 @@
 """`meshwright roofline --sweep`: one product in many sizes: intensity, rate, what binds, and the plot of the rates."""
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
+from meshwright.calculators.chips.local_op import LocalOp
 from meshwright.cli.fields import dim_sizes, split_values
+from meshwright.cli.output import four_digits
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.cost.formulas.roofline import Roofline
@@ -51,12 +57,32 @@ def sweep_points(
     found = []
     for chosen in itertools.product(*reversed(sweeps)):
         given = {dim: size for one in reversed(chosen) for dim, size in one.items()}
-        found.append((given, price({**sizes, **given})))
+        found.append((given, price(given)))
     return found
 
 
+def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, along: Sweep) -> SweptLines:
+    """Returns the points of curves along the first sweep and, between two of them, the first size that another bound
+    binds: that point leaves out tiles that are not whole, which would put it below the curve."""
+    dims, drawn = tuple(along[0]), list(points[:1])
+
+    def whole(size: int, beside: SweptSizes) -> tuple[SweptSizes, Roofline]:
+        sizes = {**beside, **dict.fromkeys(dims, size)}
+        return sizes, replace(price(sizes), padding=1.0)
+
+    def binds_as_there(size: int, there: SweptSizes) -> bool:
+        return whole(size, there)[1].bound_by == whole(there[dims[0]], there)[1].bound_by
+
+    for (low, _), (high, last) in itertools.pairwise(points):
+        between = range(low[dims[0]], high[dims[0]])
+        first = bisect.bisect(between, 0, key=partial(binds_as_there, there=high))
+        drawn += [whole(between[first], high)] if 0 < first < len(between) else []
+        drawn.append((high, last))
+    return drawn
+
+
 RATE_COLUMNS: dict[str, Any] = {
-    "FLOPs/byte": ("intensity", lambda value: f"{value:,.4g}"),
+    "FLOPs/byte": ("intensity", four_digits),
     "time": ("time_s_lower", format_seconds),
     "rate": ("flops_per_s", format_flops),
     "of peak": ("share_of_peak", lambda share: f"{share:.0%}"),
@@ -64,15 +90,14 @@ RATE_COLUMNS: dict[str, Any] = {
 }
 
 
-def sweep_answer(
-    title: str,
-    unit: Chip,
-    given: Any,
-    dtype: str,
-    sweeps: Sequence[Sweep],
-    points: SweptLines,
-) -> Answer:
-    """Returns the points as a table, and their rates as curves."""
+def sweep_answer(op: LocalOp, unit: Chip, given: Any, sizes: SweptSizes, sweeps: Sequence[Sweep]) -> Answer:
+    """Returns the swept points as a table, and their rates as curves."""
+
+    def price(swept: SweptSizes) -> Roofline:
+        return op.roofline(unit, {**sizes, **swept}, given.channel)
+
+    points, dtype = sweep_points(price, op.dims, sizes, sweeps), op.dtype(unit)
+    title = f"{given.product} on {unit.name}"
     rows = [
         {
             "sizes": sizes,
@@ -96,7 +121,9 @@ def sweep_answer(
     }
     columns = {" = ".join(sweep[0]): (f"sizes/{next(iter(sweep[0]))}", "{:,}".format) for sweep in sweeps}
     table = Table.of(rows, {**columns, **RATE_COLUMNS}, f"{title} in {dtype}")
-    return Answer(facts, [table], {given.png: lambda: _figure(title, unit, sweeps, points)})
+    return Answer(
+        facts, [table], {given.png: lambda: _figure(title, unit, sweeps, with_knees(price, points, sweeps[0]))}
+    )
 
 
 def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines) -> Any:

@@ -30,7 +30,7 @@ from meshwright.calculators.sharding.parsing import (
 )
 from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.calculators.verbs.shard_run import run_ways
-from meshwright.cli.output import format_flop_count
+from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.cli.shared import CALIBRATION, DIMS, MESH
 from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
@@ -251,7 +251,7 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
 def _flops_text(result: dict[str, Any]) -> Iterator[Piece]:
     each, total, own = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
     times = result["flops_total"] / result["flops_unsharded"]
-    more = f"{times:,.4g} times" if times != 1 else "as many as"
+    more = f"{four_digits(times)} times" if times != 1 else "as many as"
     yield Fact("FLOPs per device", each, column=COLUMN)
     told = f"{total} on {result['devices']:,} devices, {more} the unsharded product's {own}"
     yield Fact("FLOPs in all", told, column=COLUMN)

@@ -6,6 +6,7 @@ from typing import Any
 from meshwright.calculators.verbs.show_chip import chip_answer, chip_facts
 from meshwright.calculators.verbs.show_cluster import clusters_answer
 from meshwright.calculators.verbs.show_model import model_answer
+from meshwright.cli.output import four_digits
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
@@ -65,15 +66,11 @@ MODELS: dict[str, Any] = {
 }
 
 
-def _teraflops(flops: float) -> str:
-    return f"{flops / 1e12:,.0f}" if flops >= 1e15 else f"{flops / 1e12:.4g}"
-
-
 PEAKS = {"bf16": "bf16 or fp16", "fp8": "fp8", "int8": "int8", "fp4": "fp4"}
 """Dtype -> header of its column."""
 CHIPS: dict[str, Any] = {
     "chip": "name",
-    **{words: (f"peak_flops/{dtype}", _teraflops) for dtype, words in PEAKS.items()},
+    **{words: (f"peak_flops/{dtype}", lambda flops: four_digits(flops / 1e12)) for dtype, words in PEAKS.items()},
     "memory": ("hbm_bytes", format_bytes),
     "memory rate": ("hbm_bytes_per_s", format_rate),
     "link, one way": ("link_bytes_per_s", format_rate),

@@ -12,7 +12,7 @@ from meshwright.core.units import format_bytes, format_flops, format_params, for
 from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
-from meshwright.spec.chip import PAID_FOR, Chip, vector_peak_from_anatomy
+from meshwright.spec.chip import PAID_FOR, Chip, vector_peak
 from meshwright.spec.strategy import STATE_BYTES
 
 
@@ -221,7 +221,7 @@ def _gpu_facts(c: Chip, dtype: str | None) -> dict[str, Any] | None:
         "tensor_over_fp32_peak": over,
         "time_of_one_percent_on_fp32": anatomy.share_after_speedup(0.01, over) if over else None,
         "peak_flops_from_anatomy": anatomy.gpu_peak_from_anatomy(c) if per_sm and clocked else None,
-        "fp32_flops_from_anatomy": vector_peak_from_anatomy(c) if clocked else None,
+        "fp32_flops_from_anatomy": vector_peak(c) if clocked else None,
     }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.training.kv_cache import cache_designs
-from meshwright.cli.output import format_flop_count
+from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
@@ -203,7 +203,7 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
         at = facts["attention_intensity"]
         yield Fact(
             "",
-            f"{at['prefill']:,.4g} FLOPs/byte in bf16 in prefill and {at['generation']:.4g} in generation, at "
+            f"{four_digits(at['prefill'])} FLOPs/byte in bf16 in prefill and {at['generation']:.4g} in generation, at "
             f"{at['positions']:,} positions{' without a window' * bool(m.sliding_layers)}: T S G / (T G + S)",
         )
     yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")

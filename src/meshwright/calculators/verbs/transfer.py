@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.api.rates import rates_for
 from meshwright.calculators.links.one_way import link_bytes, one_way_rates
-from meshwright.calculators.links.ring_steps import RING_KINDS, ring_frames
+from meshwright.calculators.links.ring_steps import DRAWN_KINDS, collective_frames, leg_moves
 from meshwright.calculators.links.routes import Via, parse_place, route
 from meshwright.calculators.links.transfer import TransferLeg, TransferTimes, array_bytes, parse_leg, transfer_times
 from meshwright.cli.output import format_flop_count, say
@@ -30,6 +30,7 @@ WORDS = {
     "all_gather": "Every device passes on what it got last, until all have every block",
     "reduce_scatter": "Blocks travel to their own device and are added on the way",
     "all_reduce": "A ReduceScatter, then an AllGather of the sums",
+    "all_to_all": "Column b has the blocks for device b, x3 is three of them; they take the shortest way",
 }
 
 
@@ -221,23 +222,24 @@ def _draw_frames(
     from meshwright.report.arrays.ring import MAX_DEVICES, ring_figure
     from meshwright.report.figure import PICTURES, save
 
-    chosen = next((one for one in RING_KINDS if one == kind), None)
+    chosen = next((one for one in DRAWN_KINDS if one == kind), None)
     if chosen is None:
-        kinds = f"{', '.join(RING_KINDS[:-1])} or {RING_KINDS[-1]}"
+        kinds = f"{', '.join(DRAWN_KINDS[:-1])} or {DRAWN_KINDS[-1]}"
         raise InputError(f"--frames draws one collective: give --collective {kinds}.")
-    if len(legs) != 1 or legs[0].level != "ici":
-        raise InputError("--frames draws one torus axis, hop by hop. Name one --axis of a torus, such as x of v5e:4x4.")
-    size, wraps = int(legs[0].size), bool(legs[0].wraps)
+    if len(legs) != 1:
+        raise InputError("--frames draws one axis. Name one --axis, such as x of v5e:4x4 or domain of h100:8x4.")
+    leg, size, moves = legs[0], int(legs[0].size), leg_moves(chosen, legs[0], two_way=two_way)
     if size > MAX_DEVICES:
         raise InputError(f"--frames shows at most {MAX_DEVICES} devices and the axis has {size}. Name a smaller one.")
-    frames = ring_frames(chosen, size, wraps=wraps, two_way=two_way)
-    title = f"{BOOK_NAMES[chosen]} on {'a ring' if wraps else 'a line'} of {size}: {len(frames) - 1} steps"
-    if not wraps:
-        used = "both directions of each link are used"
-    else:
-        used = "both ways round" if two_way else "one way round"
+    where, used = "a line", "both directions of each link are used"
+    if leg.level != "ici":
+        where, used = ("a switch", "in one step") if len(moves) == 1 else ("trees", "each step reaches twice as far")
+    elif leg.wraps:
+        where, used = "a ring", "both ways round" if two_way else "one way round"
+    frames = collective_frames(chosen, size, moves)
+    title = f"{BOOK_NAMES[chosen]} on {where} of {size}: {len(frames) - 1} step{'s' * (len(frames) > 2)}"
     subtitle = f"{WORDS[chosen]}; {used} ({on})."
-    sums = chosen != "all_gather"
+    sums = chosen in ("reduce_scatter", "all_reduce")
     if path.suffix.lower() in PICTURES:
         written = [save(ring_figure(frames, title=title, subtitle=subtitle, sums=sums), path)]
     else:

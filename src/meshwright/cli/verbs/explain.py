@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.fields import check_tokens
-from meshwright.cli.output import format_flop_count, say
+from meshwright.cli.output import format_flop_count, four_digits, say
 from meshwright.cli.verb import verb
 from meshwright.cli.verbs.plan_words import (
     budget_text,
@@ -186,21 +186,21 @@ def _limits_text(told: Explanation) -> Iterator[Piece]:
         yield ""
         yield found
         if kind == "speed":
-            yield _legend(told.symbols)
+            yield legend(told.symbols)
         yield from (f"{limit.name}: {limit.note}" for limit in told.limits if limit.kind == kind and limit.note)
 
 
-def _legend(at: Letters) -> str:
-    """Returns what the letters of the formulas stand for."""
-    of = " of a microbatch" if at.num_microbatches > 1 else ""
-    said = [f"B = {format_count(at.batch_tokens)} tokens{of}", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]
-    said.append(f"C = {format_flops(at.peak_flops)}")
+def legend(at: Letters, split: str = "data x fsdp x context") -> str:
+    """Returns what the letters of the formulas stand for; ``split`` is X in words."""
+    slices, micro = " of each slice" * (at.num_slices > 1), " of a microbatch" * (at.num_microbatches > 1)
+    said = [f"B = {format_count(at.batch_tokens)} tokens{slices}{micro}", f"N = {at.num_chips:,} chips{slices}"]
+    said += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
     if at.alpha is not None:
         said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W {at.width}")
-        said.append(
-            f"X = data x fsdp x context on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes"
-        )
+        said.append(f"X = {split} on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes")
         said.append("root = square root of the discriminant")
+    elif at.link:
+        said.append("W one way: of a chip in its domain (nvlink), of a domain's cards (node), of one card (W alone)")
     return ", ".join(said)
 
 
@@ -209,7 +209,7 @@ def _legend(at: Letters) -> str:
 
 def _lead_text(told: Explanation) -> Iterator[Piece]:
     """Yields two to six facts before the algorithm."""
-    terms = _leading_terms(told.terms)
+    terms = [term for n, term in enumerate(told.terms[:MAX_TERMS]) if n == 0 or term.share >= MIN_SHARE]
     for number, term in enumerate(terms):
         yield Fact("what matters" if number == 0 else "", _term_words(term, told))
     near = _nearest_limit(told, [limit_of_term(term, told.limits) for term in terms])
@@ -230,11 +230,6 @@ def _nearest_limit(told: Explanation, said: Sequence[Limit | None]) -> Limit | N
 
 def _distance(limit: Limit) -> float:
     return abs(math.log(limit.here / limit.limit))
-
-
-def _leading_terms(terms: tuple[Term, ...]) -> list[Term]:
-    """Returns the one to three terms that add most."""
-    return [one for number, one in enumerate(terms[:MAX_TERMS]) if number == 0 or one.share >= MIN_SHARE]
 
 
 def _term_words(term: Term, told: Explanation) -> str:
@@ -291,5 +286,6 @@ def _change_words(told: Explanation) -> str:
 
 
 def _number_words(value: float) -> str:
-    """Returns four digits, or all before the point; from a million on three digits."""
-    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
+    """Returns four digits, or all before the point; from a million on three digits, unless it is a whole number."""
+    size = abs(value)
+    return four_digits(value) if size < 1e6 or (size < 1e10 and value % 1 == 0) else f"{value:.3g}"

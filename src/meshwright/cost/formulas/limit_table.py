@@ -78,6 +78,7 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     slice_tokens: float | None = None
     dcn_bytes_per_s_per_host: float | None = None
     chips_per_host: int | None = None
+    pod_chips: int | None = None
 
     # from the priced steps of a plan, for the pass that needs the most tokens
     chip_tokens: float | None = None
@@ -141,6 +142,17 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     def mixed_alpha(self) -> float | None:
         """C / W for mixed FSDP and tensor parallelism of a dense model on several torus chips; None elsewhere."""
         return self.alpha if self.sparsity == 1 and self.num_chips > 1 else None
+
+    @property
+    def mixed_most_chips(self) -> float:
+        """Chips up to which some mixture is compute-bound; like `mixture`, for dense models on tori."""
+        axes = {"fsdp_axes": self.fsdp_axes, "tensor_axes": self.tensor_axes}
+        return self.batch_tokens / limits.mixed_min_tokens_per_chip(self.mixed_alpha, self.d_ff, **axes)
+
+    @property
+    def fsdp_most_chips(self) -> float:
+        """Chips up to which FSDP alone is compute-bound, where `fsdp_alpha` is known."""
+        return limits.fsdp_max_chips(self.batch_tokens / self.sparsity, self.fsdp_alpha, self.fsdp_links)
 
     @property
     def mixture(self) -> limits.Mixture:
@@ -231,6 +243,15 @@ def _split_words(at: Letters) -> str:
     return f"in powers of two: {fsdp:,} x tensor {tensor:,}"
 
 
+_NO_TENSOR = "the closed forms with tensor are for dense layers and left out for experts"
+
+
+def _pods_words(at: Letters, chips: float) -> str:
+    """Says how many whole pods are within a bound on chips of one slice; "" where not even one is."""
+    whole = int(chips / at.pod_chips) if at.pod_chips else 0
+    return f"{whole} whole pod{'s' * (whole > 1)} of {at.pod_chips:,} chips" if whole else ""
+
+
 def _bubble_words(at: Letters) -> str:
     idle = at.bubble_s / (at.bubble_s + at.num_microbatches * at.microbatch_s)  # type: ignore[operator]
     return f"the {at.schedule} bubble is {idle:.1%} of its passes"
@@ -258,17 +279,14 @@ def _fsdp_chips_words(at: Letters) -> str:
 
 LIMITS: tuple[_Row, ...] = (
     # single axes, from the plan's own priced steps
-    _Row(
-        name="tokens/chip, weights hide", needs=("chip_tokens", "weights_s"),
-        formula="> tokens x T_weights / T_layer", relation=">",
-        limit=lambda at: at.chip_tokens * at.weights_s / at.weights_layer_s, here="chip_tokens",
-        note="of one microbatch, from this plan's own times",
-    ),
-    _Row(
-        name="tokens/chip, gradients hide", needs=("chip_tokens", "gradients_s"),
-        formula="> tokens x T_gradients / T_layer", relation=">",
-        limit=lambda at: at.chip_tokens * at.gradients_s / at.gradients_layer_s, here="chip_tokens",
-        note="of one microbatch, from this plan's own times",
+    *(
+        _Row(
+            name=f"tokens/chip, {what} hide", needs=("chip_tokens", f"{what}_s"),
+            formula=f"> tokens x T_{what} / T_layer", relation=">", here="chip_tokens",
+            limit=lambda at, w=what: at.chip_tokens * getattr(at, f"{w}_s") / getattr(at, f"{w}_layer_s"),
+            note="of one microbatch, from this plan's own times",
+        )
+        for what in ("weights", "gradients")
     ),
     _Row(
         name="microbatches, bubble < 10%", needs=("chip_tokens", "bubble_s"),
@@ -299,21 +317,22 @@ LIMITS: tuple[_Row, ...] = (
     # FSDP alone, on a torus or on switches
     _Row(
         name="tokens/chip, FSDP alone", needs=("fsdp_alpha",), formula=_fsdp_words, relation=">",
-        limit=lambda at: limits.data_parallel_min_tokens_per_chip(at.fsdp_alpha, at.fsdp_links) * at.sparsity,
-        here="tokens_per_chip",
+        limit=lambda at: at.batch_tokens / at.fsdp_most_chips, here="tokens_per_chip",
+        note=lambda at: _NO_TENSOR if at.sparsity > 1 and at.alpha is not None else "",
     ),
     _Row(
         name="chips, FSDP alone", needs=("fsdp_alpha",), formula=_fsdp_chips_words, relation="<",
-        limit=lambda at: limits.fsdp_max_chips(at.batch_tokens / at.sparsity, at.fsdp_alpha, at.fsdp_links),
-        here="num_chips",
+        limit=lambda at: at.fsdp_most_chips, here="num_chips", note=lambda at: _pods_words(at, at.fsdp_most_chips),
     ),
     # the mixture of FSDP and tensor parallelism
     _Row(
         name="tokens/chip, with tensor", needs=("mixed_alpha",), formula="> 4 alpha^2 / (Mx My F)", relation=">",
-        limit=lambda at: limits.mixed_min_tokens_per_chip(
-            at.mixed_alpha, at.d_ff, fsdp_axes=at.fsdp_axes, tensor_axes=at.tensor_axes
-        ),
-        here="tokens_per_chip",
+        limit=lambda at: at.batch_tokens / at.mixed_most_chips, here="tokens_per_chip",
+        note=lambda at: f"FSDP alone needs {at.mixed_most_chips / at.fsdp_most_chips:.3g} times as many",
+    ),
+    _Row(
+        name="chips, with tensor", needs=("mixed_alpha",), formula="< B Mx My F / (4 alpha^2)", relation="<",
+        limit=lambda at: at.mixed_most_chips, here="num_chips", note=lambda at: _pods_words(at, at.mixed_most_chips),
     ),
     _Row(
         name="T_math/T_comms at X_opt", needs=("mixed_alpha",), formula="sqrt(BF MxMy/N)/(2 alpha)", relation=">",
@@ -356,6 +375,11 @@ LIMITS: tuple[_Row, ...] = (
         name="tensor", needs=("tensor_most",), relation="<",
         formula=lambda at: "< F W_nvlink / C" if at.alpha is None else "< My F / alpha",
         limit=lambda at: at.tensor_most, here="tensor",
+    ),
+    _Row(
+        name="F, for this tensor", needs=("tensor_most", "tensor"), relation=">",
+        formula=lambda at: "> tensor C / W_nvlink" if at.alpha is None else "> tensor alpha / My",
+        limit=lambda at: at.tensor * at.d_ff / at.tensor_most, here="d_ff",
     ),
     _Row(
         name="tokens/slice, over DCN", needs=("slice_tokens", "dcn_bytes_per_s_per_host", "chips_per_host"),

@@ -41,17 +41,18 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds on the seconds of an operation on one chip and one channel."""
+    """The bounds on the seconds of an operation on one channel of a chip; ``padding`` multiplies those of FLOPs."""
 
     work: Work
     peak_flops: Number
     bytes_per_s: Number
     channel: str = "hbm"
+    padding: Number = 1.0
 
     @property
     def math_s(self) -> Number:
-        """Seconds of the FLOPs at peak."""
-        return self.work.flops / self.peak_flops
+        """Seconds of the FLOPs at peak, in whole tiles."""
+        return self.work.flops * self.padding / self.peak_flops
 
     @property
     def transfer_s(self) -> Number:

@@ -22,7 +22,7 @@ from meshwright.cost.pass_times import link_seconds
 from meshwright.cost.train_step import PricedStrategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.plan.run_budget import RunBudget
-from meshwright.spec.calibration import matmul_rate, memory_rate
+from meshwright.spec.calibration import Efficiency, matmul_rate, memory_rate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -54,18 +54,27 @@ def batch_of(priced: PricedStrategy) -> BatchSplit:
     )
 
 
-def shared_letters(model: Model, cluster: Cluster, job: Job, num_slices: int) -> dict[str, Any]:
-    """Returns the letters that a model, a cluster and a job have without a plan; ``num_slices`` divide the batch."""
-    width = torus_width(cluster)
+def model_letters(model: Model, num_stages: int = 1) -> dict[str, Any]:
+    """Returns the letters of a model's layers and of the parameters of a stage."""
     return {
         "d_ff": feed_forward_width(model),
         "sparsity": sparsity(model),
+        "num_params": num_params(model) / num_stages,
+        "num_active_params": num_active_params(model) / num_stages,
+    }
+
+
+def shared_letters(cluster: Cluster, job: Job, num_slices: int) -> dict[str, Any]:
+    """Returns the letters that a cluster and a job have without a plan; ``num_slices`` divide the batch."""
+    width = torus_width(cluster)
+    return {
         "num_axes": sum(width.axes) if width else 1,
         "width": width.words if width else "",
         "num_slices": num_slices,
         "slice_tokens": job.tokens_per_step / num_slices if num_slices > 1 else None,
         "dcn_bytes_per_s_per_host": cluster.chip.dcn_bytes_per_s_per_host or None,
         "chips_per_host": cluster.chip.chips_per_host or None,
+        "pod_chips": cluster.chip.max_chips,
         "all_chips": cluster.num_chips,
         "step_tokens": job.tokens_per_step,
         "seq_len": job.seq_len,
@@ -105,8 +114,9 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
         shared_bytes=state_bytes(num_params(setting.model), state=strategy.state) + activations,
         train_tokens=budget.train_tokens if budget else None,
         run_days=budget.days if budget else None,
-        **shared_letters(setting.model, cluster, job, slices),
-        **(_switched(priced, peak) if chips > 1 else {}),
+        **model_letters(setting.model, stages),
+        **shared_letters(cluster, job, slices),
+        **(switched_letters(cluster, peak, rates.efficiency) if chips > 1 else {}),
         **_of_axes(priced, peak),
     )
 
@@ -132,10 +142,9 @@ def _devices(priced: PricedStrategy, *axes: str) -> int:
     return int(product(priced.strategy.mesh.get(axis, 1) for axis in axes))
 
 
-def _switched(priced: PricedStrategy, peak: float) -> dict[str, Any]:
+def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[str, Any]:
     """Returns the letters of a switched domain and the network between domains; {} on other clusters."""
-    setting, stages = priced.setting, _devices(priced, "pipeline")
-    chip, cluster, shares = setting.cluster.chip, setting.cluster, setting.rates.efficiency
+    chip = cluster.chip
     if cluster.kind != "switched" or not chip.nvlink_bytes_per_s:
         return {}
     nvlink = chip.nvlink_bytes_per_s * shares.nvlink
@@ -148,8 +157,6 @@ def _switched(priced: PricedStrategy, peak: float) -> dict[str, Any]:
         "link_alpha": limits.ici_intensity(peak, rate),
         "domain_alpha": limits.ici_intensity(peak, nvlink),
         "flat_bytes_per_s": flat,
-        "num_params": num_params(setting.model) / stages,
-        "num_active_params": num_active_params(setting.model) / stages,
     }
 
 

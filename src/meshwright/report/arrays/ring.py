@@ -1,4 +1,4 @@
-"""The picture of a collective along a ring: a panel per step, a row per device, a column per block."""
+"""The picture of a collective, step by step: a panel per step, a row per device, a column per block."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -21,7 +21,7 @@ WHITE_FROM = 0.6
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """A block that a device sends to its neighbour."""
+    """A block that a device sends to another."""
 
     source: int
     target: int
@@ -38,13 +38,14 @@ class RingFrame(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     moves: tuple[Move, ...]
     held: tuple[tuple[tuple[int, ...], ...], ...]
-    phase: Literal["start", "gather", "reduce"]
+    phase: Literal["start", "gather", "reduce", "exchange"]
 
 
 def ring_figure(frames: Sequence[RingFrame], *, title: str, subtitle: str = "", sums: bool = False) -> Figure:
     """Draws a panel per frame: the blocks of each device, and the moves of the step.
 
-    A block received in this step has a dark edge and an arrow from its sender; its text names the source of its data.
+    A block received in this step has a dark edge and, if all come from neighbours, an arrow from its sender; its text
+    names the source of its data.
     With ``sums`` a block with more addends is darker.
     """
     size = len(frames[0].held)
@@ -55,6 +56,7 @@ def ring_figure(frames: Sequence[RingFrame], *, title: str, subtitle: str = "", 
 def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
     side = max(16, min(46, PANEL_PX // size))
     with_arrows = side >= MIN_SIDE_WITH_ARROWS_PX
+    neighbours = frame.moves and all((m.target - m.source) % size in (1, size - 1) for m in frame.moves)
     numbers = [str(number) for number in range(size)]
     style = {"labelFontSize": 10, "titleFontSize": 10, "titlePadding": 3}
     canvas = Canvas.named(numbers, numbers, ("block", "device"), **style)
@@ -71,7 +73,7 @@ def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
         canvas.boxes([cell(0, 0, size, size)], filled=False, stroke="#D0D0D0", strokeWidth=1),
         canvas.boxes(rows, stroke="white", strokeWidth=1).encode(color=shade if sums else alt.ColorValue(PALETTE[4])),
         canvas.boxes(received, filled=False, stroke=INK, strokeWidth=1.8),
-        *(_arrows(frame.moves, size, canvas) if with_arrows and frame.moves else []),
+        *(_arrows(frame.moves, size, canvas) if with_arrows and neighbours else []),
         words,
     ]
     done = "added to what is there" if frame.phase == "reduce" else "passed on"
@@ -84,11 +86,11 @@ def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
 def _block(block: int, device: int, held: tuple[int, ...], size: int, *, sums: bool) -> Datum:
     """Returns the cell of a block, labelled with its source device, "sum", or its number of addends."""
     share = len(held) / size
-    text = f"{len(held)} of {size}" if size <= 6 else str(len(held))
+    text = f"x{len(held)}" if not sums else f"{len(held)} of {size}" if size <= 6 else str(len(held))
     if len(held) == 1:
         text = str(held[0])
     elif len(held) == size:
-        text = "sum"
+        text = "sum" if sums else "all"
     return cell(block, device, share=share, text=text, ink="white" if sums and share > WHITE_FROM else INK)
 
 

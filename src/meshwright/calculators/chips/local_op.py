@@ -1,0 +1,96 @@
+"""One operation on one chip, as `roofline` reads it: a product, a sum, a softmax or a norm; its work, units and time.
+
+Matrix units multiply two arrays that share a contracted dim and of which one has a dim that the other lacks. All else
+runs on the vector units: sums, elementwise and dot products, rows. A row is read and written once, its steps stay on
+the chip.
+"""
+
+import math
+import re
+
+import msgspec
+from msgspec.structs import replace
+
+from meshwright.algebra.notation import ShardedArray, parse_array
+from meshwright.calculators.chips.anatomy import mxu_padding
+from meshwright.calculators.sharding.parsing import distinct_names, parse_einsum
+from meshwright.core.errors import InputError
+from meshwright.core.notation import compact
+from meshwright.cost.formulas.roofline import Channel, Operand, Roofline, chip_roofline, einsum_work
+from meshwright.spec.chip import Chip, compute_dtype, vector_peak
+
+ROW_STEPS: dict[str, tuple[str, ...]] = {
+    "softmax": ("max", "subtract", "exp", "sum", "divide"),
+    "rms_norm": ("square", "sum", "divide", "scale"),
+    "layer_norm": ("sum", "subtract", "square", "sum", "divide", "scale", "shift"),
+}
+"""The steps that count for every element of a row; scales and shifts of a row's width are not counted as bytes."""
+
+_ROW = re.compile(rf"({'|'.join(ROW_STEPS)})\((.*)\)(?:->(.*))?")
+_PLUS = re.compile(r"(?<=[\]}])\+")
+
+
+class LocalOp(msgspec.Struct, frozen=True):
+    """One operation: its arrays, the result last, and the FLOPs for every element by name. The matrix is that of a
+    product on matrix units: the dims of rows, contraction and columns; None on vector units."""
+
+    arrays: tuple[ShardedArray, ...]
+    steps: tuple[str, ...]
+    matrix: tuple[set[str], ...] | None = None
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Dims and dtypes of all arrays, the result last."""
+        return tuple(Operand(a.dims, a.dtype or "bf16") for a in self.arrays)
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Every dim once."""
+        return tuple(dict.fromkeys(dim for array in self.arrays for dim in array.dims))
+
+    def dtype(self, chip: Chip) -> str:
+        """Returns the dtype that the chip computes in; vector units compute in fp32."""
+        return compute_dtype(chip, *(o.dtype for o in self.operands[:-1])) if self.matrix else "fp32"
+
+    def roofline(self, chip: Chip, sizes: dict[str, int], channel: Channel) -> Roofline:
+        """Returns the bounds; matrix units compute whole tiles, vector units of unknown rate take the matrix units'."""
+        *operands, out = self.operands
+        work = einsum_work(operands, out, sizes)
+        if self.matrix:
+            line = chip_roofline(work, chip, dtype=self.dtype(chip), channel=channel)
+            return replace(line, padding=self.padding(chip, sizes))
+        flops = len(self.steps) * math.prod(sizes[dim] for dim in self.dims)
+        line = chip_roofline(replace(work, flops=flops), chip, dtype=compute_dtype(chip, "bf16"), channel=channel)
+        return replace(line, peak_flops=vector_peak(chip) or line.peak_flops)
+
+    def padding(self, chip: Chip, sizes: dict[str, int]) -> float:
+        """Returns the FLOPs of whole tiles over those of the product; 1 on vector units."""
+        return mxu_padding(chip, *(math.prod(sizes[d] for d in dims) for dims in self.matrix)) if self.matrix else 1.0
+
+
+def parse_op(text: str) -> LocalOp:
+    """Returns the op of ``A[I,J] * B[J,K] -> C[I,K]``, ``A[I] + B[I] -> C[I]`` or ``softmax(A[B,S])``, on one chip."""
+    written = compact(text).replace(" ", "").replace("→", "->")
+    row, (left, _, right) = _ROW.fullmatch(written), written.partition("->")
+    if row is None and not right:
+        raise InputError(f"{text!r} is no op. Write A[I,J] * B[J,K] -> C[I,K], A[I] + B[I] -> C[I], softmax(A[I]).")
+    if row is not None:
+        given = parse_array(row[2])
+        op = LocalOp((given, parse_array(row[3]) if row[3] else given.replace(name="Out")), ROW_STEPS[row[1]])
+        if op.arrays[0].dims != op.arrays[1].dims:
+            raise InputError(f"{row[1]} keeps the dims of {given}, and the result has others. Write the same dims.")
+    elif _PLUS.search(left):
+        addends, out = tuple(map(parse_array, _PLUS.split(left))), parse_array(right)
+        if len(addends) != 2 or set(out.dims) != {dim for array in addends for dim in array.dims}:
+            raise InputError(f"{text!r} is not the sum of two arrays. Write A[I,J] + B[I,J] -> C[I,J].")
+        op = LocalOp(distinct_names(*addends, out), ("add",))
+    else:
+        arrays = parse_einsum(text)
+        lhs, rhs, kept = (set(a.dims) for a in arrays)
+        matrix = (lhs - rhs, lhs & rhs - kept, rhs - lhs)
+        steps = ("multiply", "add")[: 1 + bool((lhs | rhs) - kept)]
+        op = LocalOp(arrays, steps, matrix if matrix[1] and lhs ^ rhs else None)
+    for array in op.arrays:
+        if array.spread or array.unreduced:
+            raise InputError(f"{array} is sharded; roofline is for one chip. Use meshwright shard for a mesh.")
+    return op
