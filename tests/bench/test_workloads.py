@@ -12,7 +12,7 @@ from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.bench.devices import Bench, Shard, Workload, chip_of_kind
-from meshwright.bench.elementwise import _steepest, doubling_repeats, predicted_seconds, vector_peak
+from meshwright.bench.elementwise import _steepest, doubling_repeats, predicted_seconds
 from meshwright.bench.fit import fit_line
 from meshwright.bench.links import datasheet_seconds, rate_of
 from meshwright.bench.products import filled_share
