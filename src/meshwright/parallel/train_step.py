@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
-from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
@@ -36,6 +36,7 @@ from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.parallel.routers import FromCounts, without_counts
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
+from meshwright.spec.weights import has_frozen_matrices
 
 Form = Literal["shard_map", "gspmd"]
 Batch = dict[str, Array]
@@ -89,6 +90,8 @@ class TrainStep:
     ) -> None:
         require_runnable(model)
         require_runnable_strategy(strategy)
+        bound = options.capacity_factor or strategy.capacity_factor
+        options = msgspec.structs.replace(options, capacity_factor=bound)
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if form == "gspmd" and self.pipeline:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
@@ -105,6 +108,10 @@ class TrainStep:
         self.mesh = mesh or device_mesh(strategy.mesh)
         self.program = transformer(model, options)
         self.declared = derive(self.program, strategy, optimizer=self.optimizer.kind)
+        sizes = held_dims(model.dims, strategy.mesh)
+        for block in self.declared.blocks:
+            for array in (step.result for step in (*block.forward, *block.backward)):
+                check(array, {**dict.fromkeys(array.dims, 0), **sizes}, strategy.mesh)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
         self.compile = jax.jit(
@@ -131,8 +138,8 @@ class TrainStep:
         return {name: value for name, value in params.items() if name in self.shards}
 
     def saved(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the weights that a checkpoint holds: all; with adapters the trained ones, as others never change."""
-        return self.trained(params) if self.model.lora else dict(params)
+        """Returns the weights that a checkpoint holds: all, or the trained ones where others never change."""
+        return self.trained(params) if has_frozen_matrices(self.model) else dict(params)
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
