@@ -5,12 +5,14 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from meshwright.cli.asked import read_fields
 from meshwright.cli.main import run
+from meshwright.cli.verbs import train
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.weights import save_hf
 from meshwright.nn.weights import init_params
@@ -177,6 +179,18 @@ def test_a_bound_on_slots_was_a_setting_of_training_once():
     assert bound("assumptions.imbalance=2.0") is None
     with pytest.raises(InputError, match=r"train.capacity_factor is not a setting. It is strategy.capacity_factor."):
         settings_from_table({"capacity_factor": 1.25})
+
+
+def test_the_bound_of_an_older_run_is_its_strategy_s(rates, tmp_path, monkeypatch):
+    assert run(["plan", "tiny", *SMALL, "--calibration", rates, "-o", str(tmp_path / "p.toml")]) == 0
+    plan, found = load_plan(tmp_path / "p.toml"), []
+    old = {"train": {"capacity_factor": 1.5, "steps": 4}}
+    monkeypatch.setattr("meshwright.train.record.run_folder.read_resolved", lambda run: old)
+    monkeypatch.setattr("meshwright.train.record.run_folder.finished_steps", lambda run: None)
+    monkeypatch.setattr(train, "_run", lambda plan, settings, given, resume: found.append((plan, settings)))
+    train._resumed(plan, {}, SimpleNamespace(resume="runs/tiny-001", runs=tmp_path))
+    ((resumed, settings),) = found
+    assert (resumed.strategy.capacity_factor, settings) == (1.5, {"steps": 4})
 
 
 def test_a_plan_of_other_software_does_not_run(tmp_path, capsys):

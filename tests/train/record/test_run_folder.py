@@ -123,6 +123,9 @@ def test_a_resumed_run_has_no_weights_of_its_earlier_end(tmp_path):
 
 def test_the_line_says_what_is_known():
     assert describe(RECORD, 100) == ("step 3/100  loss 2.500  400 tokens/s  step 250 ms (predicted 200 ms)  MFU 50.0%")
+    above = msgspec.structs.replace(RECORD, mfu=1.25, mfu_causal=0.75)
+    assert describe(above, 100).endswith("MFU 125.0% (75.0% without masked scores)")
+    assert describe(msgspec.structs.replace(above, mfu=0.9), 100).endswith("MFU 90.0%")
     bare = msgspec.structs.replace(RECORD, mfu=None, predicted_step_s=None)
     assert describe(bare, 100) == "step 3/100  loss 2.500  400 tokens/s  step 250 ms"
 
