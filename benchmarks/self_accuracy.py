@@ -209,7 +209,7 @@ class Child:
         from meshwright.bench.machine import measure_machine
         from meshwright.bench.machine_step import reference_steps
 
-        self.calibration = measure_machine(self.devices, in_step=False)
+        self.calibration = measure_machine(self.devices)
         self.references = reference_steps(self.devices, Path(self.traces.name))
 
     def profile(self, number: int) -> None:
@@ -220,11 +220,10 @@ class Child:
     def rates(self) -> dict[str, Any]:
         """Returns the rates of the machine from all rounds."""
         import msgspec
-
-        from meshwright.bench.machine import with_host_rates
+        from meshwright.bench.machine_step import host_rates
 
         measured = [step.measured(self.calibration) for step in self.references]
-        self.calibration = with_host_rates(self.calibration, measured)
+        self.calibration = msgspec.structs.replace(self.calibration, host=host_rates(measured))
         return dict(msgspec.to_builtins(self.calibration))
 
     def predict(self, name: str) -> float:

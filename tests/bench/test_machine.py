@@ -8,7 +8,7 @@ from meshwright.bench.workloads import COLLECTIVE_FUNCTIONS
 
 @pytest.fixture(scope="module")
 def measured():
-    return measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.02, in_step=False)
+    return measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.02)
 
 
 def test_every_figure_is_there_with_its_source(measured):

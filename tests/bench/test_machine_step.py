@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.bench.machine import measure_machine
+from meshwright.bench.machine import measure_machine, with_host_rates
 from meshwright.bench.machine_step import GAPS, REFERENCES, MeasuredStep, Spent, host_rates, pace
 from meshwright.cost.breakdown import Breakdown, label_text
 from meshwright.cost.setting import Setting
@@ -161,7 +161,7 @@ def test_round_trip(tmp_path):
 
 @pytest.mark.slow
 def test_rates_of_this_machine(tmp_path):
-    found = measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.02)
+    found = with_host_rates(measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.02))
     assert 0 < found.host.product.flop < 1e-7
     assert {"attention", "attention_backward", "rms_norm", "silu_mul", "adamw"} <= set(found.host.ops)
     assert found.sources["host"]

@@ -12,14 +12,15 @@ from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.bench.devices import Bench, Shard, Workload, chip_of_kind
-from meshwright.bench.elementwise import _steepest, doubling_repeats, predicted_seconds
+from meshwright.bench.elementwise import _doubling, _fastest, doubling_repeats, predicted_seconds
 from meshwright.bench.fit import fit_line
 from meshwright.bench.links import datasheet_seconds, rate_of
 from meshwright.bench.products import filled_share
-from meshwright.bench.results import BenchReport, ChainTime, Group, Timing
+from meshwright.bench.results import BenchReport, ChainTime, Copy, CopyPart, Group, Timing
 from meshwright.bench.run import PARTS, make_bench
 from meshwright.bench.workloads import (
     COLLECTIVE_FUNCTIONS,
+    DISTANCES,
     LAYER_ROUNDS,
     ROUNDS,
     attention_workload,
@@ -188,13 +189,13 @@ def test_multiply_adds_that_double_the_time():
     assert doubling_repeats(10e12, 2e12) == pytest.approx(40)
 
 
-@pytest.mark.parametrize(("seconds", "rate"), [((1, 2, 4), 2.0), ((1, 2.6, 2.5), None), ((1, 2.5, 2.5), None)])
-def test_the_rate_of_further_multiply_adds_needs_further_time(seconds, rate):
+@pytest.mark.parametrize(("seconds", "rate"), [((1, 2, 4), 2.0), ((1, 2.6, 2.5), 3.2), ((1, 1.5, 1.9), None)])
+def test_the_vector_rate_is_that_of_the_fastest_chain_once_memory_does_not_hide_it(seconds, rate):
     chains = [
         ChainTime(repeats=n, fused=True, seconds=Timing(s, s, s, 1), flops_per_s=2 * n / s, bytes_per_s=8 / s)
         for n, s in zip((1, 2, 4), seconds, strict=True)
     ]
-    assert _steepest(chains) == rate
+    assert _fastest(chains) == rate
 
 
 def test_vector_rates_of_data_sheets():
@@ -205,12 +206,41 @@ def test_vector_rates_of_data_sheets():
 
 def test_distances_and_their_predictions():
     a, b = (np.random.default_rng(seed).standard_normal((8, 8)).astype(np.float32) for seed in (0, 1))
-    log_space, l1_distance = (distance_workload(what, 8).body(a, b) for what in ("log-space", "L1 distance"))
+    log_space, l1_distance = (DISTANCES[what][0](a, b) for what in ("log-space", "L1 distance"))
     np.testing.assert_allclose(log_space, np.log(np.exp(a) @ np.exp(b)), rtol=1e-5)
     np.testing.assert_allclose(l1_distance, np.abs(a[:, :, None] - b[None]).sum(1), rtol=1e-5)
-    found = predicted_seconds(100, matmul=1e9, vector=1e8)
-    assert found == {"matmul": 2e-3, "log-space": pytest.approx(0.12), "L1 distance": pytest.approx(0.06)}
-    assert predicted_seconds(100, matmul=None, vector=None)["log-space"] is None
+    last = distance_workload("L1 distance", 8).body(jnp.asarray(a), jnp.asarray(b))
+    np.testing.assert_allclose(last, l1_distance, rtol=1e-4)
+    found = predicted_seconds(100, "cuda", matmul=1e9, vector=1e8)
+    assert found == {"matmul": 2e-3, "log-space": pytest.approx(0.26), "L1 distance": pytest.approx(0.06)}
+    assert predicted_seconds(100, "tpu", matmul=None, vector=1e8)["log-space"] == pytest.approx(0.12)
+    assert predicted_seconds(100, "cpu", matmul=None, vector=None)["log-space"] is None
+
+
+def chain(repeats, seconds):
+    timing = Timing(median_s=seconds, low_s=seconds, high_s=seconds, repeats=3)
+    return ChainTime(
+        repeats=repeats, fused=True, seconds=timing, flops_per_s=2e6 * repeats / seconds, bytes_per_s=8e6 / seconds
+    )
+
+
+def test_the_vector_rate_is_the_highest_that_a_chain_shows():
+    """A chain too long for the registers is slower, and says nothing about the rate of those before it."""
+    found = _doubling([chain(1, 1e-3), chain(8, 1e-3), chain(16, 1.6e-3), chain(32, 6e-3)], chip("cpu"))
+    assert found["vector_flops_per_s"] == 2e6 * 16 / 1.6e-3
+    assert found["predicted_at"] == pytest.approx(20)
+    assert _doubling([chain(1, 1e-3), chain(8, 1e-3)], chip("cpu"))["predicted_at"] is None
+
+
+def test_weights_are_read_as_fast_as_a_copy_of_their_size():
+    timing = chain(1, 1.0).seconds
+    part = CopyPart(
+        copies=tuple(
+            Copy(kind="copy", array_bytes=size, seconds=timing, bytes_per_s=1e9 / size) for size in (4, 16, 64)
+        )
+    )
+    assert [part.of_size(size).array_bytes for size in (3, 5, 16, 100)] == [4, 16, 16, 64]
+    assert CopyPart().of_size(3) is None
 
 
 def test_whole_tiles():

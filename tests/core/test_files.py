@@ -1,4 +1,6 @@
 import os
+import re
+import stat
 import threading
 from pathlib import Path
 
@@ -6,6 +8,7 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder, read_json, read_text, write_text_whole, write_whole
+from tests.test_architecture import source_modules
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
@@ -28,6 +31,40 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
         write_whole(path, fail)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name_and_the_name_after(tmp_path, monkeypatch):
+    path, done = tmp_path / "file.txt", []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(handle):
+        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else Path(f"/proc/self/fd/{handle}").read_text())
+        fsync(handle)
+
+    monkeypatch.setattr("os.fsync", synced)
+    monkeypatch.setattr("os.replace", lambda *names: (done.append("name"), replace(*names)))
+    write_text_whole(path, "text")
+    assert done == ["text", "name", "folder"]
+
+
+WRITERS = {
+    "core.files": "the function itself",
+    "nn.hf.files": "writes into the part that it is given",
+    "profile.run": "the text of a program beside its trace, read at once",
+    "train.record.run_folder": "lines that are added one by one",
+    "train.data.store": "files that grow, with a journal",
+    "verify.running": "a request in a temporary folder",
+}
+
+
+def test_files_are_written_by_the_one_function_that_writes_them_whole():
+    """Opens to write, and writes of a path that is no part of `write_whole`, are in these modules alone."""
+    found = set()
+    for module, path in source_modules().items():
+        text = re.sub(r"lambda part: part\.write_\w+", "", path.read_text())
+        if re.search(r"\.write_(text|bytes)\(|open\([^)]*\"[rwax]?\+?[wax]b?\+?\"|r\+b|shutil\.copy\w*\(", text):
+            found.add(module.removeprefix("meshwright."))
+    assert found == set(WRITERS)
 
 
 def test_a_device_a_pipe_and_a_link_stay_what_they_are(tmp_path):

@@ -1,5 +1,6 @@
 """The step time against counts by hand, the book's closed forms, and the bounds that always hold."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,11 +17,13 @@ from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import attention_scores, step_rates, strategy_placements
 from meshwright.cost.train_step import PricedStep, estimate_step, predict, price_strategy
 from meshwright.cost.work.ops import model_flops
+from meshwright.report.answer import utilisation_rows
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
+from meshwright.spec.plan_file import unmasked
 from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Assumptions, Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import num_params, params_by_part
 
@@ -382,3 +385,25 @@ def test_sizes_of_a_microbatch():
         Strategy(mesh=make_mesh({}), num_microbatches=4)
     )
     assert (sizes.dims["B"], sizes.dims["T"], sizes.dims["D"], sizes.width) == (2, 64, 256, 2)
+
+
+def test_mfu_without_masked_scores_is_that_of_what_is_computed():
+    """On a chip of 300 TFLOP/s the convention passes 100% at 131,072 positions; half of the scores are masked."""
+    cluster = parse_cluster("v5p:4x4x4")
+    chip = msgspec.structs.replace(cluster.chip, peak_flops={"bf16": 3e14})
+    job = Job(batch_seqs=64, seq_len=131_072)
+    setting = Setting(LLAMA8B, msgspec.structs.replace(cluster, chip=chip), job)
+    found = estimate_step(setting, Strategy(mesh=make_mesh({"fsdp": 8, "context": 8}), context_attention="ring"))
+    assert found.mfu > 1 > found.mfu_causal
+    assert found.mfu_causal / found.mfu == pytest.approx(
+        model_flops(LLAMA8B, job, causal=True) / model_flops(LLAMA8B, job)
+    )
+    assert unmasked(found) == found.mfu_causal
+    slow = found.measured(2 * found.step_s)
+    assert slow["mfu_causal"] == pytest.approx(found.mfu_causal / 2)
+    assert [row[0] for row in utilisation_rows(found, found)] == ["MFU", "MFU without masked scores", "HFU"]
+    usual = estimate_step(
+        Setting(LLAMA8B, cluster, Job(batch_seqs=64, seq_len=2048)), Strategy(mesh=make_mesh({"fsdp": 64}))
+    )
+    assert unmasked(usual) is None
+    assert [row[0] for row in utilisation_rows(usual, usual)] == ["MFU", "HFU"]

@@ -30,6 +30,7 @@ MOST_S, MOST_BYTES = 10, 2 * 2**30
 MESSAGES = (InputError, CannotRunError, click.ClickException, click.exceptions.Exit)
 """What an input may end in, besides an answer."""
 MOST_MESSAGE = 5_000
+CHOSEN = "FUZZED_READERS"
 
 
 class Find(NamedTuple):
@@ -38,6 +39,12 @@ class Find(NamedTuple):
     number: int
     reader: str
     what: str
+
+
+def chosen(folder: Path) -> dict[str, Reader]:
+    """Returns the readers that ``--readers`` names, all if it names none."""
+    found, names = readers(folder), os.environ.get(CHOSEN, "")
+    return {name: found[name] for name in names.split(",")} if names else found
 
 
 def made(found: dict[str, Reader], seed: int, number: int) -> tuple[str, Any]:
@@ -73,7 +80,7 @@ def work(seed: int, numbers: range, at: Any, queue: Any) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.chdir(folder)
-        found = readers(folder)
+        found = chosen(folder)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MOST_BYTES, size + MOST_BYTES))
         for number in numbers:
@@ -109,7 +116,7 @@ def in_process(seed: int, count: int, until: float) -> tuple[int, list[Find]]:
             finds.append(queue.get())
         first = at.value
         if first < count and time.monotonic() < until:
-            finds.append(Find(first, made(readers(Path(tempfile.mkdtemp())), seed, first)[0], "it stuck, or died"))
+            finds.append(Find(first, made(chosen(Path(tempfile.mkdtemp())), seed, first)[0], "it stuck, or died"))
             first += 1
     return first, finds
 
@@ -119,11 +126,13 @@ def through_the_shell(seed: int, count: int, until: float) -> tuple[int, list[Fi
     finds, rng = [], random.Random(seed)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "MESHWRIGHT_CACHE": tempfile.mkdtemp()}
     with tempfile.TemporaryDirectory() as name:
-        found = readers(Path(name))
+        found = chosen(Path(name))
         for number in range(count):
             if time.monotonic() > until:
                 return number, finds
-            reader = rng.choice([one for one in VERBS if one in found])
+            if not (known := [one for one in VERBS if one in found]):
+                return 0, finds
+            reader = rng.choice(known)
             given = found[reader].make(rng)
             words = given if reader == "command" else [*VERBS[reader].split(), _written(given, Path(name), reader)]
             start = time.monotonic()
@@ -167,11 +176,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     for flag, default in (("count", 100_000), ("shell", 500), ("seed", 1), ("minutes", 60), ("only", -1)):
         parser.add_argument(f"--{flag}", type=int, default=default)
+    parser.add_argument("--readers", default="", help="names, by commas; all by default")
     asked = parser.parse_args()
+    os.environ[CHOSEN] = asked.readers
     if asked.only >= 0:
         folder = Path(tempfile.mkdtemp())
         os.chdir(folder)
-        found = readers(folder)
+        found = chosen(folder)
         name, given = made(found, asked.seed, asked.only)
         print(name, repr(given)[-3000:])
         found[name].read(given, folder)

@@ -45,6 +45,7 @@ from meshwright.spec.weights import num_params
 from meshwright.train.data.text import read_pieces
 from meshwright.train.data.tokenizer import train_tokenizer
 from meshwright.train.settings import settings_from_table
+from tests.fuzz.binary import BINARY
 from tests.fuzz.mutations import PIECES, json_bytes, mutated_text, mutated_tree, of_texts, of_trees, toml_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +166,7 @@ def readers(folder: Path) -> dict[str, Reader]:
         "planned": of_words(sets, _planned, 3),
         "train": Reader(lambda rng: _tree(trained, rng), lambda tree, folder: settings_from_table(tree)),
         "command": Reader(_command, lambda words, folder: call(*words), 12),
+        **{name: of_file(file, make(folder), read, 5) for name, (file, make, read) in BINARY.items()},
     }
 
 

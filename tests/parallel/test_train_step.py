@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.forward import logits_fn
 from meshwright.nn.ops import fused_head
 from meshwright.parallel.mesh import device_mesh
@@ -197,3 +197,17 @@ def test_logits_of_the_forward_pass_give_the_loss_of_the_training_step():
     expected = -np.take_along_axis(log_probs, np.asarray(rows["labels"])[..., None], -1).mean()
     loss, _ = TrainStep(MODEL, strategy({}, remat="full")).gradients(params, rows)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes", "text"),
+    [
+        ({"context": 8}, {"num_heads": 6, "num_kv_heads": 3}, r"N=6 of \S+\[.*\] does not divide by .*context.*=8"),
+        ({"tensor": 4}, {"d_ff": 66}, r"F=66 of .* does not divide by tensor=4"),
+        ({"fsdp": 8}, {"d_model": 36}, r"D=36 of .* does not divide by fsdp.*=8"),
+    ],
+)
+def test_uneven_splits_are_refused_before_anything_is_compiled(axes, sizes, text):
+    ulysses = msgspec.structs.replace(strategy(axes), context_attention="ulysses")
+    with pytest.raises(InputError, match=text):
+        TrainStep(msgspec.structs.replace(MODEL, **sizes), ulysses)

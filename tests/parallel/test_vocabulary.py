@@ -11,6 +11,7 @@ from meshwright.nn.ops.linear_cross_entropy import logits_backward, logits_stati
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import held_dims
+from meshwright.train.optimizers.sharded import WeightLayout
 from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.settings import TrainSettings
 from tests.parallel.cases import assert_equal, first_params, keep_gradients, run, strategy_of
@@ -88,6 +89,31 @@ def test_the_state_of_every_mesh_has_one_form(optimizer):
     for name, array in state.params.items():
         assert again[name].sharding == array.sharding
         np.testing.assert_array_equal(again[name], array)
+
+
+@pytest.mark.parametrize(
+    "model", [ODD, pytest.param(msgspec.structs.replace(MODEL, name="257", vocab_size=257), marks=pytest.mark.slow)]
+)
+def test_adafactor_means_leave_padding_out(model):
+    """Steps of a filled vocabulary train as those of one device: means of squares are over its own tokens."""
+
+    def after_two(axes):
+        strategy, settings = strategy_of(axes), TrainSettings(optimizer="adafactor", warmup_steps=0, learning_rate=0.1)
+        step: TrainStep
+
+        def layout():
+            return WeightLayout(step.mesh, step.declared.weights, {"V": model.vocab_size})
+
+        step = TrainStep(model, strategy, optimizer=make_optimizer(model, settings, strategy.state, layout=layout))
+        state = step.init(0)
+        for _ in range(2):
+            state, metrics = step.step(state, given(model))
+        return step.to_canonical(state.params), float(metrics.loss)
+
+    found, alone = after_two({"tensor": 2}), after_two({})
+    assert found[1] == pytest.approx(alone[1], rel=1e-5)
+    for name, array in found[0].items():
+        np.testing.assert_allclose(array, np.asarray(alone[0][name]), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_weights_of_a_seed_are_those_of_one_device():

@@ -97,6 +97,12 @@ def test_without_a_device_each_thread_is_one():
     assert len(found.devices) == 1
 
 
+def test_a_device_that_is_no_number_is_none():
+    stats = {"hlo_op": "dot.1", "device_ordinal": "nan", "run_id": "nan"}
+    found = read(plane("/host:CPU", line("a/1", event("dot.1", 0, 10, **stats))))
+    assert (found.by_thread, found.found_steps) == (True, "none")
+
+
 def test_steps_of_a_training_run_lie_between_marks():
     marks = [event(STEP_END, at, 0) for at in (1000, 4000, 9000)]
     found = read(

@@ -17,12 +17,13 @@ from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import load_params, save_hf
 from meshwright.nn.weights import init_params
 from meshwright.spec.catalogue import has_weights, load_model, weights_of
+from meshwright.spec.model import Lora
 from meshwright.spec.plan_file import load_plan, save_plan
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.train.data.tokenizer import save_tokenizer, train_tokenizer
 from meshwright.train.loop import train
-from meshwright.train.settings import TrainSettings, with_whole_paths
-from meshwright.train.setup import prepare
+from meshwright.train.settings import TrainSettings, fine_tuning_rate, with_whole_paths
+from meshwright.train.setup import prepare, start_words
 from tests.cli.made_rates import write_rates
 from tests.train.small import JOB, MODEL, read_documents, settings, strategy
 
@@ -81,6 +82,18 @@ def test_the_first_loss_is_that_of_the_weights(axes, folder, text, tmp_path, cap
     assert load_params(ODD, found.run)["embed"].shape == (301, 32)
 
 
+def test_the_default_rate_is_one_of_fine_tuning():
+    """TRL's and torchtune's for all weights, a tenfold one for adapters; random weights keep the settings' own."""
+    adapters = msgspec.structs.replace(ODD, lora=Lora(rank=2))
+    assert (fine_tuning_rate(ODD), fine_tuning_rate(adapters)) == (2e-5, 2e-4)
+    whole = TrainSettings(weights="w", learning_rate=2e-5)
+    assert start_words(whole, ODD).endswith("at learning_rate 2e-05, the default to fine-tune all weights")
+    tuned = TrainSettings(weights="w", learning_rate=2e-4)
+    assert start_words(tuned, adapters).endswith("at learning_rate 0.0002, the default to fine-tune adapters")
+    assert start_words(tuned, ODD).endswith("at learning_rate 0.0002")
+    assert start_words(TrainSettings(), ODD) == "starts from random weights"
+
+
 @pytest.mark.peer
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_first_loss_is_the_one_that_transformers_gives(family, text, folder, tmp_path):
@@ -131,10 +144,13 @@ def test_a_plan_keeps_where_weights_come_from(folder, text, tmp_path):
     resolved = Path(first.run, "resolved.toml").read_text()
     assert f'weights = "{folder}"' in resolved
     assert f'tokenizer = "{folder}/tokenizer.json"' in resolved
+    assert "learning_rate = 2e-05" in resolved
     fresh = run_training(plan, {**options, "weights": ""}, runs=tmp_path)
     assert fresh.losses[0] == pytest.approx(np.log(300), abs=0.2)
     assert abs(first.losses[0] - fresh.losses[0]) > 0.01
-    assert 'weights = ""' in Path(fresh.run, "resolved.toml").read_text()
+    resolved = Path(fresh.run, "resolved.toml").read_text()
+    assert 'weights = ""' in resolved
+    assert "learning_rate = 0.003" in resolved
 
 
 def test_what_is_missing_is_named(folder, text, tmp_path):

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from meshwright.algebra.generation import AS_WRITTEN, Storage
-from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
@@ -67,7 +66,7 @@ def test_slots_of_experts():
     that are filled."""
     tokens = SEQS * LENGTH
     assert derivation({"expert": 8}, given=MIXTRAL).dims["C"] == tokens
-    bounded = derivation({"expert": 8}, given=MIXTRAL, options=ProgramOptions(capacity_factor=1.25)).dims["C"]
+    bounded = derivation({"expert": 8}, given=MIXTRAL, choices={"capacity_factor": 1.25}).dims["C"]
     assert bounded == pytest.approx(tokens * 2 / 8 * 1.25, rel=0.1)
     assert derivation({"fsdp": 8}, given=MIXTRAL).dims["C"] == tokens * 2 // 8
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import DAMAGED_JSON, InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.files import read_bytes
 from meshwright.spec.cluster_shapes import MAX_CHIPS
@@ -120,5 +120,5 @@ def _record(line: bytes, where: str) -> Record:
             # other kinds of records have models of other shapes: they are counted, not predicted
             head = {name: head.get(name) for name in ("id", "kind", "group", "core") if head.get(name) is not None}
         return msgspec.convert(head, Record)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+    except DAMAGED_JSON as error:
         raise InputError(f"{where}: {error}. Every line is one record as described in docs/accuracy.md.") from None

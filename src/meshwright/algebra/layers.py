@@ -13,7 +13,7 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.program import Block, Op, Variable
 from meshwright.core.errors import InputError
 from meshwright.spec.model import Model
-from meshwright.spec.weights import adapted, weight_table
+from meshwright.spec.weights import adapted, has_frozen_matrices, weight_table
 
 ENCODER, CROSS = "encoder_", "cross_"
 """Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
@@ -245,7 +245,7 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
         return with_adapters(model, lines + _dense(model))
     capacity = options.capacity_factor
     corrected = model.router_scores == "sigmoid"
-    rate = options.correction_rate if corrected and not model.lora else 0.0
+    rate = options.correction_rate if corrected and not has_frozen_matrices(model) else 0.0
     weights = {"balance": options.balance_loss, "z": options.router_z_loss}
     routing = given_attributes(**weights, capacity=capacity, correction_rate=rate)
     given = given_attributes(capacity=capacity)

@@ -1,5 +1,6 @@
 """Rates for a cluster: a given calibration, this machine measured once, or the data sheet."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -44,29 +45,43 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
     if cluster.kind != "host":
         return fitted_calibration(cluster.chip) if fitted else None
     kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
-    return _kept(kept) or measure(cluster, keep=kept)
+    begun = _kept(kept)
+    return begun if begun and begun.host else measure(cluster, keep=kept, begun=begun)
 
 
 def _kept(path: Path) -> Calibration | None:
-    """Returns the rates that were kept; None if there are none, or if the file was changed or lacks some rates."""
+    """Returns the rates that were kept; None if there are none, or if the file was changed or lacks some rates.
+
+    They have no ``host`` if measuring was ended before a training step was measured.
+    """
     try:
         found = None if not path.exists() or read_toml(path).is_changed else load_calibration(path)
     except InputError:
         return None
-    whole = found and found.host and {rate.kind for rate in found.collectives} == set(COLLECTIVES)
+    whole = found and (found.devices == 1 or {rate.kind for rate in found.collectives} == set(COLLECTIVES))
     return found if whole else None
 
 
-def measure(cluster: Cluster, *, keep: Path) -> Calibration:
-    """Measures this machine as ``cluster``, writes the rates to ``keep`` and returns them."""
-    from meshwright.bench.machine import measure_machine
+def measure(cluster: Cluster, *, keep: Path, begun: Calibration | None = None) -> Calibration:
+    """Measures this machine as ``cluster``, writes the rates to ``keep`` and returns them.
+
+    The rates of products, memory and collectives are written as soon as they are known, before those of a training
+    step; with ``begun``, which has them, only a training step is measured.
+    """
+    from meshwright.bench.machine import measure_machine, with_host_rates
     from meshwright.parallel.mesh import emulate_devices
 
-    click.echo(f"measuring this machine as {cluster.short_name}, a minute or two (kept in {keep})", err=True)
+    say = partial(click.echo, err=True)
+
+    def keep_rates(found: Calibration) -> Calibration:
+        try:
+            save_calibration(found, keep)
+        except OSError as error:
+            say(f"the rates are not kept in {keep}: {error.strerror}")
+        return found
+
+    rest = "the rest of this machine" if begun else "this machine"
+    say(f"measuring {rest} as {cluster.short_name}, a minute or two, more under load (kept in {keep})")
     emulate_devices(cluster.num_chips)
-    found = measure_machine(cluster.num_chips, say=lambda line: click.echo(f"  {line}", err=True))
-    try:
-        save_calibration(found, keep)
-    except OSError as error:
-        click.echo(f"the rates are not kept in {keep}: {error.strerror}", err=True)
-    return found
+    found = begun or keep_rates(measure_machine(cluster.num_chips, say=lambda line: say(f"  {line}")))
+    return keep_rates(with_host_rates(found, lambda line: say(f"  {line}")))

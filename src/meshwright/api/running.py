@@ -34,19 +34,22 @@ def run_training(
     """Trains by a plan on the devices of this process, or of all processes that were launched together.
 
     ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``; ``weights`` are by default the
-    plan's. The run writes a new folder under ``runs``, or continues in the folder ``resume``. Raises CannotRunError if
-    the devices are not those of the plan.
+    plan's, and ``learning_rate`` a lower one if there are weights. The run writes a new folder under ``runs``, or
+    continues in the folder ``resume``. Raises CannotRunError if the devices are not those of the plan.
     """
     require_runnable(plan.model)
     require_devices(plan)
     from meshwright.train.loop import train
-    from meshwright.train.settings import settings_from_table
+    from meshwright.train.settings import fine_tuning_rate, settings_from_table
 
+    table = {"weights": plan.job.weights, **(settings or {})}
+    if table["weights"]:
+        table.setdefault("learning_rate", fine_tuning_rate(plan.model))
     return train(
         plan.model,
         plan.strategy,
         plan.job,
-        settings_from_table({"weights": plan.job.weights, **(settings or {})}),
+        settings_from_table(table),
         run_root=Path(runs),
         resume=None if resume is None else Path(resume),
         predicted=plan.predicted,

@@ -7,7 +7,7 @@ device.
 import datetime
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from meshwright.bench.devices import EMULATED, Bench, MlpShape, Workload
 from meshwright.bench.fit import FittedLine
 from meshwright.bench.links import rate_of
-from meshwright.bench.machine_step import REFERENCES, MeasuredStep, host_rates, measure_references
+from meshwright.bench.machine_step import REFERENCES, host_rates, measure_references
 from meshwright.bench.timing import SWEEPS, sweep_medians
 from meshwright.bench.workloads import (
     COLLECTIVE_FUNCTIONS,
@@ -43,14 +43,13 @@ def measure_machine(
     *,
     matmul_shape: MlpShape = EMULATED.mlps[0],
     seconds_per_figure: float = 0.3,
-    in_step: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
     """Returns measured matmul, attention, memory and collective rates per device, and says each through ``say``.
 
     ``matmul_shape`` (m, k, n) should be like the products of the job: rates of small products are lower. Collectives
-    run over groups of every power of two, all groups of a size at once. ``in_step`` adds the rates inside a training
-    step (`machine_step`), which takes some twenty seconds; without these, steps are priced by the other rates.
+    run over groups of every power of two, all groups of a size at once. `with_host_rates` adds those inside a training
+    step; without these, steps are priced by the other rates.
     """
     bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
     workloads: dict[str, Workload] = {
@@ -79,7 +78,7 @@ def measure_machine(
             each = f"{rate.latency_s * 1e6:.3g} us + bytes at {rate.bytes_per_s / 1e9:.3g} GB/s"
             say(f"AllGather over {rate.group_size}: {each}")
     how = f"measured with {num_devices} devices busy, median of {SWEEPS} sweeps"
-    found = Calibration(
+    return Calibration(
         name=f"this machine, {num_devices} devices",
         chip="cpu",
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
@@ -100,7 +99,6 @@ def measure_machine(
             "collectives": f"{how}; line through {SMALL_BYTES} and {LARGE_BYTES} bytes a device",
         },
     )
-    return with_host_rates(found, measure_references(found, num_devices), say) if in_step else found
 
 
 def _collective_rate(kind: CollectiveKind, size: int, seconds: Mapping[str, float]) -> CollectiveRate:
@@ -110,11 +108,9 @@ def _collective_rate(kind: CollectiveKind, size: int, seconds: Mapping[str, floa
     return rate_of(kind, size, FittedLine(start=small - slope * SMALL_BYTES, slope=slope, error=0.0))
 
 
-def with_host_rates(
-    found: Calibration, references: Sequence[MeasuredStep], say: Callable[[str], None] = lambda line: None
-) -> Calibration:
-    """Returns a calibration with the rates inside a step added, fitted to measured reference steps."""
-    host = host_rates(references)
+def with_host_rates(found: Calibration, say: Callable[[str], None] = lambda line: None) -> Calibration:
+    """Returns the calibration with rates inside a step added, from reference steps that are run on its devices."""
+    host = host_rates(measure_references(found, found.devices or 1))
     say(f"products in a step {_rate(host.product.flop, 'GFLOP/s')} beside {_rate(host.product.byte, 'GB/s')}")
     say(f"elementwise ops in a step {_rate(host.stream.byte, 'GB/s')}, loops {_rate(host.loop_byte, 'GB/s')}")
     shapes = ", ".join(

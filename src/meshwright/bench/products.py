@@ -20,6 +20,7 @@ from meshwright.bench.results import (
 from meshwright.bench.timing import rounds_for
 from meshwright.bench.workloads import (
     attention_workload,
+    layer_flops,
     layer_workload,
     mlp_workload,
     product_flops,
@@ -201,9 +202,9 @@ def measure_batch(runner: Runner) -> BatchPart:
                 flops_per_s=workload.work / seconds.median_s,
             )
         )
-    copies: CopyPart | None = runner.found.get("copy")
-    largest = copies.largest() if copies else None
-    rates = runner.product_rate(dtype), largest.bytes_per_s if largest else bench.chip.hbm_bytes_per_s
+    copies: CopyPart = runner.found.get("copy") or CopyPart()
+    copy = copies.of_size(layer_flops(sizes, 1) / 2 * DTYPE_BYTES[dtype])
+    rates = runner.product_rate(dtype), copy.bytes_per_s if copy else bench.chip.hbm_bytes_per_s
     return BatchPart(
         sizes=dict(sizes),
         dtype=dtype,

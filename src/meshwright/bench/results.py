@@ -162,6 +162,11 @@ class CopyPart(Part, frozen=True):
         """Returns the copy of the largest array of a kind; None without any."""
         return max((c for c in self.copies if c.kind == kind), key=lambda c: c.array_bytes, default=None)
 
+    def of_size(self, num_bytes: float) -> Copy | None:
+        """Returns the smallest copied array of at least so many bytes, else the largest; None without any."""
+        fitting = [c for c in self.copies if c.kind == "copy" and c.array_bytes >= num_bytes]
+        return min(fitting, key=lambda c: c.array_bytes, default=self.largest())
+
 
 class LayerTime(Measurement, frozen=True):
     """One layer forward with this many tokens per device."""
@@ -173,7 +178,10 @@ class LayerTime(Measurement, frozen=True):
 
 
 class BatchPart(Part, frozen=True):
-    """Layer times by batch; the fitted knee, the predicted critical batch: (FLOP/s) / (bytes/s) x weight bytes / 2."""
+    """Layer times by batch; the fitted knee; the predicted critical batch: (FLOP/s) / (bytes/s) x weight bytes / 2.
+
+    The bytes/s are those of a copy as large as the weights, since smaller arrays may stay in a cache.
+    """
 
     sizes: dict[str, int]
     dtype: str

@@ -22,6 +22,8 @@ ROUNDS = 10
 """Consecutive collectives in a call."""
 LAYER_ROUNDS = 4
 """Consecutive layers in a call, all with the same weights."""
+DISTANCE_ROUNDS = 8
+"""Consecutive combinations of two matrices in a call, so that its launch hardly counts."""
 EPSILON = 1e-6
 
 SILU_BYTES = 2**22
@@ -162,20 +164,30 @@ def l1_distance(a: Array, b: Array) -> Array:
     return jnp.sum(jnp.abs(a[:, :, None] - b[None, :, :]), axis=1)
 
 
-DISTANCES: dict[str, tuple[Callable[[Array, Array], Array], int | None]] = {
+DISTANCES: dict[str, tuple[Callable[[Array, Array], Array], tuple[int, int] | None]] = {
     "matmul": (lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST), None),
-    "log-space": (log_space, 6),
-    "L1 distance": (l1_distance, 3),
+    "log-space": (log_space, (5, 1)),
+    "L1 distance": (l1_distance, (3, 0)),
 }
-"""Ways to combine [m,k] and [k,n], and their vector operations for each of the m k n pairs. Log-space: add and maximum,
-then add again, subtract, exponential, add; L1: subtract, magnitude, add. An exponential counts as one, though it takes
-several."""
+"""Ways to combine [m,k] and [k,n], with the simple vector operations and the exponentials for each of the m k n pairs.
+Log-space: add and maximum, then add again, subtract, exponential, add; L1: subtract, magnitude, add."""
+EXP_OPS = {"cpu": 18, "cuda": 8, "rocm": 4, "tpu": 1}
+"""Vector operations that take as long as an exponential. On a CPU it is a polynomial of about as many; CUDA's GPUs
+compute 16 a cycle beside 128 additions (programming guide, throughput of arithmetic instructions), AMD's a quarter as
+many as additions, and a TPU has a unit for them beside the vector unit."""
 
 
 def distance_workload(what: str, size: int) -> Workload:
-    """Returns two square shards combined as ``what`` says; ``work`` is the FLOPs of their product."""
+    """Returns rounds of two square shards combined as ``what`` says; ``work`` is the FLOPs of their product."""
+
+    def body(a: Array, b: Array) -> Array:
+        # Each round needs the one before it, as in `product_workload`.
+        return lax.fori_loop(
+            0, DISTANCE_ROUNDS, lambda _, out: DISTANCES[what][0](a.at[:1, :1].add(out[:1, :1] * 1e-6), b), a
+        )
+
     shard = Shard(shape=(size, size))
-    return Workload(body=DISTANCES[what][0], shards=(shard, shard), work=product_flops(size, size, size))
+    return Workload(body=body, shards=(shard, shard), work=product_flops(size, size, size), rounds=DISTANCE_ROUNDS)
 
 
 def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Workload:

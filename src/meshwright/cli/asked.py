@@ -61,15 +61,14 @@ CACHE_DTYPE = option("Dtype of the cache, for prefill and generation.", default=
 
 
 def read_fields(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the fields of ``--set``, with two settings of training that the price depends on copied from ``train``.
+    """Returns the fields of ``--set``. The run's optimizer is also the job's, whose price depends on it.
 
-    The run's optimizer becomes the job's, and its bound on the slots of experts (capacity_factor) the strategy's.
+    A bound on the slots of experts (capacity_factor), which was a setting of training once, moves to the strategy.
     """
     fields = parse_fields(pairs)
-    optimizer, bound = fields["train"].get("optimizer"), fields["train"].get("capacity_factor")
-    if optimizer is not None:
-        fields["job"] = {"optimizer": optimizer, **fields["job"]}
-    if isinstance(bound, int | float) and bound > 0:
+    if "optimizer" in fields["train"]:
+        fields["job"] = {"optimizer": fields["train"]["optimizer"], **fields["job"]}
+    if bound := fields["train"].pop("capacity_factor", None):
         fields["strategy"] = {"capacity_factor": bound, **fields["strategy"]}
     return fields
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import DAMAGED_JSON, CannotRunError
 from meshwright.core.files import write_text_whole
 
 SUMS = "SHA256SUMS"
@@ -74,7 +74,7 @@ def _digest(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
+    except (OSError, ValueError):  # a name with a zero byte
         return ""
 
 
@@ -93,5 +93,5 @@ def read_line(line: bytes) -> dict[str, Any] | None:
             return None
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except DAMAGED_JSON:
         return None

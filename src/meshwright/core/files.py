@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file through a temporary one beside it, so that ``path`` is never half written.
+    """Writes a file through a temporary one beside it, so that ``path`` is never half written, also if power is lost.
 
     For a link, replaces the file that it names. Writes into a path that is not a file, such as /dev/null or a pipe.
     Raises InputError for a folder that cannot be written in.
@@ -118,9 +119,21 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
+        sync(Path(name))
         os.replace(name, target)
+        with suppress(OSError):  # some network file systems cannot sync a folder
+            sync(target.parent)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_text_whole(path: Path, text: str) -> None:

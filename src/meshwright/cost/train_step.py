@@ -138,7 +138,8 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     share = num_chips / sizes.mesh.get("pipeline", 1)
     flops = total(cost.flops * cost.count for cost in costs) * share
     counted = flops + _masked_flops(costs, sizes) * share
-    needed = model_flops(model, Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)) * batch_seqs
+    one = Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)
+    needed, unmasked = (model_flops(model, one, causal=causal) * batch_seqs for causal in (False, True))
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
     serial = serial + bubble + priced.moved.serial_s + times.sends_s(pipeline) + times.exchange_s(pipeline)
@@ -151,6 +152,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
             step_s_upper=np.maximum(serial, expected),
             mfu=needed / available,
             hfu=counted / available,
+            mfu_causal=unmasked / available,
             bound_by=_bound_by(costs, rates, busy, bubble),
             memory=items,
             hbm_bytes_per_chip=total_bytes(items),

@@ -1,6 +1,6 @@
 """Runs derived steps, forward and backward, on one device's blocks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
 import jax
@@ -39,8 +39,8 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
     return env
 
 
-def run_update(steps: Iterable[Step], env: Environment) -> Environment:
-    """Runs the steps of an optimizer and returns ``env`` with their results.
+def run_update(steps: Iterable[Step], env: Environment, sizes: Mapping[str, int] | None = None) -> Environment:
+    """Runs the steps of an optimizer and returns ``env`` with their results; ``sizes`` are of dims that are padded.
 
     Collectives and products have labels of their own; elementwise steps share one.
     """
@@ -49,12 +49,12 @@ def run_update(steps: Iterable[Step], env: Environment) -> Environment:
         label = msgspec.structs.replace(step.label, block="update", phase="update")
         own = step.is_collective or kind_of(step).flops is nothing
         with nullcontext() if own else jax.named_scope(str(label)):
-            results = _results(None, step, [env[a] for a in step.inputs])
+            results = _results(sizes or {}, step, [env[a] for a in step.inputs])
         env |= zip((step.result, *step.more), results, strict=True)
     return env
 
 
-def _results(context: Context | None, step: Step, inputs: list[Array]) -> tuple[Array, ...]:
+def _results(context: Context | Mapping[str, int], step: Step, inputs: list[Array]) -> tuple[Array, ...]:
     """Runs one step. A round of a ring returns its block unchanged: attention itself sends it on."""
     if isinstance(step.details, Round):
         return (inputs[0],)

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
-from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.program import LOSSES
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.steps import Step
@@ -39,6 +39,7 @@ from meshwright.parallel.routers import FromCounts, without_counts
 from meshwright.parallel.second_labels import second_labels
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Form, Strategy, held_dims, require_runnable_strategy
+from meshwright.spec.weights import has_frozen_matrices
 
 Batch = dict[str, Array]
 """tokens and labels, both [B, T] int32 (a label of -1 does not count); positions, and documents if rows hold several;
@@ -93,6 +94,8 @@ class TrainStep:
     ) -> None:
         require_runnable(model)
         require_runnable_strategy(strategy)
+        bound = options.capacity_factor or strategy.capacity_factor
+        options = msgspec.structs.replace(options, capacity_factor=bound)
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if form == "gspmd" and self.pipeline:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
@@ -111,6 +114,10 @@ class TrainStep:
         self.mesh = mesh or device_mesh(strategy.mesh)
         self.program = transformer(model, options)
         self.declared = derive(self.program, own, optimizer=self.optimizer.kind)
+        sizes = held_dims(model.dims, strategy.mesh)
+        for block in self.declared.blocks:
+            for array in (step.result for step in (*block.forward, *block.backward)):
+                check(array, {**dict.fromkeys(array.dims, 0), **sizes}, strategy.mesh)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
         self.compile = jax.jit(
@@ -137,8 +144,8 @@ class TrainStep:
         return {name: value for name, value in params.items() if name in self.shards}
 
     def saved(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the weights that a checkpoint holds: all; with adapters the trained ones, as others never change."""
-        return self.trained(params) if self.model.lora else dict(params)
+        """Returns the weights that a checkpoint holds: all, or the trained ones where others never change."""
+        return self.trained(params) if has_frozen_matrices(self.model) else dict(params)
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:

@@ -10,13 +10,12 @@ from meshwright.cost.formulas.training_budget import (
     petaflop_days,
     power_w,
     train_seconds,
-    training_flops,
     years,
 )
+from meshwright.cost.work.ops import token_flops
 from meshwright.spec.calibration import reference_peak
 from meshwright.spec.chip import Chip
 from meshwright.spec.plan_file import Plan
-from meshwright.spec.weights import num_active_params
 
 
 class ChipTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +34,7 @@ class ChipTime(msgspec.Struct, frozen=True, kw_only=True):
 class RunBudget(ChipTime, frozen=True, kw_only=True):
     """The budget of all tokens of a job at one step time.
 
-    ``flops`` are 6 N D with N the active parameters, and ``one_chip_years`` is their time on one chip at peak.
+    ``flops`` are 6 N D (`token_flops`), and ``one_chip_years`` is their time on one chip at peak.
     ``mfu_6nd`` is their share of the FLOPs at peak in the run's chip-hours: the utilisation that can be computed for
     published runs. The plan's own MFU also counts attention.
     """
@@ -67,7 +66,7 @@ def run_budget(plan: Plan, *, step_s: float) -> RunBudget | None:
         return None
     chip = plan.cluster.chip
     steps = tokens / plan.job.tokens_per_step
-    flops = training_flops(num_active_params(plan.model), tokens)
+    flops = token_flops(plan.model) * tokens
     peak = reference_peak(chip, plan.calibration, plan.strategy.matmul_dtype)
     time = chip_time(step_s * steps, chip, plan.cluster.num_chips)
     return RunBudget(

@@ -204,12 +204,14 @@ class _Host:
         stats = dict(event.stats)
         if "hlo_op" not in stats or stats.get("hlo_module", self.program.name) != self.program.name:
             return
-        device = stats.get("device_ordinal")
+        device, run = (
+            value if isinstance(value := stats.get(name), int) else None for name in ("device_ordinal", "run_id")
+        )
         self.by_thread |= device is None
-        one = OpEvent(event.name, int(number if device is None else device), lane, *window)
+        one = OpEvent(event.name, number if device is None else device, lane, *window)
         found.append((one, is_collective(self.program.instructions[event.name])))
-        if "run_id" in stats:
-            ends = self.runs.setdefault(int(stats["run_id"]), [one.start_s, one.end_s])
+        if run is not None:
+            ends = self.runs.setdefault(run, [one.start_s, one.end_s])
             ends[:] = [min(ends[0], one.start_s), max(ends[1], one.end_s)]
 
     def windows(

@@ -10,7 +10,6 @@ from meshwright.algebra.generation import AS_WRITTEN, Storage, job_strategy
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
-from meshwright.cost.work.ops import model_flops
 from meshwright.profile.advice import Advice, AdviceCase, advise
 from meshwright.profile.compare import ProductRow, ProfileComparison, compare_times
 from meshwright.profile.events import DeviceTrace, TracePlatform, load_trace
@@ -18,7 +17,6 @@ from meshwright.profile.hlo import TracedProgram, load_program
 from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, temporary_owners
 from meshwright.profile.run import Recording
 from meshwright.profile.times import StepTimes, measure_times
-from meshwright.spec.calibration import reference_peak
 from meshwright.spec.plan_file import Plan
 
 SAME_FLOPS = 0.02
@@ -47,6 +45,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     predicted_step_s: float
     mfu: float
     hfu: float
+    mfu_causal: float | None
     predicted_mfu: float
     predicted_hfu: float
     flops: float
@@ -98,8 +97,6 @@ def analyse(
     comparison = compare_times(events, program, times, predicted)
     profiled_s = times.mean.total_s
     step_s = (recording.typical_s if recording else None) or profiled_s
-    peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * num_chips
-    mfu = model_flops(plan.model, job) / (step_s * peak)
     estimate = priced.estimate
     flops = sum(row.flops for row in comparison.classes)
     derived_flops = float(estimate.flops) / num_chips
@@ -126,8 +123,7 @@ def analyse(
         step_s=step_s,
         profiled_s=profiled_s,
         predicted_step_s=float(estimate.step_s),
-        mfu=mfu,
-        hfu=mfu * float(estimate.hfu) / float(estimate.mfu),
+        **estimate.measured(step_s),
         predicted_mfu=float(estimate.mfu),
         predicted_hfu=float(estimate.hfu),
         flops=flops,
@@ -162,7 +158,7 @@ def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devic
         yield (
             "The devices are emulated and share the cores of one machine, so that a device computes while others "
             "wait and a stopped thread looks busy. Seconds of derived steps are therefore the machine's: each instant "
-            "of wall time is divided among the instructions that run then; kinds of work sum to the step. They can be "
+            "of wall time is divided among the instructions that run then; kinds of work sum to that step. They can be "
             "compared with rates that were measured with all devices busy. The time in which a collective moves data "
             "and that in which it waits cannot be separated well, nor does the trace show how compute and "
             "communication would overlap on separate devices."

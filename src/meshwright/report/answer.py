@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from meshwright.report.tables import cell_text, joined, render, table
+from meshwright.spec.plan_file import unmasked
 
 Show = Callable[[Any], Any]
 """A function from a raw value to the text that a person reads."""
@@ -99,6 +100,14 @@ class Table(msgspec.Struct, frozen=True):
     def shown(self) -> list[list[Any]]:
         """Returns the rows as a person reads them."""
         return [[_shown(cell, column) for cell, column in zip(row, self.heads, strict=True)] for row in self.rows]
+
+
+def utilisation_rows(predicted: Any, measured: Any) -> list[tuple[str, float | None, float | None, Show]]:
+    """Returns rows of `Table.compared` for MFU, also without masked scores if it is above 100%, and HFU."""
+    names = {"MFU": "mfu", "MFU without masked scores": "mfu_causal", "HFU": "hfu"}
+    if unmasked(predicted) is None and unmasked(measured) is None:
+        del names["MFU without masked scores"]
+    return [(name, getattr(predicted, of), getattr(measured, of), "{:.1%}".format) for name, of in names.items()]
 
 
 def _cells(record: Any, before: str = "") -> Iterator[tuple[str, Any]]:

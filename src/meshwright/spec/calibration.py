@@ -188,10 +188,11 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
     if measured is not None:
         return measured
     if not chip.peak_flops and calibration.matmul_flops_per_s:
-        have = ", ".join(sorted(calibration.matmul_flops_per_s))
+        have, devices = ", ".join(sorted(calibration.matmul_flops_per_s)), calibration.devices or "N"
         raise InputError(
             f"calibration {calibration.name!r} measured {have} products, not {dtype}. Choose one of these, or measure "
-            f"the other: bench --on cpu:N --dtypes {dtype},{have.replace(' ', '')} -o FILE, then --calibration FILE."
+            f"the other: bench --on cpu:{devices} --dtypes {dtype},{have.replace(' ', '')} -o FILE, then --calibration "
+            f"FILE."
         )
     return peak(chip, dtype) * calibration.efficiency.compute * calibration.efficiency.narrow.get(dtype, 1.0)
 

@@ -18,6 +18,11 @@ VERSION = 1
 N = TypeVar("N")
 
 
+def unmasked(reached: Any) -> float | None:
+    """Returns the MFU without masked scores where the MFU is above 100% because it counts them; else None."""
+    return reached.mfu_causal if reached.mfu is not None and reached.mfu > 1 else None
+
+
 class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prediction of one training step; every number N may be an array with one entry per candidate.
 
@@ -26,6 +31,7 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
     are not fitted.
 
     ``flops`` is the number that all devices execute; ``hfu`` also counts attention's masked blocks, as ``mfu`` does.
+    ``mfu_causal`` is the MFU without them (None in older plan files).
     ``memory`` is in bytes per chip. ``terms`` are seconds of each kind of work by itself, before any overlap: matmul,
     attention, elementwise, loss_head, optimizer, a collective per group of mesh axes, latency. ``train_days`` and
     ``cost_usd`` are for all tokens of the job, None where the tokens or the chip's price are not known.
@@ -38,6 +44,7 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
     step_s_p90: N | None = None
     mfu: N
     hfu: N
+    mfu_causal: N | None = None
     bound_by: str
     hbm_bytes_per_chip: N
     memory: dict[str, N]
@@ -46,10 +53,11 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
     train_days: float | None = None
     cost_usd: float | None = None
 
-    def measured(self, step_s: float) -> "tuple[N, N]":
-        """Returns MFU and HFU of a step that was measured to take ``step_s``."""
+    def measured(self, step_s: float) -> dict[str, Any]:
+        """Returns MFU, HFU and MFU without masked scores, by name, of a step that was measured to take ``step_s``."""
         found: Prediction[Any] = self
-        return found.mfu * found.step_s / step_s, found.hfu * found.step_s / step_s
+        shares = {"mfu": found.mfu, "hfu": found.hfu, "mfu_causal": found.mfu_causal}
+        return {name: share and share * found.step_s / step_s for name, share in shares.items()}
 
 
 class Plan(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -120,6 +120,11 @@ def frozen_base(model: Model) -> Model:
     return replace(model, lora=None)
 
 
+def has_frozen_matrices(model: Model) -> bool:
+    """True if some matrices are not trained: they are in no checkpoint, and nothing changes them."""
+    return any(row.frozen and row.kind == "matrix" for row in weight_table(model))
+
+
 def adapted(model: Model) -> dict[str, str]:
     """Maps each weight that has an adapter to the name of its A; weights stored as one array share it, as in PEFT.
     Raises InputError for a target that the model lacks, or that is a part of a stored array."""

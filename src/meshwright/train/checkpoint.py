@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from orbax.checkpoint.path import atomicity
 
 from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError, first_line
+from meshwright.core.files import sync
 from meshwright.parallel.processes import first_error, is_first, wait_for_all
 from meshwright.train.data.sources import DataPhase
 
@@ -72,9 +72,7 @@ class _Summed(atomicity.AtomicRenameTemporaryPath):
         await asyncio.to_thread(write_sums, folder, files)
         await super().finalize()
         # The name must be on the disk too before an older checkpoint is removed.
-        handle = os.open(folder.parent, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+        sync(folder.parent)
 
 
 class Checkpoints:

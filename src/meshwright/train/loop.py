@@ -30,6 +30,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Prediction
 from meshwright.spec.strategy import Strategy
+from meshwright.spec.weights import has_frozen_matrices
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.batches import Ahead
 from meshwright.train.data.tokenizer import save_tokenizer
@@ -183,7 +184,7 @@ class Run:
             samples=self.position.samples + self.job.batch_seqs,
             tokens=self.position.tokens + tokens,
         )
-        mfu, hfu = self.predicted.measured(step_s) if self.predicted else (None, None)
+        reached = self.predicted.measured(step_s) if self.predicted else {}
         return StepRecord(
             step=flight.number,
             tokens=self.position.tokens,
@@ -192,8 +193,7 @@ class Run:
             learning_rate=float(self.rates[flight.number - 1]),
             step_s=step_s,
             tokens_per_s=tokens / step_s,
-            mfu=mfu,
-            hfu=hfu,
+            **reached,
             predicted_step_s=self.predicted.step_s if self.predicted else None,
             extras=over_layers(found.extras),
         )
@@ -246,7 +246,7 @@ class Run:
 
     def _result(self) -> TrainResult:
         kept, done, typical = self.folder.kept, self.position.step, typical_step_s(self.step_s)
-        mfu, hfu = self.predicted.measured(typical) if self.predicted and typical else (None, None)
+        reached = self.predicted.measured(typical) if self.predicted and typical else {}
         goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=kept.lost_steps, lost_s=kept.lost_s)
         evaluated = bool(self.evaluations) and self.evaluations[-1].step == done
         peak = peak_bytes()
@@ -259,8 +259,7 @@ class Run:
             step_s=typical,
             step_s_predicted=self.predicted.step_s if self.predicted else None,
             tokens_per_s=self.job.tokens_per_step / typical if typical else None,
-            mfu=mfu,
-            hfu=hfu,
+            **reached,
             compile_s=goodput.compile_s,
             memory=msgspec.structs.replace(self.memory, peak_bytes=peak) if self.memory and peak else self.memory,
             goodput=goodput,
@@ -330,12 +329,12 @@ def train(
         tracked = settings.track if is_first() else ()
         tracking = stack.enter_context(Tracking(tracked, path, msgspec.to_builtins(resolved)))
         request = stack.enter_context(stop_on_signals(live.say))
-        begun = [] if position.step else [start_words(settings)]
+        begun = [] if position.step else [start_words(settings, model)]
         for line in (*kept.passed_over, *folder.notes, *begun, *setup.batches.notes):
             live.say(line)
         if is_first() and setup.data.tokenizer:
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
-        if model.lora and not settings.weights and position.step == 0:
+        if has_frozen_matrices(model) and not settings.weights and position.step == 0:
             save_base(model, setup.step.to_canonical(state.params), path)
         run = Run(
             setup=setup,

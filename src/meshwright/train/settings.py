@@ -12,7 +12,9 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import figure_faults
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.spec.job import OptimizerKind
+from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
+from meshwright.spec.weights import has_frozen_matrices
 
 PYDOC = "pydoc"
 """The name of the default text: the topics of Python's own documentation."""
@@ -24,7 +26,7 @@ TrackerKind = Literal["tensorboard", "wandb"]
 
 _NOT_NEGATIVE = (
     *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss", "router_z_loss"),
-    *("correction_rate", "capacity_factor", "checkpoint_every", "keep_every", "evaluate_every"),
+    *("correction_rate", "checkpoint_every", "keep_every", "evaluate_every"),
 )
 _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("steps", "log_every", "keep_checkpoints", "evaluate_batches"), lambda n: n >= 1, "be at least 1"),
@@ -63,8 +65,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ``average`` is the decay of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the
     logits, ``balance_loss`` the load balance of experts, ``router_z_loss`` the squared log-sum of a router's scores.
     ``correction_rate`` moves the correction of DeepSeek-V3's routers towards equal load after each step (the paper:
-    0.001). ``capacity_factor`` bounds an expert's slots, as a multiple of the mean load, and drops tokens beyond; 0
-    takes the strategy's bound.
+    0.001).
 
     Run: a checkpoint is written every ``checkpoint_every`` steps (0: only at the end). The newest
     ``keep_checkpoints`` stay, and all at multiples of ``keep_every`` (0: none). Evaluation is on at most
@@ -99,7 +100,6 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     balance_loss: float = 0.01
     router_z_loss: float = 0.0
     correction_rate: float = 0.0
-    capacity_factor: float = 0.0
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     keep_every: int = 0
@@ -115,6 +115,16 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             for name in names:
                 if not is_allowed(getattr(self, name)):
                     raise InputError(f"train.{name}={getattr(self, name)} must {what}.")
+
+
+FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
+"""Learning rates from given weights: of all weights (TRL 1.16 and torchtune's recipes), and of adapters (Axolotl's
+examples; TRL advises 1e-4, torchtune's recipes have 3e-4). The default of the settings is one for random weights."""
+
+
+def fine_tuning_rate(model: Model) -> float:
+    """Returns the learning rate from given weights if the settings have none."""
+    return ADAPTER_RATE if has_frozen_matrices(model) else FULL_RATE
 
 
 def data_sources(data: str) -> dict[str, float]:
@@ -182,7 +192,9 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
     given = dict(table)
     for key in given:
         if key not in TrainSettings.__struct_fields__:
-            raise InputError(f"train.{key} is not a setting.{nearest(key, TrainSettings.__struct_fields__)}")
+            of_strategy = f" It is strategy.{key}." if key in Strategy.__struct_fields__ else ""
+            known = TrainSettings.__struct_fields__
+            raise InputError(f"train.{key} is not a setting.{of_strategy or nearest(key, known)}")
     for place, fault in figure_faults(given):
         raise InputError(f"train.{place[0]} is {fault}")
     if isinstance(given.get("track"), str):
@@ -201,13 +213,10 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
 
 
 def program_options(settings: TrainSettings, strategy: Strategy, *, several_documents: bool) -> ProgramOptions:
-    """Returns the options of the model's program. With one document per row attention needs no document numbers.
-
-    If the settings have no bound on the slots of experts, the strategy's bound applies.
-    """
-    documents = settings.packing and several_documents
+    """Returns the options of the model's program. With one document per row attention needs no document numbers."""
     same = ("z_loss", "balance_loss", "router_z_loss", "correction_rate")
-    capacity = settings.capacity_factor or strategy.capacity_factor
     return ProgramOptions(
-        documents=documents, capacity_factor=capacity, **{name: getattr(settings, name) for name in same}
+        documents=settings.packing and several_documents,
+        capacity_factor=strategy.capacity_factor,
+        **{name: getattr(settings, name) for name in same},
     )

@@ -26,7 +26,7 @@ from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.batches import Batches, Data, open_data
 from meshwright.train.data.sources import Source
 from meshwright.train.data.tokenizer import load_tokenizer
-from meshwright.train.settings import TrainSettings
+from meshwright.train.settings import ADAPTER_RATE, TrainSettings, fine_tuning_rate
 from meshwright.train.step import batch_parts, make_step, require_divides
 
 
@@ -138,10 +138,14 @@ def _first_state(step: TrainStep, settings: TrainSettings) -> State:
     return step.init(settings.seed, given)
 
 
-def start_words(settings: TrainSettings) -> str:
-    """Returns which weights a new run starts from."""
-    rate = f"at learning_rate {settings.learning_rate:g}"
-    return f"starts from {f'the weights in {settings.weights}, {rate}' if settings.weights else 'random weights'}"
+def start_words(settings: TrainSettings, model: Model) -> str:
+    """Returns which weights a new run starts from, and at which learning rate."""
+    if not settings.weights:
+        return "starts from random weights"
+    rate, usual = settings.learning_rate, fine_tuning_rate(model)
+    what = "adapters" if usual == ADAPTER_RATE else "all weights"
+    words = f", the default to fine-tune {what}" if rate == usual else ""
+    return f"starts from the weights in {settings.weights}, at learning_rate {rate:g}{words}"
 
 
 def fingerprint(params: Params) -> str:

@@ -34,7 +34,7 @@ def make_step(
 
     def layout() -> WeightLayout:
         # Called when the step is traced; here it does not exist yet.
-        return WeightLayout(step.mesh, step.declared.weights)
+        return WeightLayout(step.mesh, step.declared.weights, {"V": model.vocab_size})
 
     step = TrainStep(
         model,

@@ -4,7 +4,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError, first_line
+from meshwright.core.files import write_whole
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.hf.weights import Fetch, save_adapter, save_hf, source_of
 from meshwright.nn.quantisation import dequantise_base
@@ -120,7 +121,7 @@ def save_base(model: Model, params: Params, folder: Path) -> None:
     params, base = dequantise_base(model, params), folder / BASE
     save_hf(frozen_base(model), params, base, config=end_of_text(model, folder))
     if jax.process_index() == 0:
-        shutil.copyfile(folder / TOKENIZER, base / TOKENIZER)
+        write_whole(base / TOKENIZER, partial(shutil.copyfile, folder / TOKENIZER))
         write_sums(base, [base / TOKENIZER])
 
 

@@ -187,7 +187,7 @@ class StepDerivation:
             sizes |= cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len)
         if model.num_experts:
             num_tokens = job.tokens_per_step // self.strategy.num_microbatches
-            bound = self.request.options.capacity_factor
+            bound = self.strategy.capacity_factor
             slots = expert_capacity(model, num_tokens, bound)
             if not bound and not slots_move(self.derived, self.strategy.mesh):
                 # Only the filled slots.

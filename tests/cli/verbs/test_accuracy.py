@@ -141,10 +141,11 @@ def test_a_fit_of_its_own(call, tmp_path):
     from meshwright.accuracy.errors import accuracy
     from meshwright.accuracy.records import read_records
 
+    adapters = row(id="adapters", group="lora", lora={"rank": 8, "alpha": 16, "targets": "attention"})
     path = write(tmp_path / "a.jsonl", *rows)
     for one in accuracy(read_records(path)).predictions:
         first[one.id]["measured"] = {"step_s": 0.8 * one.predicted_s}
-    write(path, *rows)
+    write(path, *rows, adapters)
     page = tmp_path / "page.md"
     page.write_text(
         "# kept\n" + "".join(f"{BEGIN.format(name)}\nREPLACED\n{END}\n" for name in HEADINGS) + "kept too\n"
@@ -152,7 +153,9 @@ def test_a_fit_of_its_own(call, tmp_path):
     before = FILE.read_bytes()
     said = call("accuracy", str(path), "-o", "own.toml", "--page", "page.md", "--json")
     assert said.code == 0, said.err
+    assert "fitting on 12 records; left out: 1 that train adapters" in said.err
     found = said.json
+    write(path, *rows)
     assert found["fitted"]["overall"]["mape"] < 0.1 < call("accuracy", str(path), "--json").json["overall"]["mape"]
     assert {name: found[name]["overall"]["n"] for name in HEADINGS} == dict.fromkeys(HEADINGS, 12)
     stored = tomllib.loads((tmp_path / "own.toml").read_text())

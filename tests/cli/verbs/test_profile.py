@@ -71,6 +71,11 @@ def test_measured_steps_are_the_derived_ones(profiled):
     assert steps["optimizer:update:weights=optimizer"]["measured_s"] > 0
 
 
+def parse_time(text):
+    number, unit = text.split()
+    return float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
+
+
 def test_rows_have_the_worst_first(profiled):
     for table in ("terms", "parts", "steps"):
         sizes = [abs((row["measured_s"] or 0) - (row["predicted_s"] or 0)) for row in profiled.result[table]]
@@ -104,7 +109,12 @@ def test_a_trace_from_elsewhere_says_the_same(profiled, plan_file, call):
     assert said.json["step_s"] == said.json["step_s_profiled"]
     assert said.json["steps"] == profiled.result["steps"]
     text = call("profile", str(plan_file), "--trace", str(trace), "--hlo", str(hlo), "--out", "again")
-    assert "exposed communication" in text.out
+    first = text.out[: text.out.index("the five parts")]
+    seconds = dict(re.findall(r"^(\S.*?) {2,}\S+ \w+ {2,}(\S+ \w+)", first, re.MULTILINE))
+    assert list(seconds)[:1] == ["step"]
+    parts = ("compute", "memory-bound", "exposed communication", "overhead", "idle")
+    measured = {name: parse_time(seconds[name]) for name in ("step under the profiler", *parts)}
+    assert sum(measured[name] for name in parts) == pytest.approx(measured["step under the profiler"], rel=0.01)
     assert "worst first" in text.out
     assert max(map(len, text.out.splitlines())) <= 80
 

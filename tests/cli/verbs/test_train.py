@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,11 +13,14 @@ import pytest
 from meshwright.calculators.verbs import demo
 from meshwright.cli.asked import read_fields
 from meshwright.cli.main import run
+from meshwright.cli.verbs import train
+from meshwright.core.errors import InputError
 from meshwright.nn.hf.weights import save_hf
 from meshwright.nn.weights import init_params
 from meshwright.spec.calibration import load_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import load_plan
+from meshwright.train.settings import settings_from_table
 from tests.cli.made_rates import write_rates
 from tests.train.small import MODEL
 
@@ -164,14 +168,31 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, capsys):
     assert "64 v5p chips, but this machine has" in capsys.readouterr().err
 
 
-def test_a_bound_on_slots_is_priced_unless_the_strategy_has_another():
+def test_a_bound_on_slots_was_a_setting_of_training_once():
     def bound(*pairs):
-        return read_fields(pairs)["strategy"].get("capacity_factor")
+        fields = read_fields(pairs)
+        assert "capacity_factor" not in fields["train"]
+        return fields["strategy"].get("capacity_factor")
 
     assert bound() is None
     assert bound("train.capacity_factor=1.25") == 1.25
     assert bound("train.capacity_factor=1.25", "strategy.capacity_factor=2.0") == 2.0
+    assert bound("train.capacity_factor=0", "strategy.capacity_factor=2.0") == 2.0
     assert bound("assumptions.imbalance=2.0") is None
+    with pytest.raises(InputError, match=r"train.capacity_factor is not a setting. It is strategy.capacity_factor."):
+        settings_from_table({"capacity_factor": 1.25})
+
+
+def test_the_bound_of_an_older_run_is_its_strategy_s(rates, tmp_path, monkeypatch):
+    assert run(["plan", "tiny", *SMALL, "--calibration", rates, "-o", str(tmp_path / "p.toml")]) == 0
+    plan, found = load_plan(tmp_path / "p.toml"), []
+    old = {"train": {"capacity_factor": 1.5, "steps": 4}}
+    monkeypatch.setattr("meshwright.train.record.run_folder.read_resolved", lambda run: old)
+    monkeypatch.setattr("meshwright.train.record.run_folder.finished_steps", lambda run: None)
+    monkeypatch.setattr(train, "_run", lambda plan, settings, given, resume: found.append((plan, settings)))
+    train._resumed(plan, {}, SimpleNamespace(resume="runs/tiny-001", runs=tmp_path))
+    ((resumed, settings),) = found
+    assert (resumed.strategy.capacity_factor, settings) == (1.5, {"steps": 4})
 
 
 def test_a_plan_of_other_software_does_not_run(tmp_path, capsys):

@@ -99,6 +99,17 @@ def test_older_name_of_the_rope_type():
     assert model.rope_scaling == RopeScaling(kind="linear", factor=4.0)
 
 
+@pytest.mark.peer
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
+def test_gelu_is_read_as_transformers_reads_it(family):
+    """The first Gemma's released configs say gelu and mean its approximation by tanh; later ones say which."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    key = "hidden_act" if family == "gemma" else "hidden_activation"
+    theirs = transformers.AutoConfig.for_model(family, **{key: "gelu"})
+    ours = model_from_config(LLAMA | {"model_type": family, key: "gelu"} | REQUIRED[family])
+    assert ours.activation == getattr(theirs, key) == ("gelu_pytorch_tanh" if family == "gemma" else "gelu")
+
+
 def test_gemma3_of_the_newer_spelling_has_a_theta_per_kind_of_layer():
     rope = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},

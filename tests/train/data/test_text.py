@@ -53,6 +53,14 @@ def test_records_come_back_whole_from_each_format(tmp_path):
         assert read_documents(str(tmp_path / name)) == TEXTS
 
 
+def test_a_column_whose_name_is_no_text_is_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS, "text")
+    data = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(data.replace(b"\x04text", b"\x04\xff\xfext"))
+    with pytest.raises(InputError, match=r"a\.parquet is not a Parquet file: .*can't decode byte 0xff"):
+        read_documents(str(tmp_path / "a.parquet"))
+
+
 def test_the_field_may_have_another_name(tmp_path):
     (tmp_path / "a.jsonl").write_text(json_lines(TEXTS, "body"))
     write_parquet(tmp_path / "b.parquet", TEXTS, "body")

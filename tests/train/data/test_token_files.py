@@ -121,6 +121,18 @@ def test_files_that_are_no_row_of_tokens_are_refused(name, raw, said, tmp_path):
         open_tokens(tmp_path, vocab_size=300)
 
 
+def test_a_header_of_numpy_that_cannot_be_read_is_named(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros(4, int))
+    data = (tmp_path / "a.npy").read_bytes()
+    for damaged in (
+        data.replace(b"(4,), } ", b"(%d,), }" % 9),
+        data.replace(b"(4,), }" + b" " * 30, b"(%d,), }" % 10**30),
+    ):
+        (tmp_path / "a.npy").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"is not a corpus of tokens: a\.npy is damaged"):
+            open_tokens(tmp_path, vocab_size=300)
+
+
 def test_tokens_need_no_tokenizer_and_have_the_rows_of_their_documents(tmp_path):
     write_megatron(tmp_path / "corpus")
     data = open_data(TrainSettings(data=str(tmp_path / "corpus"), held_out=0.0), vocab_size=300, folder=tmp_path)

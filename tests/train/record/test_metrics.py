@@ -49,10 +49,9 @@ def test_arrays_split_over_devices_come_whole():
 
 
 def test_documents_are_told_apart_where_there_are_several():
-    packed = TrainSettings(router_z_loss=0.5, capacity_factor=1.5)
-    expected = ProgramOptions(documents=True, balance_loss=0.01, router_z_loss=0.5, capacity_factor=1.5)
+    packed = TrainSettings(router_z_loss=0.5)
+    expected = ProgramOptions(documents=True, balance_loss=0.01, router_z_loss=0.5, capacity_factor=2.0)
     alone = Strategy(mesh={}, capacity_factor=2.0)
     assert program_options(packed, alone, several_documents=True) == expected
     assert not program_options(packed, alone, several_documents=False).documents
-    assert program_options(TrainSettings(), alone, several_documents=True).capacity_factor == 2.0
     assert not program_options(TrainSettings(packing=False), alone, several_documents=True).documents

@@ -82,7 +82,11 @@ def test_lines_that_are_damaged_or_missing_are_named(tmp_path):
         "metrics.jsonl has no line of 2 steps, the first is step 2",
     ]
     np.testing.assert_array_equal(found.kept.losses, [1, math.nan, math.nan, 4])
-    file.write_bytes(b'{"step": 1, "loss": 1.0, "step_s": 1.0}\n')  # of versions of before
+    file.write_bytes(lines[0] + b"\xff" + lines[1][1:])
+    assert resumed(1).notes == ["metrics.jsonl: line 2 is not as it was written and left out"]
+    file.write_bytes(b'{"step": 1, "loss": 1.0, "step_s": 1.0}\n{"step": 2, "step_s": "x", "loss": 1}\n')  # of before
+    assert resumed(1).notes == ["metrics.jsonl: line 2 is not as it was written and left out"]
+    file.write_bytes(b'{"step": 1, "loss": 1.0, "step_s": 1.0}\n')
     assert resumed(1).notes == []
 
 
@@ -119,6 +123,9 @@ def test_a_resumed_run_has_no_weights_of_its_earlier_end(tmp_path):
 
 def test_the_line_says_what_is_known():
     assert describe(RECORD, 100) == ("step 3/100  loss 2.500  400 tokens/s  step 250 ms (predicted 200 ms)  MFU 50.0%")
+    above = msgspec.structs.replace(RECORD, mfu=1.25, mfu_causal=0.75)
+    assert describe(above, 100).endswith("MFU 125.0% (75.0% without masked scores)")
+    assert describe(msgspec.structs.replace(above, mfu=0.9), 100).endswith("MFU 90.0%")
     bare = msgspec.structs.replace(RECORD, mfu=None, predicted_step_s=None)
     assert describe(bare, 100) == "step 3/100  loss 2.500  400 tokens/s  step 250 ms"
 

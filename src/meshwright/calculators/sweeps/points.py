@@ -29,7 +29,7 @@ MAX_POINTS = 600
 NO_RATES: dict[str, Calibration | None] = {}
 """Chips at the rates of their data sheets."""
 
-_OF_ESTIMATE = ("step_s", "step_s_lower", "step_s_upper", "mfu", "hbm_bytes_per_chip", "bound_by", "memory")
+_PREDICTED = ("step_s", "step_s_lower", "step_s_upper", "mfu", "mfu_causal", "hbm_bytes_per_chip", "bound_by", "memory")
 _OF_STRATEGY = ("zero", "num_microbatches", "remat", "schedule", "state")
 
 
@@ -76,7 +76,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
             "least_bytes": self.least_bytes,
             "limit_bytes": None if math.isinf(limit) else limit,
             "fits": at and at.hbm_bytes_per_chip <= limit,
-            **{name: getattr(at, name, None) for name in _OF_ESTIMATE},
+            **{name: getattr(at, name, None) for name in _PREDICTED},
             "axes": strategy and dict(strategy.mesh),
             **{name: getattr(strategy, name, None) for name in _OF_STRATEGY},
         }

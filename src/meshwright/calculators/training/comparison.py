@@ -6,9 +6,10 @@ Counts before anything is split, from the same weight table and formulas as ever
 import msgspec
 
 from meshwright.algebra.ops.attention import keys_per_query
-from meshwright.cost.formulas.accounting import bytes_per_param, kv_cache_bytes, saved_bytes, train_flops_per_param
+from meshwright.cost.formulas.accounting import bytes_per_param, kv_cache_bytes, saved_bytes
 from meshwright.cost.formulas.limit_table import feed_forward_width
 from meshwright.cost.formulas.training_budget import Number, min_chips
+from meshwright.cost.work.ops import token_flops
 from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model
 from meshwright.spec.weights import num_active_params, num_params
@@ -57,7 +58,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
 def model_row(model: Model, *, seq_len: int) -> ModelRow:
     """Returns the row of a model at a sequence length."""
     active = num_active_params(model)
-    matmuls = train_flops_per_param() * active
+    matmuls = token_flops(model)
     attention = attention_train_flops(model, seq_len) / seq_len
     own = {name: getattr(model, name) for name in ModelRow.__struct_fields__ if hasattr(model, name)}
     own |= {name: own[name] or None for name in EXPERT_FIELDS}

@@ -31,6 +31,7 @@ from meshwright.cost.formulas.training_budget import (
     petaflop_days,
     training_flops,
 )
+from meshwright.cost.work.ops import token_flops
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chips, peak
@@ -106,7 +107,7 @@ def command(given: Given) -> Answer:
         facts = {
             "flops": flops,
             "petaflop_days": petaflop_days(flops),
-            **_law_facts(flops, law, size, model),
+            **_law_facts(flops, law, (size, tokens), model),
             "tokens": tokens,
             "utilisation": reached,
             "run": _run(flops, cluster, _dtype(cluster, given), assumed, useful) if cluster else None,
@@ -124,6 +125,7 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
     if model is not None and given.params_text is not None:
         raise InputError("--model and --params both say the size. Leave one of them out.")
     size = float(num_active_params(model)) if model else _count(given.params_text, "--params")
+    each = token_flops(model) if model else training_flops(size, 1) if size else None
     tokens, flops = _count(given.tokens_text, "--tokens"), _count(given.flops, "FLOPS")
     if given.loss is not None:
         if flops is not None or size is not None or tokens is not None:
@@ -132,7 +134,8 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
     if size is not None and tokens is not None:
         if flops is not None:
             raise InputError("FLOPS, a size and --tokens are one too many: 6 N D is the budget. Leave one of them out.")
-        flops = training_flops(size, tokens)
+        assert each is not None
+        flops = each * tokens
     if flops is None:
         missing = "its --tokens, or FLOPS" if size else "a size too" if tokens else "FLOPS, such as 1e24"
         raise InputError(f"the budget is not known. Give {missing}.")
@@ -140,7 +143,7 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
         raise InputError(f"{flops:g} FLOPs are more than all machines will do. Give at most {MAX_FLOPS:g}.")
     if tokens is not None and size is None:
         size = flops / training_flops(1, tokens)
-    return flops, size, tokens if size is None else flops / training_flops(size, 1)
+    return flops, size, tokens if each is None else flops / each
 
 
 def _count(text: str | None, what: str) -> float | None:
@@ -155,8 +158,11 @@ def _count(text: str | None, what: str) -> float | None:
 # -- laws -----------------------------------------------------------------------------------------------
 
 
-def _law_facts(flops: float, law: ScalingLaw, size: float | None, model: Model | None) -> dict[str, Any]:
-    """Returns the optimum of the chosen law, those of all laws, and a given size beside them."""
+def _law_facts(
+    flops: float, law: ScalingLaw, given: tuple[float | None, float | None], model: Model | None
+) -> dict[str, Any]:
+    """Returns the optimum of the chosen law, those of all laws, and a given size with its tokens beside them."""
+    size, tokens = given
     laws = LAWS.values()
     facts: dict[str, Any] = {
         "law": law.name,
@@ -167,8 +173,7 @@ def _law_facts(flops: float, law: ScalingLaw, size: float | None, model: Model |
         "loss_by_law": None,
         "optimal_flops_for_its_loss": None,
     }
-    if size is not None:
-        tokens = flops / training_flops(size, 1)
+    if size is not None and tokens is not None:
         spent = {one.name: one.allocation(_counted(one, size, model), tokens) for one in laws}
         facts["spent"] = spent[law.name]
         facts["loss_by_law"] = {name: one.loss for name, one in spent.items()}

@@ -115,7 +115,7 @@ def _text(rows: Sequence[ModelRow], seq_len: int) -> Iterator[Piece]:
     yield Fact("F / D", "what a token passes: k Fe + Fs over D with experts")
     yield Fact(
         "FLOPs a token",
-        f"training, 6 N with N = active, look-up included; attention's own products at {seq_len:,} "
+        f"training, 6 N with N without the look-up; attention's own products at {seq_len:,} "
         "positions come on top, without causal discount: their share of both",
     )
     yield Fact("KV a token", "bf16, all layers")

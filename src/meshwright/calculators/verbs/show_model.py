@@ -10,6 +10,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
+from meshwright.cost.work.ops import token_flops
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import entry, models
 from meshwright.spec.model import Model
@@ -70,7 +71,7 @@ def model_facts(m: Model) -> dict[str, Any]:
         "params_by_part": params_by_part(m),
         "vocabulary_params": sum(params_by_part(m).get(part, 0) for part in VOCABULARY),
         "published_params": published.params if published else None,
-        "train_flops_per_token": accounting.train_flops_per_param() * num_active_params(m),
+        "train_flops_per_token": token_flops(m),
         "kv_cache_bytes_per_token": accounting.kv_cache_bytes(m, 1),
         "kv_cache": _cache(m),
         "attention_equal_len": accounting.attention_equal_len(m),
@@ -191,7 +192,7 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
         yield Fact("besides", f"{more:,} ({format_params(more)}) that predict the token after the next (mtp_weight)")
     yield Fact(
         "training",
-        f"{format_flop_count(facts['train_flops_per_token'])} a token (6 N, N = active, look-up included)",
+        f"{format_flop_count(facts['train_flops_per_token'])} a token (6 N, N without the look-up)",
     )
     yield Fact(
         "attention",

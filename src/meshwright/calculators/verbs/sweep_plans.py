@@ -72,6 +72,7 @@ COLUMNS: dict[str, Any] = {
     "tokens/s": ("tokens_per_s", format_params),
     "scaling": ("scaling", _percent),
     "MFU": ("mfu", _percent),
+    "unmasked": ("mfu_causal", _percent),
     "exposed": ("exposed_share", _percent),
     "memory": ("hbm_bytes_per_chip", format_bytes),
     "best mesh": ("axes", short_mesh),
@@ -210,7 +211,9 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
 
     def table(self, first: dict[str, Any]) -> Iterator[Piece]:
         """Yields the figures of every point."""
-        yield Table.of(self.rows, {**first, **COLUMNS, **(MORE_COLUMNS if width() >= WIDE else {})})
+        above = any((row["mfu"] or 0) > 1 for row in self.rows)
+        shown = {key: of for key, of in COLUMNS.items() if key != "unmasked" or above}
+        yield Table.of(self.rows, {**first, **shown, **(MORE_COLUMNS if width() >= WIDE else {})})
         yield "scaling: tokens/s per chip beside the first row's; exposed: share of the step that waits for links"
 
     def memory(self, first: dict[str, Any]) -> Iterator[Piece]:

@@ -21,6 +21,7 @@ from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_seconds
 from meshwright.report.answer import Answer, Piece, Table, TableColumns, as_markdown
 from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
+from meshwright.spec.weights import has_frozen_matrices
 
 if TYPE_CHECKING:
     from meshwright.accuracy.fit import Problem
@@ -135,12 +136,16 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
 
 def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None) -> Answer:
     """Fits the numbers again, and predicts every record by numbers that have not seen it."""
-    cases, unpredicted = cases_of(records)
+    every, unpredicted = cases_of(records)
+    # numbers are for steps that train all weights
+    cases = [case for case in every if not has_frozen_matrices(case.setting.model)]
     if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS} of two groups.")
     # A page that cannot be written is refused before minutes are spent on the fit.
     if page:
         _with_tables(page, dict.fromkeys(HEADINGS, ""))
+    left = f"; left out: {len(every) - len(cases):,} that train adapters" if len(cases) < len(every) else ""
+    say(f"fitting on {len(cases):,} records{left}")
     numbers, found = _fit_anew(cases, unpredicted, with_groups=bool(page or not out))
     if out:
         source = f"fitted on {len(cases):,} published training steps, see docs/accuracy.md"
@@ -179,7 +184,6 @@ def _fit_anew(
     from meshwright.accuracy import fit
 
     problem = fit.make_problem(cases)
-    say(f"fitting on {len(cases):,} records")
     predictor = fit.Predictor(problem)
     numbers = fit.rounded(fit.fit(problem, np.ones(len(cases), dtype=bool), predictor=predictor))
     say("cross-validating")

@@ -115,7 +115,6 @@ def _calibration(report: "BenchReport", output: Path) -> Calibration:
         say(f"plan needs rates that {output} lacks: {', '.join(missing)}. Give more --seconds, or more parts.")
         return found
     from meshwright.bench.machine import with_host_rates
-    from meshwright.bench.machine_step import measure_references
 
     say("training steps under the profiler, about a minute more: emulated devices are slower inside a step")
-    return with_host_rates(found, measure_references(found, report.num_devices), lambda line: say(f"  {line}"))
+    return with_host_rates(found, lambda line: say(f"  {line}"))

@@ -132,6 +132,8 @@ def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
         "x matmul, predicted": ("predicted_ratio", number),
     }
     yield _table("Combinations of two matrices beside their product, fp32", part.distances, columns)
+    if any(one.predicted_s for one in part.distances):
+        yield "predicted: the arithmetic alone, at the vector rate with operands in registers; loads come on top"
 
 
 def _copy_text(part: results.CopyPart) -> Iterator[Piece]:
@@ -146,8 +148,8 @@ def _batch_text(part: results.BatchPart) -> Iterator[Piece]:
         knee = or_dash(part.knee, lambda k: f"{k.at:.3g} tokens (points off the fit by {k.error:.0%} in the median)")
         yield f"knee at {knee}"
         yield (
-            f"critical batch {or_dash(part.predicted_knee, number)}: FLOP/s of the fastest product over bytes/s of the "
-            f"largest copy, x bytes of a weight / 2"
+            f"critical batch {or_dash(part.predicted_knee, number)}: FLOP/s of the fastest product over bytes/s of a "
+            f"copy as large as the weights, x bytes of a weight / 2"
         )
 
 

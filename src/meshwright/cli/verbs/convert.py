@@ -1,12 +1,14 @@
 """`meshwright convert`: weights of a run, of a checkpoint or of a Hugging Face folder as a Hugging Face folder."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.cli.verb import Bytes, Options, argument, option, verb
 from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import write_whole
 from meshwright.core.units import format_bytes, format_params
 from meshwright.report.answer import Answer, Fact
 from meshwright.spec.catalogue import has_weights
@@ -47,7 +49,7 @@ def command(given: Given) -> Answer:
         model, step, files = _convert(given)
         beside = [name for name in BESIDE if (source / name).is_file()]
         for name in beside:
-            shutil.copyfile(source / name, folder / name)
+            write_whole(folder / name, partial(shutil.copyfile, source / name))
         write_sums(folder, [folder / name for name in beside])
     except OSError as error:
         raise CannotRunError(f"{folder} cannot be written: {error.strerror or error}. Give another one.") from None

@@ -25,6 +25,7 @@ from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
 from meshwright.spec.job import optimizer_words, require_training
+from meshwright.spec.plan_file import unmasked
 from meshwright.spec.strategy import mesh_words
 
 MAX_TERMS = 3
@@ -159,9 +160,10 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         f"network one after the other); bound by "
         f"{estimate.bound_by}",
     )
+    also = f", {without:.1%} without masked scores" if (without := unmasked(estimate)) else ""
     yield Fact(
         "utilisation",
-        f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}; HFU {estimate.hfu:.1%}, recomputation counted",
+        f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}{also}; HFU {estimate.hfu:.1%}, recomputation counted",
     )
     items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
     yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")

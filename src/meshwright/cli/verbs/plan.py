@@ -15,7 +15,7 @@ from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer
 from meshwright.cli.verbs.plan_questions import parse_why_not, recipe_answer, what_if_answer, why_not_answer
-from meshwright.cli.verbs.plan_words import BOUND_BY, CHOICES, MEMORY, MFU, STEP, budget_text, placement_words
+from meshwright.cli.verbs.plan_words import BOUND_BY, CHOICES, MEMORY, STEP, budget_text, mfu_columns, placement_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count
 from meshwright.cost.setting import Setting
@@ -181,7 +181,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
         "strategy, best first": lambda one: _strategy_words(one.strategy, varied),
         **STEP,
         bounds: ("estimate", _range_words),
-        **MFU,
+        **mfu_columns(result.strategies),
         **MEMORY,
         **BOUND_BY,
     }

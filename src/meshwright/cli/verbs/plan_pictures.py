@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.verbs.plan_words import MEMORY, MFU, STEP
+from meshwright.cli.verbs.plan_words import MEMORY, STEP, mfu_columns
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
@@ -73,7 +73,7 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
         "#": (lambda one: rows[id(one)], None, "number"),
         **STEP,
         **MEMORY,
-        **MFU,
+        **mfu_columns(found.memory),
         "micro": "strategy.num_microbatches",
         "remat": ("strategy.remat", lambda remat: remat if isinstance(remat, str) else "+".join(remat)),
         **MESH,
@@ -92,7 +92,7 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
         "chips": "num_chips",
         **STEP,
         "cost of 1 B tokens": (_usd, "${:,.2f}".format, "usd_per_billion_tokens"),
-        **MFU,
+        **mfu_columns(found.cost),
         **MESH,
     }
     yield Table.of(found.cost, columns, f"Step time against cost, on all chips and on parts ({price})")

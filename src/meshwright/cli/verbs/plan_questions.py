@@ -8,7 +8,7 @@ from msgspec.structs import asdict
 
 from meshwright.cli.fields import field_value, split_pairs
 from meshwright.cli.verbs.explain import limit_words
-from meshwright.cli.verbs.plan_words import BOUND_BY, MEMORY, MFU, STEP, full_words
+from meshwright.cli.verbs.plan_words import BOUND_BY, MEMORY, STEP, full_words, mfu_columns
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Term, term_words
 from meshwright.cost.train_step import Estimate
@@ -138,7 +138,8 @@ def _what_if_text(told: WhatIf) -> Iterator[Piece]:
     yield Fact("  now", full_words(told.now.strategy))
     yield Fact("  then", full_words(told.then.strategy))
     plans = {"now": (told.now, told.terms_now), "then": (told.then, told.terms)}
-    measures = Table.of((one for one, _ in plans.values()), {**STEP, **MFU, **MEMORY, **BOUND_BY})
+    both = [one for one, _ in plans.values()]
+    measures = Table.of(both, {**STEP, **mfu_columns(both), **MEMORY, **BOUND_BY})
     rows = [[name, *row, _terms(plans[name][1])] for name, row in zip(plans, measures.rows, strict=True)]
     yield Table(
         [

@@ -1,16 +1,25 @@
 """Strategies and their costs in words and as columns, for the verbs that print plans."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from meshwright.cli.output import format_energy, format_power, three_digits
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.plan.run_budget import RunBudget
 from meshwright.report.answer import Fact, Piece, TableColumns
+from meshwright.spec.plan_file import unmasked
 from meshwright.spec.strategy import Strategy, mesh_words
 
 STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
-MFU: TableColumns = {"MFU": ("estimate.mfu", "{:.0%}".format)}
+
+
+def mfu_columns(found: Iterable[Any]) -> TableColumns:
+    """Returns the column of MFU; if one is above 100%, beside it a column of MFU without masked scores."""
+    names = {"MFU": "mfu"} | ({"unmasked": "mfu_causal"} if any(unmasked(one.estimate) for one in found) else {})
+    return {head: (f"estimate.{name}", "{:.0%}".format) for head, name in names.items()}
+
+
 MEMORY: TableColumns = {"memory": ("estimate.hbm_bytes_per_chip", format_bytes)}
 BOUND_BY: TableColumns = {"bound by": "estimate.bound_by"}
 """Columns of tables of planned strategies."""
@@ -82,7 +91,7 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
     petaflop_days, years = (three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
     yield Fact(
         "",
-        f"6 N D, N with the look-up, = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, "
+        f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, "
         f"{budget.mfu_6nd:.1%} of the chip-hours' peak; {years} years on one chip at peak",
     )
     watts = "not known for this chip (power_w)"

@@ -130,13 +130,13 @@ def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     hidden = or_dash(times.overlap, "{:.0%}".format)
     waits = f", waits {format_seconds(times.waited_s)} for other devices" if times.waited_s else ""
     yield (
-        f"the five parts are of a mean device under the profiler, {format_seconds(profile.profiled_s)}; communication "
+        f"the five parts are of a mean device under the profiler and sum to its step; communication "
         f"takes {format_seconds(times.communication_s)}{waits}, and {hidden} of it hides behind compute"
     )
     if comparison.shares_cores:
         yield (
             "emulated devices share the cores: below, each instant of the machine's time is divided among the "
-            "instructions that run then and do not wait; kinds of work sum to the step"
+            "instructions that run then and do not wait; kinds of work sum to the step under the profiler"
         )
     for warning in profile.warnings:
         yield warning[:1].lower() + warning[1:].removesuffix(".")

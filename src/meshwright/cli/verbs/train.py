@@ -107,6 +107,10 @@ def _resumed(plan: Plan, changes: dict[str, Any], given: Given) -> Answer | None
 
     run = newest_run(given.runs, plan.model.name) if given.resume == NEWEST else Path(str(given.resume))
     settings = {**read_resolved(run).get("train", {}), **changes}
+    bound = settings.pop("capacity_factor", 0.0)  # an older run has it there
+    if bound and not plan.strategy.capacity_factor:
+        strategy = msgspec.structs.replace(plan.strategy, capacity_factor=bound)
+        plan = msgspec.structs.replace(plan, strategy=strategy)
     done, wanted = finished_steps(run), settings_from_table(settings).steps
     if done is None or done < wanted:
         return _run(plan, settings, given, resume=run)

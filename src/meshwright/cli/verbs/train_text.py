@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from meshwright.cli.output import or_dash
 from meshwright.core.files import cache_folder
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.answer import Paragraph, Piece, Table
+from meshwright.report.answer import Paragraph, Piece, Table, utilisation_rows
 from meshwright.spec.plan_file import Plan
 
 if TYPE_CHECKING:
@@ -27,12 +27,11 @@ def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
     yield Table.compared(
         [
             ("step", predicted.step_s, result.step_s, format_seconds),
-            ("MFU", predicted.mfu, result.mfu, "{:.1%}".format),
-            ("HFU", predicted.hfu, result.hfu, "{:.1%}".format),
+            *utilisation_rows(predicted, result),
             ("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
         ]
     )
-    if result.mfu is not None and result.mfu > 1:
+    if (result.mfu_causal or result.mfu or 0) > 1:
         calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
         yield (
             f"an MFU above 100%: the machine is faster than the plan's rates ({calibration}); it may have been busy "

@@ -9,12 +9,12 @@ DAY_S = 86400.0
 YEAR_S = 365 * DAY_S
 
 
-def training_flops(num_active_params: Number, num_tokens: Number) -> Number:
+def training_flops(num_params: Number, num_tokens: Number) -> Number:
     """Returns 6 N D: 2 per parameter and token forward, 4 backward, without attention's own products.
 
     Source: How to Scale Your Model, section 4.2.
     """
-    return 6 * num_active_params * num_tokens
+    return 6 * num_params * num_tokens
 
 
 def train_seconds(flops: Number, *, num_chips: Number = 1, peak_flops: Number, mfu: Number = 1.0) -> Number:

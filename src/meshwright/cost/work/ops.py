@@ -7,9 +7,10 @@ from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
+from meshwright.cost.formulas.accounting import train_flops_per_param
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.weights import weight_table, without_mtp
+from meshwright.spec.weights import has_frozen_matrices, weight_table, without_mtp
 
 LocalTerm = Literal["matmul", "attention", "elementwise", "loss_head", "optimizer"]
 LOCAL_TERMS: tuple[LocalTerm, ...] = get_args(LocalTerm)
@@ -51,11 +52,10 @@ def is_attention(step: Step) -> bool:
 def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     """Returns the FLOPs of one step of a job that the model needs, without recomputation, as MFU counts them.
 
-    Training takes 6 x matrix parameters x tokens + 12 B T S N H L: the unembedding counts, the embedding look-up is
-    free. Frozen weights take 4 in place of 6: they have no gradients. Only chosen experts count. Prefill and decode
-    take a third, with the unembedding of one position of each sequence. S are the keys of a query: T, or the window in
-    layers that have one, and half of that with ``causal``; in decode the whole cache. With latent attention 2 H is
-    H + Hv. A layer for a second token counts, with an unembedding. Source: How to Scale Your Model, section 4.
+    Training takes `token_flops` for every token + 12 B T S N H L. Prefill and decode take a third, with the unembedding
+    of one position of each sequence. S are the keys of a query: T, or the window in layers that have one, and half of
+    that with ``causal``; in decode the whole cache. With latent attention 2 H is H + Hv. Source: How to Scale
+    Your Model, section 4.
     """
     model = model if job.trains else without_mtp(model)
     width = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
@@ -67,18 +67,25 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
         keys += num_sliding * float(keys_per_query(length, window=model.sliding_window, causal=causal))
     passes = 3 if job.trains else 1
     attention = 2 * passes * job.tokens_per_step * keys * model.num_heads * width
-    matrices = num_matmul_params(model) + len(model.mtp_layers) * model.d_model * model.vocab_size
-    frozen = num_matmul_params(model, frozen=True)
     if not job.trains:
         head = model.d_model * model.vocab_size
-        return 2.0 * ((matrices - head) * job.tokens_per_step + head * job.batch_seqs) + attention
-    needed = (6.0 * matrices - 2.0 * frozen) * job.tokens_per_step + attention
+        return 2.0 * ((num_matmul_params(model) - head) * job.tokens_per_step + head * job.batch_seqs) + attention
+    needed = token_flops(model) * job.tokens_per_step + attention
     return needed + _encoder_flops(model, job, width) if model.encoder else needed
+
+
+def token_flops(model: Model) -> float:
+    """Returns the FLOPs of one token in training without attention's scores: 6 N, with N the `num_matmul_params`.
+
+    Frozen weights take 4 in place of 6: they have no gradients. A layer for a second token has an unembedding too.
+    """
+    matrices = num_matmul_params(model) + len(model.mtp_layers) * model.d_model * model.vocab_size
+    return float(train_flops_per_param() * matrices - 2 * num_matmul_params(model, frozen=True))
 
 
 def mfu_words(model: Model) -> str:
     """Returns the formula of `model_flops` for a training step, in letters."""
-    products = "4ND of frozen weights, 6ND of adapters" if model.lora else "6ND"
+    products = "4ND of frozen weights, 6ND of others" if has_frozen_matrices(model) else "6ND"
     return f"{products} + 12 B T^2 N H L, N without the look-up, no causal discount"
 
 
@@ -95,8 +102,8 @@ def _encoder_flops(model: Model, job: Job, width: int) -> float:
 
 
 def num_matmul_params(model: Model, *, frozen: bool = False) -> int:
-    """Returns the parameters that every token is multiplied with: all matrices but the look-up table; a tied table
-    counts once. With ``frozen``, only those that are not trained.
+    """Returns N, the parameters that every token is multiplied with: all matrices but the look-up table, and of experts
+    those that are chosen; a tied table counts once. With ``frozen``, only those that are not trained.
     """
     matrices = [row for row in weight_table(model) if row.kind == "matrix" and row.part != "embedding"]
     matrices = [row for row in matrices if row.frozen or not frozen]

@@ -322,8 +322,8 @@ def _overlap(cost: StepCost) -> str:
 def fsdp_case(plan: Plan) -> FsdpCase | None:
     """Returns the case of a plan's job on its cluster; None on one chip and on this machine's emulated devices.
 
-    Compute is 6 N FLOPs per token at the rate of products. Communication is two gathers of all weights and a scatter of
-    their gradients over every link of the cluster, at the plan's rates.
+    Compute is 6 FLOPs per token and parameter, all of them as in the lecture, at the rate of products. Communication is
+    two gathers of all weights and a scatter of their gradients over every link of the cluster, at the plan's rates.
     """
     cluster, job, strategy = plan.cluster, plan.job, plan.strategy
     if cluster.num_chips == 1 or cluster.kind == "host":

@@ -8,7 +8,7 @@ from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.profile.compare import TimeRow
 from meshwright.profile.summary import Profile
-from meshwright.report.answer import Heading, Show, Table, TableColumns, as_markdown
+from meshwright.report.answer import Heading, Show, Table, TableColumns, as_markdown, utilisation_rows
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
 from meshwright.report.machine.profile_trace import save_trace
@@ -71,11 +71,11 @@ def _section(title: str, text: str) -> str:
 
 
 def headline_rows(profile: Profile) -> list[tuple[str, float | None, float | None, Show]]:
-    """Returns the rows of `Table.compared` for the step and its utilisation."""
+    """Returns the rows of `Table.compared` for the step, its utilisation, and the traced step that the parts sum to."""
     return [
         ("step", profile.predicted_step_s, profile.step_s, format_seconds),
-        ("MFU", profile.predicted_mfu, profile.mfu, PERCENT),
-        ("HFU", profile.predicted_hfu, profile.hfu, PERCENT),
+        *utilisation_rows(profile.priced.estimate, profile),
+        ("step under the profiler", profile.predicted_step_s, profile.profiled_s, format_seconds),
     ]
 
 
@@ -83,7 +83,6 @@ def _summary(profile: Profile) -> str:
     overlaps = predicted_overlap(profile), profile.times.overlap
     rows: list[tuple[str, float | None, float | None, Show]] = [
         *headline_rows(profile),
-        ("step under the profiler", profile.predicted_step_s, profile.profiled_s, format_seconds),
         ("FLOPs of products on a device", profile.predicted_flops, profile.flops, partial(format_flops, unit="FLOP")),
         ("communication hidden behind compute", *overlaps, "{:.0%}".format),
     ]

@@ -176,7 +176,7 @@ def _fields(config: _Config) -> dict[str, Any]:
     fields = {"rope_scaling": _rope_scaling(config)} | config.fields(rows) | _window(config) | form.fixed
     fields.setdefault("d_ff", 4 * fields["d_model"])
     fields.setdefault("num_kv_heads", fields["num_heads"])
-    if family.startswith("gemma") and fields["activation"] == "gelu":
+    if family == "gemma" and fields["activation"] == "gelu":  # so did its first releases say, and mean the other
         fields["activation"] = "gelu_pytorch_tanh"
     if family.startswith("deepseek"):
         fields |= {

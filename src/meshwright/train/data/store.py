@@ -23,8 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from meshwright.core.digests import require_intact, write_sums
-from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import write_json_whole, write_text_whole
+from meshwright.core.errors import DAMAGED_JSON, CannotRunError, InputError
+from meshwright.core.files import sync, write_json_whole, write_text_whole
 from meshwright.core.units import format_count
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.train.data.chat import ChatTokenizer
@@ -110,6 +110,7 @@ def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, f
                     raise
                 try:
                     os.rename(part, path)
+                    sync(folder)
                 except OSError:
                     # Another process was faster: its store stays.
                     if not path.is_dir():
@@ -191,7 +192,7 @@ def _open(path: Path) -> Tokenised:
         raise CannotRunError(f"{error} Remove the folder {path}, and it is made again.") from None
     try:
         meta = msgspec.json.decode((path / META).read_bytes(), type=Meta)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DAMAGED_JSON):
         raise InputError(f"{path} is not a store of tokens. Remove it, and it is made again.") from None
     (tokens, size), (starts, index_size) = meta.written.files(path, meta.dtype)
     # The last entry of the index is the number of tokens.
@@ -228,9 +229,10 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
                 tokens.write(np.array(ids, dtype).tobytes())
                 written.tokens += len(ids)
                 written.in_document = not piece.ends_document
-            # The journal must not claim more than the files have.
-            tokens.flush()
-            starts.flush()
+            # The journal must not claim more than the files have on the disk.
+            for file in (tokens, starts):
+                file.flush()
+                os.fsync(file.fileno())
             write_text_whole(folder / JOURNAL, msgspec.json.encode(written).decode())
             show(pieces[-1].bytes_read, written.tokens)
         # The index ends with the number of tokens.
@@ -260,7 +262,7 @@ def _journal(folder: Path, dtype: str) -> Written:
     """Reads the journal of an earlier try; zeros if the files are shorter than it says, as after a loss of power."""
     try:
         found = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DAMAGED_JSON):
         return Written()
     reached = all(path.is_file() and path.stat().st_size >= size for path, size in found.files(folder, dtype))
     return found if reached else Written()

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.errors import DAMAGED_JSON, CannotRunError, InputError, nearest
 from meshwright.train.settings import PYDOC
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
@@ -244,7 +244,7 @@ def _record(raw: Any, where: str) -> dict[str, Any]:
         raise InputError(f"{where} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it; {SKIP}.")
     try:
         return _OBJECT.decode(raw) if isinstance(raw, bytes) else raw.to_pylist()[0]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DAMAGED_JSON as error:
         kind = "a JSON object" if isinstance(raw, bytes) else "text"
         raise InputError(f"{where} is not {kind}: {error}. Mend it; {SKIP}.") from None
 
@@ -344,5 +344,5 @@ def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:
                 for place in range(len(batch)):
                     done += 1
                     yield batch.slice(place, 1), f"{file} row {done}", size * done // table.metadata.num_rows
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}. Mend it.") from None

@@ -5,11 +5,10 @@ uint16 (nanoGPT) each count as one document, so attention crosses the texts insi
 """
 
 from pathlib import Path
-from tokenize import TokenError
 
 import numpy as np
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, first_line
 from meshwright.train.data.token_store import TokenFiles, TokenStore
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
@@ -36,7 +35,7 @@ def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:
         arrays = {file: _tokens(file) for file in files}
     except InputError:
         raise
-    except (OSError, ValueError, SyntaxError, TokenError) as error:  # a damaged .npy raises the last two
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a corpus of tokens: {error}. Mend or remove that file.") from None
     if not arrays:
         return None
@@ -46,7 +45,10 @@ def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:
 
 def _tokens(file: Path) -> np.ndarray:
     if file.suffix == ".npy":
-        array = np.lib.format.open_memmap(file, mode="r")
+        try:
+            array = np.lib.format.open_memmap(file, mode="r")
+        except Exception as error:  # NumPy evaluates the header, which may fail in any way
+            raise ValueError(f"{file.name} is damaged: {first_line(error)}") from None
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{file.name} has {array.dtype}{list(array.shape)}, not a 1-D array of integers")
         return array

@@ -29,10 +29,12 @@ from meshwright.spec.strategy import Strategy
 
 
 class WeightLayout(NamedTuple):
-    """The mesh, None for one device, and each weight as the derived update of the optimizer has it."""
+    """The mesh, None for one device, and each weight as the derived update of the optimizer has it; the model's own
+    ``sizes`` of dims that devices hold padded."""
 
     mesh: Mesh | AbstractMesh | None
     weights: Mapping[str, Updated]
+    sizes: Mapping[str, int] = {}
 
 
 def on_one_device(model: Model) -> WeightLayout:
@@ -175,7 +177,7 @@ def _updated(
     results = (steps[-1].result, *after)
 
     def body(*blocks: Array) -> tuple[Array, ...]:
-        env = run_update(steps, dict(zip(given, blocks, strict=True)))
+        env = run_update(steps, dict(zip(given, blocks, strict=True)), layout.sizes)
         return tuple(env[array] for array in results)
 
     return on_shards(body, layout, given, results)

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.units import format_count, format_seconds
+from meshwright.spec.plan_file import unmasked
 
 WARMUP_STEPS = 2
 """The first steps also fill caches and allocate memory, so the median excludes them."""
@@ -37,8 +38,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     learning_rate: float
     step_s: float
     tokens_per_s: float
-    mfu: float | None
+    mfu: float | None = None
     hfu: float | None = None
+    mfu_causal: float | None = None
     predicted_step_s: float | None
     extras: dict[str, float] = {}
 
@@ -133,7 +135,8 @@ def describe(record: StepRecord, steps: int) -> str:
     if record.predicted_step_s is not None:
         parts[-1] += f" (predicted {format_seconds(record.predicted_step_s)})"
     if record.mfu is not None:
-        parts.append(f"MFU {record.mfu:.1%}")
+        without = unmasked(record)
+        parts.append(f"MFU {record.mfu:.1%}" + (f" ({without:.1%} without masked scores)" if without else ""))
     if "load_max_over_mean" in record.extras:
         parts.append(f"busiest expert {record.extras['load_max_over_mean']:.2f}x")
     if record.extras.get("dropped_share"):

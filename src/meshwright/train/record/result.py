@@ -79,8 +79,9 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_s: float | None
     step_s_predicted: float | None
     tokens_per_s: float | None
-    mfu: float | None
+    mfu: float | None = None
     hfu: float | None = None
+    mfu_causal: float | None = None
     compile_s: float
     memory: MemoryUse | None
     goodput: Goodput | None = None

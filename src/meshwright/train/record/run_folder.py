@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from meshwright.core.digests import SUMS, read_line, require_intact, summed_line, write_sums
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import DAMAGED_JSON, CannotRunError, InputError
 from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.core.toml_file import dump_toml, read_toml
 from meshwright.nn.hf.tokenizer import TOKENIZER
@@ -135,7 +135,7 @@ def read_summary(run: Path) -> dict[str, Any]:
     require_intact(run, [SUMMARY])
     try:
         return msgspec.json.decode((run / SUMMARY).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DAMAGED_JSON):
         return {}
 
 
@@ -169,7 +169,7 @@ class RunFolder:
         for name, text in texts.items():
             write_text_whole(path / name, text)
         if step is not None:
-            records, damaged = _cut(path / METRICS, step)
+            records, damaged = _cut(path / METRICS, step, "loss", "step_s")
             again = [record["step_s"] for record in records if record["step"] > step]
             losses = {record["step"]: record["loss"] for record in records}
             missing = [number for number in range(1, step + 1) if number not in losses]
@@ -177,7 +177,7 @@ class RunFolder:
                 damaged.append(f"{METRICS} has no line of {len(missing)} steps, the first is step {missing[0]}")
             kept = [losses.get(number, math.nan) for number in range(1, step + 1)]
             self.kept = Kept(losses=kept, lost_steps=len(again), lost_s=float(sum(again)))
-            self.notes = [*damaged, *_cut(path / EVALUATIONS, step)[1]]
+            self.notes = [*damaged, *_cut(path / EVALUATIONS, step, "loss")[1]]
             # The summary first: without it the run does not count as ended. Then the digests, which list the others.
             for pattern in (SUMMARY, SUMS, "config.json", "*.safetensors", "*.safetensors.index.json"):
                 for file in path.glob(pattern):
@@ -200,7 +200,7 @@ class RunFolder:
     def evaluated(self, record: EvaluationRecord) -> None:
         """Writes a line of evaluations, and removes an earlier one of the same step."""
         if self.writes:
-            _cut(self.path / EVALUATIONS, record.step - 1)
+            _cut(self.path / EVALUATIONS, record.step - 1, "loss")
             with (self.path / EVALUATIONS).open("ab", buffering=0) as file:
                 file.write(summed_line(record))
 
@@ -211,18 +211,19 @@ class RunFolder:
             write_sums(self.path, [file for name in (SUMMARY, TOKENIZER) if (file := self.path / name).is_file()])
 
 
-def _cut(path: Path, step: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _cut(path: Path, step: int, *numbers: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns all records of a file by step, and cuts the file after ``step``.
 
-    Lines that are not as they were written are left out; the second list says which. A last line without an end, which
-    a killed process leaves, is not counted among them.
+    Lines that are not as they were written, or lack one of the ``numbers``, are left out; the second list says which. A
+    last line without an end, which a killed process leaves, is not counted among them.
     """
     if not path.exists():
         return [], []
     lines, bad = {}, []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         record = read_line(line)
-        if record is not None and isinstance(record.get("step"), int):
+        known = record is not None and all(isinstance(record.get(name, ""), int | float | None) for name in numbers)
+        if record is not None and known and isinstance(record.get("step"), int):
             lines[record["step"]] = (line, record)
         else:
             bad.append(number)
