@@ -220,6 +220,7 @@ class Child:
     def rates(self) -> dict[str, Any]:
         """Returns the rates of the machine from all rounds."""
         import msgspec
+
         from meshwright.bench.machine_step import host_rates
 
         measured = [step.measured(self.calibration) for step in self.references]

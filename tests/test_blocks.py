@@ -13,7 +13,7 @@ PAGE = """# One
 
 ```console
 $ meshwright roofline "bf16[B,D] * bf16[D,F] -> bf16[B,F]" \\
-    --dims B=1,D=8,F=8 --on v5e | grep "bound by"
+    --dims B=1,D=1024,F=1024 --on v5e | grep "bound by"
 old words
 $ meshwright show nothing
 ```

@@ -16,7 +16,7 @@ def test_what_another_version_kept_is_measured_again(kept, tmp_path, monkeypatch
     file = tmp_path / "calibration-cpu-2.toml"
     if kept is not None:
         file.write_text(kept, encoding="utf-8")
-    monkeypatch.setattr(machine, "measure", lambda cluster, *, keep: (cluster.num_chips, keep))
+    monkeypatch.setattr(machine, "measure", lambda cluster, *, keep, begun: (cluster.num_chips, keep))
     assert machine.rates_for(parse_cluster("cpu:2"), None) == (2, file)
 
 

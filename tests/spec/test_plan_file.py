@@ -174,9 +174,11 @@ def test_a_file_that_is_no_plan(tmp_path):
 
 def test_utilisation_is_flops_over_time_and_peak():
     """Twice as long is half of it, whatever FLOPs and peak: those of the prediction."""
-    slow = msgspec.structs.replace(PREDICTED, step_s=0.06, mfu=1.0, hfu=1.2)
-    assert slow.measured(0.12) == pytest.approx((0.5, 0.6))
-    assert slow.measured(slow.step_s) == (slow.mfu, slow.hfu)
+    slow = msgspec.structs.replace(PREDICTED, step_s=0.06, mfu=1.0, hfu=1.2, mfu_causal=0.8)
+    assert slow.measured(0.12) == pytest.approx({"mfu": 0.5, "hfu": 0.6, "mfu_causal": 0.4})
+    assert slow.measured(slow.step_s) == {"mfu": 1.0, "hfu": 1.2, "mfu_causal": 0.8}
+    older = msgspec.structs.replace(slow, mfu_causal=None)
+    assert older.measured(0.12) == pytest.approx({"mfu": 0.5, "hfu": 0.6, "mfu_causal": None})
 
 
 # -- assumptions ------------------------------------------------------------------------------------------

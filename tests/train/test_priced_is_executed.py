@@ -14,9 +14,14 @@ from meshwright.spec.job import OPTIMIZERS, Job
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from meshwright.train.settings import TrainSettings
 from meshwright.train.step import make_step
-from tests.nn.families import FAMILIES
+from tests.nn import families
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN
 from tests.traffic import compiled_traffic, derived_traffic
+
+FAMILIES = families.FAMILIES | {
+    "deepseek_v2": msgspec.structs.replace(families.FAMILIES["deepseek_v2"], q_lora_rank=16)
+}
+"""Ranks that eight devices divide."""
 
 STRATEGIES = {
     "fsdp, tensor": {"mesh": {"fsdp": 4, "tensor": 2}},

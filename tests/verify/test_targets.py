@@ -192,7 +192,7 @@ def test_environments_look_for_no_hardware():
     assert Target(platform="cuda", num_devices=4).environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
     cpu = Target(platform="cpu", num_devices=6).environment
     assert cpu["JAX_PLATFORMS"] == "cpu"
-    assert cpu["XLA_FLAGS"].endswith("device_count=6")
+    assert cpu["XLA_FLAGS"].split()[0].endswith("device_count=6")
     assert all(one["TF_CPP_MIN_LOG_LEVEL"] == "2" for one in (tpu, cpu))
 
 

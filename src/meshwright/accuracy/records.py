@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from meshwright.core.errors import DAMAGED_JSON, InputError
+from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
-from meshwright.core.files import read_bytes
+from meshwright.core.files import DAMAGED_JSON, read_bytes
 from meshwright.spec.cluster_shapes import MAX_CHIPS
 from meshwright.spec.model import MAX_LAYERS
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.errors import DAMAGED_JSON, CannotRunError
-from meshwright.core.files import write_text_whole
+from meshwright.core.errors import CannotRunError
+from meshwright.core.files import DAMAGED_JSON, write_text_whole
 
 SUMS = "SHA256SUMS"
 _THREADS = 4

@@ -6,16 +6,12 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import msgspec
-
 OF_PATHS = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
     *(errno.ENAMETOOLONG, errno.ELOOP),
 )
 """Error numbers of a file or folder that is missing or not writable, and of names that no file can have."""
 
-DAMAGED_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON may raise that a file of it holds."""
 
 MOST_PIECE, MOST_MESSAGE = 200, 4_000
 """Most characters of one word or quotation in a message, and of the whole message."""

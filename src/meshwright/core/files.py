@@ -15,6 +15,9 @@ import msgspec
 
 from meshwright.core.errors import OF_PATHS, InputError
 
+DAMAGED_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding JSON may raise that a file of it holds."""
+
 MOST_BYTES = 2**26
 """Largest file of settings or figures that is read; compiled programs may be larger."""
 

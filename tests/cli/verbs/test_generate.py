@@ -94,7 +94,7 @@ def test_several_texts_are_numbered(capsys):
         ([], 2, "generate needs a prompt. Write: generate runs/NAME-001 --prompt"),
         (["--prompts", "none.txt"], 2, "none.txt cannot be read"),
         (["--prompt", "a", "--on", "cpu:4", "--axes", "tensor=2"], 2, "tensor=2 is 2 devices and --on cpu:4 is 4"),
-        (["--prompt", "a", "--on", "cpu:8"], 2, "does not divide by tensor=8"),
+        (["--prompt", "a", "--on", "cpu:3"], 2, "does not divide by tensor=3"),
         (["--prompt", "a", "--axes", "pipeline=2"], 3, "pipeline=2 trains but does not generate"),
         (["--prompt", "a", "--top-p", "0"], 2, "top_p=0.0 must be more than 0"),
         (["--prompt", "a", "--on", "h200:1"], 3, "h200:1x1 is not this machine"),

@@ -23,8 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from meshwright.core.digests import require_intact, write_sums
-from meshwright.core.errors import DAMAGED_JSON, CannotRunError, InputError
-from meshwright.core.files import sync, write_json_whole, write_text_whole
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import DAMAGED_JSON, sync, write_json_whole, write_text_whole
 from meshwright.core.units import format_count
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.train.data.chat import ChatTokenizer

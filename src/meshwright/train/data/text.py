@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from meshwright.core.errors import DAMAGED_JSON, CannotRunError, InputError, nearest
+from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.files import DAMAGED_JSON
 from meshwright.train.settings import PYDOC
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")

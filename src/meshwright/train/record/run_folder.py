@@ -14,8 +14,8 @@ from typing import Any, Self
 import msgspec
 
 from meshwright.core.digests import SUMS, read_line, require_intact, summed_line, write_sums
-from meshwright.core.errors import DAMAGED_JSON, CannotRunError, InputError
-from meshwright.core.files import write_json_whole, write_text_whole
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import DAMAGED_JSON, write_json_whole, write_text_whole
 from meshwright.core.toml_file import dump_toml, read_toml
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.spec.model import Model
