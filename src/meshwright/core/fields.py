@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 import msgspec
 
-from meshwright.core.errors import InputError, as_sentence, path_errors
+from meshwright.core.errors import InputError, as_sentence, nearest, path_errors
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -52,8 +52,14 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
     except msgspec.ValidationError as error:
         where = str(error).replace("`$.", f"`{section}.")
         name = where.rpartition(f"`{section}.")[2].partition("`")[0].partition("[")[0]
-        if name in fields and name in _hints(kind):
-            fitted(fields[name], _hints(kind)[name], f"{section}.{name}")
+        name, hints = name.partition(".")[0], _hints(kind)
+        for unknown in fields.keys() - hints.keys():
+            raise InputError(f"{section}.{unknown} is not a field.{nearest(unknown, hints)}") from None
+        if name in fields:
+            table = next((one for one in get_args(hints[name]) if hasattr(one, "__struct_fields__")), None)
+            if table and isinstance(fields[name], Mapping):
+                convert_fields(fields[name], table, section=f"{section}.{name}")
+            fitted(fields[name], hints[name], f"{section}.{name}")
         raise InputError(as_sentence(where)) from None
 
 
@@ -156,6 +162,8 @@ def _hint_words(hint: Any) -> str:
         return f"a table {{{': '.join(map(_hint_words, parts))}}}"
     if kind in (tuple, Sequence):
         return f"a list of {_hint_words(parts[0])}"
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return f"a table of {', '.join(kind.__struct_fields__)}"
     return _WORDS.get(kind) or ("a function" if kind is Callable else f"a {kind.__name__}")
 
 

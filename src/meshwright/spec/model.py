@@ -109,6 +109,8 @@ class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         super().__post_init__()
         if not 1 <= self.rank <= MAX_SIZE:
             raise InputError(f"lora.rank={shown(self.rank)} must be at least 1 and at most 2^40.")
+        if not self.alpha > 0:
+            raise InputError(f"lora.alpha={self.alpha:g} must be above 0.")
         known = (*LORA_TARGETS, *_TARGET_GROUPS)
         for name in self._named:
             if name not in known:
