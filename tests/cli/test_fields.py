@@ -132,3 +132,11 @@ def test_values():
             split_values(text, what="sweep")
     with pytest.raises(InputError, match=r"^--sweep .* ends before it begins"):
         split_values("B=8..4", what="--sweep")
+
+
+def test_a_field_of_a_table_is_named_with_dots():
+    found = parse_fields(["model.lora.rank=16", "model.lora.alpha=32", "strategy.mesh.tensor=4", "remat=block"])
+    assert found["model"] == {"lora.rank": 16, "lora.alpha": 32}
+    assert found["strategy"] == {"mesh": {"tensor": 4}, "remat": "block"}
+    lora = with_fields(load_model("llama3-8b"), "model", found["model"]).lora
+    assert (lora.rank, lora.alpha, lora.targets) == (16, 32.0, "all-linear")

@@ -97,7 +97,7 @@ class TrainStep:
         bound = options.capacity_factor or strategy.capacity_factor
         options = msgspec.structs.replace(options, capacity_factor=bound)
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
-        if form == "gspmd" and self.pipeline:
+        if form == "gspmd" and strategy.mesh.get("pipeline", 1) > 1:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
         own = strategy_of_heads(strategy, model.num_kv_heads)
         if form == "gspmd" and (held_dims(model.dims, strategy.mesh)["V"] != model.vocab_size or own != strategy):

@@ -78,6 +78,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
     if outcome.memory is None:
         return Proof(request=request, outcome=outcome, refusal=refusal)
     derivation = StepDerivation(request)
+    derived = request.form == "shard_map"
     memory, offered = None, available_bytes(outcome.out_of_memory)
     if request.target.platform != "cpu":
         found = outcome.memory
@@ -107,7 +108,8 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
         memory=memory,
         traffic=traffic,
         traffic_error=trouble,
-        products=compare_products(outcome.program, derivation.products()) if outcome.program else None,
+        # the text before partitioning has whole products, unless they were derived for one device
+        products=compare_products(outcome.program, derivation.products()) if outcome.program and derived else None,
     )
 
 

@@ -150,7 +150,8 @@ def _traffic_text(proof: "Proof") -> Iterator[Piece]:
     yield Table.of(traffic.rows, columns)
     for name in dict.fromkeys(one.name for one in traffic.differences):
         yield Fact(name, _difference_words([one for one in traffic.differences if one.name == name]), column=22)
-    yield Fact("without a name", f"{traffic.remainder:.2%} of all bytes", column=22)
+    if proof.request.form == "shard_map":
+        yield Fact("without a name", f"{traffic.remainder:.2%} of all bytes", column=22)
 
 
 def _products_text(found: "Products") -> Iterator[Piece]:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import Number
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError
 from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.links import Level
 from meshwright.cost.network.placement import Placement
@@ -53,7 +53,10 @@ class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
     def __getitem__(self, kind: str) -> KindRate:
         rate = self.kinds.get(kind)
         if rate is None:
-            raise InputError(f"there is no rate of the collective {kind!r} on this group.{nearest(kind, self.kinds)}")
+            raise InputError(
+                f"the calibration has no rate of {kind} over these devices, only of {', '.join(self.kinds) or 'none'}. "
+                f"Measure again with more --seconds, or take --calibration datasheet."
+            )
         return rate
 
     @property
