@@ -274,3 +274,9 @@ def test_a_word_that_is_not_known_is_refused_with_those_that_are():
         rank_plans(Setting(LLAMA8B, cluster, job), overrides={"precision": "nope"})
     with pytest.raises(InputError, match="Give gather, ring or ulysses"):
         rank_plans(Setting(LLAMA8B, cluster, job), overrides={"context_attention": "rng"})
+
+
+def test_sequences_beyond_the_positions_of_the_config_are_noted():
+    notes = [planned(LLAMA70B, "v5p:8x8x8", 512, seq_len=length).notes for length in (8192, 16384)]
+    said = "the model's config has 8,192 positions, and the sequences are longer"
+    assert [said in one for one in notes] == [False, True]

@@ -152,6 +152,8 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(setting.memory_limit):
         notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
+    if setting.job.seq_len > setting.model.max_positions:
+        notes.append(f"the model's config has {setting.model.max_positions:,} positions, and the sequences are longer")
     notes += slots_note(setting, space.template)
     notes.append(f"training state {space.template.state}{optimizer_words(setting.job)}")
     return tuple(notes)
