@@ -21,7 +21,7 @@ def test_shares_of_the_array_over_a_link():
     legs = (ring(4, 1.0),)
     assert link_bytes("all_gather", 1.0, legs, two_way=False) == 3 / 4
     assert link_bytes("all_to_all", 1.0, legs, two_way=False) == 3 / 8
-    assert link_bytes("all_to_all", 1.0, legs, two_way=True) == 3 / 32
+    assert link_bytes("all_to_all", 1.0, legs, two_way=True) == 1 / 8
     assert link_bytes("permute", 1.0, legs, two_way=True) == 1
 
 

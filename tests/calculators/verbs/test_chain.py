@@ -66,3 +66,9 @@ def test_bad_input(call, args, message):
     said = call(*BLOCK, *SIZES, *args)
     assert said.code == 2
     assert message in said.err
+
+
+def test_a_dim_of_no_array_is_refused(call):
+    sizes = [f"{word},Q=7" if word.startswith("B=") else word for word in SIZES]
+    found = call(*BLOCK, *sizes)
+    assert (found.code, "--dims Q: no array has this dim. Choose of D, F, B" in found.err) == (2, True)

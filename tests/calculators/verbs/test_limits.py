@@ -73,3 +73,20 @@ def test_refused(call, change, message):
         args[args.index(option) + 1] = value
     said = call(*args)
     assert (said.code, message in said.err) == (2, True), said.err
+
+
+@pytest.mark.parametrize(
+    ("cluster", "tensor", "words"),
+    [
+        ("h100:8x512", 8, []),
+        ("h100:8x512", 16, ["tensor: groups of 16 leave a domain of 8"]),
+        ("h100:8x512", 3, ["tensor: groups of 3 leave a domain of 8", "3 does not divide 4,096 chips"]),
+        ("h100:8x1", 3, ["tensor: 3 does not divide 8 chips: X is no whole number"]),
+        ("v5p:16x16x16", 3, ["tensor: 3 does not divide 4,096 chips"]),
+    ],
+)
+def test_groups_of_tensor_that_do_not_fit(call, cluster, tensor, words):
+    args = (*ARGS[:2], "--on", cluster, *ARGS[4:], "--tensor", str(tensor))
+    text = call(*args, width=200).words
+    assert all(said in text for said in words)
+    assert ("leave a domain" in text, "no whole number" in text) == ("leave" in str(words), "divide" in str(words))

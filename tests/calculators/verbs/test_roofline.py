@@ -183,7 +183,18 @@ def test_the_batch_is_in_whole_tiles_but_the_width_is_not(call):
         ("bf16[B,D] * bf16[B,D] -> bf16[B,D]", 64 * 512, 3 * 2 * 64 * 512, ["multiply"]),
         ("bf16[B,D] * bf16[B,D] -> bf16[B]", 2 * 64 * 512, 2 * (2 * 64 * 512 + 64), ["multiply", "add"]),
         ("softmax(A[B,D])", 5 * 64 * 512, 2 * 2 * 64 * 512, ["max", "subtract", "exp", "sum", "divide"]),
-        ("rms_norm(fp32[B,D]) -> bf16[B,D]", 4 * 64 * 512, (4 + 2) * 64 * 512, ["square", "sum", "divide", "scale"]),
+        (
+            "rms_norm(fp32[B,D]) -> bf16[B,D]",
+            4 * 64 * 512,
+            (4 + 2) * 64 * 512 + 4 * 512,
+            ["square", "sum", "divide", "scale"],
+        ),
+        (
+            "layer_norm(bf16[B,D])",
+            7 * 64 * 512,
+            2 * (2 * 64 + 2) * 512,
+            ["sum", "subtract", "square", "sum", "divide", "scale", "shift"],
+        ),
     ],
 )
 def test_what_runs_on_vector_units(call, op, flops, num_bytes, steps):
@@ -211,3 +222,10 @@ def test_the_knee_is_a_point_of_the_curve(call, tmp_path):
     values = [row for data in json.loads((tmp_path / "sweep.json").read_text())["datasets"].values() for row in data]
     drawn = sorted({row["x"] for row in values if "x" in row and row["x"] >= 64})
     assert drawn == [64, 128, 256, 273, 512, 1024]
+
+
+@pytest.mark.parametrize("more", [(), ("--sweep", "B=1..4")])
+def test_a_dim_of_no_array_is_refused(call, more):
+    sizes = "D=64,F=128,Q=7" if more else "B=8,D=64,F=128,Q=7"
+    found = call("roofline", PRODUCT, "--dims", sizes, "--on", "v5e", *more)
+    assert (found.code, "--dims Q: no array has this dim. Choose of " in found.err) == (2, True)

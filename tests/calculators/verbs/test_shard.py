@@ -179,8 +179,9 @@ def test_flops_of_all_devices(call):
         ("A[B,D_X] -> A[B,D]{U_X}", (), "nothing left to sum over X"),
         ("int8[B_X,D] -> bf16[B,D]", (), "two dtypes of one array"),
         ("A[B_X", (), "is not a sharded array"),
+        ("A[B_X,D]", ("--dims", "B=64,D=96,Q=7"), "--dims Q: no array has this dim. Choose of B, D"),
     ],
 )
 def test_what_cannot_be_asked(call, asked, more, message):
-    said = call("shard", asked, "--mesh", "X=2", "--dims", "B=64,D=96,F=8", *more)
+    said = call("shard", asked, "--mesh", "X=2", "--dims", "B=64,D=96", *more)
     assert (said.code, message in said.err) == (2, True), said.err

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from meshwright.algebra.notation import ShardedArray, parse_array
 from meshwright.calculators.chips.anatomy import mxu_padding
-from meshwright.calculators.sharding.parsing import distinct_names, parse_einsum
+from meshwright.calculators.sharding.parsing import distinct_names, parse_einsum, refuse_unknown_dims
 from meshwright.core.errors import InputError
 from meshwright.core.notation import compact
 from meshwright.cost.formulas.roofline import Channel, Operand, Roofline, chip_roofline, einsum_work
@@ -24,7 +24,7 @@ ROW_STEPS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("square", "sum", "divide", "scale"),
     "layer_norm": ("sum", "subtract", "square", "sum", "divide", "scale", "shift"),
 }
-"""The steps that count for every element of a row; scales and shifts of a row's width are not counted as bytes."""
+"""The steps that count for every element of a row; a scale and a shift also read a weight of a row's width."""
 
 _ROW = re.compile(rf"({'|'.join(ROW_STEPS)})\((.*)\)(?:->(.*))?")
 _PLUS = re.compile(r"(?<=[\]}])\+")
@@ -54,6 +54,7 @@ class LocalOp(msgspec.Struct, frozen=True):
 
     def roofline(self, chip: Chip, sizes: dict[str, int], channel: Channel) -> Roofline:
         """Returns the bounds; matrix units compute whole tiles, vector units of unknown rate take the matrix units'."""
+        refuse_unknown_dims(sizes, self.arrays)
         *operands, out = self.operands
         work = einsum_work(operands, out, sizes)
         if self.matrix:
@@ -76,8 +77,10 @@ def parse_op(text: str) -> LocalOp:
         raise InputError(f"{text!r} is no op. Write A[I,J] * B[J,K] -> C[I,K], A[I] + B[I] -> C[I], softmax(A[I]).")
     if row is not None:
         given = parse_array(row[2])
-        op = LocalOp((given, parse_array(row[3]) if row[3] else given.replace(name="Out")), ROW_STEPS[row[1]])
-        if op.arrays[0].dims != op.arrays[1].dims:
+        out, steps = parse_array(row[3]) if row[3] else given.replace(name="Out"), ROW_STEPS[row[1]]
+        wide = given.replace(dims=given.dims[-1:], axes=given.axes[-1:])
+        op = LocalOp((given, *(wide.replace(name=s) for s in steps if s in ("scale", "shift")), out), steps)
+        if given.dims != out.dims:
             raise InputError(f"{row[1]} keeps the dims of {given}, and the result has others. Write the same dims.")
     elif _PLUS.search(left):
         addends, out = tuple(map(parse_array, _PLUS.split(left))), parse_array(right)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from meshwright.algebra.notation import ShardedArray, Sizes, check, parse_array, product
-from meshwright.calculators.sharding.parsing import parse_einsum
+from meshwright.calculators.sharding.parsing import parse_einsum, refuse_unknown_dims
 from meshwright.core.errors import InputError, nearest
 
 MAX_AXES = 3
@@ -103,6 +103,7 @@ def parse_chain(
             raise InputError(f"--fixed {text} is no array of the chain.{nearest(array.name, arrays)}")
         _same_dims(array, arrays[array.name])
         kept[array.name] = array
+    refuse_unknown_dims(dims, arrays.values())
     for array in (*arrays.values(), *kept.values()):
         check(array, dims, mesh)
     choices = {name: (kept[name],) if name in kept else shardings(arrays[name], dims, mesh) for name in names}

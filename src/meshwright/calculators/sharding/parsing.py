@@ -4,6 +4,7 @@ Also the exact block that a device holds of an array of given sizes.
 """
 
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -41,6 +42,14 @@ def distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, S
         return arrays[0], arrays[1], arrays[2]
     lhs, rhs, out = (a.replace(name=n) for a, n in zip(arrays, ("A", "B", "C"), strict=True))
     return lhs, rhs, out
+
+
+def refuse_unknown_dims(dims: Sizes, arrays: Iterable[ShardedArray]) -> None:
+    """Raises InputError for a size of a dim that none of the arrays has."""
+    known = dict.fromkeys(dim for array in arrays for dim in array.dims)
+    for dim in dims:
+        if dim not in known:
+            raise InputError(f"--dims {dim}: no array has this dim. Choose of {', '.join(known)}, or leave it out.")
 
 
 class ShardQuestion(msgspec.Struct, frozen=True, kw_only=True):

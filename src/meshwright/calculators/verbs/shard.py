@@ -27,6 +27,7 @@ from meshwright.calculators.sharding.parsing import (
     bytes_total,
     local_shape,
     parse_asked,
+    refuse_unknown_dims,
 )
 from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.calculators.verbs.shard_run import run_ways
@@ -86,6 +87,7 @@ def command(given: Given) -> Answer:
     cluster = parse_cluster(given.on) if given.on else None
     asked = parse_asked(given.product, dtype="fp32" if cluster is not None and cluster.kind == "host" else "bf16")
     mesh, dims = given.mesh, given.dims
+    refuse_unknown_dims(dims, asked.arrays)
     for array in asked.arrays:
         check(array, dims, mesh)
     _refuse(asked, given, dims, mesh)

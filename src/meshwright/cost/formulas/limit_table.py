@@ -70,6 +70,7 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     link: str = ""
     link_alpha: float | None = None
     domain_alpha: float | None = None
+    domain: int | None = None
     flat_bytes_per_s: float | None = None
     num_params: float | None = None
     num_active_params: float | None = None
@@ -267,6 +268,16 @@ def _fewest_words(at: Letters) -> str:
     return f"there {tokens} tokens would take {format_seconds(slow_s)} at this utilisation"
 
 
+def _tensor_words(at: Letters) -> str:
+    """Says that groups of ``tensor`` leave their domain, or leave chips over."""
+    if at.tensor is None:
+        return ""
+    leaves = f"groups of {at.tensor} leave a domain of {at.domain}: the slower network binds, not W_nvlink"
+    over = f"{at.tensor} does not divide {at.num_chips:,} chips: X is no whole number"
+    crosses = at.domain is not None and at.all_chips > at.domain and at.domain % at.tensor > 0
+    return "; ".join([leaves] * crosses + [over] * (at.num_chips % at.tensor > 0))
+
+
 def _fsdp_words(at: Letters) -> str:
     bound = f"C / W_{at.link}" if at.alpha is None else f"alpha / {at.num_axes:g}"
     return f"> {bound}{' x E/k' if at.sparsity > 1 else ''}"
@@ -374,7 +385,7 @@ LIMITS: tuple[_Row, ...] = (
     _Row(
         name="tensor", needs=("tensor_most",), relation="<",
         formula=lambda at: "< F W_nvlink / C" if at.alpha is None else "< My F / alpha",
-        limit=lambda at: at.tensor_most, here="tensor",
+        limit=lambda at: at.tensor_most, here="tensor", note=_tensor_words,
     ),
     _Row(
         name="F, for this tensor", needs=("tensor_most", "tensor"), relation=">",

@@ -7,7 +7,7 @@ Sources: How to Scale Your Model, sections 3.2 (rings, latency), 3.4 (summary), 
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -174,12 +174,12 @@ def _line_or_ring(size: Number, closed: Any, width: Number) -> Number:
 def busiest_link_share(size: Number, wraps: Any) -> Number:
     """Returns the share of the array that the busiest link carries in one direction of an AllToAll of n devices.
 
-    In a ring used in both directions it is an eighth, a quarter of an AllGather's half. In a line the middle link
-    parts k = n/2 devices (rounded down) from n - k, and each device sends 1/n^2 of the array to each device beyond it:
-    k (n - k) / n^2, a quarter if n is even. Source: How to Scale Your Model, exercise 3.10, which counts rings.
+    In a line the middle link parts k = n/2 devices (rounded down) from n - k, and each device sends 1/n^2 of the array
+    to each device beyond it: k (n - k) / n^2, a quarter if n is even. A ring used in both directions has two such links
+    and carries half as much over each. Source: How to Scale Your Model, exercise 3.10, which counts rings.
     """
     half = size // 2
-    return wraps / 8 + (1 - wraps) * half * (size - half) / size**2
+    return half * (size - half) / size**2 / (1 + wraps)
 
 
 def _permute_rate(legs: Sequence[Leg]) -> KindRate:
@@ -237,17 +237,13 @@ def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_sh
 def ring_link_share(kind: CollectiveKind, size: Number, *, two_way: bool) -> Number:
     """Returns the share of the array that crosses one link in one direction of a ring of ``size`` devices.
 
-    On a one-way ring AllGather sends (n-1)/n and AllToAll half of that; with ``two_way`` AllGather sends a half and
-    AllToAll a quarter of these. All are exact but the last, which is the limit of a large ring.
-    Source: How to Scale Your Model, exercise 3.10.
+    On a one-way ring AllGather sends (n-1)/n and AllToAll half of that; with ``two_way`` AllGather sends half of it and
+    AllToAll `busiest_link_share`. Source: How to Scale Your Model, exercise 3.10.
     """
-    factors: Mapping[str, tuple[float, float]] = {
-        "all_gather": (1.0, 0.5),
-        "reduce_scatter": (1.0, 0.5),
-        "all_reduce": (2.0, 1.0),
-        "all_to_all": (0.5, 0.125),
-    }
-    return factors[kind][two_way] * (size - 1) / size
+    if kind == "all_to_all" and two_way:
+        return busiest_link_share(size, wraps=True)
+    factors = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.5}
+    return factors[kind] / (1 + two_way) * (size - 1) / size
 
 
 def _larger(first: Number, second: Number) -> Number:

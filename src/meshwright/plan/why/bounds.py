@@ -155,6 +155,7 @@ def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[
     return {
         "link": link,
         "link_alpha": limits.ici_intensity(peak, rate),
+        "domain": cluster.domain,
         "domain_alpha": limits.ici_intensity(peak, nvlink),
         "flat_bytes_per_s": flat,
     }
