@@ -153,7 +153,7 @@ def test_refusals():
     placed = place_axes(cluster, {"fsdp": 16})[0]
     with pytest.raises(InputError, match=r"'fdsp' is not an axis of the mesh. Did you mean 'fsdp'"):
         group_rates(placed, ("fdsp",))
-    with pytest.raises(InputError, match="no rate of the collective 'gather'"):
+    with pytest.raises(InputError, match="no rate of gather over"):
         group_rates(placed, ("fsdp",))["gather"]
     with pytest.raises(InputError, match="give a calibration"):
         group_rates(place_axes(parse_cluster("cpu:4"), {"fsdp": 4})[0], ("fsdp",))
@@ -175,7 +175,7 @@ def test_this_machine_takes_its_rates_from_a_calibration():
     assert collective_time("all_gather", 1e6, rates) == pytest.approx(1e-4 + 0.75e6 / 2e9)
     assert collective_time("all_reduce", 1e6, rates) == pytest.approx(2e-4 + 1.5e6 / 1e9)
     assert received_share("all_to_all", 4) == pytest.approx(3 / 16)
-    with pytest.raises(InputError, match="no rate of the collective 'all_to_all'"):
+    with pytest.raises(InputError, match="no rate of all_to_all over"):
         rates["all_to_all"]
 
 
