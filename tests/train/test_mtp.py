@@ -23,6 +23,8 @@ from meshwright.train.data.batches import Batches
 from meshwright.train.data.rows import Rows, WholeRows
 from meshwright.train.data.sources import Source
 from meshwright.train.data.token_store import TokenStore
+from meshwright.train.settings import TrainSettings
+from meshwright.train.setup import start_words
 from tests.cli.made_rates import write_rates
 from tests.nn.hf.test_weights import on_device, random_params, require_equal
 from tests.parallel.plain_mtp import MODEL
@@ -98,6 +100,33 @@ def test_weights_are_read_and_written_under_the_names_of_the_hub(tmp_path):
         load_params(MODEL, tmp_path)
 
 
+def test_convert_keeps_the_layer_and_readers_say_that_they_leave_it_out(call, tmp_path):
+    save_hf(MODEL, on_device(random_params(MODEL)), tmp_path / "run")
+    said = call("convert", "run", "all")
+    assert said.code == 0, said.err
+    assert "token after the next" not in said.out
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "all"))
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array)
+    assert json.loads((tmp_path / "all/config.json").read_text())["num_nextn_predict_layers"] == 1
+
+    # of a layer that is not whole nothing is kept, and a line says so
+    (tmp_path / "run" / SUMS).unlink()
+    save_file(
+        {name: array for name, array in before.items() if "eh_proj" not in name}, tmp_path / "run/model.safetensors"
+    )
+    said = call("convert", "run", "rest")
+    assert said.code == 0, said.err
+    assert "without the layer for the token after the next" in " ".join(said.out.split())
+    assert not any("layers.3." in name for name in load_file(tmp_path / "rest/model.safetensors"))
+
+    read = model_from_config(tmp_path / "all")
+    settings = TrainSettings(weights="all")
+    assert start_words(settings, read).endswith("; without the layer for the token after the next (model.mtp_weight)")
+    assert "without" not in start_words(settings, replace(read, mtp_weight=0.3))
+
+
 def test_a_folder_without_the_layer_says_what_it_lacks(tmp_path):
     without = without_mtp(MODEL)
     save_hf(without, on_device(random_params(without)), tmp_path)
@@ -136,3 +165,12 @@ def test_train_reports_the_second_loss_and_goes_on(call, text, tmp_path):
     np.testing.assert_allclose([line["extras"]["mtp_loss"] for line in lines(half.json["run"])], losses, rtol=1e-6)
     said = call("generate", again.json["run"], "--prompt", "a", "--max-tokens", "2", "--axes", "tensor=2")
     assert said.code == 0, said.err
+    assert "without the layer for the token after the next" in said.err
+    assert call("convert", again.json["run"], "converted").code == 0
+    assert "model.layers.3.eh_proj.weight" in load_file("converted/model.safetensors")
+
+    wild = ["--set", "model.mtp_weight=1e38", "--set", "train.held_out=0.0001"]
+    said = call("train", "config.json", *given, "--steps", "3", "--runs", "wild", *wild)
+    assert "no held-out loss: train.held_out=0.0001 gives too few rows for the mesh. Change it" in said.err
+    assert said.code != 0
+    assert "Use a lower rate or a longer warmup, or a lower mtp_weight=1e+38; the metrics are in" in said.err

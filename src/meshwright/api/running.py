@@ -15,6 +15,7 @@ from meshwright.core.units import format_bytes
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_assumptions
+from meshwright.spec.weights import without_mtp_words
 
 if TYPE_CHECKING:
     from meshwright.parallel.generate_step import GenerateStep
@@ -201,7 +202,8 @@ def _loaded(
     cache = sum(row.num_bytes for row in step.table) / math.prod(mesh.values())
     say(
         f"{source.model.name}: {mesh_words(mesh)}, {format_bytes(held)} of weights on each device, "
-        f"{format_bytes(cache)} of keys and values over {step.batch_seqs} x {step.max_len} positions"
+        f"{format_bytes(cache)} of {step.table[0].dtype} keys and values over {step.batch_seqs} x {step.cache_len} "
+        f"positions{without_mtp_words(source.model)}"
     )
     return step, params
 

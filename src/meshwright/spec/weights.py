@@ -115,6 +115,12 @@ def without_mtp(model: Model) -> Model:
     return replace(model, mtp_weight=0.0)
 
 
+def without_mtp_words(model: Model) -> str:
+    """Returns a clause which says that the weights of that layer are not read; "" if they are, or there are none."""
+    left_out = model.num_mtp_layers and not model.mtp_weight
+    return "; without the layer for the token after the next (model.mtp_weight)" if left_out else ""
+
+
 def frozen_base(model: Model) -> Model:
     """Returns the model without its adapters."""
     return replace(model, lora=None)

@@ -54,6 +54,7 @@ from meshwright.train.setup import Setup, prepare, require_same_tokenizer, start
 from meshwright.train.weights import save_base, save_weights
 
 OnStep = Callable[[StepRecord], None]
+LOSS_WEIGHTS = ("mtp_weight", "z_loss", "balance_loss", "router_z_loss")
 POLL_S = 0.001
 _averaged = jax.jit(averaged)
 
@@ -278,10 +279,12 @@ class Run:
             what = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
         where = where_not_finite(self.setup.step, self.state, flight.batch)
         settings, steps = self.settings, self.checkpoints.steps()
+        weights = {"mtp_weight": self.setup.step.model.mtp_weight, **msgspec.structs.asdict(settings)}
+        large = "".join(f", or a lower {name}={weights[name]:g}" for name in LOSS_WEIGHTS if weights[name] > 1)
         kept = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
         raise CannotRunError(
             f"{what} at step {record.step} with learning_rate={settings.learning_rate:g} and "
-            f"warmup_steps={settings.warmup_steps}: {where}. Use a lower rate or a longer warmup; "
+            f"warmup_steps={settings.warmup_steps}: {where}. Use a lower rate or a longer warmup{large}; "
             f"{kept} in {self.folder.path}."
         )
 
@@ -329,8 +332,10 @@ def train(
         tracked = settings.track if is_first() else ()
         tracking = stack.enter_context(Tracking(tracked, path, msgspec.to_builtins(resolved)))
         request = stack.enter_context(stop_on_signals(live.say))
+        few = f"no held-out loss: train.held_out={settings.held_out:g} gives too few rows for the mesh. Change it"
+        unused = [few] if setup.data.held_out and not setup.held_out else []
         begun = [] if position.step else [start_words(settings, model)]
-        for line in (*kept.passed_over, *folder.notes, *begun, *setup.batches.notes):
+        for line in (*kept.passed_over, *folder.notes, *begun, *setup.batches.notes, *unused):
             live.say(line)
         if is_first() and setup.data.tokenizer:
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)

@@ -21,7 +21,7 @@ from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
-from meshwright.spec.weights import frozen_base
+from meshwright.spec.weights import frozen_base, without_mtp_words
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.batches import Batches, Data, open_data
 from meshwright.train.data.sources import Source
@@ -145,7 +145,7 @@ def start_words(settings: TrainSettings, model: Model) -> str:
     rate, usual = settings.learning_rate, fine_tuning_rate(model)
     what = "adapters" if usual == ADAPTER_RATE else "all weights"
     words = f", the default to fine-tune {what}" if rate == usual else ""
-    return f"starts from the weights in {settings.weights}, at learning_rate {rate:g}{words}"
+    return f"starts from the weights in {settings.weights}, at learning_rate {rate:g}{words}{without_mtp_words(model)}"
 
 
 def fingerprint(params: Params) -> str:

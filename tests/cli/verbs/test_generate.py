@@ -1,5 +1,6 @@
 """`meshwright generate` on a tiny model's folder: text out, figures beside it, refusals in one line."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,8 @@ def test_one_prompt_is_written_out_with_what_follows(call, folder):
     first, last = said.err.splitlines()
     assert "tensor 2" in first
     assert "of weights on each device" in first
+    # 2 layers, keys and values, of half of the heads
+    assert re.search(r", \S+ k?B of fp32 keys and values over 1 x \d+ positions$", first)
     assert "compiled in" in last
     assert "tokens/s; 6 tokens" in last
 

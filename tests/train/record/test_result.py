@@ -1,10 +1,12 @@
 """Goodput by hand, and what the stopwatch adds up."""
 
+import math
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from meshwright.cli.verbs.train_text import goodput_words
+from meshwright.cli.verbs.train_text import goodput_words, result_text
 from meshwright.train.record.result import Goodput, Stopwatch
 
 
@@ -33,3 +35,16 @@ def test_small_parts_are_not_said():
     assert goodput_words(long) == "goodput 95%: 95 s of 100 s in steps, compiling 4 s"
     again = Goodput(wall_s=10, steps_s=5, lost_steps=3, lost_s=1)
     assert goodput_words(again) == "goodput 50%: 5 s of 10 s in steps, start and files 5 s, 3 steps done again 1 s"
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([5.0, 4.0], "loss 5.000 -> 4.000, held out -"),
+        ([math.nan, 5.0, math.nan, 4.0], "loss 5.000 -> 4.000, held out -"),
+        ([math.nan], "loss -, held out -"),
+    ],
+)
+def test_losses_of_damaged_lines_are_not_shown(losses, words):
+    result = SimpleNamespace(losses=losses, steps=len(losses), stopped=False, validation_loss=None)
+    assert next(result_text(SimpleNamespace(), result)) == f"{len(losses)} steps: {words}"

@@ -14,7 +14,7 @@ from meshwright.report.answer import Answer, Fact
 from meshwright.spec.catalogue import has_weights
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
-from meshwright.spec.weights import frozen_base, num_params
+from meshwright.spec.weights import frozen_base, num_params, without_mtp_words
 
 BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -64,11 +64,11 @@ def command(given: Given) -> Answer:
         "files": [file.name for file in files],
         "step": step,
     }
-    after = "" if step is None else f" (checkpoint after step {step})"
+    after, size = "" if step is None else f" (checkpoint after step {step})", format_params(facts["num_params"])
     return Answer(
         facts,
         [
-            Fact("model", f"{model.name}, family {model.family}, {format_params(facts['num_params'])} parameters"),
+            Fact("model", f"{model.name}, family {model.family}, {size} parameters{without_mtp_words(model)}"),
             Fact("from", f"{source}{after}"),
             Fact("to", f"{folder}: {len(files)} {'file' if len(files) == 1 else 'files'} of weights"),
             Fact("size", f"{format_bytes(facts['num_bytes'])} in {facts['dtype']}"),
@@ -87,7 +87,7 @@ def _dtype(folder: Path) -> str:
 def _convert(given: Given) -> tuple[Model, int | None, list[Path]]:
     """Writes the weights. Returns their model, the step of the checkpoint (None for other sources), and the files."""
     from meshwright.nn.hf.adapter import adapted_model, base_folder, is_adapter
-    from meshwright.nn.hf.weights import convert_hf, merged, open_source, write_hf
+    from meshwright.nn.hf.weights import convert_hf, merged, open_source, with_stored_mtp, write_hf
     from meshwright.train.weights import checkpoint_steps, end_of_text, open_run_checkpoint
 
     source = given.source
@@ -96,12 +96,13 @@ def _convert(given: Given) -> tuple[Model, int | None, list[Path]]:
         base = base_folder(source)
         model = adapted_model(model_from_config(base / "config.json", source.resolve().name), source)
         if given.merge:
+            model = with_stored_mtp(model, source)
             return frozen_base(model), None, convert_hf(model, source, given.folder, **options)
         with open_source(model, source) as (fetch, dtypes):
             return model, None, _adapter_alone(given, model, fetch, dtypes, base)
     if given.step is None and has_weights(source):
         _require_adapter(given, None)
-        model = model_from_config(source / "config.json", source.resolve().name)
+        model = with_stored_mtp(model_from_config(source / "config.json", source.resolve().name), source)
         return model, None, convert_hf(model, source, given.folder, **options)
     if given.step is None and not checkpoint_steps(source):
         raise InputError(

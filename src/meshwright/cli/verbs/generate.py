@@ -32,7 +32,9 @@ class Given(Options):
     top_p: float = option("Draw from the likeliest tokens that have this probability together.", default=1.0)
     seed: int = option("Seed of the draws.", default=0)
     weights: Literal["as they are", "int8"] = option("How weights are stored.", default="as they are")
-    cache_dtype: Literal["bf16", "int8"] = option("Dtype of keys and values.", default="bf16")
+    cache_dtype: Literal["bf16", "int8"] = option(
+        "Dtype of keys and values; bf16: fp32 if weights are.", default="bf16"
+    )
 
 
 @verb(Given)

@@ -1,5 +1,6 @@
 """The text of a run in `train` and `demo`: losses, each prediction beside its measurement, where the time went."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,9 @@ def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
         return
     stopped = " (stopped)" if result.stopped else ""
     held_out = or_dash(result.validation_loss, lambda loss: f"{loss:.3f}")
-    losses = f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}, held out {held_out}"
-    yield f"{result.steps} steps{stopped}: {losses}"
+    known = [loss for loss in result.losses if math.isfinite(loss)]  # damaged lines of metrics have none
+    losses = f"loss {known[0]:.3f} -> {known[-1]:.3f}" if known else "loss -"
+    yield f"{result.steps} steps{stopped}: {losses}, held out {held_out}"
     predicted = chosen.predicted
     memory = result.memory.total_bytes if result.memory else None
     yield Table.compared(

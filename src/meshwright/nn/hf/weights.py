@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
+from msgspec.structs import replace
 
 from meshwright.algebra.transformer import local_name
 from meshwright.core.digests import write_sums
@@ -104,7 +105,7 @@ def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
         if variable := "embed" if is_tied else copies.get(name):
             source = next(place.tensor for place in stored_parts(model, tensors) if place.variable == variable)
             if not _equal(tensors[name], tensors[source]):
-                advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out"
+                advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out, or that layer"
                 raise InputError(f"{name} differs from {source}, to which the config ties it. {advice}.")
         elif not any(fnmatchcase(name, form) for form in ignored):
             raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
@@ -304,6 +305,13 @@ def convert_hf(
     with open_source(model, source) as (fetch, dtypes):
         fetch, model = merged(model, fetch), frozen_base(model)
         return write_hf(model, fetch, dtypes, folder, dtype=dtype, max_shard_bytes=max_shard_bytes, config=keys)
+
+
+def with_stored_mtp(model: Model, folder: Path) -> Model:
+    """Returns the model with its layer for the token after the next, of any weight, if the folder has all of it."""
+    whole = replace(model, mtp_weight=1.0) if model.num_mtp_layers == 1 else model
+    with open_tensors(model, folder) as tensors:
+        return whole if all(place.tensor in tensors for place in stored_parts(whole)) else model
 
 
 @contextmanager
