@@ -17,7 +17,7 @@ TOO_MANY = {
 """Functions of before the rule. None may join, and one that is mended leaves the list."""
 
 BUDGETS = {
-    "core": 1_096, "spec": 2_964, "algebra": 6_410, "cost": 4_656, "plan": 3_350, "nn": 5_200, "parallel": 2_650,
+    "core": 1_097, "spec": 2_964, "algebra": 6_410, "cost": 4_656, "plan": 3_350, "nn": 5_200, "parallel": 2_650,
     "hlo": 1_910, "train": 4_308, "serve": 500, "verify": 1_500, "profile": 1_800, "accuracy": 1_080, "bench": 2_300,
     "report": 2_956, "api": 650, "cli": 3_850, "calculators": 9_000,
 }  # fmt: skip

@@ -42,7 +42,7 @@ CALLS = {
         (lambda: setting(model=""), "model '' is neither in the catalogue"),
         (lambda: setting(calibration="/"), "Is a directory"),
         (lambda: setting(optimizer=None), "job.optimizer"),
-        (lambda: setting(rows=3), "unknown field `rows`"),
+        (lambda: setting(rows=3), "job.rows is not a field"),
     ],
     "load_calibration": [
         (lambda: mw.load_calibration("/"), "Is a directory"),

@@ -122,7 +122,7 @@ CASES = [
     (2, ("budget", "1e24", "--on", "h100:8x8", "--restart-s", "-1"), "--restart-s -1.0: give a finite number"),
     (2, ("transfer", "1" * 400, "--on", "v5e:4x4", "--from", "0,0", "--to", "1,1"), "is larger than 1e+60"),
     (2, (*PLAN, "--set", "model.kv_lora_rank=3"), "qk_nope_head_dim=0 must be at least 1."),
-    (2, (*PLAN, "--set", "model.lora=4"), "model.lora is 4. Give a table of rank, alpha, targets, base or None."),
+    (2, (*PLAN, "--set", "model.lora=4"), "model.lora is 4. Give a table of rank, alpha, targets, base."),
     (2, (*PLAN, "--set", "model.lora.rnk=4"), "model.lora.rnk is not a field. Did you mean 'rank'?"),
     (2, (*PLAN, "--set", "model.lora.rank=x"), "model.lora.rank is 'x'. Give a whole number."),
     (2, (*PLAN, "--set", "model.lora.alpha=-3"), "lora.alpha=-3 must be above 0."),

@@ -70,10 +70,9 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
 def field_name(key: str) -> tuple[str, str]:
     """Returns the section of a field, "" for an unknown one, and its name: ``strategy.mesh.tensor`` is ``tensor``,
     ``model.lora.rank`` is ``lora.rank``."""
-    section, *parts = key.strip().split(".")
-    if not parts:
-        return SECTION_OF.get(section, ""), section
-    return section, ".".join(parts[1:] if parts[0] == "mesh" and len(parts) > 1 else parts)
+    *sections, name = key.strip().split(".")
+    section, *tables = [one for one in sections if one != "mesh"] or [SECTION_OF.get(name, "")]
+    return section, ".".join((*tables, name))
 
 
 def _name_assignment(strategy: dict[str, Any]) -> None:

@@ -59,6 +59,9 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
             table = next((one for one in get_args(hints[name]) if hasattr(one, "__struct_fields__")), None)
             if table and isinstance(fields[name], Mapping):
                 convert_fields(fields[name], table, section=f"{section}.{name}")
+            if table:
+                wanted = f"Give a table of {', '.join(table.__struct_fields__)}."
+                raise InputError(f"{section}.{name} is {fields[name]!r}. {wanted}") from None
             fitted(fields[name], hints[name], f"{section}.{name}")
         raise InputError(as_sentence(where)) from None
 
@@ -162,8 +165,6 @@ def _hint_words(hint: Any) -> str:
         return f"a table {{{': '.join(map(_hint_words, parts))}}}"
     if kind in (tuple, Sequence):
         return f"a list of {_hint_words(parts[0])}"
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return f"a table of {', '.join(kind.__struct_fields__)}"
     return _WORDS.get(kind) or ("a function" if kind is Callable else f"a {kind.__name__}")
 
 
