@@ -17,13 +17,9 @@ def space(template=OPEN, **choices):
     return open_space(Setting(TINY, parse_cluster("v5e:4x4"), Job(batch_seqs=64, seq_len=256)), template, **choices)
 
 
-def repeats(pattern):
-    return pattern.rules[0].name.startswith("not ")
-
-
 def kinds(where):
     """Of the patterns that repeat no heads."""
-    patterns = (p for p in where.patterns if not repeats(p))
+    patterns = (p for p in where.patterns if not p.repeats)
     return [(p.strategy.remat, p.strategy.zero, p.strategy.context_attention) for p in patterns]
 
 
@@ -33,7 +29,7 @@ def test_one_pattern_for_each_way_to_assign_axes(choices):
     # a chunked loss head takes another form where the vocabulary is whole
     heads = len(choices.remats) + ("full" in choices.remats)
     ways = heads * len(choices.zeros) * len(choices.sequence_parallel) * len(choices.context_attention)
-    patterns = [p for p in where.patterns if not repeats(p)]
+    patterns = [p for p in where.patterns if not p.repeats]
     assert len(patterns) == ways
     different = {
         (kind, str(p.strategy.assignment["activation"]["T"]), p.tensor_split)
@@ -65,13 +61,13 @@ def test_patterns_that_cannot_differ_are_left_out():
 
 def test_few_kv_heads_are_repeated_in_patterns_of_their_own():
     """On a torus of 16 chips tiny, of 8 query and 4 kv heads, and in the first way to assign axes only."""
-    found = [p for p in space().patterns if repeats(p)]
+    found = [p for p in space().patterns if p.repeats]
     assert [(p.strategy.remat, p.strategy.zero, p.needs) for p in found] == [(r, 3, ()) for r in REMAT_POLICIES]
     assert all(p.tensor_split in (True, None) for p in found)
     assert {p.strategy.assignment == OPEN.assignment for p in found} == {True}
-    ulysses = [p for p in space(choices=FULL).patterns if repeats(p) and p.strategy.context_attention == "ulysses"]
+    ulysses = [p for p in space(choices=FULL).patterns if p.repeats and p.strategy.context_attention == "ulysses"]
     assert {p.tensor_split for p in ulysses} == {True, False, None}
-    assert not any(map(repeats, space(fixed={"tensor": 8}).patterns))
+    assert not any(p.repeats for p in space(fixed={"tensor": 8}).patterns)
     assert any(step.op == "repeat_heads" for step, _ in space(fixed={"tensor": 8}).patterns[0].derived.steps())
 
 

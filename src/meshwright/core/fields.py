@@ -53,7 +53,7 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
         where = str(error).replace("`$.", f"`{section}.")
         name = where.rpartition(f"`{section}.")[2].partition("`")[0].partition("[")[0]
         name, hints = name.partition(".")[0], _hints(kind)
-        for unknown in fields.keys() - hints.keys():
+        for unknown in sorted(fields.keys() - hints.keys()) if kind.__struct_config__.forbid_unknown_fields else ():
             raise InputError(f"{section}.{unknown} is not a field.{nearest(unknown, hints)}") from None
         if name in fields:
             table = next((one for one in get_args(hints[name]) if hasattr(one, "__struct_fields__")), None)

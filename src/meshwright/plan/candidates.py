@@ -149,6 +149,8 @@ def legal_in(
     result = np.broadcast_to(mask(rules, facts), len(found)).copy()
     if pattern.tensor_split is not None:
         result &= (found.mesh["tensor"] > 1) == pattern.tensor_split
+    if pattern.repeats:
+        result &= facts.dims["K"] % facts.devices(pattern.repeats) != 0
     for axes in pattern.needs:
         result &= np.logical_or.reduce([found.mesh[axis] > 1 for axis in axes])
     return result

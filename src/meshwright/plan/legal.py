@@ -162,15 +162,6 @@ def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> L
     )
 
 
-def repeats_heads(axes: tuple[str, ...]) -> LegalRule:
-    """Returns the rule that the axes do not divide the kv heads, so that a search tries repeated heads only there."""
-    return LegalRule(
-        f"not {'*'.join(axes)} | K",
-        lambda f: f.dims["K"] % f.devices(axes) != 0,
-        lambda f: f"{f.named(axes)} divides K={f.dims['K']} {NOUNS['K']} of {f.model}, which are split, not repeated.",
-    )
-
-
 SCHEDULE_RULE = LegalRule(
     "schedule",
     lambda f: schedule_fits(f.schedule, stages=f.stages, chunks=f.chunks, microbatches=f.num_microbatches),

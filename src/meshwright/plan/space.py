@@ -12,7 +12,7 @@ from meshwright.algebra.rewrites.repeated_heads import repeated_dim, strategy_of
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.cost.setting import Setting
-from meshwright.plan.legal import DimSplit, LegalRule, repeats_heads, size_rules, splits
+from meshwright.plan.legal import DimSplit, LegalRule, size_rules, splits
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
@@ -69,7 +69,8 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True):
 
     Each entry of ``needs`` are axes of which one must have several devices: on other meshes the strategy equals that of
     an earlier pattern. ``tensor_split`` restricts it to meshes with (True) or without (False) several devices on
-    ``tensor``, if the steps differ; else it is None. ``rank`` is the index of its remat policy.
+    ``tensor``, if the steps differ; else it is None. A pattern that ``repeats`` kv heads is for meshes whose devices of
+    these axes do not divide them. ``rank`` is the index of its remat policy.
     """
 
     strategy: Strategy
@@ -79,6 +80,7 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True):
     splits: tuple[DimSplit, ...]
     needs: tuple[tuple[str, ...], ...] = ()
     tensor_split: bool | None = None
+    repeats: tuple[str, ...] = ()
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,12 +136,13 @@ def open_space(
                 strategy=strategy,
                 rank=rank,
                 derived=derived,
-                rules=rules,
+                rules=size_rules(derived),
                 splits=splits(derived),
                 needs=more,
                 tensor_split=tensor_split,
+                repeats=axes,
             )
-            for derived, rules, tensor_split in _forms(strategy, setting, fixed, repeats=repeats)
+            for derived, tensor_split, axes in _forms(strategy, setting, fixed, repeats=repeats)
         ]
     return Space(
         setting=setting,
@@ -156,8 +159,8 @@ def open_space(
 
 def _forms(
     strategy: Strategy, setting: Setting, fixed: Mapping[str, int], *, repeats: bool
-) -> Iterator[tuple[Derived, tuple[LegalRule, ...], bool | None]]:
-    """Yields the steps, the rules and the ``tensor_split`` of each pattern of a strategy.
+) -> Iterator[tuple[Derived, bool | None, tuple[str, ...]]]:
+    """Yields the steps, ``tensor_split`` and ``repeats`` of each pattern of a strategy.
 
     Meshes whose devices do not divide the model's kv heads repeat these: if sizes are not ``fixed``, only inside the
     fastest level of the network and where ``repeats`` says so, since each form takes its time. The loss head takes
@@ -165,22 +168,21 @@ def _forms(
     """
     model, cluster, axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
     reach = cluster.domain if cluster.kind == "switched" else cluster.num_chips
-    found: list[tuple[Strategy, tuple[LegalRule, ...]]] = [(strategy, ())]
+    found: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]
     if all(axis in fixed for axis in axes):
         mesh = strategy.mesh | dict(fixed)
         found = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
     elif repeats and model.num_kv_heads < min(model.num_heads, reach):
-        found.append((with_repeated_heads(strategy), (repeats_heads(axes),)))
-    for form, rules in found:
+        found.append((with_repeated_heads(strategy), axes))
+    for form, repeated in found:
         derived = setting.symbolic(form)
-        rules = (*rules, *size_rules(derived))
         if not setting.assumptions.fused_head or keeps_logits(strategy):
-            yield derived, rules, None
+            yield derived, None, repeated
             continue
         if fixed.get("tensor") != 1:
-            yield derived, rules, True
-        if fixed.get("tensor", 1) == 1 and (form == strategy or axes != ("tensor",)):
-            yield setting.symbolic(form, without=("tensor",)), rules, False
+            yield derived, True, repeated
+        if fixed.get("tensor", 1) == 1 and repeated != ("tensor",):
+            yield setting.symbolic(form, without=("tensor",)), False, repeated
 
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Rules], tuple[tuple[str, ...], ...]]]:

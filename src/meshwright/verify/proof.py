@@ -78,7 +78,8 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
     if outcome.memory is None:
         return Proof(request=request, outcome=outcome, refusal=refusal)
     derivation = StepDerivation(request)
-    derived = request.form == "shard_map"
+    # constraints leave the products of the whole mesh in the text before partitioning
+    counts_products = bool(outcome.program) and request.form == "shard_map"
     memory, offered = None, available_bytes(outcome.out_of_memory)
     if request.target.platform != "cpu":
         found = outcome.memory
@@ -108,8 +109,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
         memory=memory,
         traffic=traffic,
         traffic_error=trouble,
-        # the text before partitioning has whole products, unless they were derived for one device
-        products=compare_products(outcome.program, derivation.products()) if outcome.program and derived else None,
+        products=compare_products(outcome.program, derivation.products()) if counts_products else None,
     )
 
 

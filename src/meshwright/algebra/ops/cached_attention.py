@@ -9,7 +9,6 @@ from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
 from meshwright.core.errors import InputError
-from meshwright.spec.strategy import REPEATED_HEADS
 
 
 class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,8 +26,7 @@ def forward(tape: Tape) -> None:
     """Attends with queries that are sharded as their cache is, then reshards the result for the product after it."""
     first, *others = tape.inputs
     for array in others:
-        heads = next((dim for dim in array.dims if dim in ("K", *REPEATED_HEADS)), "")
-        if heads and array.axes_of(heads) != first.axes_of("N"):
+        if any(array.axes_of(heads) != first.axes_of("N") for heads in array.dims[2:3]):
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
         if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
             raise InputError(
