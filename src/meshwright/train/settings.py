@@ -118,8 +118,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
-"""Learning rates from given weights: of all weights (TRL 1.16 and torchtune's recipes), and of adapters (Axolotl's
-examples; TRL advises 1e-4, torchtune's recipes have 3e-4). The default of the settings is one for random weights."""
+"""Learning rates from given weights: of all weights (TRL 1.16, torchtune's llama3_1/8B_full), and of adapters
+(Axolotl's llama-3/lora-8b). The default of the settings is one for random weights."""
 
 
 def fine_tuning_rate(model: Model) -> float:
