@@ -17,28 +17,33 @@ LLAMA_PLAN = ["plan", "llama3-70b", "--on", "v5p:16x16x32", "--batch", "4Mi", "-
 ATTEMPTS = 4
 
 
-def answer(*args: str) -> tuple[subprocess.CompletedProcess[str], float]:
+COUNTING = "for number in range(10_000_000): total = number + 1"
+"""What the seconds of an answer are compared with: a loop, which slow and busy machines slow down too (about 0.6 s)."""
+
+
+def python(code: str, *args: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """The finished process and its seconds of the processor, which others on the machine change least."""
-    code = "import sys; from meshwright.cli.main import main; sys.argv[0] = 'meshwright'; main()"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def answer_within(limit_s: float, *args: str) -> subprocess.CompletedProcess[str]:
-    """The process, which one of a few attempts must finish in so many seconds: a busy machine only adds to them."""
+def answer_within(limit: float, *args: str) -> subprocess.CompletedProcess[str]:
+    """The process, which takes at most ``limit`` times as long as the loop beside it: a busy machine only adds."""
     spent: list[float] = []
     for _ in range(ATTEMPTS):
-        done, seconds = answer(*args)
-        spent.append(seconds)
-        if seconds < limit_s:
+        done, seconds = python(
+            "import sys; from meshwright.cli.main import main; sys.argv[0] = 'meshwright'; main()", *args
+        )
+        spent.append(seconds / python(COUNTING)[1])
+        if spent[-1] < limit:
             return done
-    raise AssertionError(f"{' '.join(args)} took {min(spent):.2f} s at best, and may take {limit_s:g} s")
+    raise AssertionError(f"{' '.join(args)} took {min(spent):.2f} loops at best, and may take {limit:g}")
 
 
 def test_help_answers_at_once():
-    done = answer_within(0.3, "--help")
+    done = answer_within(0.5, "--help")
     assert done.returncode == 0
     for verb in VERBS:
         assert f"  {verb} " in done.stdout
@@ -51,8 +56,8 @@ def test_help_loads_nothing_heavy():
     assert loaded & {"jax", "jaxlib", "numpy", "optax", "rich", "msgspec", "vl_convert"} == set()
 
 
-def test_a_plan_of_8192_chips_takes_less_than_two_seconds():
-    done = answer_within(2, *LLAMA_PLAN)
+def test_a_plan_of_8192_chips_is_quick():
+    done = answer_within(3.5, *LLAMA_PLAN)
     assert done.returncode == 0
     top = [one["axes"] for one in json.loads(done.stdout)["strategies"][:5]]
     splits = {(axes["data"] * axes["fsdp"] * axes["context"], axes["tensor"]) for axes in top}

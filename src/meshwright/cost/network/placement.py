@@ -209,11 +209,13 @@ def _not_beaten(
 ) -> list[tuple[tuple[Factors, ...], tuple[float, ...]]]:
     """Returns one layout for each cost vector (cost by mesh axis) that no other matches or betters on every axis."""
     unique = {costs: splits for splits, costs in reversed(found)}
-    return [
-        (splits, costs)
-        for costs, splits in unique.items()
-        if not any(other != costs and all(map(float.__le__, other, costs)) for other in unique)
-    ]
+    best: list[tuple[float, ...]] = []
+    # what betters a vector comes before it in this order
+    for costs in sorted(unique):
+        if not any(all(map(float.__le__, other, costs)) for other in best):
+            best.append(costs)
+    kept = set(best)
+    return [(splits, costs) for costs, splits in unique.items() if costs in kept]
 
 
 @functools.lru_cache(maxsize=1 << 16)
