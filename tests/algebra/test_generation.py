@@ -130,6 +130,26 @@ def test_queries_need_their_heads_beside_the_cache():
         derive_forward(generation_program(LLAMA, "decode"), one_position(strategy))
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "kimi-k2"])
+def test_a_latent_cache_is_whole_beside_heads_that_are_split(name):
+    strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 2}))
+    derived = derive_forward(generation_program(load_model(name), "decode"), one_position(strategy))
+    reads = [step for block in derived.blocks for step in block.forward if step.op.startswith("cached_")]
+    assert {str(step.inputs[0]) for step in reads} == {"ql[B_data, T, N_tensor, Rkv]"}
+    assert {str(step.inputs[1]) for step in reads} == {"cache_c'[B_data, S, Rkv]"}
+
+
+@pytest.mark.parametrize("name", models())
+def test_every_decoder_generates_with_tensor(name):
+    model = load_model(name)
+    if model.encoder:
+        pytest.skip("an encoder-decoder does not generate yet")
+    strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 2}))
+    derived = derive_forward(generation_program(model, "decode"), one_position(strategy))
+    reads = [step for block in derived.blocks for step in block.forward if step.op.startswith("cached_")]
+    assert {step.inputs[0].axes[2] for step in reads} == {("tensor",)}
+
+
 def test_one_position_is_never_split():
     strategy = Strategy(mesh=make_mesh({"context": 2, "expert": 2, "tensor": 2}))
     derived = derive_forward(generation_program(load_model("mixtral-8x7b"), "decode"), one_position(strategy))

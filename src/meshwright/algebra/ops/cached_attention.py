@@ -26,7 +26,8 @@ def forward(tape: Tape) -> None:
     """Attends with queries that are sharded as their cache is, then reshards the result for the product after it."""
     first, *others = tape.inputs
     for array in others:
-        if any(array.axes_of(heads) != first.axes_of("N") for heads in array.dims[2:3]):
+        # a latent (B S Rkv) has no heads: every device has all of it
+        if len(array.dims) == 4 and array.axes_of(array.dims[2]) != first.axes_of("N"):
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
         if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
             raise InputError(
