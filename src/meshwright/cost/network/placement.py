@@ -209,13 +209,11 @@ def _not_beaten(
 ) -> list[tuple[tuple[Factors, ...], tuple[float, ...]]]:
     """Returns one layout for each cost vector (cost by mesh axis) that no other matches or betters on every axis."""
     unique = {costs: splits for splits, costs in reversed(found)}
-    best: list[tuple[float, ...]] = []
-    # what betters a vector comes before it in this order
-    for costs in sorted(unique):
+    best: dict[tuple[float, ...], None] = {}
+    for costs in sorted(unique):  # what betters a vector comes before it
         if not any(all(map(float.__le__, other, costs)) for other in best):
-            best.append(costs)
-    kept = set(best)
-    return [(splits, costs) for costs, splits in unique.items() if costs in kept]
+            best[costs] = None
+    return [(splits, costs) for costs, splits in unique.items() if costs in best]
 
 
 @functools.lru_cache(maxsize=1 << 16)
