@@ -8,7 +8,6 @@ import pytest
 from meshwright.accuracy.batches import calibrations
 from meshwright.accuracy.fit import (
     PRIORS,
-    Predictor,
     configuration,
     cross_validate,
     fit,
@@ -16,6 +15,7 @@ from meshwright.accuracy.fit import (
     interval,
     leave_groups_out,
     make_problem,
+    predict,
     rounded,
 )
 from meshwright.spec.efficiency import fitted_numbers
@@ -43,7 +43,7 @@ def made_up():
             zero = {"dp": chips, "zero_stage": 3}
             cases.append(case(**same, **fields, parallelism=zero, group=f"maxtext-{group}"))
     problem = make_problem(cases)
-    measured = Predictor(problem)(TRUE)
+    measured = predict(problem, [TRUE])[0]
     return type(problem)(
         cases=problem.cases, parts=problem.parts, measured_s=measured, weights=np.full(len(problem.cases), EXACT)
     )
@@ -61,8 +61,8 @@ def test_numbers_that_made_the_measurements_come_back():
     assert found["compute.h100"] == pytest.approx(TRUE["compute.h100"], rel=0.03)
     assert found["network"] == pytest.approx(TRUE["network"], rel=0.1)
     problem = made_up()
-    errors = Predictor(problem)(found) / problem.measured_s - 1
-    before = Predictor(problem)(MIDDLE) / problem.measured_s - 1
+    errors = predict(problem, [found])[0] / problem.measured_s - 1
+    before = predict(problem, [MIDDLE])[0] / problem.measured_s - 1
     assert np.abs(errors).max() < 0.01 < 0.1 < np.abs(before).max()
 
 
@@ -84,7 +84,7 @@ def test_one_wild_measurement_does_not_pull_the_rest_along():
     found = fit(wild, np.ones(len(measured), dtype=bool), start=fitted(), rounds=8)
     for name in ("compute.h100", "network"):
         assert found[name] == pytest.approx(fitted()[name], rel=0.03)
-    others = np.delete(np.abs(Predictor(problem)(found) / problem.measured_s - 1), wrong)
+    others = np.delete(np.abs(predict(problem, [found])[0] / problem.measured_s - 1), wrong)
     assert np.median(others) < 0.02
 
 
@@ -100,26 +100,26 @@ def test_a_case_that_is_left_out_does_not_count():
 def test_what_is_predicted_for_a_fold_does_not_depend_on_its_measurements():
     """Cross-validation and leaving groups out: other measurements of what is held out change nothing there."""
     problem = made_up()
-    for predict, number in (
+    for held_out, number in (
         (cross_validate, folds(problem.cases)),
         (leave_groups_out, np.array([one.record.group == "maxtext-b" for one in problem.cases])),
     ):
         held = number == 0
         measured = np.where(held, 3 * problem.measured_s, problem.measured_s)
         changed = type(problem)(cases=problem.cases, parts=problem.parts, measured_s=measured, weights=problem.weights)
-        plain, other = predict(problem, rounds=1), predict(changed, rounds=1)
+        plain, other = held_out(problem, rounds=1), held_out(changed, rounds=1)
         assert other[held].tolist() == plain[held].tolist()
         assert (other[~held] != plain[~held]).all()
 
 
-def test_a_predictor_remembers_what_does_not_change():
+def test_several_sets_of_numbers_are_predicted_at_once():
     problem = made_up()
-    predict = Predictor(problem)
-    first = predict(MIDDLE)
-    changed = predict(MIDDLE | {"compute.h100": 0.6}, keep=False)
-    assert (changed > first).all()
-    assert predict(MIDDLE).tolist() == first.tolist()
-    assert predict(MIDDLE | {"compute.v5p": 0.6}).tolist() == first.tolist()
+    points = [MIDDLE, MIDDLE | {"compute.h100": 0.6}, MIDDLE | {"overlap": 1.9}, MIDDLE | {"compute.v5p": 0.6}, MIDDLE]
+    together = predict(problem, points)
+    assert together.tolist() == [predict(problem, [one])[0].tolist() for one in points]
+    assert (together[1] > together[0]).all()
+    assert (together[2] < together[0]).any()
+    assert together[3].tolist() == together[4].tolist() == together[0].tolist()
 
 
 def test_chips_without_numbers_keep_the_data_sheet():

@@ -27,7 +27,8 @@ NO_LEG = Leg(level="ici", size=1, bytes_per_s=1.0, hops=0, hop_s=0.0)
 """Leg of a case that has none where others have one: its size is 1, so it takes no time."""
 
 ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_experts")
-"""Fields of an efficiency that are not stacked: equal in a batch, not needed, or in the rates of a chip already."""
+"""Fields of an efficiency that are not stacked as they are: not needed, in the rates of a chip already, or None in some
+batches."""
 
 
 class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +48,30 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     links: np.ndarray
     num_hosts: np.ndarray
 
-    def seconds(self, calibrations: Mapping[str, Calibration]) -> np.ndarray:
-        """Returns predicted step seconds [cases]; ``calibrations`` has one for each chip, by name."""
-        rates = self.rates([calibrations[case.chip.name] for case in self.cases])
-        priced = PricedStep(derived=self.derived, sizes=self.sizes, rates=rates, pipeline=self.pipeline)
-        return np.broadcast_to(priced.seconds.step_s, len(self.cases))
+    def seconds(self, *tables: Mapping[str, Calibration]) -> np.ndarray:
+        """Returns predicted step seconds [tables, cases]; each table has a calibration for each chip, by name."""
+        every = self.repeated(len(tables))
+        rates = every.rates([table[case.chip.name] for table in tables for case in self.cases])
+        priced = PricedStep(derived=every.derived, sizes=every.sizes, rates=rates, pipeline=every.pipeline)
+        return np.broadcast_to(priced.seconds.step_s, len(every.cases)).reshape(len(tables), -1)
+
+    def repeated(self, times: int) -> "CaseBatch":
+        """Returns a batch with the cases so many times over, one whole list after the other."""
+        arrays = (self.sizes, self.pipeline, self.legs, self.fills, self.links, self.num_hosts)
+        sizes, pipeline, legs, fills, links, num_hosts = map_figures(
+            lambda value: np.tile(value, times) if isinstance(value, np.ndarray) else value, arrays
+        )
+        return CaseBatch(
+            cases=self.cases * times,
+            numbers=self.numbers,
+            derived=_with_repeats(self.derived, self.cases * times),
+            sizes=msgspec.structs.replace(sizes, cache={}),
+            pipeline=pipeline,
+            legs=legs,
+            fills=fills,
+            links=links,
+            num_hosts=num_hosts,
+        )
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
         """Returns the rates of the cases' machines as arrays; ``calibrations`` has one for each case."""
@@ -203,7 +223,9 @@ def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     """Returns an object with the calibration fields that pricing reads, most as arrays."""
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
     stacked = _arrays([one.efficiency for one in calibrations], fields)
-    efficiency = SimpleNamespace(**stacked, overlap=calibrations[0].efficiency.overlap)
+    some = calibrations[0].efficiency.overlap is not None
+    stacked |= _arrays([one.efficiency for one in calibrations], ["overlap"]) if some else {"overlap": None}
+    efficiency = SimpleNamespace(**stacked)
     return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([one.hop_s for one in calibrations]), collectives=())
 
 

@@ -153,7 +153,7 @@ def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
     found = calibrations(cases, datasheet=datasheet)
     seconds = np.empty(len(cases))
     for part in batches(cases):
-        seconds[part.numbers] = part.seconds(found)
+        seconds[part.numbers] = part.seconds(found)[0]
     return accuracy_of(cases, seconds, found, unpredicted)
 
 

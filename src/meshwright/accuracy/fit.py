@@ -92,28 +92,18 @@ def make_problem(cases: Sequence[Case]) -> Problem:
     )
 
 
-class Predictor:
-    """Predicts seconds of all cases for given numbers; reprices only batches whose numbers changed."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.chips = [sorted({case.chip.name for case in part.cases}) for part in problem.parts]
-        self.known: list[tuple[Any, np.ndarray] | None] = [None] * len(problem.parts)
-
-    def __call__(self, numbers: Mapping[str, float], *, keep: bool = True) -> np.ndarray:
-        """Returns predicted seconds [cases]; with ``keep`` a batch is not priced again for equal numbers."""
-        found = calibrations(self.problem.cases, numbers)
-        seconds = np.empty(len(self.problem.cases))
-        for index, (part, chips) in enumerate(zip(self.problem.parts, self.chips, strict=True)):
-            key = tuple((found[chip].efficiency, tuple(sorted(found[chip].hop_s.items()))) for chip in chips)
-            known = self.known[index]
-            if known is not None and known[0] == key:
-                seconds[part.numbers] = known[1]
-                continue
-            seconds[part.numbers] = part.seconds(found)
-            if keep:
-                self.known[index] = (key, seconds[part.numbers])
-        return seconds
+def predict(problem: Problem, points: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """Returns predicted seconds of all cases for several sets of numbers [points, cases], each batch priced once."""
+    found = [calibrations(problem.cases, numbers) for numbers in points]
+    seconds = np.empty((len(points), len(problem.cases)))
+    for part in problem.parts:
+        chips = {case.chip.name for case in part.cases}
+        tables = [{chip: at[chip] for chip in chips} for at in found]
+        # most numbers change nothing for most batches
+        different = [table for index, table in enumerate(tables) if table not in tables[:index]]
+        priced = part.seconds(*different)
+        seconds[:, part.numbers] = priced[[different.index(table) for table in tables]]
+    return seconds
 
 
 def fit(
@@ -121,30 +111,29 @@ def fit(
     chosen: np.ndarray,
     *,
     start: Mapping[str, float] | None = None,
-    predictor: Predictor | None = None,
     rounds: int = 12,
 ) -> dict[str, float]:
     """Returns the numbers that predict the cases of the mask ``chosen`` best, pulled towards their priors.
 
     Minimises errors of log step times (see `ERROR_SCALE`) from ``start`` (default: priors) in ``rounds`` iterations.
     """
-    predict = predictor or Predictor(problem)
     names = list(PRIORS)
     centre = np.log([PRIORS[name][0] for name in names])
     spread = np.array([PRIORS[name][1] for name in names])
 
-    def residuals(point: np.ndarray, *, keep: bool = False) -> np.ndarray:
-        seconds = predict(dict(zip(names, np.exp(point), strict=True)), keep=keep)
-        error = np.log(seconds / problem.measured_s)[chosen] / ERROR_SCALE
+    def residuals(*points: np.ndarray) -> np.ndarray:
+        every = np.stack(points)
+        seconds = predict(problem, [dict(zip(names, numbers, strict=True)) for numbers in np.exp(every).tolist()])
+        error = np.log(seconds / problem.measured_s)[:, chosen] / ERROR_SCALE
         soft = np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1))
-        return np.concatenate([soft * problem.weights[chosen], (point - centre) / spread])
+        return np.concatenate([soft * problem.weights[chosen], (every - centre) / spread], axis=1)
 
     def slopes(point: np.ndarray) -> np.ndarray:
-        base = residuals(point, keep=True)
-        return np.array([residuals(point + moved) - base for moved in 1e-3 * np.eye(len(names))]).T / 1e-3
+        base, *moved = residuals(point, *(point + 1e-3 * np.eye(len(names))))
+        return (np.array(moved) - base).T / 1e-3
 
     at = centre if start is None else np.log([start[name] for name in names])
-    found = least_squares(residuals, at, slopes, x_scale=spread, ftol=1e-4, max_nfev=rounds + 1)
+    found = least_squares(lambda point: residuals(point)[0], at, slopes, x_scale=spread, ftol=1e-4, max_nfev=rounds + 1)
     return dict(zip(names, np.exp(found.x).tolist(), strict=True))
 
 
@@ -189,8 +178,7 @@ def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
     found = np.empty(len(problem.cases))
     for part in np.unique(parts):
         held = parts == part
-        predictor = Predictor(problem)
-        found[held] = predictor(fit(problem, ~held, predictor=predictor, rounds=rounds))[held]
+        found[held] = predict(problem, [fit(problem, ~held, rounds=rounds)])[0, held]
     return found
 
 

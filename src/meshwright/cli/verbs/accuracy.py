@@ -184,8 +184,7 @@ def _fit_anew(
     from meshwright.accuracy import fit
 
     problem = fit.make_problem(cases)
-    predictor = fit.Predictor(problem)
-    numbers = fit.rounded(fit.fit(problem, np.ones(len(cases), dtype=bool), predictor=predictor))
+    numbers = fit.rounded(fit.fit(problem, np.ones(len(cases), dtype=bool)))
     say("cross-validating")
     crossed = fit.cross_validate(problem)
     numbers |= _intervals(problem, crossed)
@@ -193,7 +192,7 @@ def _fit_anew(
     if with_groups:
         say("leaving out each group in turn")
         seconds["groups"] = fit.leave_groups_out(problem)
-    seconds["fitted"] = predictor(numbers)
+    seconds["fitted"] = fit.predict(problem, [numbers])[0]
     by = calibrations(cases, numbers)
     return numbers, {name: accuracy_of(cases, predicted, by, unpredicted) for name, predicted in seconds.items()}
 
