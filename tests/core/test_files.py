@@ -104,6 +104,7 @@ def test_a_file_without_end_is_not_read(tmp_path):
         (f'{{"a": {"9" * 5000}}}', "a number of thousands of digits"),
         ('{"a": "\\ud800"}', "half of a surrogate pair"),
         ("[1]", "holds no JSON object"),
+        ('{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', r"a\.json has the key 'c' twice in one object\. Name another"),
         ('{"a": }', r"a\.json:1:7: broken JSON"),
     ],
 )

@@ -214,6 +214,24 @@ def test_nothing_fits():
         planned(LLAMA70B, "v5e:4x4", 16, overrides={"remat": "none"})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"schedule": "interleaved", "chunks": 8},
+            r"pipeline=4 x chunks=8 has 32 places for the 8 layers of tiny, more",
+        ),
+        (
+            {"schedule": "dualpipe", "num_microbatches": 2},
+            r"with schedule=dualpipe, num_microbatches=2\. Leave one of schedule=dualpipe, num_microbatches=2 open\.",
+        ),
+    ],
+)
+def test_a_schedule_that_no_mesh_runs(fields, message):
+    with pytest.raises(CannotRunError, match=message):
+        planned(TINY, "h100:8x1", 64, 256, axes={"pipeline": 4}, overrides=fields)
+
+
 def test_given_microbatches_that_divide_nothing():
     with pytest.raises(CannotRunError, match="num_microbatches=3 does not divide the batch of 256 sequences"):
         planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"num_microbatches": 3})

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -75,9 +76,20 @@ def read_text(path: Path, advice: str, *, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
-    """Returns the JSON object in a file, see `read_bytes`; an error names line and column of the fault."""
+    """Returns the JSON object in a file, see `read_bytes`; an error names line and column of the fault.
+
+    Raises InputError too for an object that has a key twice, of which a reader would take either.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise InputError(f"{path} has the key {name!r} twice in one object. {advice}")
+        return found
+
     try:
-        found = json.loads(read_text(path, advice))
+        found = json.loads(read_text(path, advice), object_pairs_hook=once)
         json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). {advice}") from None

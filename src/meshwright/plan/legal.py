@@ -358,10 +358,10 @@ def _stages_message(facts: StrategySizes, num_layers: int) -> str:
     most = int((1 + MAX_IDLE_SHARE) * num_layers)
     tried = (msgspec.structs.replace(facts, chunks=count) for count in range(1, most // stages + 1))
     values = [int(one.chunks) for one in tried if _places_used(one, num_layers)]
+    fewer = ", or fewer stages" if stages > 1 else ""
     return (
         f"pipeline={stages} x chunks={chunks} has {layer_places(num_layers, stages * chunks)} places for the "
-        f"{num_layers} layers of {facts.model}, more than {most}. Use chunks in {_choices(values, chunks)}, or fewer "
-        f"stages."
+        f"{num_layers} layers of {facts.model}, more than {most}. Use chunks in {_choices(values, chunks)}{fewer}."
     )
 
 

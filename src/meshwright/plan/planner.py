@@ -63,7 +63,7 @@ def rank_plans(
     notes = _notes(space, setting)
     whole = outcome.found[0] if outcome.found else None
     if not outcome.found:
-        if not outcome.num_meshes:
+        if not outcome.num_legal:
             refuse_given(space)
         outcome = _largest_part(space, top)
     outcome = _without_stages(space, top, outcome)
@@ -236,7 +236,10 @@ def refuse_given(space: Space) -> None:
 def broken_rule(space: Space) -> Refusal | None:
     """Returns the first refusal of the given axes and fields that no choice of the others could lift, or None."""
     given = msgspec.structs.replace(
-        space.template, mesh=make_mesh(space.fixed), num_microbatches=space.num_microbatches or 1
+        space.template,
+        mesh=make_mesh(space.fixed),
+        num_microbatches=space.num_microbatches or 1,
+        chunks=space.chunks or 1,
     )
     open_rules = ("devices", "placement", "memory", "schedule")
     return next((refusal for refusal in legal(space.setting, given) if refusal.rule not in open_rules), None)
@@ -252,7 +255,14 @@ def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
     here = {count: need for count, need in needs.items() if count <= cluster.num_chips}
     count = min(here, key=lambda one: (here[one], -one))
     if here[count] <= limit:
-        return f"no mesh of {what} can be laid on {cluster.short_name}. Name another shape of the cluster."
+        held = {
+            "schedule": space.template.schedule if len(space.schedules) == 1 else None,
+            "chunks": space.chunks,
+            "num_microbatches": space.num_microbatches,
+        }
+        given = ", ".join(f"{name}={value}" for name, value in held.items() if value is not None)
+        advice = f"Leave one of {given} open" if given else "Name another shape of the cluster"
+        return f"no mesh of {what} can be laid on {cluster.short_name}{' with ' * bool(given)}{given}. {advice}."
     enough = min((count for count, need in needs.items() if need <= limit), default=None)
     advice = (
         f"At least {enough} chips would hold it."
