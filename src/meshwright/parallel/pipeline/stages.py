@@ -98,9 +98,11 @@ class Pipeline:
         """Returns the metrics without the rows of layers of zeros; ``extras`` have a row of each layer with experts."""
         routers = sorted(name for steps in self.context.derived.blocks for name in counts_of(steps))
         parts = [self._rows_of[name].reshape(self.schedule.num_devices, -1) for name in routers]
-        kept = np.concatenate(parts, axis=1).ravel() >= 0
         # rows taken from an array that is split over stages are gathered
-        return dict(extras) if kept.all() else {name: found[kept.nonzero()[0]] for name, found in extras.items()}
+        if all((part >= 0).all() for part in parts):
+            return dict(extras)
+        kept = np.flatnonzero(np.concatenate(parts, axis=1) >= 0)
+        return {name: found[kept] for name, found in extras.items()}
 
     def _of_layers(self, grads: Params) -> Params:
         """Returns the gradients of a device, zero for layers of zeros, which stay so."""
