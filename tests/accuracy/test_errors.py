@@ -93,7 +93,7 @@ def test_all_published_steps_are_predicted_but_those_without_a_time():
 
 def test_core_training_is_within_ten_percent():
     """In sample: the numbers were fitted on these. The cross-validated errors are in docs/accuracy.md."""
-    at = fitted().summary(core=True)
+    at = fitted().cores[""]
     assert at.n > 200
     assert at.mape < 0.10
     assert at.median < 0.065
@@ -120,8 +120,10 @@ def test_the_data_sheet_alone_is_far_off():
 def test_json_of_the_published_steps():
     table = fitted().to_json()
     groups = {one.group for one in published()}
-    assert set(table) == {"overall", "core_train", "pick", "records", "unpredicted"} | groups
-    assert all(set(table[name]) == GROUP_FIGURES for name in groups | {"overall", "core_train"})
+    cores = {"core_train", "core_train_2026-11-22"}
+    assert set(table) == {"overall", "pick", "records", "unpredicted"} | cores | groups
+    assert all(set(table[name]) == GROUP_FIGURES for name in groups | cores | {"overall"})
+    assert [table[name]["n"] for name in sorted(cores)] == [203, 36]
     assert sum(table[name]["n"] for name in groups) == table["overall"]["n"] == len(fitted().predictions)
     assert {"id", "measured_s", "predicted_s", "low_s", "high_s", "error"} <= set(table["records"][0])
     assert len(table["records"]) == table["overall"]["n"]
@@ -146,5 +148,5 @@ def test_the_constant_utilisation_that_a_model_must_beat():
         rates = [flops / seconds for flops, seconds in pairs]
         best = min(rates, key=lambda rate: sum(abs(flops / rate / s - 1) for flops, s in pairs))
         errors += [abs(flops / best / s - 1) for flops, s in pairs]
-    constant, own = sum(errors) / len(errors), found.summary(core=True).mape
+    constant, own = sum(errors) / len(errors), found.cores[""].mape
     assert own < 0.6 * constant

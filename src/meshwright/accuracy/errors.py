@@ -24,6 +24,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     job: str
     core: bool
+    added: str = ""
     chip: str
     fitted: bool
     measured_s: float
@@ -79,10 +80,15 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         found = [one.group for one in self.predictions] + [one.record.group for one in self.unpredicted]
         return tuple(dict.fromkeys(found))
 
-    def summary(self, *, group: str | None = None, core: bool = False) -> Summary:
-        """Summarises the errors of all predictions, of one group, or of core records alone."""
-        chosen = [one for one in self.predictions if group in (None, one.group) and (one.core or not core)]
-        return summarise(chosen)
+    def summary(self, *, group: str | None = None) -> Summary:
+        """Summarises the errors of all predictions, or of one group."""
+        return summarise([one for one in self.predictions if group in (None, one.group)])
+
+    @property
+    def cores(self) -> dict[str, Summary]:
+        """Maps "" to the summary of the collection's first core records, and later dates to those added then."""
+        dates = ["", *sorted({one.added for one in self.predictions if one.core and one.added})]
+        return {date: summarise([one for one in self.predictions if one.core and one.added == date]) for date in dates}
 
     def reasons(self) -> dict[str, list[str]]:
         """Maps each reason to the ids of the records that are not predicted for it."""
@@ -113,10 +119,10 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``overall``, ``core_train``, each group, ``pick`` (the regret), ``records`` and ``unpredicted``."""
+        """Returns ``overall``, ``core_train`` (and ``core_train_DATE``), each group, ``pick`` (the regret), ``records`` and ``unpredicted``."""
         found = {
             "overall": self.summary(),
-            "core_train": self.summary(core=True),
+            **{f"core_train{'_' * bool(date)}{date}": core for date, core in self.cores.items()},
             **{group: self.summary(group=group) for group in self.groups},
             "pick": self.regret(),
             "records": [{**msgspec.structs.asdict(one), "error": one.error} for one in self.predictions],
@@ -182,6 +188,7 @@ def _predicted(case: Case, seconds: float, calibration: Calibration) -> Comparis
         group=case.record.group,
         job=f"{model.name} on {cluster.short_name}, {job.batch_seqs} x {job.seq_len}",
         core=case.record.core,
+        added=case.record.added,
         chip=case.chip.name,
         fitted=not calibration.is_datasheet,
         measured_s=case.measured_s,

@@ -118,7 +118,8 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
     """Returns one row per group with a prediction, then core training and everything."""
     rows = [(group or "no group", found.summary(group=group)) for group in found.groups]
     rows = [(group, at) for group, at in rows if at.n]
-    rows += [("core training", found.summary(core=True)), ("all", found.summary())]
+    rows += [(f"core training{' of ' * bool(date)}{date}", core) for date, core in found.cores.items()]
+    rows += [("all", found.summary())]
     size, sign, share = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
     columns: TableColumns = {
         "group": "group",
