@@ -119,7 +119,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``overall``, ``core_train`` (and ``core_train_DATE``), each group, ``pick`` (the regret), ``records`` and ``unpredicted``."""
+        """Returns ``overall``, ``core_train`` (for later records ``core_train_DATE``), each group, ``pick`` (the regret),
+        ``records`` and ``unpredicted``."""
         found = {
             "overall": self.summary(),
             **{f"core_train{'_' * bool(date)}{date}": core for date, core in self.cores.items()},

@@ -122,7 +122,7 @@ def _record(line: bytes, where: str) -> Record:
         head = msgspec.json.decode(line, type=dict[str, Any])
         if head.get("kind") != "train":
             # other kinds of records have models of other shapes: they are counted, not predicted
-            head = {name: head.get(name) for name in ("id", "kind", "group", "core", "added") if head.get(name) is not None}
+            head = {name: head.get(name) for name in ("id", "kind", "group", "core") if head.get(name) is not None}
         return msgspec.convert(head, Record)
     except DAMAGED_JSON as error:
         raise InputError(f"{where}: {error}. Every line is one record as described in docs/accuracy.md.") from None
