@@ -119,7 +119,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``overall``, ``core_train``, for later records ``core_train_DATE``, each group, ``pick`` (the regret),
+        """Returns ``overall``, ``core_train``, for later records ``core_train_DATE``, each group, ``pick`` (regret),
         ``records`` and ``unpredicted``."""
         found = {
             "overall": self.summary(),
