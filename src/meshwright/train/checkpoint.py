@@ -237,7 +237,7 @@ def _show_unless_closed(show: Callable[[Any], object], found: Any) -> None:
 
 def _require_whole(checkpoint: Path) -> None:
     """Checks this process's share of a checkpoint's files."""
-    require_intact(checkpoint, share=(jax.process_index(), jax.process_count()))
+    require_intact(checkpoint, share=(jax.process_index(), jax.process_count()), always=True)
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:

@@ -69,7 +69,7 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
     others = ", ".join(str(one) for one in steps if one != chosen)
     remedy = f"There are checkpoints of steps {others}." if others else "There is no other checkpoint."
     try:
-        require_intact(run / CHECKPOINTS / str(chosen))
+        require_intact(run / CHECKPOINTS / str(chosen), always=True)
     except CannotRunError as error:
         raise CannotRunError(f"{damaged}: {error} {remedy}") from None
     # Orbax warns about default options when a folder is opened for reading only.

@@ -45,12 +45,25 @@ def check(model, axes, schedule, *, count=4, **choices):
     strategy = strategy_of(axes, num_microbatches=count, schedule=schedule, chunks=chunks, **choices)
     found = run(model, strategy)
     assert_equal(found, on_one_device(model))
-    permutes = [c for c in collectives(found.hlo, strategy.mesh) if c.kind == "permute"]
-    assert not any(c.in_conditional for c in permutes)
+    everything = collectives(found.hlo, strategy.mesh)
+    assert not any(c.in_conditional for c in everything if c.kind == "permute")
     dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN // count}
     tables = tick_tables(strategy_schedule(strategy))
     derived = derive(transformer(model), strategy)
     assert found.compiled == pipeline_traffic(derived, tables, dims, strategy.mesh, width=4)
+    # a tick without a pass does nothing of it; sums of gradients once per step may have the name of one in a pass
+    passes, once = (names_of_collectives(derived, is_once) for is_once in (False, True))
+    assert not {c.step for c in everything if c.label and not c.in_conditional} & (passes - once)
+
+
+def names_of_collectives(derived, is_once):
+    """Names of the collectives of blocks that run once per step, or in every pass of a microbatch."""
+    return {
+        f"{block.block.name}:{step.phase}:{step.result.name}"
+        for block in derived.blocks
+        for step in (*block.forward, *block.backward)
+        if step.is_collective and (step.scope == "step") == is_once
+    }
 
 
 SIXTEEN = msgspec.structs.replace(TWO_KINDS, num_layers=16, sliding_layers=tuple(range(0, 16, 2)))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.train.data import store as data_store
 from meshwright.train.data.store import Written, open_store, tokenise
@@ -275,6 +276,9 @@ def test_a_damaged_store_is_named(tmp_path):
     with pytest.raises(CannotRunError, match=r"store.json is missing .* Remove the folder .*, and it is made again"):
         open_words(corpus, tmp_path)
     (path / "SHA256SUMS").unlink()
+    with pytest.raises(CannotRunError, match=r"has no SHA256SUMS, .* Remove the folder .*, and it is made again"):
+        open_words(corpus, tmp_path)
+    write_sums(path, [path / "starts"])
     with pytest.raises(InputError, match="is not a store of tokens"):
         open_words(corpus, tmp_path)
 

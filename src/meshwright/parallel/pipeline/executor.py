@@ -146,7 +146,7 @@ class TickExecutor:
     def __init__(self, tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree) -> None:
         self.tables, self.stages, self.weights, self.inputs = tables, stages, weights, inputs
         self.num_chunks = tables.schedule.num_chunks
-        one, piece = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, 0)
+        one, piece = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, weights.layers, 0)
         self.stream = jax.eval_shape(stages.embed, weights.ends, one)
         y, self.saved = jax.eval_shape(stages.forward, piece, one, self.stream)
         assert (y.shape, y.dtype) == (self.stream.shape, self.stream.dtype), f"a stage turns {self.stream} into {y}"
@@ -198,14 +198,22 @@ class TickExecutor:
     def _exchange(self, value: Stream, channels: Sequence[MessageChannel]) -> list[Stream]:
         return [lax.ppermute(value, AXIS, channel.pairs) if channel.offset else value for channel in channels]
 
-    def _piece(self, chunk: Any) -> Tree:
+    def _piece(self, layers: Tree, chunk: Any) -> Tree:
         """Returns the weights of one virtual stage of this device."""
         if self.num_chunks == 1:
-            return self.weights.layers
-        return jax.tree.map(lambda a: part_of(a, chunk, self.num_chunks), self.weights.layers)
+            return layers
+        return jax.tree.map(lambda a: part_of(a, chunk, self.num_chunks), layers)
+
+    def _ends_and_inputs(self, microbatch: Array) -> tuple[dict[str, Array], Tree]:
+        """Returns the weights outside the layers and a microbatch.
+
+        They are tied to each other: otherwise XLA takes gathers of the weights out of the loop over ticks, and holds
+        whole weights for the step.
+        """
+        return lax.optimization_barrier((self.weights.ends, read(self.inputs, microbatch)))
 
     def _forward(self, state: TickState, row: ForwardColumns) -> tuple[TickState, Stream]:
-        stages, ends, inputs = self.stages, self.weights.ends, read(self.inputs, row.microbatch)
+        stages, (ends, inputs) = self.stages, self._ends_and_inputs(row.microbatch)
         x = lax.switch(
             # idle, from another stage, or from the embedding
             jnp.where(row.microbatch >= 0, 1 + (row.x_slot < 0), 0),
@@ -216,13 +224,16 @@ class TickExecutor:
             ),
         )
 
-        def run(_: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
-            y, saved = stages.forward(self._piece(row.chunk), inputs, x)
+        def run(given: Any, _: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
+            layers, inputs, x = given
+            y, saved = stages.forward(self._piece(layers, row.chunk), inputs, x)
             if not self.tables.has_backward:
                 return y, stash, head
             return y, write(stash, row.stash_slot, saved), write_if_named(head, row.head_slot, y)
 
-        y, stash, head = at_most_once(row.microbatch >= 0, run, zeros(self.stream), state.stash, state.head)
+        y, stash, head = at_most_once(
+            row.microbatch >= 0, run, (self.weights.layers, inputs, x), zeros(self.stream), state.stash, state.head
+        )
         sums = state.sums
         if not self.tables.has_backward:
             # Where no backward pass follows, the loss head runs in F of the last virtual stage.
@@ -232,39 +243,44 @@ class TickExecutor:
         return state._replace(stash=stash, head=head, sums=sums), stages.send(y)
 
     def _backward(self, state: TickState, row: BackwardColumns) -> tuple[TickState, Stream]:
-        stages, ends, inputs = self.stages, self.weights.ends, read(self.inputs, row.microbatch)
-        state, dy = self._cotangent(state, row, inputs)
+        stages, (ends, inputs) = self.stages, self._ends_and_inputs(row.microbatch)
+        state, dy = self._cotangent(state, row, ends, inputs)
 
-        def given() -> tuple[Tree, Tree, Tree, Stream]:
-            return self._piece(row.chunk), inputs, read(state.stash, row.stash_slot), dy
+        def operands(given: Any) -> tuple[Tree, Tree, Tree, Stream]:
+            layers, inputs, dy, slot = given
+            return self._piece(layers, row.chunk), inputs, read(state.stash, slot), dy
 
-        def whole(dx: Stream, grads: Tree) -> tuple[Stream, Tree]:
-            dx, part = stages.backward(*given())
+        def whole(given: Any, dx: Stream, grads: Tree) -> tuple[Stream, Tree]:
+            dx, part = stages.backward(*operands(given))
             return dx, self._added(grads, row.chunk, part)
 
-        def split(dx: Stream, handed: Tree) -> tuple[Stream, Tree]:
-            dx, part = stages.input_backward(*given())
+        def split(given: Any, dx: Stream, handed: Tree) -> tuple[Stream, Tree]:
+            dx, part = stages.input_backward(*operands(given))
             return dx, write(handed, row.handed_slot, part)
 
+        def embed(given: Any, total: dict[str, Array]) -> tuple[dict[str, Array]]:
+            return (add_named(total, barrier(stages.embed_backward(*given))),)
+
         dx, layers, handed = zeros(self.stream), state.grads.layers, state.handed
-        is_split = row.handed_slot >= 0
+        is_split, given = row.handed_slot >= 0, (self.weights.layers, inputs, dy, row.stash_slot)
         if self.tables.has_whole:
-            dx, layers = at_most_once((row.microbatch >= 0) & ~is_split, whole, dx, layers)
+            dx, layers = at_most_once((row.microbatch >= 0) & ~is_split, whole, given, dx, layers)
         if self.tables.has_split:
-            dx, handed = at_most_once(is_split, split, dx, handed)
-        (of_ends,) = at_most_once(
-            row.is_first > 0,
-            lambda total: (add_named(total, barrier(stages.embed_backward(ends, inputs, dx))),),
-            state.grads.ends,
-        )
+            dx, handed = at_most_once(is_split, split, given, dx, handed)
+        (of_ends,) = at_most_once(row.is_first > 0, embed, (ends, inputs, dx), state.grads.ends)
         return state._replace(grads=StageWeights(layers, of_ends), handed=handed), stages.send_back(dx)
 
-    def _cotangent(self, state: TickState, row: BackwardColumns, inputs: Tree) -> tuple[TickState, Stream]:
+    def _cotangent(
+        self, state: TickState, row: BackwardColumns, ends: dict[str, Array], inputs: Tree
+    ) -> tuple[TickState, Stream]:
         """Returns the cotangent of a stage's result: received, or from the loss head, whose two passes run here."""
-        stages, ends = self.stages, self.weights.ends
+        stages = self.stages
 
-        def from_head(_: Stream, grads: dict[str, Array], sums: Tree) -> tuple[Stream, dict[str, Array], Tree]:
-            part, saved = stages.head_forward(ends, inputs, read(state.head, row.head_slot))
+        def from_head(
+            given: Any, _: Stream, grads: dict[str, Array], sums: Tree
+        ) -> tuple[Stream, dict[str, Array], Tree]:
+            ends, inputs, slot = given
+            part, saved = stages.head_forward(ends, inputs, read(state.head, slot))
             dy, of_head = stages.head_backward(ends, inputs, saved)
             return dy, add_named(grads, barrier(of_head)), add(sums, part)
 
@@ -274,19 +290,21 @@ class TickExecutor:
             lambda: stages.receive_back(read(state.dx, row.dx_slot)),
             lambda: zeros(self.stream),
         )
-        dy, of_ends, sums = at_most_once(runs & ~arrived, from_head, dy, state.grads.ends, state.sums)
+        given = (ends, inputs, row.head_slot)
+        dy, of_ends, sums = at_most_once(runs & ~arrived, from_head, given, dy, state.grads.ends, state.sums)
         return state._replace(grads=state.grads._replace(ends=of_ends), sums=sums), dy
 
     def _weight(self, state: TickState, row: WeightColumns) -> TickState:
         if not self.tables.has_split:
             return state
 
-        def run(grads: Tree) -> tuple[Tree]:
-            piece, inputs = self._piece(row.chunk), read(self.inputs, row.microbatch)
-            handed = read(state.handed, row.handed_slot)
-            return (self._added(grads, row.chunk, self.stages.weight_backward(piece, inputs, handed)),)
+        def run(given: Any, grads: Tree) -> tuple[Tree]:
+            layers, microbatch, slot = given
+            operands = self._piece(layers, row.chunk), read(self.inputs, microbatch), read(state.handed, slot)
+            return (self._added(grads, row.chunk, self.stages.weight_backward(*operands)),)
 
-        (layers,) = at_most_once(row.microbatch >= 0, run, state.grads.layers)
+        given = (self.weights.layers, row.microbatch, row.handed_slot)
+        (layers,) = at_most_once(row.microbatch >= 0, run, given, state.grads.layers)
         return state._replace(grads=state.grads._replace(layers=layers))
 
     def _added(self, grads: Tree, chunk: Array, part: Tree) -> Tree:
@@ -301,10 +319,15 @@ class TickExecutor:
         return jax.tree.map(into, grads, part)
 
 
-def at_most_once(runs: Array, body: Callable[..., tuple[Any, ...]], *values: Any) -> tuple[Any, ...]:
-    """Returns ``body(*values)`` if ``runs``, else the values: a loop of one iteration or none."""
+def at_most_once(runs: Array, body: Callable[..., tuple[Any, ...]], given: Any, *values: Any) -> tuple[Any, ...]:
+    """Returns ``body(given, *values)`` if ``runs``, else the values: a loop of one iteration or none."""
+
+    def once(number: Array, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        # Depends on the iteration: XLA moves loop invariants out of the loop, where they run in every tick.
+        return body(lax.optimization_barrier((given, number))[0], *values)
+
     with jax.named_scope(AT_MOST_ONCE):
-        return lax.fori_loop(0, runs.astype(jnp.int32), lambda _, given: body(*given), values)
+        return lax.fori_loop(0, runs.astype(jnp.int32), once, values)
 
 
 # -- buffers: pytrees of arrays with numbered slots in front ---------------------------------------------

@@ -187,7 +187,7 @@ def _locked(lock: Path, path: Path) -> IO[str]:
 def _open(path: Path) -> Tokenised:
     """Opens a store; checks all files now, except tokens, which are checked when they are read."""
     try:
-        require_intact(path, [STARTS, CHECKSUMS, META, TOKENIZER])
+        require_intact(path, [STARTS, CHECKSUMS, META, TOKENIZER], always=True)
     except CannotRunError as error:
         raise CannotRunError(f"{error} Remove the folder {path}, and it is made again.") from None
     try:
