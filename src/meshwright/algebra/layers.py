@@ -315,7 +315,7 @@ def _attention(
     """Returns the lines of attention from the stream x to the stream ``result``; qr, kr and v enter attention."""
     # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
     bare = "" if rotates or model.qkv_bias or model.qk_norm else "r"
-    rotates = rotates and not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
+    rotates = rotates and model.rotated_width > 0
     relative = model.relative_buckets > 0
     others = {
         ", positions[B,T]": causal or relative,

@@ -52,19 +52,15 @@ def read_sums(folder: Path) -> dict[str, str]:
     return found
 
 
-def require_intact(
-    folder: Path, names: Sequence[str] | None = None, *, share: tuple[int, int] = (0, 1), always: bool = False
-) -> None:
+def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
     """Raises CannotRunError that names the first file that is missing or not as it was written.
 
-    A folder of other software has no ``SHA256SUMS``, and nothing is checked; ``always`` says that this folder has them
-    when it is whole. ``names`` are the files to check, by default all; ``share`` (number, of) checks one part of them,
-    for several processes.
+    Returns False where nothing is checked, in a folder without ``SHA256SUMS``, from other software or an earlier
+    version. ``names`` are the files to check, by default all; ``share`` (number, of) checks one part of them, for
+    several processes.
     """
     if not (folder / SUMS).is_file():
-        if always:
-            raise CannotRunError(f"{folder} has no {SUMS}, so that nothing says whether it is whole.")
-        return
+        return False
     sums = read_sums(folder)
     wanted = sorted(sums if names is None else sums.keys() & set(names))[share[0] :: share[1]]
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -72,6 +68,7 @@ def require_intact(
             if found != sums[name]:
                 what = "is not as it was written" if found else "is missing or cannot be read"
                 raise CannotRunError(f"{folder / name} {what} (see {SUMS} beside it).")
+    return True
 
 
 def _digest(path: Path) -> str:

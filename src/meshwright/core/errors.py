@@ -53,7 +53,7 @@ class StoppedError(Exception):
 
 
 class ChangedFileWarning(UserWarning):
-    """A file that meshwright wrote is not as it was written."""
+    """What meshwright wrote is not as it was written."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:

@@ -254,6 +254,14 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"{self.name}: num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}. "
                 f"Use a divisor of {self.num_heads}."
             )
+        if self.rotated_width % 2 and len(set(self.unrotated_layers)) < self.num_layers:
+            size = "qk_rope_head_dim" if self.latent_attention else "head_dim"
+            share = f", of which rope_fraction={self.rope_fraction:g} is {self.rotated_width}" * (
+                self.rope_fraction < 1
+            )
+            raise InputError(
+                f"{self.name}: rope rotates pairs, and {size}={getattr(self, size)}{share} is odd. Use an even number."
+            )
         if self.encoder and (self.latent_attention or min(self.encoder.num_layers, self.encoder.length) < 1):
             raise InputError(f"{self.name}: an encoder needs at least 1 layer and 1 position, and kv_lora_rank=0.")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
@@ -340,6 +348,13 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def latent_attention(self) -> bool:
         """True when keys and values pass through a low-rank latent (DeepSeek's MLA)."""
         return self.kv_lora_rank > 0
+
+    @property
+    def rotated_width(self) -> int:
+        """Entries of a head that rope rotates; 0 without rope."""
+        if self.learned_positions or self.relative_buckets or self.family == "gpt2":
+            return 0
+        return self.qk_rope_head_dim if self.latent_attention else int(self.head_dim * self.rope_fraction)
 
     @property
     def attention_scale(self) -> float:

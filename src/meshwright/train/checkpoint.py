@@ -18,7 +18,7 @@ from jaxtyping import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 from orbax.checkpoint.path import atomicity
 
-from meshwright.core.digests import require_intact, write_sums
+from meshwright.core.digests import SUMS, require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError, first_line
 from meshwright.core.files import sync
 from meshwright.parallel.processes import first_error, is_first, wait_for_all
@@ -28,6 +28,7 @@ CHECKPOINTS = "checkpoints"
 STATE, POSITION = "state", "position"
 UNFINISHED = ".orbax-checkpoint-tmp"
 DAMAGED = ".damaged"
+UNCHECKED = f"has no {SUMS}: whether it is whole is not known"
 WRITE_TIMEOUT_S = 3600
 
 Reorder = Callable[[dict[str, Array]], dict[str, Array]]
@@ -80,7 +81,8 @@ class Checkpoints:
 
     State and position are one unit, whole or absent: a process killed at any moment leaves the previous one. Digests of
     their files are checked before they are read. With several processes every process calls every method, in the same
-    order. ``passed_over`` has lines to print: damaged checkpoints, and the older one that was taken instead.
+    order. ``passed_over`` has lines to print: damaged checkpoints, the older one that was taken instead, and one that
+    cannot be checked.
     """
 
     def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
@@ -207,6 +209,8 @@ class Checkpoints:
             self.passed_over.append(f"going on from checkpoint {step}")
             wait_for_all("damaged checkpoints are moved")
             self._manager.reload()
+        if not (self.folder / str(step) / SUMS).is_file():
+            self.passed_over.append(f"checkpoint {step} {UNCHECKED}")
         return step
 
     def _read(self, step: int, part: str, args: Any) -> Any:
@@ -237,7 +241,7 @@ def _show_unless_closed(show: Callable[[Any], object], found: Any) -> None:
 
 def _require_whole(checkpoint: Path) -> None:
     """Checks this process's share of a checkpoint's files."""
-    require_intact(checkpoint, share=(jax.process_index(), jax.process_count()), always=True)
+    require_intact(checkpoint, share=(jax.process_index(), jax.process_count()))
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import lru_cache, partial
@@ -15,7 +16,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from meshwright.core.digests import require_intact, write_sums
-from meshwright.core.errors import CannotRunError, InputError, first_line
+from meshwright.core.errors import CannotRunError, ChangedFileWarning, InputError, first_line
 from meshwright.core.files import write_whole
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.hf.weights import Fetch, save_adapter, save_hf, source_of
@@ -23,7 +24,7 @@ from meshwright.nn.quantisation import dequantise_base
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.spec.model import Model
 from meshwright.spec.weights import frozen_base
-from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE, Stored
+from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE, UNCHECKED, Stored
 from meshwright.train.data.tokenizer import open_tokenizer
 
 BASE = "base"
@@ -69,7 +70,8 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
     others = ", ".join(str(one) for one in steps if one != chosen)
     remedy = f"There are checkpoints of steps {others}." if others else "There is no other checkpoint."
     try:
-        require_intact(run / CHECKPOINTS / str(chosen), always=True)
+        if not require_intact(run / CHECKPOINTS / str(chosen)):
+            warnings.warn(f"checkpoint {chosen} of {run} {UNCHECKED}.", ChangedFileWarning, stacklevel=3)
     except CannotRunError as error:
         raise CannotRunError(f"{damaged}: {error} {remedy}") from None
     # Orbax warns about default options when a folder is opened for reading only.

@@ -103,12 +103,13 @@ def test_parquet_and_folders_hold_chats_too(tmp_path):
 @pytest.mark.parametrize(
     ("template", "loss_on", "record", "said"),
     [
-        ("gemma", "completion", {"messages": [{"role": "system"}]}, "the chat template refuses it: no system role"),
+        ("gemma", "completion", {"messages": [{"role": "system", "content": ""}]}, "template refuses it: no system"),
         ("gemma", "completion", {"messages": "x"}, "line 1 is no chat. Give messages="),
         ("gemma", "completion", {"messages": []}, "line 1 is no chat"),
         ("gemma", "completion", {"prompt": "x", "completion": [1]}, "line 1 is no chat"),
         ("gemma", "assistant", {"prompt": "x", "completion": "y"}, "lists for train.loss_on=assistant"),
-        ("gemma", "assistant", {"messages": CHATS[0]["messages"][:1]}, "line 1 has no message of the assistant"),
+        ("gemma", "assistant", {"messages": CHATS[0]["messages"][:1]}, "no message of the assistant, but of user"),
+        ("gemma", "assistant", {"messages": [{"role": "assistnat", "content": "a"}]}, "but of assistnat"),
         ("{{ messages[0].x.y.z }}", "completion", CHATS[0], "line 1: the chat template refuses it"),
         ("{{ [].__class__.__mro__ }}", "completion", CHATS[0], "the chat template refuses it: access to attribute"),
         ("gemma", "completion", {"messages": CHATS[0]["messages"], "tools": "{"}, "the chat template refuses it"),
@@ -123,6 +124,15 @@ def test_what_cannot_be_rendered_gives_one_line(template, loss_on, record, said,
     with pytest.raises(InputError, match=said) as error:
         encoded(folder, record, loss_on)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("loss_on", ["completion", "assistant"])
+@pytest.mark.parametrize("said", [{}, *({"content": one} for one in (None, 3, {"a": 1})), {"tool_calls": []}])
+def test_a_message_that_says_nothing_is_refused(loss_on, said, tmp_path):
+    folder = write_tokenizer(tmp_path, TEMPLATES["qwen"])
+    record = {"messages": [CHATS[0]["messages"][0], {"role": "assistant", **said}]}
+    with pytest.raises(InputError, match="line 1: message 2, of role 'assistant', has no content that is a text"):
+        encoded(folder, record, loss_on)
 
 
 def test_a_template_may_lie_in_the_configuration_one_of_several(tmp_path):
@@ -154,6 +164,7 @@ def test_bad_chats_are_left_out_and_counted(tmp_path):
     """What is not JSON, what is no chat, also where it comes first, and what the template refuses."""
     folder = write_tokenizer(tmp_path / "gemma", TEMPLATES["gemma"])
     bad = [{"id": 1}, {"messages": "x"}, {"messages": [{"role": "system", "content": "x"}]}]
+    bad += [{"messages": [CHATS[0]["messages"][0], {"role": "assistant", "content": content}]} for content in (None, 3)]
     data = write_records(tmp_path / "chats.jsonl", [bad[0], CHATS[0], *bad[1:], CHATS[1]])
     with open(data, "r+") as file:
         lines = file.read()
@@ -162,7 +173,7 @@ def test_bad_chats_are_left_out_and_counted(tmp_path):
     given = TrainSettings(data=data, tokenizer=str(folder), skip_bad_records=True, held_out=0.0)
     for _ in range(2):  # the second reads what the first has kept
         found = open_data(given, vocab_size=300, folder=tmp_path / "kept")
-        assert found.skipped_records == 4
+        assert found.skipped_records == 6
         assert found.train[0].store.num_documents == 2
     with pytest.raises(InputError, match="line 1 is not a JSON object"):
         open_data(msgspec.structs.replace(given, skip_bad_records=False), vocab_size=300, folder=tmp_path / "kept")

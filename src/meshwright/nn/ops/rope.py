@@ -35,8 +35,7 @@ def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation
     ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling depend on it if it is more than the
     length that the model was trained on.
     """
-    latent = model.latent_attention
-    width = model.qk_rope_head_dim if latent else int(model.head_dim * model.rope_fraction)
+    latent, width = model.latent_attention, model.rotated_width
     # Sliding layers with their own theta (gemma 3) are not scaled.
     own_theta = model.rope_local_theta if local else None
     theta, scaling = (own_theta, None) if own_theta else (model.rope_theta, model.rope_scaling)

@@ -96,8 +96,10 @@ class ChatTokenizer(NamedTuple):
         if BEGIN in raw or END in raw:
             raise InputError(f"{where} has the code {BEGIN!a} or {END!a}, which is not a character. Take it out.")
         prompt, completion, before = record.get("prompt"), record.get("completion"), list[int]()
+        chat = list[dict[str, Any]]()
         if prompt is None:
-            ids, counted = self._rendered(record, _messages(record.get("messages"), where), where)
+            chat = _messages(record.get("messages"), where)
+            ids, counted = self._rendered(record, chat, where)
         elif isinstance(prompt, str) and isinstance(completion, str) and self.loss_on != "assistant":
             end = self.tokenizer.id_to_token(self.end_id) or ""
             text = prompt + completion.removesuffix(end) + end
@@ -106,14 +108,17 @@ class ChatTokenizer(NamedTuple):
         else:
             asked = _messages(prompt, where)
             before, _ = self._rendered(record, asked, where, add_generation_prompt=True)
-            ids, counted = self._rendered(record, asked + _messages(completion, where), where)
+            chat = asked + _messages(completion, where)
+            ids, counted = self._rendered(record, chat, where)
         if prompt is not None and self.loss_on != "all":
             # Tokens may merge where the completion begins: it counts from the first token that differs.
             same = [one == other for one, other in zip(before, ids, strict=False)]
             counted[: (*same, False).index(False)] = False
         if self.loss_on == "assistant" and not counted.any():
+            roles = dict.fromkeys(str(one.get("role")) for one in chat)
             raise InputError(
-                f"{where} has no message of the assistant. Leave out the record, or train.loss_on=assistant."
+                f"{where} has no message of the assistant, but of {', '.join(roles)}. Mend or leave out the record, or "
+                "leave out train.loss_on=assistant."
             )
         tokens = np.array(ids, np.int64)
         return np.where(counted, tokens, ~tokens).tolist()
@@ -149,11 +154,25 @@ def _messages(found: Any, where: str) -> list[dict[str, Any]]:
             "such lists (lists for train.loss_on=assistant)."
         )
     kept = [{name: value for name, value in one.items() if value is not None} for one in found]
-    for one in kept:
+    for number, one in enumerate(kept, 1):
+        if not _says_something(one):
+            raise InputError(
+                f"{where}: message {number}, of role {one.get('role')!r}, has no content that is a text. "
+                "Mend the record."
+            )
         reasoning = next((one[name] for name in REASONING if name in one), None)
         if reasoning is not None:
             one |= {"thinking": one.get("thinking", reasoning), "reasoning_content": reasoning}
     return kept
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    """True for a message with a text, a list of parts or calls of tools; what a tool answers may be an object."""
+    content = message.get("content")
+    if content is None:
+        return any(message.get(name) for name in ("tool_calls", *REASONING))
+    is_answer = message.get("role") not in ("system", "user", "assistant")
+    return isinstance(content, str | list) or (is_answer and isinstance(content, dict))
 
 
 def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) -> ChatTokenizer:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from meshwright.core.digests import require_intact, write_sums
+from meshwright.core.digests import SUMS, require_intact, write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import DAMAGED_JSON, sync, write_json_whole, write_text_whole
 from meshwright.core.units import format_count
@@ -187,7 +187,8 @@ def _locked(lock: Path, path: Path) -> IO[str]:
 def _open(path: Path) -> Tokenised:
     """Opens a store; checks all files now, except tokens, which are checked when they are read."""
     try:
-        require_intact(path, [STARTS, CHECKSUMS, META, TOKENIZER], always=True)
+        if not require_intact(path, [STARTS, CHECKSUMS, META, TOKENIZER]):
+            raise CannotRunError(f"{path} has no {SUMS}.")
     except CannotRunError as error:
         raise CannotRunError(f"{error} Remove the folder {path}, and it is made again.") from None
     try:
