@@ -78,6 +78,7 @@ CALLS = {
         (lambda: mw.derive(3), "model is 3"),
         (lambda: mw.derive("tiny", "fsdp"), "strategy is 'fsdp'"),
         (lambda: mw.derive("tiny", optimizer="sgd"), "optimizer 'sgd' is not known"),
+        (lambda: mw.derive("llama3-8b", mw.Strategy(mesh=mw.make_mesh({"tensor": 7}))), "tensor=7 does not divide "),
     ],
     "price_strategy": [
         (lambda: mw.price_strategy("tiny", WHOLE), "setting is 'tiny'"),

@@ -104,7 +104,7 @@ def test_a_file_without_end_is_not_read(tmp_path):
         (f'{{"a": {"9" * 5000}}}', "a number of thousands of digits"),
         ('{"a": "\\ud800"}', "half of a surrogate pair"),
         ("[1]", "holds no JSON object"),
-        ('{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', r"a\.json has the key 'c' twice in one object\. Name another"),
+        ('{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', r"a\.json has the key 'c' twice in one object\. Mend the file"),
         ('{"a": }', r"a\.json:1:7: broken JSON"),
     ],
 )
@@ -112,3 +112,8 @@ def test_json_that_is_no_table(tmp_path, text, message):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(InputError, match=message):
         read_json(tmp_path / "a.json", "Name another.")
+
+
+def test_json_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_json(tmp_path / "a.json", "Name another.") == {"a": 1}

@@ -137,15 +137,17 @@ def test_chip_from_a_table_on_a_base():
 @pytest.mark.parametrize(
     ("figures", "words"),
     [
-        ({"pod_shape": [16, -16]}, "pod_shape.1 is -16, give a positive number"),
-        ({"hbm_bytes": float("nan")}, "hbm_bytes is nan, give a positive number"),
-        ({"ici_hop_s": float("inf")}, "ici_hop_s is inf, give a number of at least 0"),
-        ({"peak_flops": {"bf16": 0.0}}, "peak_flops.bf16 is 0, give a positive number"),
+        ({"pod_shape": [16, -16]}, "the chip's pod_shape.1 is -16, give a positive number."),
+        ({"hbm_bytes": float("nan")}, "chip.hbm_bytes is nan: give a finite number, at most 1e+60."),
+        ({"ici_hop_s": float("inf")}, "chip.ici_hop_s is inf: give a finite number, at most 1e+60."),
+        ({"peak_flops": {"bf16": 0.0}}, "the chip's peak_flops.bf16 is 0, give a positive number."),
+        ({"hbm_bytes": "a"}, "chip.hbm_bytes is 'a'. Give a finite number or None."),
     ],
 )
 def test_figures_that_no_chip_has_are_refused_in_one_line(figures, words):
-    with pytest.raises(InputError, match=rf"^chip 'v5e-custom': the chip's {words}\.$"):
+    with pytest.raises(InputError) as error:
         chip_from_table({"base": "v5e", **figures})
+    assert str(error.value) == words
 
 
 def test_figures_in_the_tables_of_a_chip_are_checked_too():
@@ -222,7 +224,9 @@ def test_a_chip_of_one_s_own_is_a_file(own):
         ('base = "h100"\nhbm_byte = 1e9', "big.toml:2: unknown key 'hbm_byte'. Did you mean 'hbm_bytes'"),
         ('base = "h10"', "big.toml: unknown chip 'h10'. Did you mean 'h100'"),
         ('base = "big.toml"', "base 'big.toml' is a file. Name a chip of the catalogue"),
-        ('[chip]\nbase = "h100"\nhbm_bytes = -1.0', "big.toml:1: chip 'h100-custom': the chip's hbm_bytes is -1"),
+        ('[chip]\nbase = "h100"\nhbm_bytes = -1.0', "big.toml:1: the chip's hbm_bytes is -1"),
+        ("hbm_bytes = 96e9", 'a chip needs a name. Give one, or begin with base = "h100"'),
+        ('inherits = "h100"', "big.toml:1: unknown key 'inherits'. Did you mean 'base'?"),
         ("[[chip]]\nname = 'a'", "one table"),
         ('chip = "h100"\nshap = [4]', "big.toml:2: unknown key 'shap'"),
     ],

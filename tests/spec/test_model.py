@@ -155,3 +155,21 @@ def test_groups_of_experts_suit_the_experts(changes):
         Model(**SIZES | experts | changes)
     with pytest.raises(CannotRunError, match="groups of one expert, but the best two experts of a group rank it"):
         require_runnable(Model(**SIZES | experts | {"expert_groups": 8, "router_scores": "sigmoid"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"head_dim": 15}, r"rope rotates pairs, and head_dim=15 is odd\. Use an even number"),
+        ({"head_dim": 10, "rope_fraction": 0.5}, "head_dim=10 times rope_fraction=0.5 is odd"),
+        ({"head_dim": 15, "unrotated_layers": (0,)}, "head_dim=15 is odd"),
+        ({"head_dim": 15, "unrotated_layers": (0, 1)}, None),
+        ({"head_dim": 15, "learned_positions": True}, None),
+    ],
+)
+def test_rope_needs_an_even_width(fields, said):
+    if said is None:
+        assert Model(**SIZES | fields).rotated_width in (0, 15)
+        return
+    with pytest.raises(InputError, match=said):
+        Model(**SIZES | fields)

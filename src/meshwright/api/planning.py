@@ -15,7 +15,7 @@ from meshwright.core.fields import convert_fields
 from meshwright.core.units import parse_count
 from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import estimate_step
-from meshwright.plan.legal import require_legal
+from meshwright.plan.legal import require_even_splits, require_legal
 from meshwright.plan.result import plan_in
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.catalogue import load_model, weights_of
@@ -55,10 +55,15 @@ def make_setting(
 
 
 def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optimizer: str = "adamw") -> Derived:
-    """Returns the local ops and collectives of one training step; without a strategy, those on one device."""
+    """Returns the local ops and collectives of one training step; without a strategy, those on one device.
+
+    Raises CannotRunError for a mesh that does not divide the model's heads, widths or experts.
+    """
     found = load_model(model) if isinstance(model, str | Path) else model
     own = strategy_of_heads(strategy or Strategy(mesh=make_mesh({})), found.num_kv_heads)
-    return derive_program(transformer(found), own, optimizer=optimizer)
+    derived = derive_program(transformer(found), own, optimizer=optimizer)
+    require_even_splits(derived, found, own.mesh)
+    return derived
 
 
 def plan_of(setting: Setting, strategy: Strategy) -> Plan:

@@ -69,38 +69,45 @@ def read_bytes(path: Path, advice: str, *, most: int = MOST_BYTES) -> bytes:
 
 def read_text(path: Path, advice: str, *, most: int = MOST_BYTES) -> str:
     """Returns the text of a file, see `read_bytes`."""
+    return _text(path, read_bytes(path, advice, most=most), advice)
+
+
+def _text(path: Path, found: bytes, advice: str) -> str:
     try:
-        return read_bytes(path, advice, most=most).decode().replace("\r\n", "\n")
+        return found.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not text in UTF-8 (byte {error.start}). {advice}") from None
 
 
-def read_json(path: Path, advice: str) -> dict[str, Any]:
-    """Returns the JSON object in a file, see `read_bytes`; an error names line and column of the fault.
+def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it again.") -> dict[str, Any]:
+    """Returns the JSON object in a file, which may begin with a byte order mark.
 
-    Raises InputError too for an object that has a key twice, of which a reader would take either.
+    An error ends with ``advice`` where there is no such file, see `read_bytes`, and with ``remedy`` where what it
+    holds is wrong, after line and column of the fault. Raises InputError too for an object that has a key twice, of
+    which a reader would take either.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise InputError(f"{path} has the key {name!r} twice in one object. {advice}")
+            raise InputError(f"{path} has the key {name!r} twice in one object. {remedy}")
         return found
 
     try:
-        found = json.loads(read_text(path, advice), object_pairs_hook=once)
+        text = _text(path, read_bytes(path, advice), remedy).removeprefix("\ufeff")
+        found = json.loads(text, object_pairs_hook=once)
         json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). {advice}") from None
+        raise InputError(f"{path}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). {remedy}") from None
     except RecursionError:
-        raise InputError(f"{path} is nested too deeply. {advice}") from None
+        raise InputError(f"{path} is nested too deeply. {remedy}") from None
     except InputError:
         raise
     except ValueError:
-        raise InputError(f"{path} has a number of thousands of digits, or half of a surrogate pair. {advice}") from None
+        raise InputError(f"{path} has a number of thousands of digits, or half of a surrogate pair. {remedy}") from None
     if not isinstance(found, dict):
-        raise InputError(f"{path} holds no JSON object. {advice}")
+        raise InputError(f"{path} holds no JSON object. {remedy}")
     return found
 
 

@@ -22,6 +22,7 @@ from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
+from meshwright.spec.model import Model
 from meshwright.spec.strategy import REMAT_POLICIES, REPEATED_HEADS, Strategy
 
 NOUNS: dict[str, str] = {
@@ -239,6 +240,14 @@ def require_legal(setting: Setting, strategy: Strategy) -> None:
         raise CannotRunError(refusal.message)
 
 
+def require_even_splits(derived: Derived, model: Model, mesh: Mapping[str, int]) -> None:
+    """Raises CannotRunError if a mesh does not divide the model's own dims; rules on batch and sequences need a job."""
+    facts = StrategySizes(model=model.name, cluster="", num_chips=product(mesh.values()), mesh=mesh, dims=model.dims)
+    own = (rule for rule in size_rules(derived) if rule.name.rpartition(" | ")[2] in model.dims)
+    for refusal in check_rules(own, facts):
+        raise CannotRunError(refusal.message)
+
+
 def check_rules(rules: Iterable[LegalRule], facts: StrategySizes) -> tuple[Refusal, ...]:
     """Returns a refusal for each rule that one strategy breaks."""
     return tuple(Refusal(rule=rule.name, message=rule.message(facts)) for rule in rules if not rule.holds(facts))
@@ -259,8 +268,9 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the sizes of one axis, the others 1, that divide every dim it splits; only 1 if it splits nothing."""
-    sizes = [dims[dim] for dim, axes in found if axis in axes]
+    """Returns the sizes of one axis, the others 1, that divide each of ``dims`` that it splits; only 1 if it splits
+    nothing."""
+    sizes = [dims[dim] for dim, axes in found if axis in axes and dim in dims]
     return divisors(math.gcd(*sizes)) if sizes else (1,)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.fields import check_figures
+from meshwright.core.fields import check_figures, convert_fields
 from meshwright.core.toml_file import read_toml
 
 CATALOGUE = Path(__file__).parent / "data" / "chips"
@@ -279,6 +279,8 @@ def read_chip(path: Path) -> Chip:
             return chip(table)
     if not isinstance(table, dict):
         raise file.error(at, "chip is neither a table nor a name. Write one table [chip].")
+    for key in table.keys() & {"extends", "inherits", "parent"}:
+        raise file.error((*at, key), f"unknown key {key!r}. Did you mean 'base'?")
     file.check_keys((*Chip.__struct_fields__, "base"), at=at)
     with file.at(at):
         return chip_from_table(table)
@@ -302,12 +304,9 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
     if base is not None:
         merged["name"] = table.get("name") or f"{base}-custom"
         merged["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(given)}"
-    try:
-        made = msgspec.convert(merged, Chip)
-    except msgspec.ValidationError as error:
-        unknown = next((key for key in merged if key not in Chip.__struct_fields__), "")
-        hint = nearest(unknown, Chip.__struct_fields__) if unknown and "unknown field" in str(error) else ""
-        raise InputError(f"chip {merged.get('name', '')!r}: {error}.{hint}") from None
+    elif "name" not in table:
+        raise InputError('a chip needs a name. Give one, or begin with base = "h100" if it differs from a known one.')
+    made = convert_fields(merged, Chip, section="chip")
     families = sorted({one.family for one in chips().values() if one.family})
     if made.family and made.family not in families:
         raise InputError(

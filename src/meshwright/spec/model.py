@@ -256,9 +256,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.rotated_width % 2 and len(set(self.unrotated_layers)) < self.num_layers:
             size = "qk_rope_head_dim" if self.latent_attention else "head_dim"
-            share = f", of which rope_fraction={self.rope_fraction:g} is {self.rotated_width}" * (
-                self.rope_fraction < 1
-            )
+            share = f" times rope_fraction={self.rope_fraction:g}" if self.rope_fraction < 1 else ""
             raise InputError(
                 f"{self.name}: rope rotates pairs, and {size}={getattr(self, size)}{share} is odd. Use an even number."
             )

@@ -31,3 +31,14 @@ def test_a_plan_has_a_price_only_where_one_is_given(call):
     found = call("plan", "llama3-8b", "--on", "big.toml:8x4", *PLAN, "--price", "2.5", "--json").json["training"]
     assert found["cost_usd"] == pytest.approx(2.5 * found["chip_hours"])
     assert (found["power_w"], found["energy_kwh"]) == (None, None)
+
+
+def test_a_price_alone_gives_the_cost_of_a_token(call):
+    asked = ("plan", "llama3-8b", "--on", "big.toml:8x4", *PLAN[:-2], "--price", "2.5")
+    found = call(*asked, "--json").json
+    step_s = found["strategies"][0]["step_s"]
+    assert found["usd_per_token"] == pytest.approx(2.5 * 32 / 3600 * step_s / (64 * 4096))
+    assert (
+        f"${1e6 * found['usd_per_token']:.3g} a million tokens with the best, at $2.50 a chip-hour"
+        in call(*asked).words
+    )

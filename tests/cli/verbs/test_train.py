@@ -53,6 +53,18 @@ def test_a_model_planned_on_the_way(rates, tmp_path, capsys):
     assert (folder / "resolved.toml").exists()
 
 
+def test_a_dense_model_in_stages_has_the_losses_of_one_device(rates, tmp_path, capsys):
+    losses = {}
+    for axes in ("pipeline=2,data=2,tensor=2", "data=1"):
+        arguments = ["train", "tiny", *SMALL, "--axes", axes, "--steps", "2", "--calibration", rates, "--json"]
+        arguments[arguments.index("cpu:8")] = "cpu:8" if "pipeline" in axes else "cpu:1"
+        more = ["--set", "strategy.num_microbatches=2", "--set", "strategy.state=fp32", "--set", "train.log_every=1"]
+        assert run([*arguments, *more, "--runs", str(tmp_path)]) == 0
+        losses[axes] = json.loads(capsys.readouterr().out)["losses"]
+    staged, alone = losses.values()
+    assert staged == pytest.approx(alone, rel=1e-5)
+
+
 def test_a_plan_file_and_a_changed_field(rates, tmp_path, capsys):
     plan_file = tmp_path / "plan.toml"
     plan = ["plan", "tiny", *SMALL, "--calibration", rates, "-o", str(plan_file), "--set", "strategy.remat=block"]

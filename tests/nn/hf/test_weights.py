@@ -353,5 +353,5 @@ def test_folders_without_whole_files_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"model.safetensors is not a whole safetensors file"):
         load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(InputError, match=r"holds no JSON object\. Fetch it again"):
+    with pytest.raises(InputError, match=r"holds no JSON object\. Mend the file, or fetch it again"):
         load_params(LLAMA, tmp_path)

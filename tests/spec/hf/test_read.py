@@ -211,10 +211,10 @@ def test_missing_keys_are_named(key, given, text):
     [
         (
             '{"model_type": "llama",\n "hidden_size": }',
-            r"config\.json:2:17: broken JSON \(Expecting value\)\. Give the path",
+            r"config\.json:2:17: broken JSON \(Expecting value\)\. Mend the file",
         ),
-        ("[1, 2]", r"config\.json holds no JSON object\. Give the path"),
-        (b"\xff\xfe\x00", r"config\.json is not text in UTF-8 \(byte 0\)\. Give the path"),
+        ("[1, 2]", r"config\.json holds no JSON object\. Mend the file"),
+        (b"\xff\xfe\x00", r"config\.json is not text in UTF-8 \(byte 0\)\. Mend the file"),
         ("", r"config\.json:1:1: broken JSON \(Expecting value\)"),
     ],
 )

@@ -79,7 +79,7 @@ def test_lines_that_are_damaged_or_missing_are_named(tmp_path):
     found = resumed(4)
     assert found.notes == [
         "metrics.jsonl: line 2 is not as it was written and left out",
-        "metrics.jsonl has no line of 2 steps, the first is step 2",
+        "metrics.jsonl has no line of steps 2, 3",
     ]
     np.testing.assert_array_equal(found.kept.losses, [1, math.nan, math.nan, 4])
     file.write_bytes(lines[0] + b"\xff" + lines[1][1:])

@@ -56,6 +56,8 @@ def command(given: Given) -> Answer:
 
     The default FILE has the published steps of this repository: benchmarks/data/published_training.jsonl.
     """
+    if given.file == PUBLISHED and not PUBLISHED.is_file():
+        raise InputError(f"{PUBLISHED}, the default, is in a checkout of meshwright. Work there, or give a FILE.")
     records = read_records(given.file)
     chosen = tuple(record for record in records if given.only is None or record.group == given.only)
     if not chosen:

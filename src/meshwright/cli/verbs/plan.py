@@ -113,6 +113,8 @@ def command(given: Given) -> Answer:
         parts.append(what_if_answer([what_if(result, asked) for asked in what_ifs]))
     if given.recipe:
         parts.append(recipe_answer(result))
+    if given.price is not None:
+        parts.append(_priced(result.strategies[0]))
     budget = run_budget(result.plan(), step_s=result.strategies[0].estimate.step_s)
     facts = {**result.to_json(), "training": budget}
     pictures: dict[Path | None, Any] = {}
@@ -123,6 +125,14 @@ def command(given: Given) -> Answer:
     rows = [{**one["axes"], **one} for one in facts["strategies"]]
     listed = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
     return Answer(facts, [*plan_text(result), *more], pictures, [listed, *tables_of(more)])
+
+
+def _priced(best: PlannedStrategy) -> Answer:
+    """Returns what the best strategy costs at the given price."""
+    of_token, of_chip = best.usd_per_token, best.cluster.chip.price_usd_per_hour
+    assert of_token is not None
+    said = f"${1e6 * of_token:.3g} a million tokens with the best, at ${of_chip:,.2f} a chip-hour"
+    return Answer({"usd_per_token": of_token}, [Fact("cost", said)])
 
 
 def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:

@@ -174,7 +174,8 @@ class RunFolder:
             losses = {record["step"]: record["loss"] for record in records}
             missing = [number for number in range(1, step + 1) if number not in losses]
             if missing:
-                damaged.append(f"{METRICS} has no line of {len(missing)} steps, the first is step {missing[0]}")
+                listed = ", ".join(map(str, missing[:3])) + ", ..." * (len(missing) > 3)
+                damaged.append(f"{METRICS} has no line of step{'s' * (len(missing) > 1)} {listed}")
             kept = [losses.get(number, math.nan) for number in range(1, step + 1)]
             self.kept = Kept(losses=kept, lost_steps=len(again), lost_s=float(sum(again)))
             self.notes = [*damaged, *_cut(path / EVALUATIONS, step, "loss")[1]]
