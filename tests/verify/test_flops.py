@@ -82,7 +82,7 @@ def test_a_loop_that_depends_on_data_is_left_out():
 
 def test_a_branch_kept_as_a_loop_counts_once():
     def once(x, w, runs):
-        return at_most_once(runs, lambda c: (up(c, w),), x)[0]
+        return at_most_once(runs, lambda w, c: (up(c, w),), w, x)[0]
 
     found = count_products(program(once, zeros(A, B), zeros(B, B), zeros(dtype=jnp.bool)))
     assert (found.flops, found.by_data) == ({UP: 2 * A * B * B}, frozenset())
