@@ -108,6 +108,12 @@ def test_a_chip_changed_in_a_file_keeps_the_numbers_of_its_base():
     assert family(chip_from_table({"base": "mi300x"})) is None
 
 
+@pytest.mark.parametrize("base", ["h100", "gb300", "v5p"])
+def test_the_name_of_a_chip_of_one_s_own_changes_no_number(base):
+    named, nameless = chip_from_table({"base": base, "name": "big"}), chip_from_table({"base": base})
+    assert fitted_calibration(named).efficiency == fitted_calibration(nameless).efficiency == fitted(base).efficiency
+
+
 def test_given_numbers_stand_for_those_of_the_product():
     found = fitted_calibration(chip("h100"), {"compute.h100": 0.5, "network": 1.5, "overlap": 1.7})
     assert (found.efficiency.network, found.date) == (1.0, None)

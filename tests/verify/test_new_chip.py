@@ -109,11 +109,12 @@ def test_more_of_a_name_is_another_chip(folder):
 
 
 def test_a_chip_on_a_base_is_other_hardware():
-    """It keeps the fitted numbers while it keeps its name; what to compile for its own table has to say."""
+    """It keeps the fitted numbers, whatever its name; what to compile for its own table has to say."""
     custom = chip_module.chip_from_table({"base": "h100", "hbm_bytes": 1e11})
     assert (family(custom), custom.xla_gpu, custom.device_kind) == ("h100", None, "")
-    assert family(chip_module.chip_from_table({"base": "h100", "name": "mine"})) is None
-    assert family(chip_module.chip_from_table({"base": "h100", "name": "mine", "family": "h100"})) == "h100"
+    assert family(chip_module.chip_from_table({"base": "h100", "name": "mine"})) == "h100"
+    assert family(chip_module.chip_from_table({"base": "h100", "name": "mine", "family": "v5p"})) == "v5p"
+    assert family(msgspec.structs.replace(custom, base="")) == "h100"  # a plan file of an earlier version
 
 
 def test_plan_files_of_earlier_versions_name_the_chip_alone():

@@ -60,10 +60,12 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ``*_hop_s`` other than the ICI's are round assumptions where no source is given; a calibration replaces them.
     ``family`` says whose fitted numbers apply: the chip's own, or those of its nearest relative that was measured.
     ``device_kind`` is a pattern of what its devices call themselves, in small letters and with spaces for - and _;
-    ``libtpu`` or ``xla_gpu`` is what programs are compiled for. A chip inherits none of these four from its base.
+    ``libtpu`` or ``xla_gpu`` is what programs are compiled for. A chip inherits none of these four from its ``base``,
+    the catalogue's chip that a person's chip differs from; the base's fitted numbers apply if no ``family`` is given.
     """
 
     name: str
+    base: str = ""
     aliases: tuple[str, ...] = ()
     full_name: str = ""
     vendor: str = ""
@@ -217,7 +219,7 @@ def vector_peak(chip: Chip) -> float | None:
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Merges the entry into its base, which may have a base too; see `_NOT_INHERITED` and `PAID_FOR`."""
     base_name = entry.get("base")
-    if base_name is None:
+    if not base_name:
         return dict(entry)
     left = _NOT_INHERITED + (() if entry.get("variant") == "book" else PAID_FOR)
     left += ("usable_hbm_bytes",) if "hbm_bytes" in entry else ()
@@ -281,7 +283,7 @@ def read_chip(path: Path) -> Chip:
         raise file.error(at, "chip is neither a table nor a name. Write one table [chip].")
     for key in table.keys() & {"extends", "inherits", "parent"}:
         raise file.error((*at, key), f"unknown key {key!r}. Did you mean 'base'?")
-    file.check_keys((*Chip.__struct_fields__, "base"), at=at)
+    file.check_keys(Chip.__struct_fields__, at=at)
     with file.at(at):
         return chip_from_table(table)
 
@@ -301,9 +303,10 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
     given = {name: "given" for name in table if name not in ("base", "name", "peak_flops", "sources")}
     given |= {f"peak_flops.{dtype}": "given" for dtype in table.get("peak_flops", ())}
     merged = _merge({**table, "sources": given | table.get("sources", {})}, entries) | {"variant": "custom"}
-    if base is not None:
+    if base:
+        merged["base"] = chip(base).name
         merged["name"] = table.get("name") or f"{base}-custom"
-        merged["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(given)}"
+        merged["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(given) or 'name'}"
     elif "name" not in table:
         raise InputError('a chip needs a name. Give one, or begin with base = "h100" if it differs from a known one.')
     made = convert_fields(merged, Chip, section="chip")
@@ -311,6 +314,6 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
     if made.family and made.family not in families:
         raise InputError(
             f"family {made.family!r} of chip {made.name!r} has no fitted numbers.{nearest(made.family, families)} "
-            f"Leave it out for the rates of the data sheet."
+            f"Leave it out for {'those of its base' if base else 'the rates of the data sheet'}."
         )
     return made

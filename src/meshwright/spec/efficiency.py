@@ -57,8 +57,12 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
 
 def family(chip: Chip) -> str | None:
     """Returns the family whose numbers apply to a chip; None for a chip without a family, such as a CPU."""
-    # a chip whose figures a file changes keeps the family of its base
-    return catalogued(chip, "family", name=chip.name.removesuffix("-custom")) or None
+    return catalogued(chip, "family", name=_catalogue_name(chip)) or None
+
+
+def _catalogue_name(chip: Chip) -> str:
+    # plan files of earlier versions say only by the name which chip theirs differs from
+    return chip.base or chip.name.removesuffix("-custom")
 
 
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:
@@ -79,7 +83,7 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
 
 def _power_limit(chip: Chip, base: str) -> float:
     """Returns a Blackwell's power per peak FLOP/s relative to a B200; 1 for other chips."""
-    watts = catalogued(chip, "power_w", name=chip.name.removesuffix("-custom"))
+    watts = catalogued(chip, "power_w", name=_catalogue_name(chip))
     if base != "blackwell" or watts is None:
         return 1.0
     return watts / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS

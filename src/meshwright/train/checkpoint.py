@@ -185,7 +185,10 @@ class Checkpoints:
         except msgspec.ValidationError as error:
             raise self._damaged(newest, error) from None
         if stored.position.step != newest:
-            raise self._damaged(newest, ValueError(f"it is the one of step {stored.position.step}"))
+            raise CannotRunError(
+                f"{self.folder / str(newest)} holds the checkpoint of step {stored.position.step}. Give each folder "
+                f"the name of its step."
+            )
         return stored
 
     def _newest_whole(self) -> int:

@@ -126,7 +126,7 @@ def test_what_cannot_be_read(text, message):
         ("v5p:4x4x4", {"dcn": 2.0}, "v5p:4x4x4 has no dcn. Change ici."),
         ("h100:8x1", {"nic": 2.0}, "has no nic. Change nvlink."),
         ("v5p:4x4x4", {"batch": 0.3}, "19.2, not a positive whole number"),
-        ("v5p:4x4x4", {"chips": 1 / 3}, "cannot be divided by 3"),
+        ("v5p:4x4x4", {"chips": 1 / 3}, "not a whole number of chips"),
         ("v5p:4x4x4", {"chips": 3.1416}, "not a simple ratio"),
         ("cpu:64", {"chips": 2.0}, "no cluster like cpu:64"),
     ],

@@ -13,6 +13,7 @@ from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
 from meshwright.spec.chip import PAID_FOR, Chip, vector_peak
+from meshwright.spec.efficiency import family
 from meshwright.spec.strategy import STATE_BYTES
 
 
@@ -143,6 +144,9 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
     yield Table(["", c.name, "source"], rows, c.full_name)
     if c.variant == "custom" and (missing := [name for name in PAID_FOR if getattr(c, name) is None]):
         yield Paragraph(f"not known: {', '.join(missing)} (the base's figures are of other hardware)", indent=4)
+    if c.variant == "custom":
+        rates = family(c)
+        yield Paragraph(f"times: {f'fitted numbers of {rates}' if rates else 'rates of the data sheet'}", indent=4)
     for number, source in enumerate(notes, 1):
         yield Paragraph(f"{number:>2}  {source}", indent=4)
 

@@ -184,6 +184,11 @@ def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
     ratio = Fraction(factor).limit_denominator(64)
     if abs(float(ratio) - factor) > 1e-6 * factor:
         raise InputError(f"chips={factor:g}x is not a simple ratio. Use for example 2x, 0.5x or 1.5x.")
+    if cluster.num_chips * ratio % 1:
+        raise InputError(
+            f"{factor:g} times the {cluster.num_chips:,} chips of {cluster.short_name} is not a whole number of chips. "
+            f"Give another factor."
+        )
     for prime in _primes(ratio.numerator):
         cluster = _larger(cluster, prime)
     for prime in _primes(ratio.denominator):
