@@ -15,6 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from meshwright.spec.chip import chip as find_chip
+from meshwright.spec.chip import peak
+
 TABLES = Path(__file__).parent / "data" / "kernels"
 MIN_ROWS = 2048
 MIN_SIDE = 1024
@@ -45,12 +48,12 @@ def large(row: dict[str, str]) -> bool:
 
 DEVICES = {
     "nvidia_h100_80gb_hbm3": "h100", "nvidia_b200": "b200", "tpu_v5_lite": "v5e", "tpu_v5": "v5p", "tpu_v6_lite": "v6e",
-    "tpu7x": "ironwood-core",
+    "tpu7x": "tpu7x",
 }  # fmt: skip
-"""Folder of the autotuner -> chip. A device of tpu7x is one of the two cores of an Ironwood chip."""
+"""Folder of the autotuner -> chip."""
 
-PEAKS = {"h100": 989.4e12, "b200": 2250e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "ironwood-core": 1153.5e12}
-"""Dense bf16 FLOP/s of each."""
+CHIPS_OF_A_DEVICE = {"tpu7x": 0.5}
+"""A device of tpu7x is one of the two cores of a chip; other devices are whole chips."""
 
 ATTENTION = ("chip", "kernel", "pass", "dtype", "batch", "length", "heads", "kv_heads", "head_dim", "causal", "seconds")
 PRODUCTS = ("chip", "kind", "kernel", "pass", "dtype", "rows", "contracted", "columns", "groups", "seconds")
@@ -147,7 +150,7 @@ def shares() -> Iterator[tuple[str, str, float, int]]:
             flops = 2 * m * k * n * (2 if row["kind"] == "gated" else 1) * (3 if row["pass"] == "backward" else 1)
             found[row["chip"], f"{row['kernel']}, {row['pass']}"].append(flops / float(row["seconds"]))
     for (chip, name), rates in sorted(found.items()):
-        yield chip, name, median(rates) / PEAKS[chip], len(rates)
+        yield chip, name, median(rates) / (peak(find_chip(chip), "bf16") * CHIPS_OF_A_DEVICE.get(chip, 1)), len(rates)
 
 
 def main() -> None:

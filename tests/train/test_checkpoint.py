@@ -182,6 +182,17 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(saved, damage):
         assert again.position() == at(4)
 
 
+def test_checkpoints_whose_folders_were_swapped_are_named_as_such(saved):
+    with Checkpoints(saved) as kept:
+        kept.save(placed(a=1, b=1), at(4))
+    folder = saved / "checkpoints"
+    for before, after in (("4", "x"), ("3", "4"), ("x", "3")):
+        (folder / before).rename(folder / after)
+    with Checkpoints(saved) as kept, pytest.raises(CannotRunError) as caught:
+        kept.position()
+    assert str(caught.value) == f"{folder}/4 holds the checkpoint of step 3. Give each folder the name of its step."
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(saved):
     flip(largest(saved / "checkpoints" / "3" / "state" / "d"))
     with (

@@ -243,8 +243,8 @@ def require_legal(setting: Setting, strategy: Strategy) -> None:
 def require_even_splits(derived: Derived, model: Model, mesh: Mapping[str, int]) -> None:
     """Raises CannotRunError if a mesh does not divide the model's own dims; rules on batch and sequences need a job."""
     facts = StrategySizes(model=model.name, cluster="", num_chips=product(mesh.values()), mesh=mesh, dims=model.dims)
-    own = (rule for rule in size_rules(derived) if rule.name.rpartition(" | ")[2] in model.dims)
-    for refusal in check_rules(own, facts):
+    found = splits(derived)
+    for refusal in check_rules((_split_rule(*split, found) for split in found if split[0] in model.dims), facts):
         raise CannotRunError(refusal.message)
 
 

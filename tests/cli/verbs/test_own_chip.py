@@ -17,11 +17,19 @@ def test_show_and_roofline(call):
     said = call("show", "big.toml")
     assert "memory 96 GB" in said.words
     assert "not known: price_usd_per_hour, power_w (the base's figures are of other hardware)" in said.words
+    assert "times: fitted numbers of h100" in said.words
     sizes = ("--dims", "B=128,D=8192,F=8192", "--json")
     found = call("roofline", "bf16[B,D] * bf16[D,F] -> bf16[B,F]", "--on", "big.toml", *sizes).json
     assert found["bytes_per_s"] == 2e12
     assert found["critical_batch_wide"] == pytest.approx(989.4e12 / 2e12)
     assert call("show", "big.toml:8x4", "--json").json["hbm_bytes"] == 32 * 96e9
+
+
+def test_a_chip_without_a_base_has_the_rates_of_its_data_sheet(call):
+    figures = 'topology = "switched"\npeak_flops = {bf16 = 1e15}\nhbm_bytes = 8e10\nhbm_bytes_per_s = 3e12\n'
+    Path("own.toml").write_text(f'name = "own"\n{figures}')
+    said = call("show", "own.toml").words
+    assert "not known: price_usd_per_hour, power_w times: rates of the data sheet" in said
 
 
 def test_a_plan_has_a_price_only_where_one_is_given(call):

@@ -206,6 +206,13 @@ def test_missing_keys_are_named(key, given, text):
     assert str(caught.value).startswith(f"config: {text}")
 
 
+@pytest.mark.parametrize(("key", "need"), [("hidden_size", "a whole number"), ("attention_bias", "true or false")])
+def test_a_key_that_is_null_is_not_called_missing(key, need):
+    with pytest.raises(InputError) as caught:
+        model_from_config(LLAMA | {key: None})
+    assert str(caught.value) == f"config: {key} is null. Write {need} instead."
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [

@@ -142,9 +142,10 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         if value is not None:
             rows.append([words, show(value), note(c.sources.get(key, ""))])
     yield Table(["", c.name, "source"], rows, c.full_name)
-    if c.variant == "custom" and (missing := [name for name in PAID_FOR if getattr(c, name) is None]):
-        yield Paragraph(f"not known: {', '.join(missing)} (the base's figures are of other hardware)", indent=4)
     if c.variant == "custom":
+        if missing := [name for name in PAID_FOR if getattr(c, name) is None]:
+            of_base = " (the base's figures are of other hardware)" if c.base else ""
+            yield Paragraph(f"not known: {', '.join(missing)}{of_base}", indent=4)
         rates = family(c)
         yield Paragraph(f"times: {f'fitted numbers of {rates}' if rates else 'rates of the data sheet'}", indent=4)
     for number, source in enumerate(notes, 1):

@@ -33,7 +33,8 @@ def read_table(path: Path, *, remedy: str) -> dict[str, Any]:
     """Returns a file's JSON object, {} without a file. Raises InputError, with the ``remedy``, for anything else."""
     if not path.is_file():
         return {}
-    return read_json(path, advice := f"Mend it, or {remedy}.", advice)
+    advice = f"Mend it, or {remedy}."
+    return read_json(path, advice, advice)
 
 
 def end_name(config: Mapping[str, Any]) -> str | None:

@@ -184,16 +184,17 @@ def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
     ratio = Fraction(factor).limit_denominator(64)
     if abs(float(ratio) - factor) > 1e-6 * factor:
         raise InputError(f"chips={factor:g}x is not a simple ratio. Use for example 2x, 0.5x or 1.5x.")
-    if cluster.num_chips * ratio % 1:
-        raise InputError(
-            f"{factor:g} times the {cluster.num_chips:,} chips of {cluster.short_name} is not a whole number of chips. "
-            f"Give another factor."
-        )
-    for prime in _primes(ratio.numerator):
-        cluster = _larger(cluster, prime)
-    for prime in _primes(ratio.denominator):
-        cluster = _smaller(cluster, prime)
-    return cluster
+    changes = [(_larger, prime) for prime in _primes(ratio.numerator)]
+    changes += [(_smaller, prime) for prime in _primes(ratio.denominator)]
+    changed = cluster
+    for change, prime in changes:
+        similar = change(changed, prime)
+        if not similar:
+            raise InputError(
+                f"no cluster like {cluster.short_name} has {factor:g} times its chips. Give another factor."
+            )
+        changed = min(similar, key=_evenness)
+    return changed
 
 
 def _primes(number: int) -> Iterable[int]:
@@ -205,27 +206,23 @@ def _primes(number: int) -> Iterable[int]:
         factor += 1
 
 
-def _larger(cluster: Cluster, prime: int) -> Cluster:
+def _larger(cluster: Cluster, prime: int) -> list[Cluster]:
     outermost = len(cluster.shape) - 1
     numbers = range(outermost if cluster.kind == "switched" else 0, outermost + 1)
     found = _resized_at(cluster, numbers, Fraction(prime))
     if not found and cluster.kind == "torus":
         found = _resized(cluster, cluster.shape, num_slices=cluster.num_slices * prime)
-    if not found:
-        raise InputError(f"no cluster like {cluster.short_name} has {prime} times its chips. Give another factor.")
-    return min(found, key=_evenness)
+    return found
 
 
-def _smaller(cluster: Cluster, prime: int) -> Cluster:
+def _smaller(cluster: Cluster, prime: int) -> list[Cluster]:
     found = []
     if cluster.num_slices % prime == 0:
         found = _resized(cluster, cluster.shape, num_slices=cluster.num_slices // prime)
     divided = [number for number, size in enumerate(cluster.shape) if size % prime == 0]
     if not found:
         found = _resized_at(cluster, divided[-1:] if cluster.kind == "switched" else divided, Fraction(1, prime))
-    if not found:
-        raise InputError(f"the chips of {cluster.short_name} cannot be divided by {prime}. Give another factor.")
-    return min(found, key=_evenness)
+    return found
 
 
 def _resized_at(cluster: Cluster, numbers: Iterable[int], factor: Fraction) -> list[Cluster]:

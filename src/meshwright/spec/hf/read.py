@@ -90,10 +90,10 @@ class _Config:
         missing or mistyped, or a number that no model can have."""
         value: Any = self.keys.get(key)
         kinds, need = _NEEDS[kind]
-        if value is None and key in self.given:
-            raise InputError(f"{self.what}: {key} is null. Write {need} instead.")
         if value is None:
-            raise InputError(f"{self.what}: the key {key!r} is missing. {self._missing_hint(key)}")
+            is_null = f"{key} is null. Write {need} instead."
+            missing = f"the key {key!r} is missing. {self._missing_hint(key)}"
+            raise InputError(f"{self.what}: {is_null if key in self.given else missing}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.what}: {key} is {value!r}. Write {need} instead.")
         for _, fault in figure_faults(value):
