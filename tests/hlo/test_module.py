@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from meshwright.core.errors import InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.hlo.loops import times_run, trip_count
 from meshwright.hlo.module import Module, parse_module
@@ -86,6 +87,20 @@ def test_a_bound_that_the_body_changes_is_not_trusted():
     text = LOOP.replace("tuple(%next, %ar, %m)", "tuple(%next, %ar, %next)").replace("DIRECTION", "LT")
     with pytest.raises(ValueError, match="loop loop states no trip count"):
         collectives(text.replace("STEP", "1").replace("START", "0").replace("BOUND", "8"), {"x": 4})
+
+
+@pytest.mark.parametrize(
+    ("whole", "cut", "message"),
+    [
+        ("add(%moved, %step)", "add(%moved)", r"^add next has no operand 1\. Give the whole text\.$"),
+        ("get-tuple-element(%p), index=0", "get-tuple-element(), index=0", r"^get-tuple-element i has no operand 0\."),
+    ],
+)
+def test_an_instruction_that_lacks_an_operand_is_named(whole, cut, message):
+    module = parse_module(LOOP.replace(whole, cut).replace("DIRECTION", "LT").replace("STEP", "1"))
+    loop = next(one for one in module if one.opcode == "while")
+    with pytest.raises(InputError, match=message):
+        trip_count(module, loop)
 
 
 def test_a_loop_without_collectives_may_depend_on_data():

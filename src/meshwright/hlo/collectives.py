@@ -330,7 +330,7 @@ def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
         return operands
     whole, index = operands[0], one.number(one.attribute("index"))
     if whole.opcode == "tuple":
-        return [computation.by_name[whole.operands[index]]]
+        return [module.operand(whole, index)]
     if whole.opcode not in ("while", "parameter"):
         return operands
     body = module.body(whole, "body") if whole.opcode == "while" else computation

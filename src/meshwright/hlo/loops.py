@@ -36,8 +36,7 @@ class _Value(NamedTuple):
 
     def operand(self, number: int) -> "_Value":
         """Returns an operand of the instruction."""
-        known = self.module.computations[self.at.computation].by_name
-        return self._replace(at=known[self.at.operands[number]])
+        return self._replace(at=self.module.operand(self.at, number))
 
     def settled(self, number: int | None = None) -> "_Value":
         """Traces the value, or that of an operand, back through copies, tuples and fusions."""

@@ -190,6 +190,12 @@ class Module(msgspec.Struct, frozen=True, dict=True):
             raise InputError(f"{one.opcode} {one.name} calls {name!r}, which the text lacks. Give the whole text.")
         return self.computations[name]
 
+    def operand(self, one: Instruction, number: int) -> Instruction:
+        """Returns the instruction that makes an operand. Raises InputError without it."""
+        if number >= len(one.operands):
+            raise InputError(f"{one.opcode} {one.name} has no operand {number}. Give the whole text.")
+        return self.computations[one.computation].by_name[one.operands[number]]
+
     def inside(self, one: Instruction) -> tuple[Instruction, ...]:
         """Returns the instructions of all computations that an instruction calls."""
         bodies = (self.computations.get(name) for _, name in one.called)
