@@ -108,7 +108,7 @@ def test_tokens_packed_by_expert_meet_their_own_scales():
     w = jnp.asarray(rng.normal(size=(3, 8, 6)) * np.array([1, 10, 100])[:, None, None], jnp.float32)
     scale = absmax_scale(w, (1,))
     values = quantise(w, scale, (1,))
-    rows = Ragged(jnp.asarray(rng.normal(size=(7, 8)), jnp.float32), jnp.array([2, 4, 1], jnp.int32))
+    rows = Ragged(jnp.asarray(rng.normal(size=(7, 8)), jnp.float32), jnp.array([[2, 4, 1]], jnp.int32))
     step = product_step(("E", "C", "D"), ("E", "D", "Fe"), ("E", "Fe"), ("E", "C", "Fe"))
     found = scaled_product(
         step, rows, values, scale, lambda a, b: slot_product(a, b, blocks_of(a, FAMILIES["mixtral"]))

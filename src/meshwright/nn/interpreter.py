@@ -1,19 +1,24 @@
 """Runs derived steps, forward and backward, on one device's blocks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 from jaxtyping import Array
 
 from meshwright.algebra.kinds import nothing
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.dispatch import has_slots
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
+from meshwright.nn.experts.exchange import at_turn, move_packed
+from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops import local_steps
 
 Environment = dict[ShardedArray, Array]
@@ -22,21 +27,103 @@ Environment = dict[ShardedArray, Array]
 def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str = "") -> Environment:
     """Runs steps in order and returns ``env`` with their results; stops after the result named ``until``, if given.
 
-    The key of an array is its name with its sharding, so a gathered weight and its shard are two entries.
+    The key of an array is its name with its sharding, so a gathered weight and its shard are two entries. Steps at the
+    devices of experts run once more for every further round of an exchange.
     """
     env = dict(env)
-    for step in steps:
-        with jax.named_scope(str(step.label)):
-            results = _results(context, step, [env[a] for a in step.inputs])
-        for array, value in zip((step.result, *step.more), results, strict=True):
-            if array is step.result and step.accumulates:
-                value = env[array] + value
-            if context.derived.declared.get(array.name) == array:
-                value = context.constrain(array, value)
-            env[array] = value
-        if until and step.result.name == until:
-            break
+    for part, is_at_experts in _parts(list(steps)):
+        start = dict(env)
+        for step in part:
+            _run_step(context, step, env)
+            if until and step.result.name == until:
+                return env
+        if is_at_experts:
+            _run_further_rounds(context, part, start, env)
     return env
+
+
+def _run_step(context: Context, step: Step, env: Environment, *, turn: Array | None = None) -> None:
+    """Adds the results of a step to ``env``; packed tokens begin in round ``turn`` of their exchange, if given."""
+    with jax.named_scope(str(step.label)):
+        results = _results(context, step, [env[a] for a in step.inputs])
+    for array, value in zip((step.result, *step.more), results, strict=True):
+        if array is step.result and step.accumulates:
+            value = env[array] + value
+        if context.derived.declared.get(array.name) == array:
+            value = context.constrain(array, value)
+        env[array] = value if turn is None else _at_turn(value, turn)
+
+
+def _at_turn(value: Any, turn: Array) -> Any:
+    return at_turn(value, turn) if isinstance(value, Ragged) else value
+
+
+# -- further rounds of an exchange ----------------------------------------------------------------------
+
+
+def _is_at_experts(step: Step) -> bool:
+    """True for steps from one exchange to the other: on slots, but not those that fill or empty them."""
+    return any(map(has_slots, (*step.inputs, *step.results))) and not step.op.startswith(("dispatch", "combine"))
+
+
+def _parts(steps: list[Step]) -> Iterator[tuple[list[Step], bool]]:
+    """Yields steps in parts, those of one pass at experts' devices in one; steps among them that need none of their
+    results run before, others after."""
+    for is_backward in (False, True):
+        own = [n for n, s in enumerate(steps) if _is_at_experts(s) and (s.phase == "backward") == is_backward]
+        if not own:
+            continue
+        inside = [steps[n] for n in own]
+        made, others, after = {a for step in inside for a in step.results}, list[Step](), list[Step]()
+        for step in (steps[n] for n in range(own[0], own[-1]) if n not in own):
+            if made.isdisjoint(step.inputs):
+                others.append(step)
+            else:
+                made.update(step.results)
+                after.append(step)
+        yield [*steps[: own[0]], *others], False
+        yield inside, True
+        steps = [*after, *steps[own[-1] + 1 :]]
+    yield steps, False
+
+
+def _run_further_rounds(context: Context, steps: list[Step], start: Environment, env: Environment) -> None:
+    """Adds to results of the steps that leave experts' devices what further rounds of the exchange make of them.
+
+    The number of rounds depends on the data. A round computes what it needs again, from the devices' own rows.
+    """
+    results = [array for step in steps for array in step.results if not (has_slots(array) and array.axes_of("E"))]
+    routes = (env[a].route for step in steps for a in step.inputs if isinstance(env[a], Ragged))
+    route = next((route for route in routes if route is not None), None)
+    if route is None or not results:
+        return
+    known = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
+    again = _needed(context, steps[0].block, results, known)
+
+    def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
+        turn, sums = carry
+        inner = {array: _at_turn(value, turn) for array, value in known.items()}
+        for step in again:
+            _run_step(context, step, inner, turn=turn)
+        return turn + 1, [total + inner[array] for total, array in zip(sums, results, strict=True)]
+
+    start_of_loop = (jnp.ones((), jnp.int32), [env[array] for array in results])
+    sums = jax.lax.while_loop(lambda carry: carry[0] < route.num_turns, one_more, start_of_loop)[1]
+    env |= zip(results, sums, strict=True)
+
+
+def _needed(context: Context, block: str, results: list[ShardedArray], known: Environment) -> list[Step]:
+    """Returns the steps of a block, in order, that make results from known arrays."""
+    derived = next(one for one in context.derived.blocks if one.block.name == block)
+    every = [*derived.forward, *(step for step in derived.backward if step.phase == "backward")]
+    wanted, found = set(results), list[Step]()
+    for step in reversed(every):
+        if not wanted.isdisjoint(step.results):
+            found.insert(0, step)
+            wanted.update(array for array in step.inputs if array not in known)
+    made = set(known)
+    first = [step for step in found if not (step.only_moves and step.result in made) and not made.update(step.results)]
+    return first
 
 
 def run_update(steps: Iterable[Step], env: Environment, sizes: Mapping[str, int] | None = None) -> Environment:
@@ -59,6 +146,6 @@ def _results(context: Context | Mapping[str, int], step: Step, inputs: list[Arra
     if isinstance(step.details, Round):
         return (inputs[0],)
     if step.is_collective:
-        return (communicate(step, inputs[0]),)
+        return (move_packed(step, inputs[0]) if isinstance(inputs[0], Ragged) else communicate(step, inputs[0]),)
     results = local_steps()[step.op](context, step, *inputs)
     return results if isinstance(results, tuple) else (results,)

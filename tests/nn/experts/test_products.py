@@ -41,7 +41,7 @@ def test_packed_rows_meet_their_own_expert(block_rows, at_once):
 
     @jax.jit
     def run(x, dy, w, sizes):
-        x, dy = Ragged(x, sizes), Ragged(dy, sizes)
+        x, dy = Ragged(x, sizes[None]), Ragged(dy, sizes[None])
         blocks = blocks_of(x, block_rows=block_rows, at_once=at_once)
         return (
             experts_products.slot_product(x, w, blocks).rows,
@@ -53,6 +53,36 @@ def test_packed_rows_meet_their_own_expert(block_rows, at_once):
     close(y, np.concatenate([part @ w[e] for e, part in enumerate(parts(x))]))
     close(dx, np.concatenate([part @ w[e].T for e, part in enumerate(parts(dy))]))
     close(dw, np.stack([left.T @ right for left, right in zip(parts(x), parts(dy), strict=True)]))
+
+
+@pytest.mark.parametrize(("block_rows", "at_once"), [(4, 1), (64, 1), (3, 2), (1, 64)])
+def test_packed_rows_in_pieces(block_rows, at_once):
+    """Pieces of several devices, each with spare rows of zeros at its end, one of them empty."""
+    sizes = np.stack([SIZES, np.roll(SIZES, 2), 0 * SIZES])
+    length = sum(SIZES) + 3
+    own = [
+        draw(sum(SIZES), WIDTH, seed=i) if piece.any() else np.zeros((0, WIDTH), np.float32)
+        for i, piece in enumerate(sizes)
+    ]
+    x = np.concatenate([np.pad(rows, ((0, length - len(rows)), (0, 0))) for rows in own])
+    w, of_row = draw(EXPERTS, WIDTH, OUT), [np.repeat(np.arange(EXPERTS), piece) for piece in sizes]
+
+    @jax.jit
+    def run(x, dy, w, sizes):
+        x = Ragged(x, sizes)
+        blocks = blocks_of(x, block_rows=block_rows, at_once=at_once)
+        y = experts_products.slot_product(x, w, blocks)
+        return y.rows, experts_products.slot_weight_gradient(x, x.with_rows(dy), blocks)
+
+    dy = draw(len(x), OUT, seed=9)
+    y, dw = run(x, dy, w, sizes.astype(np.int32))
+    wanted, gradient = np.zeros((len(x), OUT), np.float32), np.zeros((EXPERTS, WIDTH, OUT), np.float32)
+    for i, experts_of in enumerate(of_row):
+        for row, e in enumerate(experts_of, i * length):
+            wanted[row] = x[row] @ w[e]
+            gradient[e] += np.outer(x[row], dy[row])
+    close(y, wanted)
+    close(dw, gradient)
 
 
 @pytest.mark.parametrize(("capacity", "at_once"), [(8, 1), (7, 1), (8, 3), (7, 2)])
@@ -101,7 +131,7 @@ def test_packed_tokens_come_back_as_those_in_slots():
 
     packed, padded, without = run(x, gates, dy)
     assert packed.rows.shape == (tokens * chosen_of, WIDTH)
-    assert packed.sizes.tolist() == np.bincount(numbers.ravel(), minlength=EXPERTS).tolist()
+    assert packed.sizes.tolist() == [np.bincount(numbers.ravel(), minlength=EXPERTS).tolist()]
     in_order = [token for e in range(EXPERTS) for token in range(tokens) if e in numbers[0, token]]
     assert np.array_equal(packed.rows, x[0, in_order])
     for one, other in zip(without, padded, strict=True):
@@ -134,7 +164,9 @@ def context(options=PLAIN):
 
 
 def packed(padded):
-    return Ragged(jnp.asarray(np.concatenate([p[:n] for p, n in zip(padded, SIZES, strict=True)])), jnp.asarray(SIZES))
+    return Ragged(
+        jnp.asarray(np.concatenate([p[:n] for p, n in zip(padded, SIZES, strict=True)])), jnp.asarray(SIZES)[None]
+    )
 
 
 @pytest.mark.parametrize("product", PRODUCTS)

@@ -16,7 +16,7 @@ from meshwright.algebra.layers import ProgramOptions, parse_block
 from meshwright.algebra.ops.route import ROUTING
 from meshwright.algebra.program import Program, Variable
 from meshwright.nn.context import Context
-from meshwright.nn.experts import products
+from meshwright.nn.experts import exchange, products
 from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.interpreter import run
 from meshwright.parallel.mesh import device_mesh, partition_spec
@@ -182,6 +182,51 @@ def test_every_mesh_computes_what_one_device_does(name, in_blocks):
     metrics = routing_metrics(jnp.asarray(found["routing"]), experts_per_token=SIZES["Ea"])
     assert {name: float(metrics[name]) for name in losses} == pytest.approx(losses, rel=1e-5)
     assert float(metrics["dropped_share"]) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [("gathered over tensor", 0.25), ("tokens in all ways", 0.4), ("expert alone", 1.0)]
+    + [pytest.param(name, 0.25, marks=pytest.mark.slow) for name in STRATEGIES],
+)
+def test_rows_without_room_are_sent_in_further_rounds(name, room, in_blocks, monkeypatch):
+    """Values, all gradients and the losses, with room for a part of the mean."""
+    monkeypatch.setattr(exchange, "ROOM", room)
+    found = run_block(STRATEGIES[name], LOSSES)
+    wanted, _ = dense(LOSSES, STRATEGIES[name].num_microbatches)
+    check(found, wanted)
+
+
+def test_every_row_is_sent_once():
+    """Of random counts, skewed ones and none: each row has one round and one place of its own at its expert."""
+    rng = np.random.default_rng(3)
+    for size, per_device, num_own in ((4, 2, 40), (8, 1, 7), (2, 5, 64)):
+        experts = size * per_device
+        shares = rng.dirichlet(np.full(experts, 0.3), size=size)
+        counts = np.stack([rng.multinomial(num_own, share) for share in shares]).astype(np.int32)
+        zero = jnp.zeros((), jnp.int32)
+        route = exchange.Route(jnp.asarray(counts), zero, zero, num_own)
+        taken, turns = (
+            np.zeros((size, num_own), int),
+            -(-counts.reshape(size, size, -1).sum((0, 2)).max() // route.room),
+        )
+        for turn in range(turns):
+            own, there, number = (np.asarray(a) for a in replace_route(route, turn).places())
+            at_device = [np.zeros(route.room, int) for _ in range(size)]
+            for device in range(size):
+                for expert in range(experts):
+                    rows = slice(own[device, expert], own[device, expert] + number[device, expert])
+                    taken[device, rows] += 1
+                    first = there[device, expert]
+                    at_device[expert // per_device][first : first + number[device, expert]] += 1
+            for places in at_device:
+                assert places.max() <= 1
+                assert not np.any(np.diff(places) > 0)  # filled from the front
+        assert np.all(taken == 1)
+
+
+def replace_route(route, turn):
+    return exchange.Route(route.counts, jnp.asarray(turn, jnp.int32), route.num_turns, route.num_own)
 
 
 def test_slots_as_whole_arrays():

@@ -4,11 +4,12 @@ Each device sorts its own tokens into slots of every expert, xe[E, C_{axes of it
 has experts on devices, xe[E_expert, C, D], and moving the axis from C to E is the AllToAll.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from meshwright.algebra.kinds import OpKind, StepKind, stream
+from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.route import Routing, chosen_of, token_axes
 from meshwright.algebra.sizes import Number, OpSizes
@@ -25,6 +26,10 @@ MOST_AT_ONCE = 64
 
 FEW_SLOTS = 1024
 """Slots on a device, of all its experts, up to which one batched product is as good as blocks."""
+
+ROOM = 1.5
+"""Rows that a device has room for where its experts' rows are exchanged, over the rows that devices have in the mean;
+further rows are sent in further rounds."""
 
 
 def blocks_at_once(mean_rows: Any) -> Any:
@@ -48,6 +53,22 @@ def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
     return slots.resharded({"E": (), "C": kept + others + experts, "D": ()})
 
 
+def has_slots(array: ShardedArray) -> bool:
+    """True for an array of slots of experts, or of hidden units of slots."""
+    return array.dims[:2] == ("E", "C")
+
+
+def moves_of_slots(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """Returns the steps that move slots between devices, or leave out some."""
+    return tuple(step for step in steps if step.only_moves and has_slots(step.result))
+
+
+def packs(moves: Iterable[Step]) -> bool:
+    """True if packed tokens can be moved so: exchanged between the devices of experts, gathered, or summed."""
+    known = {("all_to_all", "C", "E"), ("all_to_all", "E", "C"), ("all_gather", "C", ""), ("reduce_scatter", "C", "")}
+    return all(step.op == "all_reduce" or (step.op, step.dim, step.to_dim) in known for step in moves)
+
+
 def forward(tape: Tape) -> None:
     """Sorts tokens into slots and moves the slots to the devices of their experts."""
     x, gates = tape.inputs
@@ -62,10 +83,10 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Moves cotangents of slots back and sums them per token."""
+    """Moves cotangents of slots back and sums them per token; from the tokens further rounds of an exchange begin."""
     x, gates = tape.inputs
     dslots = tape.move(tape.dout, own_slots(tape.dout, x))
-    tape.run_backward((chosen_of(gates),), [(tape.op.inputs[0], tape.dinputs[0])], dout=dslots)
+    tape.run_backward((chosen_of(gates), x), [(tape.op.inputs[0], tape.dinputs[0])], dout=dslots)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
@@ -73,11 +94,16 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     return sizes.bytes(step.inputs[1]) + 2 * sizes.bytes(step.result)
 
 
+def backward_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Counts the cotangents of slots and the indices, read, and the cotangent of the tokens, written."""
+    return sizes.total(*step.inputs[:2], step.result)
+
+
 OP = OpKind(
     forward=forward,
     backward=backward,
     steps={
         "dispatch": StepKind(hbm_bytes=hbm_bytes, group="embedding"),
-        "dispatch_backward": StepKind(hbm_bytes=stream, group="embedding"),
+        "dispatch_backward": StepKind(hbm_bytes=backward_bytes, group="embedding"),
     },
 )

@@ -10,8 +10,8 @@ Where a bound keeps most slots filled, one batched product is as fast. The deriv
 form the slots have:
 
 - a bound on the slots, few slots, or the GSPMD form (`TrainStep`): arrays [E, C, D] and batched products
-- no bound, and a collective moves slots: arrays [E, C, D], products in blocks that leave out empty slots
-- no bound, and slots stay on their device: `Ragged`, tokens packed by expert, products in blocks
+- no bound: `Ragged`, tokens packed by expert, products in blocks; `nn.experts.exchange` moves them
+- no bound, and slots are moved in another way: arrays [E, C, D], products in blocks that leave out empty slots
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once
+from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once, packs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context, as_given
@@ -34,21 +34,18 @@ def in_blocks(context: Context, *, num_slots: int) -> bool:
     return not context.options.capacity_factor and context.constrain is as_given and num_slots > FEW_SLOTS
 
 
-def packs_tokens(context: Context, step: Step, *, num_slots: int) -> bool:
-    """True if tokens are packed by expert: empty slots are skipped, and no collective of the block moves slots."""
-    block = next((block for block in context.derived.blocks if block.block.name == step.block), None)
-    if block is None or not in_blocks(context, num_slots=num_slots):
-        return False
-    return not any(s.is_collective and "C" in s.result.dims for s in (*block.forward, *block.backward))
+def packs_tokens(context: Context, moves: tuple[Step, ...], *, num_slots: int) -> bool:
+    """True if tokens are packed by expert: empty slots are skipped, and packed tokens can be moved as slots are."""
+    return in_blocks(context, num_slots=num_slots) and packs(moves)
 
 
 class ExpertBlocks(NamedTuple):
     """Which rows belong to which expert: expert e has the blocks that begin at ``starts[e, :num[e]]``, each of at most
-    ``rows`` rows, and all its rows come before row ``ends[e]``. ``at_once`` of them are gathered for one product."""
+    ``rows`` rows and before row ``ends[e, :num[e]]``. ``at_once`` of them are gathered for one product."""
 
     starts: Int[Array, "E n"]
     num: Int[Array, " E"]
-    ends: Int[Array, " E"]
+    ends: Int[Array, "E n"]
     rows: int
     at_once: int
 
@@ -59,7 +56,7 @@ def blocks_of(slots: ExpertSlots, model: Model, *, block_rows: int = BLOCK_ROWS)
     A CPU processes blocks one by one.
     """
     if isinstance(slots, Ragged):
-        found, mean_rows = _grouped(slots, block_rows), slots.rows.shape[0] / slots.sizes.shape[0]
+        found, mean_rows = _grouped(slots, block_rows), slots.rows.shape[0] / slots.sizes.shape[1]
     else:
         mean_rows = slots.shape[1] * model.experts_per_token / model.num_experts
         found = _filled(slots, block_rows)
@@ -73,17 +70,29 @@ def _filled(slots: Float[Array, "E C D"], block_rows: int) -> tuple[Array, Array
     filled = jnp.any(slots != 0, axis=-1)
     padded = jnp.pad(filled, ((0, 0), (0, num_blocks * rows - capacity)))
     filled_block = jnp.any(padded.reshape(num_experts, num_blocks, rows), axis=-1)
-    order = jnp.argsort(~filled_block, axis=-1, stable=True).astype(jnp.int32)
-    first = jnp.arange(num_experts, dtype=jnp.int32) * capacity
-    return first[:, None] + order * rows, jnp.sum(filled_block, axis=-1, dtype=jnp.int32), first + capacity
+    first = jnp.arange(num_experts, dtype=jnp.int32)[:, None] * capacity
+    starts = first + jnp.arange(num_blocks, dtype=jnp.int32)[None] * rows
+    return _in_front(starts, jnp.broadcast_to(first + capacity, starts.shape), filled_block)
 
 
 def _grouped(slots: Ragged, block_rows: int) -> tuple[Array, Array, Array]:
-    num_rows = slots.rows.shape[0]
-    rows = min(block_rows, num_rows)
-    ends = jnp.cumsum(slots.sizes).astype(jnp.int32)
-    steps = jnp.arange(-(-num_rows // rows), dtype=jnp.int32) * rows
-    return (ends - slots.sizes)[:, None] + steps[None], (slots.sizes + rows - 1) // rows, ends
+    (pieces, num_experts), length = slots.sizes.shape, slots.rows.shape[0] // slots.sizes.shape[0]
+    rows = min(block_rows, length)
+    ends = jnp.arange(pieces, dtype=jnp.int32)[:, None] * length + jnp.cumsum(slots.sizes, axis=1)
+    steps = jnp.arange(-(-length // rows), dtype=jnp.int32)[None, None] * rows
+    starts = (ends - slots.sizes)[..., None] + steps
+    every = (starts, jnp.broadcast_to(ends[..., None], starts.shape), steps < slots.sizes[..., None])
+    starts, ends, filled = (jnp.moveaxis(array, 1, 0).reshape(num_experts, -1) for array in every)
+    if pieces == 1:  # the filled ones come first
+        return starts, jnp.sum(filled, axis=-1, dtype=jnp.int32), ends
+    return _in_front(starts, ends, filled)
+
+
+def _in_front(starts: Array, ends: Array, filled: Array) -> tuple[Array, Array, Array]:
+    """Returns the blocks with the filled ones first, and their number."""
+    order = jnp.argsort(~filled, axis=-1, stable=True)
+    starts, ends = (jnp.take_along_axis(array, order, axis=-1) for array in (starts, ends))
+    return starts, jnp.sum(filled, axis=-1, dtype=jnp.int32), ends
 
 
 def slot_product(
@@ -151,7 +160,7 @@ def _one_block(blocks: ExpertBlocks, expert: Array, number: Array, size: int, nu
     first = blocks.starts[expert, number]
     start = jnp.minimum(first, num_rows - size)
     row = start + jnp.arange(size, dtype=jnp.int32)
-    inside = (row >= first) & (row < jnp.minimum(first + size, blocks.ends[expert]))
+    inside = (row >= first) & (row < jnp.minimum(first + size, blocks.ends[expert, number]))
 
     def read(rows: SlotRows) -> SlotRows:
         return jax.lax.dynamic_slice_in_dim(rows, start, size)
@@ -165,9 +174,10 @@ def _one_block(blocks: ExpertBlocks, expert: Array, number: Array, size: int, nu
 def _several_blocks(blocks: ExpertBlocks, expert: Array, turn: Array, size: int, num_rows: int) -> _RowsAtOnce:
     """Gathers several blocks; ``inside`` masks rows past the expert's last and blocks that it lacks."""
     numbers = turn * blocks.at_once + jnp.arange(blocks.at_once, dtype=jnp.int32)
-    first = blocks.starts[expert, jnp.minimum(numbers, blocks.starts.shape[1] - 1)]
+    known = jnp.minimum(numbers, blocks.starts.shape[1] - 1)
+    first, ends = blocks.starts[expert, known], blocks.ends[expert, known]
     rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    inside = ((rows < blocks.ends[expert]) & (numbers < blocks.num[expert])[:, None]).reshape(-1)
+    inside = ((rows < ends[:, None]) & (numbers < blocks.num[expert])[:, None]).reshape(-1)
     row = jnp.minimum(rows, num_rows - 1).reshape(-1)
 
     def put(out: SlotRows, made: SlotRows) -> SlotRows:

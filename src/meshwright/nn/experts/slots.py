@@ -8,13 +8,17 @@ A device that holds all experts needs no empty slots: T x Ea rows sorted by expe
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from meshwright.spec.model import Model
+
+if TYPE_CHECKING:
+    from meshwright.nn.experts.exchange import Route
 
 RouterScores = Float[Array, "B T E"]
 Gates = Float[Array, "B T Ea"]
@@ -26,14 +30,22 @@ ResidualStream = Float[Array, "B T D"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ragged:
-    """Tokens packed by expert: rows sorted by expert, the rows of one expert in the order of their tokens; ``sizes``
-    has the number of rows of each expert."""
+    """Tokens packed by expert: P pieces of as many rows, each sorted by expert, with spare rows of zeros at its end.
+
+    A device's own tokens are one piece, without spare rows; those of several devices are gathered as a piece of each.
+    ``sizes`` has the rows of each expert in each piece. Where rows are exchanged between devices, ``route`` says how.
+    """
 
     rows: SlotRows
-    sizes: Int[Array, " E"]
+    sizes: Int[Array, "P E"]
+    route: "Route | None" = None
 
     def __add__(self, other: "Ragged") -> "Ragged":
-        return Ragged(self.rows + other.rows, self.sizes)
+        return self.with_rows(self.rows + other.rows)
+
+    def with_rows(self, rows: SlotRows) -> "Ragged":
+        """Returns other rows in the same places."""
+        return replace(self, rows=rows)
 
 
 ExpertSlots = Float[Array, "E C D"] | Ragged
@@ -46,7 +58,14 @@ def rows_of(slots: ExpertSlots) -> SlotRows:
 
 def with_rows(slots: ExpertSlots, rows: SlotRows) -> ExpertSlots:
     """Returns rows in the form of the slots."""
-    return Ragged(rows, slots.sizes) if isinstance(slots, Ragged) else rows.reshape(*slots.shape[:2], -1)
+    return slots.with_rows(rows) if isinstance(slots, Ragged) else rows.reshape(*slots.shape[:2], -1)
+
+
+def experts_of_rows(slots: Ragged) -> Int[Array, " R"]:
+    """Returns the expert of each row of packed tokens; of spare rows, any."""
+    pieces, num_experts = slots.sizes.shape
+    numbers, length = jnp.arange(num_experts, dtype=jnp.int32), slots.rows.shape[0] // pieces
+    return jax.vmap(lambda sizes: jnp.repeat(numbers, sizes, total_repeat_length=length))(slots.sizes).reshape(-1)
 
 
 def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0) -> int:
@@ -97,7 +116,7 @@ def ragged_dispatch(h: ResidualStream, chosen: Chosen, *, num_experts: int) -> R
     """
     numbers = expert_numbers(chosen, capacity=chosen.shape[0] * chosen.shape[1])
     sizes = jnp.bincount(numbers.reshape(-1), length=num_experts).astype(jnp.int32)
-    return Ragged(slots_of_tokens(h, _ragged_places(chosen, sizes), num_slots=chosen.size), sizes)
+    return Ragged(slots_of_tokens(h, _ragged_places(chosen, sizes), num_slots=chosen.size), sizes[None])
 
 
 def _ragged_places(chosen: Chosen, sizes: Int[Array, " E"]) -> Chosen:
@@ -108,7 +127,7 @@ def _ragged_places(chosen: Chosen, sizes: Int[Array, " E"]) -> Chosen:
 
 def _places(slots: ExpertSlots, chosen: Chosen) -> Chosen:
     """Returns the row of each choice."""
-    return _ragged_places(chosen, slots.sizes) if isinstance(slots, Ragged) else chosen
+    return _ragged_places(chosen, slots.sizes[0]) if isinstance(slots, Ragged) else chosen
 
 
 def dispatch_backward(dslots: ExpertSlots, chosen: Chosen) -> ResidualStream:

@@ -9,15 +9,13 @@ from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
 from meshwright.nn.contract import spread
 from meshwright.nn.experts.products import blocks_of, slot_weight_gradient
-from meshwright.nn.experts.slots import Ragged
+from meshwright.nn.experts.slots import Ragged, experts_of_rows
 
 
 def bias_add(context: Context, step: Step, x: Any, bias: Array) -> Any:
     """Adds the bias along the dims that it has; packed tokens get their expert's."""
     if isinstance(x, Ragged):
-        numbers = jnp.arange(bias.shape[0], dtype=jnp.int32)
-        expert_of_row = jnp.repeat(numbers, x.sizes, total_repeat_length=x.rows.shape[0])
-        return Ragged(x.rows + bias[expert_of_row].astype(x.rows.dtype), x.sizes)
+        return x.with_rows(x.rows + bias[experts_of_rows(x)].astype(x.rows.dtype))
     dims, of_bias = (array.dims for array in step.inputs)
     return x + spread(bias, of_bias, dims).astype(x.dtype)
 
@@ -25,7 +23,7 @@ def bias_add(context: Context, step: Step, x: Any, bias: Array) -> Any:
 def bias_add_backward(context: Context, step: Step, dout: Any) -> Any:
     """Sums ``dout`` over the dims that the bias lacks; for packed tokens as the gradient of a weight with input 1."""
     if isinstance(dout, Ragged):
-        ones = Ragged(jnp.ones((dout.rows.shape[0], 1), dout.rows.dtype), dout.sizes)
+        ones = dout.with_rows(jnp.ones((dout.rows.shape[0], 1), dout.rows.dtype))
         return slot_weight_gradient(ones, dout, blocks_of(dout, context.model))[:, 0]
     dims = step.inputs[0].dims
     return jnp.sum(dout, axis=tuple(i for i, dim in enumerate(dims) if dim not in step.result.dims))

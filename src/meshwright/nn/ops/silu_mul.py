@@ -16,9 +16,9 @@ def over_slots(local: LocalStep) -> LocalStep:
     """Returns ``local``, an elementwise step, as a step that also takes packed tokens."""
 
     def run(context: Context, step: Step, *given: Any) -> Any:
-        sizes = next((value.sizes for value in given if isinstance(value, Ragged)), None)
+        packed = next((value for value in given if isinstance(value, Ragged)), None)
         results = local(context, step, *(value.rows if isinstance(value, Ragged) else value for value in given))
-        return results if sizes is None else jax.tree.map(lambda rows: Ragged(rows, sizes), results)
+        return results if packed is None else jax.tree.map(packed.with_rows, results)
 
     return run
 

@@ -1,0 +1,137 @@
+"""Rows of tokens exchanged between the devices of experts: ragged, in as many rounds as the fullest device needs.
+
+A device's own rows are sorted by expert, and the experts of another device follow one another. A device receives rows
+sorted by its own experts, into room for `ROOM` times the rows that each device has in the mean. Rows without room are
+sent in further rounds: round r takes the rows to a device that come, in the order of their devices and of their places
+there, after r times its room. No row is dropped, and all devices compute the rounds from the same counts.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from meshwright.algebra.ops.dispatch import ROOM
+from meshwright.algebra.steps import Step
+from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.experts.slots import Ragged, SlotRows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Route:
+    """Which rows go where: ``counts`` has the rows of each of n devices for each expert; the exchange is round
+    ``turn`` of ``num_turns``; a device has ``num_own`` rows of its own tokens."""
+
+    counts: Int[Array, "n E"]
+    turn: Int[Array, ""]
+    num_turns: Int[Array, ""]
+    num_own: int = field(metadata={"static": True})
+
+    @property
+    def room(self) -> int:
+        """The rows that a device receives in one round."""
+        return math.ceil(ROOM * self.num_own)
+
+    def places(self) -> tuple[Int[Array, "n E"], Int[Array, "n E"], Int[Array, "n E"]]:
+        """Returns the place of each device's rows for each expert in this round: the first among the device's own
+        rows, the first at the expert's device, and their number."""
+        size, num_experts = self.counts.shape
+        own = jnp.cumsum(self.counts, axis=1) - self.counts
+        # in the order of rounds: all rows to one device, those of the first device first
+        grouped = self.counts.reshape(size, size, num_experts // size)
+        to_device = jnp.sum(grouped, axis=-1)
+        earlier = (jnp.cumsum(to_device, axis=0) - to_device)[..., None] + jnp.cumsum(grouped, axis=-1) - grouped
+        first = earlier.reshape(size, num_experts) - self.turn * self.room
+        skipped = jnp.clip(-first, 0, self.counts)
+        number = jnp.clip(self.room - first, 0, self.counts) - skipped
+        # at the expert's device: by expert, then by device
+        of_expert = jnp.sum(number, axis=0).reshape(size, -1)
+        start = (jnp.cumsum(of_expert, axis=-1) - of_expert).reshape(-1)
+        there = start[None] + jnp.cumsum(number, axis=0) - number
+        return own + skipped, there, number
+
+
+def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -> Ragged:
+    """Returns a device's own rows with their first round of exchange over the mesh ``axes``; the devices along the
+    axes ``together`` run equally many rounds."""
+    counts = lax.all_gather(slots.sizes[0], axes)
+    route = Route(counts, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32), slots.rows.shape[0])
+    fullest = jnp.max(jnp.sum(counts.reshape(counts.shape[0], counts.shape[0], -1), axis=(0, 2)))
+    num_turns = lax.pmax((fullest + route.room - 1) // route.room, together)
+    return replace(slots, route=replace(route, num_turns=jnp.maximum(num_turns, 1).astype(jnp.int32)))
+
+
+def at_turn(slots: Ragged, turn: Array) -> Ragged:
+    """Returns the same rows, to be exchanged in another round."""
+    return slots if slots.route is None else replace(slots, route=replace(slots.route, turn=turn))
+
+
+def move_packed(step: Step, slots: Ragged) -> Ragged:
+    """Runs a step of `algebra.ops.dispatch.moves_of_slots` on packed tokens."""
+    if step.op == "all_to_all":
+        return to_experts(slots, step.axes) if step.to_dim == "E" else to_owners(slots, step.axes)
+    if step.op == "all_reduce":
+        return slots.with_rows(lax.psum(slots.rows, step.axes))
+    if step.op == "all_gather":
+        rows, sizes = (lax.all_gather(array, step.axes, tiled=True) for array in (slots.rows, slots.sizes))
+        return replace(slots, rows=rows, sizes=sizes)
+    pieces = slots.sizes.shape[0] // lax.axis_size(step.axes)
+    sizes = lax.dynamic_slice_in_dim(slots.sizes, lax.axis_index(step.axes) * pieces, pieces)
+    return replace(slots, rows=lax.psum_scatter(slots.rows, step.axes, tiled=True), sizes=sizes)
+
+
+def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
+    """Sends a device's own rows to the devices of their experts along ``axes``, and returns the rows it receives."""
+    route, me = _route_of(slots), lax.axis_index(axes)
+    own, there, number = route.places()
+    mine = _of_device(number, me)
+    received = jnp.zeros((route.room, slots.rows.shape[1]), slots.rows.dtype)
+    rows = _ragged_all_to_all(slots.rows, received, own[me], number[me], there[me], mine.reshape(-1), axes)
+    return Ragged(rows, jnp.sum(mine, axis=0, dtype=jnp.int32)[None], route)
+
+
+def to_owners(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
+    """Sends the rows of a device's experts back along ``axes``; of its own rows those of other rounds are zero."""
+    route, me = _route_of(slots), lax.axis_index(axes)
+    own, there, number = route.places()
+    to, at, sizes = (_of_device(array, me).reshape(-1) for array in (own, there, number))
+    received = jnp.zeros((route.num_own, slots.rows.shape[1]), slots.rows.dtype)
+    rows = _ragged_all_to_all(slots.rows, received, at, sizes, to, number[me], axes)
+    return Ragged(rows, lax.dynamic_slice_in_dim(route.counts, me, 1), route)
+
+
+def _route_of(slots: Ragged) -> Route:
+    assert slots.route is not None
+    return slots.route
+
+
+def _of_device(array: Int[Array, "n E"], device: Array) -> Int[Array, "n e"]:
+    """Returns the columns of a device's own experts."""
+    width = array.shape[1] // array.shape[0]
+    return lax.dynamic_slice_in_dim(array, device * width, width, axis=1)
+
+
+def _ragged_all_to_all(
+    rows: SlotRows, received: SlotRows, at: Array, sizes: Array, to: Array, expected: Array, axes: tuple[str, ...]
+) -> SlotRows:
+    """Runs `jax.lax.ragged_all_to_all`; on CPUs, which lack it, every device gathers all rows and takes its own."""
+    at, sizes, to, expected = (array.astype(jnp.int32) for array in (at, sizes, to, expected))
+    if default_platform() != "cpu":
+        return lax.ragged_all_to_all(rows, received, at, sizes, to, expected, axis_name=axes)
+    everyone = lax.all_gather(rows, axes, tiled=True)
+    num_devices, me = lax.axis_size(axes), lax.axis_index(axes)
+
+    def sent_here(array: Array) -> Array:
+        by_device = lax.all_gather(array, axes).reshape(num_devices, num_devices, -1)
+        return lax.dynamic_index_in_dim(by_device, me, 1, keepdims=False)
+
+    first = jnp.arange(num_devices, dtype=jnp.int32)[:, None] * rows.shape[0] + sent_here(at)
+    first, start, number = (array.reshape(-1) for array in (first, sent_here(to), sent_here(sizes)))
+    within = jnp.arange(received.shape[0], dtype=jnp.int32)[:, None] - start[None]
+    inside = (within >= 0) & (within < number[None])
+    source = jnp.sum(jnp.where(inside, first[None] + within, 0), axis=1)
+    return jnp.where(jnp.any(inside, axis=1)[:, None], everyone[source], received)
