@@ -192,7 +192,7 @@ def run_local(step: Step, blocks: list[np.ndarray], sizes: Mapping[str, int], ro
         "join_heads_backward": lambda: _unjoin(blocks[0], sizes[step.result.dims[-1]]),
         "route": lambda: route(*blocks, num_chosen=sizes["Ea"]),
         "dispatch": lambda: dispatch(*blocks, num_experts=sizes["E"]),
-        "dispatch_backward": lambda: _of_chosen(*blocks).sum(2),
+        "dispatch_backward": lambda: _of_chosen(*blocks[:2]).sum(2),
         "embed": lambda: _look_up(*blocks, rows),
         "embed_backward": lambda: _add_rows(*blocks, rows),
     }

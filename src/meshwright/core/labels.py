@@ -10,6 +10,7 @@ OPTIMIZER = "optimizer:update:weights=optimizer"
 """Label of the optimizer's instructions, which come from no derived step."""
 
 AT_MOST_ONCE = "at_most_once"
+FURTHER_ROUNDS = "further_rounds"
 """Scope of a loop of at most one iteration: a conditional, written as a loop so that its buffers are updated in
 place."""
 

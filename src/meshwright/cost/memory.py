@@ -17,7 +17,6 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.arrays import largest, total
 from meshwright.cost.pipeline import ONE_STAGE, PipelineCost
-from meshwright.cost.work.slots import slots_move, with_room
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import STATE_BYTES
@@ -168,7 +167,6 @@ def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """Returns the parts of a chip's memory that do not depend on the schedule."""
-    sizes = with_room(sizes, slots_move(derived, sizes.mesh))
     elements = _state_elements(derived, sizes)
     blocks = [(block, _block_memory(block, derived, sizes, elements[block.name])) for block in derived.blocks]
     shared = (derived.shared[name] for name in dict.fromkeys(n for one in derived.program.stacks for n in one.inputs))

@@ -8,8 +8,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.dispatch import ROOM, has_slots
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.rewrites.rings import Round, num_moves
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
@@ -20,7 +21,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
-from meshwright.cost.work.slots import expert_slots, slots_move, with_room
+from meshwright.cost.work.slots import expert_slots, slot_sizes
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, held_dims
 
@@ -101,12 +102,19 @@ def op_sizes(
     dims = {name: size * 1.0 for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
     # a slot for every token is the most that an expert can need
     most = model.num_experts / model.experts_per_token if model.num_experts else 1.0
-    load = min(strategy.capacity_factor or assumptions.imbalance, most)
-    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=load)
-    # in arrays of fixed size an expert without a bound has that many, however few are filled
-    spare = most / load if assumptions.holds_empty_slots and not strategy.capacity_factor else 1.0
-    causal = scores == "on_chip"
-    return OpSizes(dims=dims, mesh=mesh, state=strategy.state, scores=scores, causal=causal, spare_slots=spare)
+    bound, load = min(strategy.capacity_factor, most), min(assumptions.imbalance, most)
+    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, factor=bound or 1.0)
+    holds = assumptions.holds_empty_slots
+    return OpSizes(
+        dims=dims,
+        mesh=mesh,
+        state=strategy.state,
+        scores=scores,
+        causal=scores == "on_chip",
+        spare_slots=most if holds and not bound else 1.0,
+        load=1.0 if bound else load,
+        room=1.0 if bound else min(most, ROOM) if holds else load,
+    )
 
 
 def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
@@ -117,7 +125,6 @@ def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
 
 def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: PipelineCost) -> Priced:
     """Prices every step of a derivation."""
-    moving = replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
     num_microbatches = pipeline.microbatches
     shares, owners, kept = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
     # gradients of weights as each microbatch leaves them, to be added to the sum of earlier microbatches
@@ -131,10 +138,10 @@ def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pi
         elif block and step.scope == "step":
             share = share * pipeline.sums
         held = kept.get((step.block, step.phase), frozenset())
-        cost = price_step(step, moving, rates, num_microbatches=num_microbatches, kept=held)
+        cost = price_step(step, sizes, rates, num_microbatches=num_microbatches, kept=held)
         for made in (step, *step.parts):
             if made.result.name in summed and not made.is_collective and kind_of(made).is_einsum:
-                cost = _with_sum(cost, moving.elements(summed[made.result.name]), rates, num_microbatches)
+                cost = _with_sum(cost, sizes.elements(summed[made.result.name]), rates, num_microbatches)
         return replace(cost, count=count, here=count * share)
 
     def alone(step: Step, count: Number = 1) -> StepCost:
@@ -222,9 +229,10 @@ def price_step(
         return local_cost(step, sizes, rates.chip, kept=kept)
     group, chip = rates.groups[frozenset(step.axes)], rates.chip
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
-    if "C" in step.full.dims:
-        sizes = with_room(sizes, product(sizes.mesh[axis] for axis in step.axes) > 1)
+    sizes = slot_sizes(step, sizes)
     sent = sizes.elements(step.full) * element * padding_factor(step, sizes)
+    if step.op == "all_to_all" and has_slots(step.full):
+        sent = sent * sizes.load
     rate = group[step.op]
     moves = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own

@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.core.labels import StepLabel, find_label
 from meshwright.hlo.groups import Groups, axes_of, group_size, permute_pairs, replica_groups, slice_groups
-from meshwright.hlo.loops import runs_at_most_once, trip_count
+from meshwright.hlo.loops import runs_at_most_once, runs_further_rounds, trip_count
 from meshwright.hlo.module import Instruction, Module, parse_module
 from meshwright.hlo.shapes import parse_shapes, shape_bytes
 
@@ -18,7 +18,7 @@ KINDS = {
     "reduce-scatter": "reduce_scatter",
     "all-reduce": "all_reduce",
     "all-to-all": "all_to_all",
-    "ragged-all-to-all": "ragged_all_to_all",
+    "ragged-all-to-all": "all_to_all",
     "collective-permute": "permute",
     "collective-broadcast": "broadcast",
 }
@@ -90,7 +90,8 @@ class CompiledCollective(msgspec.Struct, frozen=True):
 
 
 def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
-    """Returns every collective of an optimised HLO module, with the trip counts of the loops around it.
+    """Returns every collective of an optimised HLO module, with the trip counts of the loops around it, but none of
+    further rounds of an exchange.
 
     ``mesh`` maps axis to size, major to minor; the module's device numbers are taken to run over it
     row-major, as they do for a mesh built from ``jax.devices()`` in order, slice by slice where there are
@@ -141,7 +142,7 @@ class _Walk:
                 yield from self.collective(one, around)
                 continue
             for role, name in one.called:
-                if role != "condition" and self.reaches(name):
+                if role != "condition" and self.reaches(name) and not runs_further_rounds(self.module, one):
                     yield from self.computation(self.inside(one, name, around))
 
     def inside(self, caller: Instruction, name: str, around: _Around) -> _Around:
@@ -231,9 +232,9 @@ class _Walk:
         given = [shape_bytes(shape) for shape in shapes]
         if one.opcode == "send":
             return max(given[0], self.received_bytes(one)) * (size if kind == "all_to_all" else 1), 1
-        if kind == "ragged_all_to_all":
-            # The other operands are the receive buffer and the row offsets.
-            return given[0] * size, 1
+        if one.opcode.startswith("ragged"):
+            # The second operand receives, the others are row offsets; the smaller of both has no spare rows.
+            return min(given[:2]) * size, 1
         if kind == "all_to_all":
             # An array may come as one operand, or as one for each device of the group.
             return sum(given) * size, max(1, len(given) // size)

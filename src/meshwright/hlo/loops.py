@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwright.core.labels import AT_MOST_ONCE
+from meshwright.core.labels import AT_MOST_ONCE, FURTHER_ROUNDS
 from meshwright.hlo.module import Instruction, Module
 
 _STATED = re.compile(r'known_trip_count[\\"]*:\s*\{\s*[\\"]*n[\\"]*:\s*[\\"]*(\d+)')
@@ -109,10 +109,17 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 def runs_at_most_once(module: Module, loop: Instruction) -> bool:
     """True if a loop of unknown count runs once or never, as its scope says (`core.labels.AT_MOST_ONCE`)."""
-    if trip_count(module, loop) is not None:
-        return False
+    return trip_count(module, loop) is None and _in_scope(module, loop, AT_MOST_ONCE)
+
+
+def runs_further_rounds(module: Module, loop: Instruction) -> bool:
+    """True for a loop over further rounds of an exchange (`core.labels.FURTHER_ROUNDS`): none where loads are even."""
+    return loop.opcode == "while" and trip_count(module, loop) is None and _in_scope(module, loop, FURTHER_ROUNDS)
+
+
+def _in_scope(module: Module, loop: Instruction, scope: str) -> bool:
     body = module.computations.get(dict(loop.called).get("body", ""))
-    return any(AT_MOST_ONCE in one.op_name for one in (loop, *(body.instructions if body else ())))
+    return any(scope in one.op_name for one in (loop, *(body.instructions if body else ())))
 
 
 def loops(module: Module) -> tuple[Loop, ...]:

@@ -12,16 +12,17 @@ from jaxtyping import Array
 from meshwright.algebra.kinds import nothing
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.dispatch import has_slots
+from meshwright.algebra.ops.dispatch import has_slots, is_at_experts
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.steps import Step
+from meshwright.core.labels import FURTHER_ROUNDS
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
 from meshwright.nn.experts.exchange import at_turn, move_packed
 from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops import local_steps
 
-Environment = dict[ShardedArray, Array]
+Environment = dict[ShardedArray, Any]
 
 
 def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str = "") -> Environment:
@@ -31,13 +32,13 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
     devices of experts run once more for every further round of an exchange.
     """
     env = dict(env)
-    for part, is_at_experts in _parts(list(steps)):
+    for part, inside in _parts(list(steps)):
         start = dict(env)
         for step in part:
             _run_step(context, step, env)
             if until and step.result.name == until:
                 return env
-        if is_at_experts:
+        if inside:
             _run_further_rounds(context, part, start, env)
     return env
 
@@ -61,16 +62,11 @@ def _at_turn(value: Any, turn: Array) -> Any:
 # -- further rounds of an exchange ----------------------------------------------------------------------
 
 
-def _is_at_experts(step: Step) -> bool:
-    """True for steps from one exchange to the other: on slots, but not those that fill or empty them."""
-    return any(map(has_slots, (*step.inputs, *step.results))) and not step.op.startswith(("dispatch", "combine"))
-
-
 def _parts(steps: list[Step]) -> Iterator[tuple[list[Step], bool]]:
     """Yields steps in parts, those of one pass at experts' devices in one; steps among them that need none of their
     results run before, others after."""
     for is_backward in (False, True):
-        own = [n for n, s in enumerate(steps) if _is_at_experts(s) and (s.phase == "backward") == is_backward]
+        own = [n for n, s in enumerate(steps) if is_at_experts(s) and (s.phase == "backward") == is_backward]
         if not own:
             continue
         inside = [steps[n] for n in own]
@@ -93,8 +89,8 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     The number of rounds depends on the data. A round computes what it needs again, from the devices' own rows.
     """
     results = [array for step in steps for array in step.results if not (has_slots(array) and array.axes_of("E"))]
-    routes = (env[a].route for step in steps for a in step.inputs if isinstance(env[a], Ragged))
-    route = next((route for route in routes if route is not None), None)
+    given = (env[array] for step in steps for array in step.inputs)
+    route = next((value.route for value in given if isinstance(value, Ragged) and value.route), None)
     if route is None or not results:
         return
     known = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
@@ -108,7 +104,8 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
         return turn + 1, [total + inner[array] for total, array in zip(sums, results, strict=True)]
 
     start_of_loop = (jnp.ones((), jnp.int32), [env[array] for array in results])
-    sums = jax.lax.while_loop(lambda carry: carry[0] < route.num_turns, one_more, start_of_loop)[1]
+    with jax.named_scope(FURTHER_ROUNDS):
+        sums = jax.lax.while_loop(lambda carry: carry[0] < route.num_turns, one_more, start_of_loop)[1]
     env |= zip(results, sums, strict=True)
 
 
@@ -122,8 +119,12 @@ def _needed(context: Context, block: str, results: list[ShardedArray], known: En
             found.insert(0, step)
             wanted.update(array for array in step.inputs if array not in known)
     made = set(known)
-    first = [step for step in found if not (step.only_moves and step.result in made) and not made.update(step.results)]
-    return first
+    again = list[Step]()
+    for step in found:
+        if not (step.only_moves and step.result in made):  # a gather of both passes runs once
+            again.append(step)
+            made.update(step.results)
+    return again
 
 
 def run_update(steps: Iterable[Step], env: Environment, sizes: Mapping[str, int] | None = None) -> Environment:

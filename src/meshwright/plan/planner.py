@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.algebra.ops.dispatch import ROOM
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
@@ -164,8 +165,8 @@ def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
     if not setting.model.num_experts or strategy.capacity_factor or not setting.assumptions.holds_empty_slots:
         return []
     return [
-        "an expert has a slot for every token where slots move between devices; a bound, such as "
-        "strategy.capacity_factor=1.25, sends and holds fewer"
+        f"the busiest device of experts is counted with {setting.assumptions.imbalance:g} times the mean of rows "
+        f"(assumptions.imbalance); it has room for {ROOM:g} times, and takes more in further rounds"
     ]
 
 

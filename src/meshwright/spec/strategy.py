@@ -261,8 +261,8 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Assumptions of a prediction beside the strategy; no run reads them.
 
     ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
-    over the mean where nothing bounds it. ``empty_slots`` says that compiled software gives an expert without a bound a
-    slot for every token, as arrays of fixed size need where slots move between devices.
+    over the mean where nothing bounds it. ``empty_slots`` says that compiled software without a bound has room for
+    more rows than the mean at devices of experts, as arrays of fixed size need.
     """
 
     software: Software = "compiled"

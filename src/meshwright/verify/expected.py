@@ -6,9 +6,11 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
+from meshwright.algebra.ops.dispatch import ROOM
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.pipeline import stage_layers
@@ -22,7 +24,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.labels import StepLabel
 from meshwright.cost.step_costs import sent_element_bytes
 from meshwright.cost.work.ops import op_flops
-from meshwright.cost.work.slots import slots_move
+from meshwright.cost.work.slots import slot_sizes
 from meshwright.nn.experts.slots import expert_capacity
 from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.strategy import Strategy, held_dims
@@ -57,7 +59,7 @@ def expected_collectives(
     ``dims`` are those of the global batch (B all sequences); ``width`` is the bytes of an element whose array
     names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
     """
-    sizes = _sizes(dims, mesh, num_microbatches)
+    sizes = _sizes(derived, dims, mesh, num_microbatches)
 
     def counted() -> Iterator[_Counted]:
         for step, times in derived.steps(num_microbatches):
@@ -73,13 +75,18 @@ _Counted = tuple[Step, int, int]
 """A step, the number of arrays that it moves, and how often it moves its own bytes."""
 
 
-def _sizes(dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: int) -> OpSizes:
+def _sizes(derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: int) -> OpSizes:
     """Returns the sizes of one microbatch."""
-    return OpSizes(dims={**dims, "B": dims["B"] // num_microbatches}, mesh=mesh, state="fp32")
+    sizes = OpSizes(dims={**dims, "B": dims["B"] // num_microbatches}, mesh=mesh, state="fp32")
+    fills = (step for block in derived.blocks for step in block.forward if step.op == "dispatch")
+    if all(step.details.capacity for step in fills):
+        return sizes
+    return replace(sizes, spare_slots=dims["E"] / dims["Ea"], room=ROOM)
 
 
 def _expected(counted: Iterable[_Counted], sizes: OpSizes, *, num_microbatches: int, width: int) -> Iterator[Expected]:
     for step, arrays, times in counted:
+        at = slot_sizes(step, sizes)
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
         filled = padding_factor(step, sizes)
         yield Expected(
@@ -87,7 +94,7 @@ def _expected(counted: Iterable[_Counted], sizes: OpSizes, *, num_microbatches: 
             kind=step.op,
             axes=active_axes(step.axes, sizes.mesh),
             num_arrays=arrays,
-            full_bytes=times * round(float(sizes.elements(step.full) * element * filled)),
+            full_bytes=times * round(float(at.elements(step.full) * element * filled)),
             element_bytes=element,
         )
 
@@ -110,7 +117,7 @@ def expected_of_pipeline(
     count where a schedule has both. Sends count as often as they run: once per direction and tick.
     """
     count = tables.schedule.num_microbatches
-    sizes = _sizes(dims, mesh, count)
+    sizes = _sizes(derived, dims, mesh, count)
     return _expected(_counted_in_text(derived, tables), sizes, num_microbatches=count, width=width)
 
 
@@ -175,7 +182,8 @@ class StepDerivation:
 
     @cached_property
     def dims(self) -> dict[str, int]:
-        """Sizes of all dims for the whole batch. C is the number of slots of an expert: its capacity, if it has one."""
+        """Sizes of all dims for the whole batch. C is the number of slots of an expert: its capacity, if it has one,
+        else the filled ones in the mean."""
         model, job = self.setting.model, self.job
         sizes = {
             **held_dims(model.dims, self.strategy.mesh),
@@ -188,10 +196,8 @@ class StepDerivation:
         if model.num_experts:
             num_tokens = job.tokens_per_step // self.strategy.num_microbatches
             bound = self.strategy.capacity_factor
-            slots = expert_capacity(model, num_tokens, bound)
-            if not bound and not slots_move(self.derived, self.strategy.mesh):
-                # Only the filled slots.
-                slots = num_tokens * model.experts_per_token // model.num_experts
+            filled = num_tokens * model.experts_per_token // model.num_experts
+            slots = expert_capacity(model, num_tokens, bound) if bound else filled
             sizes |= {"C": slots, "Er": len(ROUTING_ROWS)}
         return sizes
 
@@ -209,12 +215,11 @@ class StepDerivation:
 
     def products(self) -> dict[StepLabel, float]:
         """Returns the FLOPs of each step's products on one device; a pipeline's count in every tick, as in its text."""
-        # Sizes of one microbatch, with all slots of experts, and attention over all keys.
-        dims = {**self.dims, "B": self.job.batch_seqs / self.strategy.num_microbatches}
-        sizes = OpSizes(dims=dims, mesh=self.strategy.mesh, state=self.strategy.state)
+        # Sizes of one microbatch, and attention over all keys.
+        sizes = _sizes(self.derived, self.dims, self.strategy.mesh, self.strategy.num_microbatches)
         found: dict[StepLabel, float] = defaultdict(float)
         for step, times in self._local_steps():
-            flops = float(np.asarray(op_flops(step, sizes)))
+            flops = float(np.asarray(op_flops(step, slot_sizes(step, sizes))))
             if flops:
                 found[step.label] += flops * times
         return dict(found)

@@ -11,7 +11,7 @@ import msgspec
 
 from meshwright.algebra.ops import step_kinds
 from meshwright.core.labels import StepLabel
-from meshwright.hlo.loops import runs_at_most_once, trip_count
+from meshwright.hlo.loops import runs_at_most_once, runs_further_rounds, trip_count
 from meshwright.hlo.module import parse_module
 from meshwright.hlo.products import product_flops
 
@@ -76,7 +76,7 @@ def _attends(label: _Label) -> bool:
 def count_products(program: str) -> ProductCount:
     """Counts the FLOPs of all products in one call of a program on one device: 2 n k for n results that sum over k.
 
-    Loop bodies count as often as they run.
+    Loop bodies count as often as they run; further rounds of an exchange do not count.
     """
     module = parse_module(program)
 
@@ -88,7 +88,9 @@ def count_products(program: str) -> ProductCount:
             if one.opcode == "dot":
                 found[one.label, False] += product_flops(one, computation.by_name)
             for role, called in one.called:
-                inside = products(called) if role != "condition" and called in module.computations else {}
+                if role == "condition" or called not in module.computations or runs_further_rounds(module, one):
+                    continue
+                inside = products(called)
                 loops = bool(inside) and one.opcode == "while" and not runs_at_most_once(module, one)
                 times = trip_count(module, one) if loops else 1
                 for (label, depends), flops in inside.items():

@@ -131,7 +131,7 @@ def test_experts_move_a_row_for_every_slot():
 def test_slots_are_the_tokens_sent_to_an_expert():
     mixtral = catalogue.load_model("mixtral-8x7b")
     assert expert_slots(mixtral, num_tokens=4096) == {"C": 1024, "Er": 4}
-    assert expert_slots(mixtral, num_tokens=4096, imbalance=1.5) == {"C": 1536, "Er": 4}
+    assert expert_slots(mixtral, num_tokens=4096, factor=1.5) == {"C": 1536, "Er": 4}
     assert expert_slots(catalogue.load_model("tiny"), num_tokens=4096) == {}
 
 

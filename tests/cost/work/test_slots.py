@@ -11,7 +11,6 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.cost.work.ops import op_hbm_bytes
 from meshwright.cost.work.slots import block_bytes, computed_share, num_slot_calls, num_slot_products, slot_sizes
 from meshwright.nn.experts.products import blocks_of
 from meshwright.spec import catalogue
@@ -25,10 +24,10 @@ GRADIENT = Step(op="einsum", inputs=(XE, GE), result=WEIGHT.replace(name="dw"))
 SILU = Step(op="silu_mul", inputs=(GE, GE.replace(name="ue")), result=GE.replace(name="me"))
 
 
-def sizes(filled, *, spare=4.0, in_arrays=True, experts=8, scores="in_memory"):
+def sizes(filled, *, spare=4.0, experts=8, scores="in_memory", **more):
     """Of a device with so many filled slots in each expert; a CPU, whose scores of attention are in memory."""
     dims = {"E": experts, "C": filled, "D": 64, "Fe": 32}
-    return OpSizes(dims=dims, mesh={}, state="bf16-adam", spare_slots=spare, in_arrays=in_arrays, scores=scores)
+    return OpSizes(**{"dims": dims, "mesh": {}, "state": "bf16-adam", "spare_slots": spare, "scores": scores} | more)
 
 
 def test_without_slots_to_spare_nothing_changes():
@@ -44,7 +43,7 @@ def test_few_slots_are_computed_all_at_once():
     assert computed_share(PRODUCT, at) == 4
     assert num_slot_calls(PRODUCT, at) == 1
     assert block_bytes(PRODUCT, at) == 0
-    assert slot_sizes(PRODUCT, msgspec.structs.replace(at, in_arrays=False)).dims["C"] == 4 * at.dims["C"]
+    assert slot_sizes(PRODUCT, at).dims["C"] == 4 * at.dims["C"]
 
 
 def test_many_slots_are_computed_in_the_blocks_that_have_any():
@@ -63,18 +62,25 @@ def test_no_more_than_all_slots_are_computed():
     assert computed_share(PRODUCT, sizes(33, spare=2.0, experts=16)) == 2
 
 
-def test_arrays_hold_every_slot_and_packed_tokens_only_filled_ones():
-    arrays, packed = sizes(512), sizes(512, in_arrays=False)
-    assert op_hbm_bytes(SILU, slot_sizes(SILU, arrays)) == 4 * op_hbm_bytes(SILU, arrays)
-    assert slot_sizes(SILU, packed).dims["C"] == 512
+def test_devices_of_experts_have_room_and_own_tokens_have_none_to_spare():
+    own, there = parse_array("xe[E,C_expert,D]"), parse_array("xe[E_expert,C,D]")
+    at = sizes(512, mesh={"expert": 4}, room=1.5, load=1.25)
+    assert at.elements(own) == 8 * 512 * 64 / 4
+    assert at.elements(there) == 1.5 * at.elements(own)
+    assert at.local(own)["C"] == 512 / 4
+    assert at.local(there)["C"] == 1.25 * 512
+    alone = msgspec.structs.replace(at, mesh={"expert": 1}, cache={})
+    assert alone.elements(there) == 8 * 512 * 64
+    assert alone.local(there)["C"] == 512
+    few = slot_sizes(SILU, sizes(16, mesh={"expert": 4}, room=1.5, load=1.25))
+    assert few.elements(there) == 8 * 4 * 16 * 64 / 4
 
 
 def test_bytes_of_blocks_by_hand():
     at = sizes(448)  # and 64 of padding: four blocks of each of 8 experts
     assert num_slot_products(PRODUCT, at) == 32
-    slots, results = 8 * 448 * 64 * 2, 8 * 448 * 32 * 2
-    assert block_bytes(PRODUCT, at) == 4 * slots + 4 * results + results
-    assert block_bytes(GRADIENT, at) == 4 * slots + 4 * 32 * (64 * 32 * 4)
+    assert block_bytes(PRODUCT, at) == 2 * 8 * 448 * 32 * 2
+    assert block_bytes(GRADIENT, at) == 4 * 32 * (64 * 32 * 4)
 
 
 def test_an_accelerator_gathers_as_many_blocks_as_an_expert_has_in_the_mean():
@@ -83,12 +89,12 @@ def test_an_accelerator_gathers_as_many_blocks_as_an_expert_has_in_the_mean():
     assert computed_share(PRODUCT, at) == rows / 2048
     assert num_slot_products(PRODUCT, at) == 12  # of 2048 rows, for eight experts of 3072 in the mean
     slots, results = 8 * 2048 * 64 * 2, 8 * 2048 * 32 * 2
-    assert block_bytes(PRODUCT, at) == 4 * slots + 4 * results + results + 2 * (slots + results)
-    assert block_bytes(GRADIENT, at) == 4 * slots + 4 * 12 * (64 * 32 * 4) + 2 * (slots + results)
+    assert block_bytes(PRODUCT, at) == 2 * results + 2 * (slots + results)
+    assert block_bytes(GRADIENT, at) == 4 * 12 * (64 * 32 * 4) + 2 * (slots + results)
 
 
 def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
-    """Mixtral with an expert on each of 8 devices: half a block from each device, and half of what a product takes."""
+    """Mixtral with an expert on each of 8 devices: half a block, and half of what a product takes."""
     model, cluster, job = (
         catalogue.load_model("mixtral-8x7b"),
         parse_cluster("h100:8x1"),
@@ -106,5 +112,5 @@ def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
     ]
     assert pairs
     for a, b in pairs:
-        assert a.flops / b.flops == pytest.approx(1 + BLOCK_ROWS / 2 / 2048 + 63 * BLOCK_ROWS / 2 / 16384)
+        assert a.flops / b.flops == pytest.approx(1 + 64 * BLOCK_ROWS / 2 / 16384)
         assert a.hbm_bytes > b.hbm_bytes

@@ -41,6 +41,20 @@ def blocks_at_once(mean_rows: Any) -> Any:
     return np.clip(np.ceil(mean_rows / BLOCK_ROWS), 1, MOST_AT_ONCE)
 
 
+def is_at_experts(step: Step) -> bool:
+    """True for the steps from one exchange to the other: on slots, but not those that fill or empty them."""
+    return any(map(has_slots, (*step.inputs, *step.results))) and not step.op.startswith(("dispatch", "combine"))
+
+
+def rounds_begin_with(backward: Iterable[Step]) -> tuple[ShardedArray, ...]:
+    """Returns the arrays from which further rounds of an exchange compute gradients: tokens, their slots, and the
+    cotangents of their results; () if slots have a bound or are not exchanged."""
+    steps = {step.op: step for step in backward if step.op in ("all_to_all", "dispatch_backward", "combine_backward")}
+    if not {"all_to_all", "dispatch_backward"} <= set(steps) or steps["dispatch_backward"].details.capacity:
+        return ()
+    return (*steps["dispatch_backward"].inputs[1:], steps["combine_backward"].result)
+
+
 def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
     """Returns ``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
 
@@ -86,7 +100,8 @@ def backward(tape: Tape) -> None:
     """Moves cotangents of slots back and sums them per token; from the tokens further rounds of an exchange begin."""
     x, gates = tape.inputs
     dslots = tape.move(tape.dout, own_slots(tape.dout, x))
-    tape.run_backward((chosen_of(gates), x), [(tape.op.inputs[0], tape.dinputs[0])], dout=dslots)
+    cotangents = [(tape.op.inputs[0], tape.dinputs[0])]
+    tape.run_backward((chosen_of(gates), x), cotangents, dout=dslots, details=tape.details(Routing))
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

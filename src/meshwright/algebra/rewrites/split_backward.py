@@ -4,6 +4,7 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops.dispatch import is_at_experts, rounds_begin_with
 from meshwright.algebra.ops.route import ROUTING
 from meshwright.algebra.program import WEIGHTS
 from meshwright.algebra.rewrites.pipeline import SplitBackward
@@ -97,6 +98,8 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     known = {array for step in steps for array in step.results}
     known |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
     gradients = gradient_arrays(derived)
-    used = (*(a for step in steps for a in step.inputs), *(gradients[name] for name in trained_of(derived, block)))
+    used = [*(a for step in steps for a in step.inputs), *(gradients[name] for name in trained_of(derived, block))]
+    if any(is_at_experts(step) and step.phase == "backward" for step in steps):
+        used += rounds_begin_with(block.backward)
     handed = tuple(array for array in dict.fromkeys(used) if array not in known)
     return SplitBackward(tuple(first), tuple(own), handed)

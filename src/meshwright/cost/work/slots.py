@@ -1,16 +1,12 @@
-"""Slots of experts as programs compute and store them: in blocks of rows, with or without empty slots.
+"""Slots of experts as programs compute and store them: few in arrays of all slots, many as packed tokens in blocks.
 
 `nn.experts.slots` describes these forms; the sizes of a step count filled slots.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derived import Derived
-from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once
 from meshwright.algebra.ops.route import ROUTING_ROWS
@@ -23,55 +19,43 @@ CALLS_A_PRODUCT = 4
 """Kernels of one product of blocks: see `num_slot_calls`."""
 
 
-def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -> dict[str, Number]:
+def expert_slots(model: Model, *, num_tokens: Number, factor: Number = 1.0) -> dict[str, Number]:
     """Returns the sizes of C, slots of one expert for the tokens of a microbatch on all devices, and of Er, rows of
     the router's counts; {} for a dense model.
 
-    C is tokens x experts per token / experts x ``imbalance``: the bound on the slots if there is one, else the load of
-    the busiest expert device over the mean. A step waits for that device, so all devices are counted with its load.
+    C is tokens x experts per token / experts x ``factor``, the bound on the slots if there is one.
     """
     if not model.num_experts:
         return {}
-    slots = num_tokens * model.experts_per_token / model.num_experts * imbalance
+    slots = num_tokens * model.experts_per_token / model.num_experts * factor
     return {"C": slots, "Er": len(ROUTING_ROWS)}
 
 
-def slots_move(derived: Derived, mesh: Mapping[str, Any]) -> Any:
-    """True where slots of experts are sent between devices; elsewhere programs have filled slots only."""
-    steps = (step for block in derived.blocks for step in block.forward)
-    axes = {axis for step in steps if step.is_collective and "C" in step.result.dims for axis in step.axes}
-    return product(mesh[axis] for axis in sorted(axes)) > 1
-
-
 def slot_sizes(step: Step, sizes: OpSizes) -> OpSizes:
-    """Returns the sizes of a local step's arrays: empty slots count if slots move in fixed arrays, or are few."""
+    """Returns the sizes of a step's arrays: where slots are few, empty ones count too."""
     slots = _slots(step)
     if slots is None or np.all(np.asarray(sizes.spare_slots) == 1):
         return sizes
-    return with_room(sizes, sizes.in_arrays | _few(slots, sizes))
-
-
-def with_room(sizes: OpSizes, moving: Number) -> OpSizes:
-    """Returns the sizes with every slot of an expert counted, empty or not, where slots are ``moving``."""
-    if "C" not in sizes.dims:
-        return sizes
-    room = np.where(moving, sizes.spare_slots, 1.0)
-    return msgspec.structs.replace(sizes, dims={**sizes.dims, "C": sizes.dims["C"] * room}, cache={})
+    few = _few(slots, sizes)
+    dims = {**sizes.dims, "C": sizes.dims["C"] * np.where(few, sizes.spare_slots, 1.0)}
+    return msgspec.structs.replace(
+        sizes, dims=dims, load=np.where(few, 1.0, sizes.load), room=np.where(few, 1.0, sizes.room), cache={}
+    )
 
 
 def computed_share(step: Step, sizes: OpSizes) -> Number:
     """Returns the FLOPs that products on slots compute over the FLOPs that filled slots need.
 
     Few slots are computed in one product, empty or not. Of many, only blocks with a filled slot are computed: for each
-    device and expert half a block more than the filled slots, in the mean, and at most all slots. If a product takes
-    several blocks, the last product of each expert lacks half of them in the mean, and computes them all the same.
+    expert half a block more than the filled slots, in the mean, and at most all slots. If a product takes several
+    blocks, the last product of each expert lacks half of them in the mean, and computes them all the same.
     """
     slots = _slots(step)
     if slots is None or not kind_of(step).is_einsum:
         return 1.0
     filled, at_once = _filled(slots, sizes), _at_once(slots, sizes)
-    rows = np.minimum(filled + sizes.dims["E"] * BLOCK_ROWS / 2, filled * sizes.spare_slots)
-    rows = rows + sizes.local(slots)["E"] * BLOCK_ROWS / 2 * (at_once - 1)
+    half_blocks = sizes.local(slots)["E"] * BLOCK_ROWS / 2
+    rows = np.minimum(filled + half_blocks, filled * sizes.spare_slots) + half_blocks * (at_once - 1)
     return np.where(_few(slots, sizes), sizes.spare_slots, rows / filled)
 
 
@@ -94,20 +78,18 @@ def num_slot_calls(step: Step, sizes: OpSizes) -> Number:
 def block_bytes(step: Step, sizes: OpSizes) -> Number:
     """Returns the bytes that a product of slots in blocks moves beside its operands and its result.
 
-    Slots in arrays of fixed size are read to find the filled ones. The result is cleared first, and each block of it is
-    read again to keep rows of other blocks; a weight's gradient is read and written in float32 for each block, and so
-    is the block's part of it. Where several blocks are gathered, their rows are written and read once more.
+    The result is cleared first, and each block of it is read again to keep rows of other blocks; a weight's gradient
+    is read and written in float32 for each block, and so is the block's part of it. Where several blocks are gathered,
+    their rows are written and read once more.
     """
     slots = _slots(step)
     if slots is None or not kind_of(step).is_einsum:
         return 0.0
-    at = slot_sizes(step, sizes)
-    moved = np.where(sizes.in_arrays, at.bytes(slots), 0.0)
     if "C" in step.result.dims:
-        moved = moved + at.bytes(step.result) + sizes.bytes(step.result)
+        moved = 2 * sizes.bytes(step.result)
     else:
         sums = DTYPE_BYTES["fp32"] * sizes.elements(step.result) / sizes.local(slots)["E"]
-        moved = moved + 4 * num_slot_products(step, sizes) * sums
+        moved = 4 * num_slot_products(step, sizes) * sums
     rows = sizes.total(*(array for array in (*step.inputs, step.result) if "C" in array.dims))
     gathered = np.where(_at_once(slots, sizes) > 1, 2 * rows, 0.0)
     return np.where(_few(slots, sizes), 0.0, moved + gathered)
