@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from meshwright.algebra.steps import Step
 from meshwright.core.labels import FURTHER_ROUNDS
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
-from meshwright.nn.experts.exchange import at_turn, move_packed
+from meshwright.nn.experts.exchange import in_further_round, move_packed
 from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops import local_steps
 
@@ -43,8 +44,8 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
     return env
 
 
-def _run_step(context: Context, step: Step, env: Environment, *, turn: Array | None = None) -> None:
-    """Adds the results of a step to ``env``; packed tokens begin in round ``turn`` of their exchange, if given."""
+def _run_step(context: Context, step: Step, env: Environment, *, taken: Array | None = None) -> None:
+    """Adds the results of a step to ``env``, in the round of an exchange after ``taken`` rows if given."""
     with jax.named_scope(str(step.label)):
         results = _results(context, step, [env[a] for a in step.inputs])
     for array, value in zip((step.result, *step.more), results, strict=True):
@@ -52,11 +53,11 @@ def _run_step(context: Context, step: Step, env: Environment, *, turn: Array | N
             value = env[array] + value
         if context.derived.declared.get(array.name) == array:
             value = context.constrain(array, value)
-        env[array] = value if turn is None else _at_turn(value, turn)
+        env[array] = value if taken is None else _begun(value, taken)
 
 
-def _at_turn(value: Any, turn: Array) -> Any:
-    return at_turn(value, turn) if isinstance(value, Ragged) else value
+def _begun(value: Any, taken: Array) -> Any:
+    return in_further_round(value, taken) if isinstance(value, Ragged) else value
 
 
 # -- further rounds of an exchange ----------------------------------------------------------------------
@@ -97,15 +98,16 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     again = _needed(context, steps[0].block, results, known)
 
     def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
-        turn, sums = carry
-        inner = {array: _at_turn(value, turn) for array, value in known.items()}
+        taken, sums = carry
+        inner = {array: _begun(value, taken) for array, value in known.items()}
         for step in again:
-            _run_step(context, step, inner, turn=turn)
-        return turn + 1, [total + inner[array] for total, array in zip(sums, results, strict=True)]
+            _run_step(context, step, inner, taken=taken)
+        room = replace(route, further=True).room
+        return taken + room, [total + inner[array] for total, array in zip(sums, results, strict=True)]
 
-    start_of_loop = (jnp.ones((), jnp.int32), [env[array] for array in results])
+    after_first = (jnp.full((), route.room, jnp.int32), [env[array] for array in results])
     with jax.named_scope(FURTHER_ROUNDS):
-        sums = jax.lax.while_loop(lambda carry: carry[0] < route.num_turns, one_more, start_of_loop)[1]
+        sums = jax.lax.while_loop(lambda carry: carry[0] < route.fullest, one_more, after_first)[1]
     env |= zip(results, sums, strict=True)
 
 

@@ -192,6 +192,7 @@ def test_every_mesh_computes_what_one_device_does(name, in_blocks):
 def test_rows_without_room_are_sent_in_further_rounds(name, room, in_blocks, monkeypatch):
     """Values, all gradients and the losses, with room for a part of the mean."""
     monkeypatch.setattr(exchange, "ROOM", room)
+    monkeypatch.setattr(exchange, "FURTHER_ROOM", room / 2)
     found = run_block(STRATEGIES[name], LOSSES)
     wanted, _ = dense(LOSSES, STRATEGIES[name].num_microbatches)
     check(found, wanted)
@@ -204,14 +205,12 @@ def test_every_row_is_sent_once():
         experts = size * per_device
         shares = rng.dirichlet(np.full(experts, 0.3), size=size)
         counts = np.stack([rng.multinomial(num_own, share) for share in shares]).astype(np.int32)
-        zero = jnp.zeros((), jnp.int32)
-        route = exchange.Route(jnp.asarray(counts), zero, zero, num_own)
-        taken, turns = (
-            np.zeros((size, num_own), int),
-            -(-counts.reshape(size, size, -1).sum((0, 2)).max() // route.room),
-        )
-        for turn in range(turns):
-            own, there, number = (np.asarray(a) for a in replace_route(route, turn).places())
+        fullest = int(counts.reshape(size, size, -1).sum((0, 2)).max())
+        taken, before, further = np.zeros((size, num_own), int), 0, False
+        while before < fullest:
+            at = [jnp.asarray(number, jnp.int32) for number in (before, fullest)]
+            route = exchange.Route(jnp.asarray(counts), *at, num_own, further)
+            own, there, number = (np.asarray(array) for array in route.places())
             at_device = [np.zeros(route.room, int) for _ in range(size)]
             for device in range(size):
                 for expert in range(experts):
@@ -222,11 +221,8 @@ def test_every_row_is_sent_once():
             for places in at_device:
                 assert places.max() <= 1
                 assert not np.any(np.diff(places) > 0)  # filled from the front
+            before, further = before + route.room, True
         assert np.all(taken == 1)
-
-
-def replace_route(route, turn):
-    return exchange.Route(route.counts, jnp.asarray(turn, jnp.int32), route.num_turns, route.num_own)
 
 
 def test_slots_as_whole_arrays():

@@ -28,8 +28,10 @@ FEW_SLOTS = 1024
 """Slots on a device, of all its experts, up to which one batched product is as good as blocks."""
 
 ROOM = 1.5
-"""Rows that a device has room for where its experts' rows are exchanged, over the rows that devices have in the mean;
-further rows are sent in further rounds."""
+"""Rows that a device of experts has room for in one exchange, over the rows that devices have in the mean."""
+
+FURTHER_ROOM = 0.25
+"""The same for each further round, which takes rows that found no room: few, so that little memory waits for them."""
 
 
 def blocks_at_once(mean_rows: Any) -> Any:

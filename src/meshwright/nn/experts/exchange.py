@@ -2,8 +2,9 @@
 
 A device's own rows are sorted by expert, and the experts of another device follow one another. A device receives rows
 sorted by its own experts, into room for `ROOM` times the rows that each device has in the mean. Rows without room are
-sent in further rounds: round r takes the rows to a device that come, in the order of their devices and of their places
-there, after r times its room. No row is dropped, and all devices compute the rounds from the same counts.
+sent in further rounds of `FURTHER_ROOM`: a round takes the rows to a device that come, in the order of their devices
+and of their places there, after those of earlier rounds. No row is dropped, and all devices compute the rounds from the
+same counts.
 """
 
 import math
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from meshwright.algebra.ops.dispatch import ROOM
+from meshwright.algebra.ops.dispatch import FURTHER_ROOM, ROOM
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.experts.slots import Ragged, SlotRows
@@ -23,18 +24,20 @@ from meshwright.nn.experts.slots import Ragged, SlotRows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Route:
-    """Which rows go where: ``counts`` has the rows of each of n devices for each expert; the exchange is round
-    ``turn`` of ``num_turns``; a device has ``num_own`` rows of its own tokens."""
+    """Which rows go where: ``counts`` has the rows of each of n devices for each expert, ``fullest`` those for the
+    device with most; a device has ``taken`` rows before this round, and ``num_own`` of its own tokens. All rounds but
+    the first are ``further``."""
 
     counts: Int[Array, "n E"]
-    turn: Int[Array, ""]
-    num_turns: Int[Array, ""]
+    taken: Int[Array, ""]
+    fullest: Int[Array, ""]
     num_own: int = field(metadata={"static": True})
+    further: bool = field(default=False, metadata={"static": True})
 
     @property
     def room(self) -> int:
-        """The rows that a device receives in one round."""
-        return math.ceil(ROOM * self.num_own)
+        """The rows that a device receives in this round."""
+        return math.ceil((FURTHER_ROOM if self.further else ROOM) * self.num_own)
 
     def places(self) -> tuple[Int[Array, "n E"], Int[Array, "n E"], Int[Array, "n E"]]:
         """Returns the place of each device's rows for each expert in this round: the first among the device's own
@@ -45,7 +48,7 @@ class Route:
         grouped = self.counts.reshape(size, size, num_experts // size)
         to_device = jnp.sum(grouped, axis=-1)
         earlier = (jnp.cumsum(to_device, axis=0) - to_device)[..., None] + jnp.cumsum(grouped, axis=-1) - grouped
-        first = earlier.reshape(size, num_experts) - self.turn * self.room
+        first = earlier.reshape(size, num_experts) - self.taken
         skipped = jnp.clip(-first, 0, self.counts)
         number = jnp.clip(self.room - first, 0, self.counts) - skipped
         # at the expert's device: by expert, then by device
@@ -59,15 +62,14 @@ def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -
     """Returns a device's own rows with their first round of exchange over the mesh ``axes``; the devices along the
     axes ``together`` run equally many rounds."""
     counts = lax.all_gather(slots.sizes[0], axes)
-    route = Route(counts, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32), slots.rows.shape[0])
-    fullest = jnp.max(jnp.sum(counts.reshape(counts.shape[0], counts.shape[0], -1), axis=(0, 2)))
-    num_turns = lax.pmax((fullest + route.room - 1) // route.room, together)
-    return replace(slots, route=replace(route, num_turns=jnp.maximum(num_turns, 1).astype(jnp.int32)))
+    fullest = lax.pmax(jnp.max(jnp.sum(counts.reshape(len(counts), len(counts), -1), axis=(0, 2))), together)
+    zero = jnp.zeros((), jnp.int32)
+    return replace(slots, route=Route(counts, zero, fullest.astype(jnp.int32), slots.rows.shape[0]))
 
 
-def at_turn(slots: Ragged, turn: Array) -> Ragged:
-    """Returns the same rows, to be exchanged in another round."""
-    return slots if slots.route is None else replace(slots, route=replace(slots.route, turn=turn))
+def in_further_round(slots: Ragged, taken: Array) -> Ragged:
+    """Returns the same rows, to be exchanged in a round after ``taken`` rows of each device."""
+    return slots if slots.route is None else replace(slots, route=replace(slots.route, taken=taken, further=True))
 
 
 def move_packed(step: Step, slots: Ragged) -> Ragged:
