@@ -17,7 +17,7 @@ from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, held_dims, make_mesh, standard_assignment
-from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch, mean_slots
 from tests.traffic import Key, Traffic, compiled_traffic, derived_traffic
 
 RELATIVE = 1e-5  # float32, of the largest entry of each array
@@ -82,8 +82,8 @@ def run_step(step: TrainStep, *, state: State | None = None, given: Mapping[str,
     compiled = step.compile.lower(state, placed).compile()
     state, metrics = compiled(state, placed)
     mesh, parts = strategy.mesh, strategy.num_microbatches
-    slots = BATCH_SEQS * SEQ_LEN // parts
-    dims = {**held_dims(model.dims, strategy.mesh), "B": BATCH_SEQS, "T": SEQ_LEN, "C": slots, "Er": len(ROUTING_ROWS)}
+    slots = {"C": mean_slots(model, parts), "Er": len(ROUTING_ROWS)}
+    dims = {**held_dims(model.dims, strategy.mesh), "B": BATCH_SEQS, "T": SEQ_LEN, **slots}
     derived = derived_traffic(
         step.declared,
         dims,

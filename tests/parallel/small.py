@@ -23,6 +23,12 @@ BATCH_SEQS, SEQ_LEN = 8, 16
 POLICIES = ("block", "none", "matmuls", "selective", "full")
 
 
+def mean_slots(model, num_microbatches=1):
+    """Filled slots of an expert in the mean; 0 for a dense model."""
+    tokens = BATCH_SEQS * SEQ_LEN // num_microbatches
+    return tokens * model.experts_per_token // model.num_experts if model.num_experts else 0
+
+
 def batch() -> dict[str, jnp.ndarray]:
     rows = np.random.default_rng(0).integers(0, MODEL.vocab_size, (BATCH_SEQS, SEQ_LEN + 1)).astype(np.int32)
     return {"tokens": jnp.asarray(rows[:, :-1]), "labels": jnp.asarray(rows[:, 1:])}

@@ -123,7 +123,13 @@ def test_meshes_give_what_the_equation_does_and_send_what_is_derived(axes, choic
     assert_plain(found.loss, found.gradients)
     # in straight code the compiler also shares some of what a layer runs again, such as the rounds of a ring
     if step.strategy.num_microbatches == 1 and choices.get("remat") != "selective":
-        sizes = {**MODEL.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN, "Er": len(ROUTING_ROWS)}
+        sizes = {
+            **MODEL.dims,
+            "B": BATCH_SEQS,
+            "T": SEQ_LEN,
+            "C": BATCH_SEQS * SEQ_LEN * MODEL.experts_per_token // MODEL.num_experts,
+            "Er": len(ROUTING_ROWS),
+        }
         once = with_shared_gathers(step.declared)
         assert found.compiled == derived_traffic(once, sizes, step.strategy.mesh, num_microbatches=1, width=4)
     if "gradient_sync" in choices:

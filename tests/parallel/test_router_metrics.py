@@ -13,7 +13,7 @@ from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.parallel.train_step import TrainStep
 from tests.nn.families import FAMILIES
 from tests.parallel.cases import DEEP_MOE, MOE, RELATIVE, keep_gradients, strategy_of
-from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch, mean_slots
 from tests.traffic import compiled_traffic, derived_traffic, pipeline_traffic
 
 COUNTED = ProgramOptions(balance_loss=1e-2)
@@ -61,7 +61,13 @@ def test_at_no_further_collective(axes, choices):
     step = TrainStep(MOE, strategy_of(axes, **choices), optimizer=keep_gradients(), options=COUNTED)
     mesh = step.strategy.mesh
     compiled = compiled_traffic(collectives(step.lower(BATCH_SEQS, SEQ_LEN).compile().as_text(), mesh), mesh)
-    dims = {**MOE.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN, "Er": len(ROUTING_ROWS)}
+    dims = {
+        **MOE.dims,
+        "B": BATCH_SEQS,
+        "T": SEQ_LEN,
+        "C": mean_slots(MOE),
+        "Er": len(ROUTING_ROWS),
+    }
     assert compiled == derived_traffic(step.declared, dims, mesh, num_microbatches=1, width=4)
 
 
@@ -73,7 +79,7 @@ def test_stages_send_no_other_collective(schedule):
     step = TrainStep(DEEP_MOE, strategy, optimizer=keep_gradients(), options=COUNTED)
     text = step.lower(BATCH_SEQS, SEQ_LEN).compile().as_text()
     tables = tick_tables(strategy_schedule(strategy))
-    dims = {**DEEP_MOE.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN // 4, "Er": len(ROUTING_ROWS)}
+    dims = {**DEEP_MOE.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": mean_slots(DEEP_MOE, 4), "Er": len(ROUTING_ROWS)}
     compiled = compiled_traffic(collectives(text, strategy.mesh), strategy.mesh)
     assert compiled == pipeline_traffic(step.declared, tables, dims, strategy.mesh, width=4)
 

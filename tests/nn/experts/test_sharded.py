@@ -209,7 +209,7 @@ def test_every_row_is_sent_once():
         taken, before, further = np.zeros((size, num_own), int), 0, False
         while before < fullest:
             at = [jnp.asarray(number, jnp.int32) for number in (before, fullest)]
-            route = exchange.Route(jnp.asarray(counts), *at, num_own, further)
+            route = exchange.Delivery(jnp.asarray(counts), *at, num_own, further)
             own, there, number = (np.asarray(array) for array in route.places())
             at_device = [np.zeros(route.room, int) for _ in range(size)]
             for device in range(size):

@@ -30,7 +30,7 @@ from tests.parallel.cases import (
     run,
     strategy_of,
 )
-from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch, mean_slots
 from tests.schedule_toy import added_file
 from tests.traffic import pipeline_traffic
 
@@ -47,7 +47,7 @@ def check(model, axes, schedule, *, count=4, **choices):
     assert_equal(found, on_one_device(model))
     everything = collectives(found.hlo, strategy.mesh)
     assert not any(c.in_conditional for c in everything if c.kind == "permute")
-    dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN // count}
+    dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": mean_slots(model, count)}
     tables = tick_tables(strategy_schedule(strategy))
     derived = derive(transformer(model), strategy)
     assert found.compiled == pipeline_traffic(derived, tables, dims, strategy.mesh, width=4)

@@ -52,7 +52,7 @@ def rounds_begin_with(backward: Iterable[Step]) -> tuple[ShardedArray, ...]:
     """Returns the arrays from which further rounds of an exchange compute gradients: tokens, their slots, and the
     cotangents of their results; () if slots have a bound or are not exchanged."""
     steps = {step.op: step for step in backward if step.op in ("all_to_all", "dispatch_backward", "combine_backward")}
-    if not {"all_to_all", "dispatch_backward"} <= set(steps) or steps["dispatch_backward"].details.capacity:
+    if len(steps) < 3 or len(steps["dispatch_backward"].inputs) < 3:
         return ()
     return (*steps["dispatch_backward"].inputs[1:], steps["combine_backward"].result)
 
@@ -99,11 +99,12 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Moves cotangents of slots back and sums them per token; from the tokens further rounds of an exchange begin."""
+    """Moves cotangents of slots back and sums them per token; with the tokens further rounds of an exchange begin."""
     x, gates = tape.inputs
     dslots = tape.move(tape.dout, own_slots(tape.dout, x))
-    cotangents = [(tape.op.inputs[0], tape.dinputs[0])]
-    tape.run_backward((chosen_of(gates), x), cotangents, dout=dslots, details=tape.details(Routing))
+    rounds = dslots != tape.dout and not tape.details(Routing).capacity
+    inputs = (chosen_of(gates), x) if rounds else (chosen_of(gates),)
+    tape.run_backward(inputs, [(tape.op.inputs[0], tape.dinputs[0])], dout=dslots)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

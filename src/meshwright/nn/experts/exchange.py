@@ -23,7 +23,7 @@ from meshwright.nn.experts.slots import Ragged, SlotRows
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Route:
+class Delivery:
     """Which rows go where: ``counts`` has the rows of each of n devices for each expert, ``fullest`` those for the
     device with most; a device has ``taken`` rows before this round, and ``num_own`` of its own tokens. All rounds but
     the first are ``further``."""
@@ -64,7 +64,7 @@ def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -
     counts = lax.all_gather(slots.sizes[0], axes)
     fullest = lax.pmax(jnp.max(jnp.sum(counts.reshape(len(counts), len(counts), -1), axis=(0, 2))), together)
     zero = jnp.zeros((), jnp.int32)
-    return replace(slots, route=Route(counts, zero, fullest.astype(jnp.int32), slots.rows.shape[0]))
+    return replace(slots, route=Delivery(counts, zero, fullest.astype(jnp.int32), slots.rows.shape[0]))
 
 
 def in_further_round(slots: Ragged, taken: Array) -> Ragged:
@@ -91,8 +91,7 @@ def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
     route, me = _route_of(slots), lax.axis_index(axes)
     own, there, number = route.places()
     mine = _of_device(number, me)
-    received = jnp.zeros((route.room, slots.rows.shape[1]), slots.rows.dtype)
-    rows = _ragged_all_to_all(slots.rows, received, own[me], number[me], there[me], mine.reshape(-1), axes)
+    rows = _sent(slots.rows, (own[me], number[me], there[me], mine.reshape(-1)), route.room, axes)
     return Ragged(rows, jnp.sum(mine, axis=0, dtype=jnp.int32)[None], route)
 
 
@@ -101,12 +100,11 @@ def to_owners(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
     route, me = _route_of(slots), lax.axis_index(axes)
     own, there, number = route.places()
     to, at, sizes = (_of_device(array, me).reshape(-1) for array in (own, there, number))
-    received = jnp.zeros((route.num_own, slots.rows.shape[1]), slots.rows.dtype)
-    rows = _ragged_all_to_all(slots.rows, received, at, sizes, to, number[me], axes)
+    rows = _sent(slots.rows, (at, sizes, to, number[me]), route.num_own, axes)
     return Ragged(rows, lax.dynamic_slice_in_dim(route.counts, me, 1), route)
 
 
-def _route_of(slots: Ragged) -> Route:
+def _route_of(slots: Ragged) -> Delivery:
     assert slots.route is not None
     return slots.route
 
@@ -117,11 +115,11 @@ def _of_device(array: Int[Array, "n E"], device: Array) -> Int[Array, "n e"]:
     return lax.dynamic_slice_in_dim(array, device * width, width, axis=1)
 
 
-def _ragged_all_to_all(
-    rows: SlotRows, received: SlotRows, at: Array, sizes: Array, to: Array, expected: Array, axes: tuple[str, ...]
-) -> SlotRows:
-    """Runs `jax.lax.ragged_all_to_all`; on CPUs, which lack it, every device gathers all rows and takes its own."""
-    at, sizes, to, expected = (array.astype(jnp.int32) for array in (at, sizes, to, expected))
+def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tuple[str, ...]) -> SlotRows:
+    """Runs `jax.lax.ragged_all_to_all` with the offsets and sizes of slices, in its order, and returns the rows that
+    a device receives; on CPUs, which lack it, every device gathers all rows and takes its own."""
+    received = jnp.zeros((num_received, rows.shape[1]), rows.dtype)
+    at, sizes, to, expected = (array.astype(jnp.int32) for array in slices)
     if default_platform() != "cpu":
         return lax.ragged_all_to_all(rows, received, at, sizes, to, expected, axis_name=axes)
     everyone = lax.all_gather(rows, axes, tiled=True)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from meshwright.spec.model import Model
 
 if TYPE_CHECKING:
-    from meshwright.nn.experts.exchange import Route
+    from meshwright.nn.experts.exchange import Delivery
 
 RouterScores = Float[Array, "B T E"]
 Gates = Float[Array, "B T Ea"]
@@ -38,7 +38,7 @@ class Ragged:
 
     rows: SlotRows
     sizes: Int[Array, "P E"]
-    route: "Route | None" = None
+    route: "Delivery | None" = None
 
     def __add__(self, other: "Ragged") -> "Ragged":
         return self.with_rows(self.rows + other.rows)

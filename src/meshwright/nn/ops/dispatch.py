@@ -24,7 +24,7 @@ def dispatch(context: Context, step: Step, h: Array, chosen: Array) -> slots.Exp
     return routed(packed, exchange, together=tuple(together)) if exchange else packed
 
 
-def dispatch_backward(context: Context, step: Step, dslots: slots.ExpertSlots, chosen: Array, h: Array) -> Array:
+def dispatch_backward(context: Context, step: Step, dslots: slots.ExpertSlots, chosen: Array, *tokens: Array) -> Array:
     """Sums the cotangents of each token's slots."""
     return slots.dispatch_backward(dslots, chosen)
 
