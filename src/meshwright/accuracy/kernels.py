@@ -60,85 +60,74 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     where: dict[str, tuple[str, ...]]
     sizes: dict[str, str]
     seconds_of: Callable[[Mapping[str, Any], KernelRates], Any]
+    column: str = "seconds"
 
 
-def _tokamax(operation: str, kernel: str, chips: str, seconds_of: Callable[..., Any], **where: str) -> Choice:
-    """Returns a choice of a kernel of tokamax on some chips (``v5p,v6e``)."""
-    attention = operation.startswith("attention")
-    every = {"dtype": ("bf16",), "kernel": (kernel,), "chip": tuple(chips.split(","))}
-    return Choice(
+TENSORRT, SGLANG, NCCL = (f"AIConfigurator {name}" for name in ("TensorRT-LLM", "SGLang", "NCCL"))
+CUDNN, PALLAS, XLA = (f"tokamax {name}" for name in ("cuDNN", "Pallas", "XLA"))
+_FLASH, _RAGGED, _GATED = "flash_attention", "ragged_dot", "gated_linear_unit"
+_SERVED = {"chip": "a100_sxm h200_sxm b200_sxm gb200 gb300", "source": "sglang/0.5.10 sglang/0.5.14"}
+_TRAINED = ("tokamax_attention", ATTENTION)
+_MADE = ("tokamax_products", PRODUCTS)
+
+
+def _kernel(name: str, chips: str, phase: str, **where: str) -> dict[str, str]:
+    return {"kernel": name, "chip": chips, "pass": phase, "dtype": "bf16", **where}
+
+
+_GPU, _TPU, _LOSS = "pallas_mosaic_gpu_", "pallas_mosaic_tpu_", "linear_softmax_cross_entropy_loss"
+_backward = functools.partial(times.attention_s, phase="backward")
+_CHOSEN: tuple[tuple[str, str, tuple[str, dict[str, str]], dict[str, str], Callable[..., Any]], ...] = (
+    ("products", TENSORRT, ("gemm_bf16", GEMM), {}, times.product_s),
+    ("fp8 products", TENSORRT, ("gemm_fp8", GEMM), {"dtype": "fp8", "source": "trtllm/1.3.0rc20"},
+     functools.partial(times.product_s, narrow=True)),
+    ("attention forward", SGLANG, ("attention_prefill_bf16", PREFILL), _SERVED,
+     functools.partial(times.attention_s, paged=True)),
+    ("attention forward", CUDNN, _TRAINED, _kernel("jax_nn_dot_product_attention", "h100", "forward"),
+     times.attention_s),
+    ("attention forward", PALLAS, _TRAINED, _kernel(_TPU + _FLASH, "v5p v6e tpu7x", "forward"), times.attention_s),
+    ("attention backward", PALLAS, _TRAINED, _kernel(_GPU + _FLASH, "h100", "backward", head_dim="64 128 192"),
+     _backward),
+    ("attention backward", PALLAS, _TRAINED, _kernel(_TPU + _FLASH, "tpu7x", "backward"), _backward),
+    ("grouped products", PALLAS, _MADE, _kernel(_GPU + _RAGGED, "h100 b200", "forward"), times.grouped_s),
+    ("grouped products", PALLAS, _MADE, _kernel(_TPU + _RAGGED, "v5e v5p tpu7x", "forward"), times.grouped_s),
+    ("gated units", PALLAS, _MADE, _kernel(_GPU + _GATED, "h100", "forward"),
+     functools.partial(times.gated_s, fused=True)),
+    ("gated units", XLA, _MADE, _kernel(_GATED, "v5p", "forward"), functools.partial(times.gated_s, fused=False)),
+    ("loss forward", XLA, _MADE, _kernel(_LOSS, "h100 tpu7x v6e", "forward"), times.loss_s),
+    ("loss backward", XLA, _MADE, _kernel(_LOSS, "h100 tpu7x", "backward"),
+     functools.partial(times.loss_s, phase="backward")),
+    ("collectives", NCCL, ("collectives_nvlink", {"op": "op_name", "n": "num_gpus", "bytes": "bytes"}), {},
+     times.collective_s),
+)  # fmt: skip
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of one operation and kernel: ``where`` has the values chosen by column, ``sizes`` columns by letter."""
+
+    operation: str
+    source: str
+    file: str
+    sizes: dict[str, str]
+    where: dict[str, tuple[str, ...]]
+    seconds_of: Callable[[Mapping[str, Any], KernelRates], Any]
+
+    @property
+    def column(self) -> str:
+        """The column of seconds: a table of products has one for each library."""
+        return "seconds_trtllm" if self.file == "gemm_bf16" else "seconds"
+
+
+CHOICES = tuple(
+    Choice(
         operation=operation,
-        file="tokamax_attention" if attention else "tokamax_products",
-        source=f"tokamax {kernel}",
-        where=every | {name.rstrip("_"): tuple(value.split(",")) for name, value in where.items()},
-        sizes=ATTENTION if attention else PRODUCTS,
+        source=source,
+        file=file,
+        sizes=sizes,
+        where={column: tuple(values.split()) for column, values in where.items()},
         seconds_of=seconds_of,
     )
-
-
-FORWARD = {"pass_": "forward"}
-BACKWARD = {"pass_": "backward"}
-LOSS = "linear_softmax_cross_entropy_loss"
-_part = functools.partial
-CHOICES = (
-    Choice(
-        operation="products",
-        file="gemm_bf16",
-        source="AIConfigurator TensorRT-LLM",
-        where={},
-        sizes=GEMM,
-        seconds_of=times.product_s,
-    ),
-    Choice(
-        operation="products in fp8",
-        file="gemm_fp8",
-        source="AIConfigurator TensorRT-LLM",
-        where={"dtype": ("fp8",), "source": ("trtllm/1.3.0rc20",)},
-        sizes=GEMM,
-        seconds_of=_part(times.product_s, narrow=True),
-    ),
-    Choice(
-        operation="attention forward",
-        file="attention_prefill_bf16",
-        source="AIConfigurator SGLang",
-        where={
-            "chip": ("a100_sxm", "h200_sxm", "b200_sxm", "gb200", "gb300"),
-            "source": ("sglang/0.5.10", "sglang/0.5.14"),
-        },
-        sizes=PREFILL,
-        seconds_of=_part(times.attention_s, paged=True),
-    ),
-    _tokamax("attention forward", "jax_nn_dot_product_attention", "h100", times.attention_s, **FORWARD),
-    _tokamax("attention forward", "pallas_mosaic_tpu_flash_attention", "v5p,v6e,tpu7x", times.attention_s, **FORWARD),
-    _tokamax(
-        "attention backward",
-        "pallas_mosaic_gpu_flash_attention",
-        "h100",
-        _part(times.attention_s, phase="backward"),
-        **BACKWARD,
-        head_dim="64,128,192",
-    ),
-    _tokamax(
-        "attention backward",
-        "pallas_mosaic_tpu_flash_attention",
-        "tpu7x",
-        _part(times.attention_s, phase="backward"),
-        **BACKWARD,
-    ),
-    _tokamax("grouped products", "pallas_mosaic_gpu_ragged_dot", "h100,b200", times.grouped_s),
-    _tokamax("grouped products", "pallas_mosaic_tpu_ragged_dot", "v5e,v5p,tpu7x", times.grouped_s),
-    _tokamax("gated units", "pallas_mosaic_gpu_gated_linear_unit", "h100", _part(times.gated_s, fused=True)),
-    _tokamax("gated units", "gated_linear_unit", "v5p", _part(times.gated_s, fused=False)),
-    _tokamax("loss forward", LOSS, "h100,tpu7x,v6e", times.loss_s, **FORWARD),
-    _tokamax("loss backward", LOSS, "h100,tpu7x", _part(times.loss_s, phase="backward"), **BACKWARD),
-    Choice(
-        operation="collectives",
-        file="collectives_nvlink",
-        source="AIConfigurator NCCL",
-        where={},
-        sizes={"op": "op_name", "n": "num_gpus", "bytes": "bytes"},
-        seconds_of=times.collective_s,
-    ),
+    for operation, source, (file, sizes), where, seconds_of in _CHOSEN
 )
 """One kernel for each chip and operation: what its users get, or the only one written for the chip."""
 
@@ -186,6 +175,7 @@ def read_kernels(folder: Path) -> tuple[tuple[KernelGroup, ...], dict[str, int]]
         chosen: set[str] = set()
         for choice in (one for one in CHOICES if one.file == file):
             own = [row for row in rows if all(row.get(name) in values for name, values in choice.where.items())]
+            own = [row for row in own if row.get(choice.column) != ""]
             chosen |= {row["_line"] for row in own}
             for chip in dict.fromkeys(row["chip"] for row in own):
                 groups.append(_group(choice, [row for row in own if row["chip"] == chip], path))
@@ -210,7 +200,7 @@ def _group(choice: Choice, rows: Sequence[Mapping[str, str]], path: Path) -> Ker
         try:
             for letter, column in choice.sizes.items():
                 sizes[letter].append(row[column] if letter == "op" else float(row[column]))
-            measured.append(float(row.get("seconds_trtllm") or row["seconds"]))
+            measured.append(float(row[choice.column]))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{path}:{row['_line']}: {error}. Each row has the sizes and seconds of a kernel."

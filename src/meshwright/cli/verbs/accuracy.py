@@ -188,7 +188,6 @@ KERNEL_COLUMNS: TableColumns = {
     "rows": "rows",
     "median": ("median", "{:.1%}".format),
     "MAPE": ("mape", "{:.1%}".format),
-    "bias": ("bias", "{:+.1%}".format),
     "fitted": ("fitted", "{:.1%}".format),
     "8%": "goal",
     "source": "source",

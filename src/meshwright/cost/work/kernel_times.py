@@ -179,12 +179,12 @@ def loss_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward")
 def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     """Returns the seconds of a collective over n GPUs of one switch: V (n - 1)/n bytes, twice for AllReduce.
 
-    V are the bytes of the full array, or of each device's for AllToAll. ``ramp_s`` is for each square root of a MB
-    sent: chunks of large messages fill the links, those of small ones do not.
+    V are the bytes of the full array, or of each device's for AllToAll. The start grows with n; the chunks of a message
+    fill the links the better the more there are, which adds the root of ``ramp_s`` times the seconds of the bytes.
     """
     members, twice = shape["n"], np.where(shape["op"] == "all_reduce", 2, 1)
     sent = twice * shape["bytes"] * (members - 1) / members
     start = at["collective_s"] + at["member_s"] * (members - 1) * twice
     rate = at.link_bytes_per_s * at["link"]
-    found: Number = start + sent / rate + np.sqrt(at["ramp_s"] * np.minimum(sent, 150e6) / rate)
+    found: Number = start + sent / rate + np.sqrt(at["ramp_s"] * sent / rate)
     return found
