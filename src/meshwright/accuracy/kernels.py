@@ -1,4 +1,4 @@
-"""Measured kernels beside `cost.work.kernel_times`: which rows count, the fit of its numbers, errors on held-out shapes."""
+"""Measured kernels beside `cost.work.kernel_times`: rows that count, the fit, errors on held-out shapes."""
 
 import csv
 import functools
@@ -49,18 +49,6 @@ PREFILL = {"B": "batch_size", "T": "isl", "N": "num_heads", "G": "num_key_value_
 ATTENTION = {"B": "batch", "T": "length", "N": "heads", "G": "kv_heads", "H": "head_dim", "causal": "causal"}
 PRODUCTS = {"M": "rows", "K": "contracted", "N": "columns", "G": "groups"}
 GEMM = {"M": "m", "N": "n", "K": "k"}
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of one operation and kernel: ``where`` are columns and the values chosen, ``sizes`` letter -> column."""
-
-    operation: str
-    file: str
-    source: str
-    where: dict[str, tuple[str, ...]]
-    sizes: dict[str, str]
-    seconds_of: Callable[[Mapping[str, Any], KernelRates], Any]
-    column: str = "seconds"
 
 
 TENSORRT, SGLANG, NCCL = (f"AIConfigurator {name}" for name in ("TensorRT-LLM", "SGLang", "NCCL"))

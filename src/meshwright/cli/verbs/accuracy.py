@@ -58,10 +58,11 @@ def command(given: Given) -> Answer:
 
     The default FILE has the published steps of this repository: benchmarks/data/published_training.jsonl.
     """
+    default = KERNELS if given.kernels else PUBLISHED
+    if given.file == PUBLISHED and not default.exists():
+        raise InputError(f"{default}, the default, is in a checkout of meshwright. Work there, or give a FILE.")
     if given.kernels:
         return _kernels(given)
-    if given.file == PUBLISHED and not PUBLISHED.is_file():
-        raise InputError(f"{PUBLISHED}, the default, is in a checkout of meshwright. Work there, or give a FILE.")
     records = read_records(given.file)
     chosen = tuple(record for record in records if given.only is None or record.group == given.only)
     if not chosen:
@@ -168,13 +169,15 @@ def _kernels(given: Given) -> Answer:
     found = kernels.kernel_errors(groups, stored.numbers)
     table = Table.of(found, KERNEL_COLUMNS, f"kernels, on shapes held out in {NUM_FOLDS} folds")
     if given.page:
-        write_text_whole(given.page, _with_tables(given.page, {"kernels": as_markdown(table)}))
+        write_text_whole(
+            given.page, _with_tables(given.page, {"kernels": as_markdown(Table.of(found, KERNEL_COLUMNS))})
+        )
         say(f"wrote {given.page}")
     due = [one for one in found if one.goal]
-    text = [
+    text: list[Piece] = [
         table,
-        f"{sum(one.goal == 'yes' for one in due)} of {len(due)} chips and operations with {kernels.FEWEST_ROWS} rows or "
-        f"more have a median of at most {kernels.GOAL:.0%}",
+        f"{sum(one.goal == 'yes' for one in due)} of {len(due)} chips and operations with {kernels.FEWEST_ROWS} rows "
+        f"or more have a median of at most {kernels.GOAL:.0%}",
         f"{len(stored.numbers)} numbers, {stored.source}, {stored.date}",
         *(f"left out: {count:,}, {reason}" for reason, count in left.items()),
     ]
