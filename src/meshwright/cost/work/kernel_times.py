@@ -76,7 +76,8 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
     """
     kind = "tpu" if chip.topology == "torus" else "gpu"
     blackwell = chip.family == "blackwell"
-    share = 1.0 if cores is None else cores / (chip.num_cores or cores)
+    of_chip = 1.0 if cores is None else cores / (chip.num_cores or cores)
+    share = of_chip
     own = {key: value for key, value in numbers.items() if "." not in key}
     for suffix in (kind, f"{chip.mxu_dim}", chip.family, chip.name):
         own |= {key.removesuffix(f".{suffix}"): at for key, at in numbers.items() if key.endswith(f".{suffix}")}
@@ -86,11 +87,10 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
         watts, flops_per_s = BLACKWELL
         share *= ((chip.power_w or watts) / watts) ** own["power"] * flops_per_s / peak(chip, "bf16")
     calibration = fitted_calibration(chip) or datasheet_calibration(chip)
-    cores_share = 1.0 if cores is None else cores / (chip.num_cores or cores)
     return KernelRates(
         flops_per_s=share * peak(chip, "bf16"),
         narrow_flops_per_s=share * chip.peak_flops.get("fp8", 0.0),
-        hbm_bytes_per_s=cores_share * memory_rate(chip, calibration),
+        hbm_bytes_per_s=of_chip * memory_rate(chip, calibration),
         link_bytes_per_s=chip.nvlink_bytes_per_s or 0.0,
         width=chip.mxu_dim or 0,
         processors=0 if kind == "tpu" else chip.num_sms or (BLACKWELL_SMS if blackwell else 0),
