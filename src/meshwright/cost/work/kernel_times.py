@@ -23,7 +23,8 @@ NVIDIA_ROWS = 128
 """Rows of queries that a kernel of attention on GPUs takes at a time: twice as many keys are read at the diagonal."""
 
 BLACKWELL_SMS = 148
-"""SMs that NVIDIA's compilers report for a B200. The catalogue leaves them out: plans are fitted without them."""
+"""SMs of a B200 in XLA's target for it (``xla_gpu.core_count``; a GB200's has 152). The catalogue's ``num_sms`` leaves
+them out: plans are fitted without them."""
 
 BLACKWELL = (1000.0, 2250e12)
 """A B200's watts and dense bf16 peak, FLOP/s: power limits the rate of Blackwell boards, whatever their peak."""
