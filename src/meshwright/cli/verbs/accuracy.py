@@ -26,6 +26,7 @@ from meshwright.spec.weights import has_frozen_matrices
 if TYPE_CHECKING:
     from meshwright.accuracy.fit import Problem
 
+KERNELS = Path("benchmarks/data/kernels")
 PUBLISHED = Path("benchmarks/data/published_training.jsonl")
 BEGIN = "<!-- table: {} -->"
 END = "<!-- end -->"
@@ -48,6 +49,7 @@ class Given(Options):
     cross_validate: bool = option("Fit again, and predict the records that each fit has not seen (minutes).")
     out: Path | None = option("Fit numbers on FILE and write them (TOML; minutes).", "-o", "--out")
     page: Path | None = option("Fit, and write the tables into this page.")
+    kernels: bool = option("Measured kernels instead: FILE is a folder of tables, by default benchmarks/data/kernels.")
 
 
 @verb(Given)
@@ -56,8 +58,11 @@ def command(given: Given) -> Answer:
 
     The default FILE has the published steps of this repository: benchmarks/data/published_training.jsonl.
     """
-    if given.file == PUBLISHED and not PUBLISHED.is_file():
-        raise InputError(f"{PUBLISHED}, the default, is in a checkout of meshwright. Work there, or give a FILE.")
+    default = KERNELS if given.kernels else PUBLISHED
+    if given.file == PUBLISHED and not default.exists():
+        raise InputError(f"{default}, the default, is in a checkout of meshwright. Work there, or give a FILE.")
+    if given.kernels:
+        return _kernels(given)
     records = read_records(given.file)
     chosen = tuple(record for record in records if given.only is None or record.group == given.only)
     if not chosen:
@@ -132,6 +137,64 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
         "interval holds": ("coverage", share),
     }
     return Table.of(({"group": name, **msgspec.structs.asdict(at)} for name, at in rows), columns, title)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------
+
+
+def _kernels(given: Given) -> Answer:
+    """Compares measured kernels with their predictions on held-out shapes; -o fits the numbers again."""
+    from meshwright.accuracy import kernels
+
+    unused = ("worst", "every", "only", "datasheet", "png", "cross_validate")
+    if any(getattr(given, name) for name in unused):
+        raise InputError("--kernels goes with -o, --page and --json alone: its errors are cross-validated as they are.")
+    folder = KERNELS if given.file == PUBLISHED else given.file
+    if given.page:
+        _with_tables(given.page, {"kernels": ""})
+    groups, left = kernels.read_kernels(folder)
+    rows = sum(len(one.measured_s) for one in groups)
+    stored = (
+        kernels.kernel_numbers()
+        if not given.out
+        else FittedNumbers(
+            date=date.today().isoformat(),
+            source=f"fitted on {rows:,} measured kernels of {folder}, see docs/accuracy.md",
+            numbers=kernels.fit_kernels(groups),
+        )
+    )
+    if given.out:
+        write_text_whole(given.out, dump_toml(stored))
+        say(f"wrote {given.out}")
+    found = kernels.kernel_errors(groups, stored.numbers)
+    table = Table.of(found, KERNEL_COLUMNS, f"kernels, on shapes held out in {NUM_FOLDS} folds")
+    if given.page:
+        write_text_whole(
+            given.page, _with_tables(given.page, {"kernels": as_markdown(Table.of(found, KERNEL_COLUMNS))})
+        )
+        say(f"wrote {given.page}")
+    due = [one for one in found if one.goal]
+    text: list[Piece] = [
+        table,
+        f"{sum(one.goal == 'yes' for one in due)} of {len(due)} chips and operations with {kernels.FEWEST_ROWS} rows "
+        f"or more have a median of at most {kernels.GOAL:.0%}",
+        f"{len(stored.numbers)} numbers, {stored.source}, {stored.date}",
+        *(f"left out: {count:,}, {reason}" for reason, count in left.items()),
+    ]
+    facts = {"kernels": [msgspec.structs.asdict(one) for one in found], "left_out": left, "numbers": stored.numbers}
+    return Answer(facts, text)
+
+
+KERNEL_COLUMNS: TableColumns = {
+    "operation": "operation",
+    "chip": "chip",
+    "rows": "rows",
+    "median": ("median", "{:.1%}".format),
+    "MAPE": ("mape", "{:.1%}".format),
+    "fitted": ("fitted", "{:.1%}".format),
+    "8%": "goal",
+    "source": "source",
+}
 
 
 # -- fitting --------------------------------------------------------------------------------------------

@@ -1,0 +1,261 @@
+"""Measured kernels beside `cost.work.kernel_times`: rows that count, the fit, errors on held-out shapes."""
+
+import csv
+import functools
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from scipy.optimize import least_squares
+
+from meshwright.accuracy.cases import NUM_FOLDS
+from meshwright.core.errors import InputError
+from meshwright.core.files import read_text
+from meshwright.core.toml_file import load_toml
+from meshwright.cost.work import kernel_times as times
+from meshwright.cost.work.kernel_times import KernelRates, kernel_rates
+from meshwright.spec.chip import chip as find_chip
+from meshwright.spec.efficiency import FILE as TRAINING_NUMBERS
+from meshwright.spec.efficiency import FittedNumbers
+
+FILE = TRAINING_NUMBERS.with_name("kernels.toml")
+MOST_NUMBERS = 20
+GOAL, FEWEST_ROWS = 0.08, 10
+"""Median error that a chip and an operation should reach, where it has at least so many rows."""
+
+PRIORS = {
+    **{"compute.a100": 0.8, "compute.h100": 0.8, "compute.blackwell": 0.7, "compute.128": 0.9, "compute.256": 0.75},
+    **{"power": 0.6, "narrow": 0.8, "start_s": 4e-6, "call_s": 1.4e-5},
+    **{"attention.v6e": 0.75, "attention.tpu7x": 0.7, "head_half": 37.0, "head_half_backward": 90.0, "block": 2300.0},
+    **{"attention_bytes.gpu": 0.5, "attention_bytes.tpu": 3.5},
+    **{"link": 0.75, "collective_s": 6e-6, "member_s": 9e-7, "ramp_s": 2e-5},
+}
+"""Fitted number -> where the fit starts, and what weakly holds it."""
+
+PRIOR_SPREAD, ERROR_SCALE, USUAL_ROWS = 10.0, 0.05, 30
+"""Standard deviation of a number's logarithm (ten: hardly held); the error of log time above which errors count
+linearly; rows that a chip and an operation count as, whatever their number."""
+
+CORES_MEASURED = {"tpu7x": 1}
+"""Cores of a device where it is not a whole chip: JAX gives each core of an Ironwood as one."""
+
+CHIPS = {"a100": "a100-80gb"}
+
+PREFILL = {"B": "batch_size", "T": "isl", "N": "num_heads", "G": "num_key_value_heads", "H": "head_dim"}
+ATTENTION = {"B": "batch", "T": "length", "N": "heads", "G": "kv_heads", "H": "head_dim", "causal": "causal"}
+PRODUCTS = {"M": "rows", "K": "contracted", "N": "columns", "G": "groups"}
+GEMM = {"M": "m", "N": "n", "K": "k"}
+
+
+TENSORRT, SGLANG, NCCL = (f"AIConfigurator {name}" for name in ("TensorRT-LLM", "SGLang", "NCCL"))
+CUDNN, PALLAS, XLA = (f"tokamax {name}" for name in ("cuDNN", "Pallas", "XLA"))
+_FLASH, _RAGGED, _GATED = "flash_attention", "ragged_dot", "gated_linear_unit"
+_SERVED = {"chip": "a100_sxm h200_sxm b200_sxm gb200 gb300", "source": "sglang/0.5.10 sglang/0.5.14"}
+_TRAINED = ("tokamax_attention", ATTENTION)
+_MADE = ("tokamax_products", PRODUCTS)
+
+
+def _kernel(name: str, chips: str, phase: str, **where: str) -> dict[str, str]:
+    return {"kernel": name, "chip": chips, "pass": phase, "dtype": "bf16", **where}
+
+
+_GPU, _TPU, _LOSS = "pallas_mosaic_gpu_", "pallas_mosaic_tpu_", "linear_softmax_cross_entropy_loss"
+_backward = functools.partial(times.attention_s, phase="backward")
+_CHOSEN: tuple[tuple[str, str, tuple[str, dict[str, str]], dict[str, str], Callable[..., Any]], ...] = (
+    ("products", TENSORRT, ("gemm_bf16", GEMM), {}, times.product_s),
+    ("fp8 products", TENSORRT, ("gemm_fp8", GEMM), {"dtype": "fp8", "source": "trtllm/1.3.0rc20"},
+     functools.partial(times.product_s, narrow=True)),
+    ("attention forward", SGLANG, ("attention_prefill_bf16", PREFILL), _SERVED,
+     functools.partial(times.attention_s, paged=True)),
+    ("attention forward", CUDNN, _TRAINED, _kernel("jax_nn_dot_product_attention", "h100", "forward"),
+     times.attention_s),
+    ("attention forward", PALLAS, _TRAINED, _kernel(_TPU + _FLASH, "v5p v6e tpu7x", "forward"), times.attention_s),
+    ("attention backward", PALLAS, _TRAINED, _kernel(_GPU + _FLASH, "h100", "backward", head_dim="64 128 192"),
+     _backward),
+    ("attention backward", PALLAS, _TRAINED, _kernel(_TPU + _FLASH, "tpu7x", "backward"), _backward),
+    ("grouped products", PALLAS, _MADE, _kernel(_GPU + _RAGGED, "h100 b200", "forward"), times.grouped_s),
+    ("grouped products", PALLAS, _MADE, _kernel(_TPU + _RAGGED, "v5e v5p tpu7x", "forward"), times.grouped_s),
+    ("gated units", PALLAS, _MADE, _kernel(_GPU + _GATED, "h100", "forward"),
+     functools.partial(times.gated_s, fused=True)),
+    ("gated units", XLA, _MADE, _kernel(_GATED, "v5p", "forward"), functools.partial(times.gated_s, fused=False)),
+    ("loss forward", XLA, _MADE, _kernel(_LOSS, "h100 tpu7x v6e", "forward"), times.loss_s),
+    ("loss backward", XLA, _MADE, _kernel(_LOSS, "h100 tpu7x", "backward"),
+     functools.partial(times.loss_s, phase="backward")),
+    ("collectives", NCCL, ("collectives_nvlink", {"op": "op_name", "n": "num_gpus", "bytes": "bytes"}), {},
+     times.collective_s),
+)  # fmt: skip
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of one operation and kernel: ``where`` has the values chosen by column, ``sizes`` columns by letter."""
+
+    operation: str
+    source: str
+    file: str
+    sizes: dict[str, str]
+    where: dict[str, tuple[str, ...]]
+    seconds_of: Callable[[Mapping[str, Any], KernelRates], Any]
+
+    @property
+    def column(self) -> str:
+        """The column of seconds: a table of products has one for each library."""
+        return "seconds_trtllm" if self.file == "gemm_bf16" else "seconds"
+
+
+CHOICES = tuple(
+    Choice(
+        operation=operation,
+        source=source,
+        file=file,
+        sizes=sizes,
+        where={column: tuple(values.split()) for column, values in where.items()},
+        seconds_of=seconds_of,
+    )
+    for operation, source, (file, sizes), where, seconds_of in _CHOSEN
+)
+"""One kernel for each chip and operation: what its users get, or the only one written for the chip."""
+
+
+class KernelGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The measured kernels of one chip and operation: sizes [rows] by letter, seconds [rows], and folds [rows]."""
+
+    chip: str
+    choice: Choice
+    sizes: dict[str, np.ndarray]
+    measured_s: np.ndarray
+    folds: np.ndarray
+
+
+class KernelErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """Errors of one chip and operation on shapes that the fit has not seen; ``fitted`` is the median with the shipped
+    numbers, which have seen all. ``goal`` says whether the median reaches `GOAL`; "" for too few rows."""
+
+    operation: str
+    chip: str
+    rows: int
+    median: float
+    mape: float
+    bias: float
+    fitted: float
+    goal: str
+    source: str
+
+
+def kernel_numbers() -> FittedNumbers:
+    """Returns the numbers shipped with the package. Raises InputError with file:line for a broken file."""
+    return load_toml(FILE, FittedNumbers)
+
+
+def read_kernels(folder: Path) -> tuple[tuple[KernelGroup, ...], dict[str, int]]:
+    """Returns the groups of a folder of tables, and the number of rows left out by reason.
+
+    Raises InputError for a table that is missing, or a row without a number where one is needed.
+    """
+    groups, left = [], Counter[str]()
+    for file in dict.fromkeys(choice.file for choice in CHOICES):
+        path = folder / f"{file}.csv"
+        text = read_text(path, "Name a folder with the tables of benchmarks/data/kernels.")
+        rows = [{"_line": str(number)} | row for number, row in enumerate(csv.DictReader(text.splitlines()), 2)]
+        chosen: set[str] = set()
+        for choice in (one for one in CHOICES if one.file == file):
+            own = [row for row in rows if all(row.get(name) in values for name, values in choice.where.items())]
+            own = [row for row in own if row.get(choice.column) != ""]
+            chosen |= {row["_line"] for row in own}
+            for chip in dict.fromkeys(row["chip"] for row in own):
+                groups.append(_group(choice, [row for row in own if row["chip"] == chip], path))
+        left.update(_reason(row) for row in rows if row["_line"] not in chosen)
+    return tuple(groups), dict(left)
+
+
+def _reason(row: Mapping[str, str]) -> str:
+    if row.get("dtype") == "f32":
+        return "fp32 activations"
+    if row.get("dtype") == "fp8_block":
+        return "fp8 with a scale for each block"
+    if row.get("kernel", "").startswith("pallas_mosaic_gpu_flash") and row.get("pass") == "backward":
+        return "attention backward with heads of 256 on h100"
+    return "another kernel than the one chosen for the chip"
+
+
+def _group(choice: Choice, rows: Sequence[Mapping[str, str]], path: Path) -> KernelGroup:
+    sizes: dict[str, list[Any]] = {letter: [] for letter in choice.sizes}
+    measured = []
+    for row in rows:
+        try:
+            for letter, column in choice.sizes.items():
+                sizes[letter].append(row[column] if letter == "op" else float(row[column]))
+            measured.append(float(row[choice.column]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{path}:{row['_line']}: {error}. Each row has the sizes and seconds of a kernel."
+            ) from None
+        if (
+            not all(0 <= sizes[letter][-1] < np.inf for letter in sizes if letter != "op")
+            or not 0 < measured[-1] < np.inf
+        ):
+            raise InputError(f"{path}:{row['_line']}: a size or a time is not a positive number.")
+    found = {letter: np.array(values) for letter, values in sizes.items()}
+    if choice.sizes is PREFILL:
+        found["causal"] = np.ones(len(rows))
+    keys = [",".join(row[column] for column in choice.sizes.values()) for row in rows]
+    return KernelGroup(
+        chip=rows[0]["chip"].removesuffix("_sxm"),
+        choice=choice,
+        sizes=found,
+        measured_s=np.array(measured),
+        folds=np.array([zlib.crc32(key.encode()) % NUM_FOLDS for key in keys]),
+    )
+
+
+def predicted_s(group: KernelGroup, numbers: Mapping[str, float]) -> np.ndarray:
+    """Returns the predicted seconds of a group's kernels [rows]."""
+    chip = find_chip(CHIPS.get(group.chip, group.chip))
+    rates = kernel_rates(chip, numbers, cores=CORES_MEASURED.get(group.chip))
+    return np.asarray(group.choice.seconds_of(group.sizes, rates))
+
+
+def fit_kernels(groups: Sequence[KernelGroup], *, held_out: int = -1) -> dict[str, float]:
+    """Returns the numbers that predict the rows outside the fold ``held_out`` best: least squares of log time.
+
+    Errors beyond `ERROR_SCALE` count linearly, and every group counts as `USUAL_ROWS` rows.
+    """
+    start = np.log(list(PRIORS.values()))
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        numbers = dict(zip(PRIORS, np.exp(point).tolist(), strict=True))
+        parts = [(point - start) / PRIOR_SPREAD]
+        for one in groups:
+            error = np.log(predicted_s(one, numbers) / one.measured_s) / ERROR_SCALE
+            parts.append((error * np.sqrt(USUAL_ROWS / len(error)))[one.folds != held_out])
+        return np.concatenate(parts)
+
+    found = least_squares(residuals, start, loss="soft_l1", max_nfev=40).x
+    return {name: float(f"{value:.3g}") for name, value in zip(PRIORS, np.exp(found).tolist(), strict=True)}
+
+
+def kernel_errors(groups: Sequence[KernelGroup], shipped: Mapping[str, float]) -> list[KernelErrors]:
+    """Returns the errors of each group, each shape predicted by numbers fitted without its fold."""
+    folds = [fit_kernels(groups, held_out=fold) for fold in range(NUM_FOLDS)]
+    found = []
+    for one in groups:
+        by_fold = np.stack([predicted_s(one, numbers) for numbers in folds])
+        error = by_fold[one.folds, np.arange(len(one.folds))] / one.measured_s - 1
+        median = float(np.median(np.abs(error)))
+        found.append(
+            KernelErrors(
+                operation=one.choice.operation,
+                chip=one.chip,
+                rows=len(error),
+                median=median,
+                mape=float(np.mean(np.abs(error))),
+                bias=float(np.mean(error)),
+                fitted=float(np.median(np.abs(predicted_s(one, shipped) / one.measured_s - 1))),
+                goal="" if len(error) < FEWEST_ROWS else "yes" if median <= GOAL else "no",
+                source=one.choice.source,
+            )
+        )
+    return found
