@@ -1,5 +1,6 @@
 """Runs derived collectives inside `shard_map`, and computes which entries of a dim a device holds."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from meshwright.algebra.rewrites.torus import Legs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
@@ -23,6 +25,8 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
     if step.op == "all_gather":
         return lax.all_gather(value, axes, axis=dim, tiled=True)
     if step.op == "reduce_scatter":
+        if step.details is not None:
+            return _scatter_leg_by_leg(value, step.details, axes=axes, dim=dim)
         return lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
     if step.op == "all_reduce":
         if step.reduction == "max":
@@ -35,6 +39,23 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
         size = value.shape[dim] // lax.axis_size(axes)
         return lax.dynamic_slice_in_dim(value, lax.axis_index(axes) * size, size, axis=dim)
     raise AssertionError(f"{step.op} is not a collective")
+
+
+def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
+    """Returns the device's shard of the sum, as one tiled scatter over the group leaves it.
+
+    The dim is first split into the parts of the group: libtpu pads a tiled scatter, and compiles thin shards as an
+    all-reduce of the whole array; with a dim of the group's size it does neither (libtpu 0.0.51, v5e and v6e).
+    """
+    before, after = value.shape[:dim], value.shape[dim + 1 :]
+    rest = value.shape[dim] // math.prod(legs.parts)
+    value = value.reshape(*before, *legs.parts, rest, *after)
+    in_order = [dim + index for leg in legs.order for index in leg]
+    value = value.transpose(*range(dim), *in_order, *range(dim + len(in_order), value.ndim))
+    value = value.reshape(*before, *legs.sizes, rest, *after)
+    for groups in legs.groups:
+        value = lax.psum_scatter(value, axes, scatter_dimension=dim, axis_index_groups=groups)
+    return value
 
 
 def own_entries(numbers: Array, first: Array | int, size: int, *, elsewhere: int = 0) -> tuple[Array, Array]:

@@ -186,7 +186,7 @@ class _Table:
         self.left: dict[TrafficKey, Amount] = defaultdict(Amount)
         for e in expected:
             if e.axes:
-                share = received_share(e.kind, math.prod(mesh[axis] for axis in e.axes))
+                share = received_share(e.kind, e.group_size)
                 amount = Amount(e.full_bytes / e.element_bytes, e.full_bytes * share, e.num_arrays)
                 for side in (self.labels[e.label].derived, self.rows.derived):
                     side[e.kind, e.axes] += amount

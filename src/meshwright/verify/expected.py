@@ -1,5 +1,6 @@
 """The derivation of a requested step: collectives and products that the compiled program should have, and memory."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -13,6 +14,7 @@ from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.pipeline import stage_layers
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
+from meshwright.algebra.rewrites.torus import crossed_legs
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.sizes import OpSizes
@@ -33,6 +35,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """One derived collective: it moves ``num_arrays`` arrays in one step, together ``full_bytes``, over ``axes``.
 
     ``full_bytes`` are of the whole array on the group, as in a `CompiledCollective`; ``element_bytes`` of one element.
+    ``group_size`` is that of ``axes``, or of the leg on one physical axis of a reduce-scatter that crosses several.
     """
 
     label: StepLabel
@@ -41,6 +44,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     num_arrays: int
     full_bytes: int
     element_bytes: int
+    group_size: int
 
 
 def expected_collectives(
@@ -81,15 +85,19 @@ def _sizes(dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: i
 def _expected(counted: Iterable[_Counted], sizes: OpSizes, *, num_microbatches: int, width: int) -> Iterator[Expected]:
     for step, arrays, times in counted:
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
-        filled = padding_factor(step, sizes)
-        yield Expected(
-            label=step.label,
-            kind=step.op,
-            axes=active_axes(step.axes, sizes.mesh),
-            num_arrays=arrays,
-            full_bytes=times * round(float(sizes.elements(step.full) * element * filled)),
-            element_bytes=element,
-        )
+        whole = round(float(sizes.elements(step.full) * element * padding_factor(step, sizes)))
+        axes = active_axes(step.axes, sizes.mesh)
+        legs = crossed_legs(step) or ((math.prod(sizes.mesh[axis] for axis in axes), 1),)
+        for size, before in legs:
+            yield Expected(
+                label=step.label,
+                kind=step.op,
+                axes=axes,
+                num_arrays=arrays,
+                full_bytes=times * whole // before,
+                element_bytes=element,
+                group_size=size,
+            )
 
 
 def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
