@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
-from meshwright.algebra.rewrites.torus import Legs
+from meshwright.algebra.rewrites.torus import SMALL_GATHER_BYTES, Legs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
@@ -23,6 +24,8 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
     axes = step.axes
     dim = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     if step.op == "all_gather":
+        if step.details is not None and value.nbytes * lax.axis_size(axes) < SMALL_GATHER_BYTES:
+            return _gather_leg_by_leg(value, step.details, axes=axes, dim=dim)
         return lax.all_gather(value, axes, axis=dim, tiled=True)
     if step.op == "reduce_scatter":
         if step.details is not None:
@@ -42,20 +45,29 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
 
 
 def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
-    """Returns the device's shard of the sum, as one tiled scatter over the group leaves it.
+    """Returns the shard that one tiled scatter over the whole group would leave.
 
-    The dim is first split into the parts of the group: libtpu pads a tiled scatter, and compiles thin shards as an
-    all-reduce of the whole array; with a dim of the group's size it does neither (libtpu 0.0.51, v5e and v6e).
+    The dim is split into the parts of the group, which become the outermost dims in memory. In any other layout libtpu
+    pads the scatter, or replaces it by an all-reduce of the whole array: for shards thinner than a tile, and where the
+    product that makes the array has another outermost dim (libtpu 0.0.51, v5e:8x8, 2026-11-24).
     """
-    before, after = value.shape[:dim], value.shape[dim + 1 :]
-    rest = value.shape[dim] // math.prod(legs.parts)
-    value = value.reshape(*before, *legs.parts, rest, *after)
-    in_order = [dim + index for leg in legs.order for index in leg]
-    value = value.transpose(*range(dim), *in_order, *range(dim + len(in_order), value.ndim))
-    value = value.reshape(*before, *legs.sizes, rest, *after)
+    shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
+    value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
+    value = value.reshape(*legs.sizes, *value.shape[len(legs.parts) :])
+    value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
-        value = lax.psum_scatter(value, axes, scatter_dimension=dim, axis_index_groups=groups)
+        value = lax.psum_scatter(value, axes, axis_index_groups=groups)
     return value
+
+
+def _gather_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
+    """Returns the array that one tiled gather over the whole group would give."""
+    shape = (*value.shape[:dim], value.shape[dim] * math.prod(legs.parts), *value.shape[dim + 1 :])
+    for groups in reversed(legs.groups):
+        value = lax.all_gather(value, axes, axis_index_groups=groups)
+    parts = [legs.parts[index] for index in legs.places]
+    value = value.reshape(*parts, *value.shape[len(legs.order) :])
+    return jnp.moveaxis(value, range(len(parts)), [dim + index for index in legs.places]).reshape(shape)
 
 
 def own_entries(numbers: Array, first: Array | int, size: int, *, elsewhere: int = 0) -> tuple[Array, Array]:

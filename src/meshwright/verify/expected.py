@@ -35,7 +35,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """One derived collective: it moves ``num_arrays`` arrays in one step, together ``full_bytes``, over ``axes``.
 
     ``full_bytes`` are of the whole array on the group, as in a `CompiledCollective`; ``element_bytes`` of one element.
-    ``group_size`` is that of ``axes``, or of the leg on one physical axis of a reduce-scatter that crosses several.
+    ``group_size`` is that of ``axes``, or of the leg on one physical axis of a collective that crosses several.
     """
 
     label: StepLabel
@@ -87,7 +87,7 @@ def _expected(counted: Iterable[_Counted], sizes: OpSizes, *, num_microbatches: 
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
         whole = round(float(sizes.elements(step.full) * element * padding_factor(step, sizes)))
         axes = active_axes(step.axes, sizes.mesh)
-        legs = crossed_legs(step) or ((math.prod(sizes.mesh[axis] for axis in axes), 1),)
+        legs = crossed_legs(step, whole) or ((math.prod(sizes.mesh[axis] for axis in axes), 1),)
         for size, before in legs:
             yield Expected(
                 label=step.label,
