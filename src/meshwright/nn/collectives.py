@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
-from meshwright.algebra.rewrites.torus import SMALL_GATHER_BYTES, Legs
+from meshwright.algebra.rewrites.torus import Legs, crossed_legs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
@@ -24,7 +24,7 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
     axes = step.axes
     dim = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     if step.op == "all_gather":
-        if step.details is not None and value.nbytes * lax.axis_size(axes) < SMALL_GATHER_BYTES:
+        if step.details is not None and crossed_legs(step, value.nbytes * lax.axis_size(axes)):
             return _gather_leg_by_leg(value, step.details, axes=axes, dim=dim)
         return lax.all_gather(value, axes, axis=dim, tiled=True)
     if step.op == "reduce_scatter":
@@ -47,9 +47,9 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
 def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
     """Returns the shard that one tiled scatter over the whole group would leave.
 
-    The dim is split into the parts of the group, which become the outermost dims in memory. In any other layout libtpu
-    pads the scatter, or replaces it by an all-reduce of the whole array: for shards thinner than a tile, and where the
-    product that makes the array has another outermost dim (libtpu 0.0.51, v5e:8x8, 2026-11-24).
+    The dim is split into the legs, which become the outermost dims in memory. In any other layout libtpu pads the
+    scatter, or replaces it by an all-reduce of the whole array: for shards thinner than a tile, and where the product
+    that makes the array has another outermost dim (libtpu 0.0.51, v5e:8x8 and v5p:16x16x16, 2026-11-24).
     """
     shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
     value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))

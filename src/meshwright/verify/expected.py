@@ -14,8 +14,8 @@ from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.pipeline import stage_layers
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
-from meshwright.algebra.rewrites.torus import crossed_legs
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
+from meshwright.algebra.rewrites.torus import crossed_legs
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step

@@ -1,8 +1,8 @@
-"""Sums over several torus axes run along one physical axis after the other, the longest first.
+"""Sums over a whole torus run along one physical axis after the other, the longest first.
 
-One reduce-scatter over a whole two-dimensional slice is compiled as an all-reduce of the whole array on TPUs, which
-sends twice the bytes; one for each physical axis stays a reduce-scatter, and sends (n - 1)/n of the array in all. So
-are gathers of small arrays; large ones stay gathers and use all axes at once.
+A reduce-scatter over a whole slice is compiled as an all-reduce of the whole array on TPUs, which sends twice the
+bytes; one for each physical axis stays a reduce-scatter, and sends (n - 1)/n of the array in all. So are gathers of
+small arrays. Over parts of a slice both stay what they are, and use all axes at once.
 """
 
 import math
@@ -23,7 +23,7 @@ an all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24)."""
 
 
 class Legs(msgspec.Struct, frozen=True, dict=True):
-    """The physical axes that a collective crosses; a leg is the group's part on one of them.
+    """The legs that a collective crosses one after the other: physical axes, or all torus axes together.
 
     ``parts`` are the factors of its group, major to minor; ``order`` has for each leg, in the order in which a sum
     crosses them, the indices of its parts. Gathers cross them in reverse.
@@ -52,19 +52,24 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
 
 
 def group_legs(strategy: Strategy, axes: tuple[str, ...]) -> Legs | None:
-    """Returns the legs of a group of mesh axes: torus axes longest first, then slices.
+    """Returns the legs of a group of mesh axes; None if no part of it is on a torus, or the strategy's placement is not
+    of its mesh.
 
-    None if no part of the group is on a torus, or the strategy's placement is not of its mesh.
+    Each torus axis is a leg, the longest first, if the group fills a slice; else all of them are one. Slices follow.
     """
     parts = [part for axis in axes for part in parts_of(strategy.placement, axis)]
     whole = math.prod(strategy.mesh[axis] for axis in axes)
     if not any(part.on_torus for part in parts) or math.prod(part.size for part in parts) != whole:
         return None
-    links = dict.fromkeys(part.link for part in parts)
-    order = {link: tuple(i for i, part in enumerate(parts) if part.link == link) for link in links}
-    lengths = {link: math.prod(parts[index].size for index in order[link]) for link in links}
-    ranked = sorted(order, key=lambda link: (link not in TORUS_AXES, -lengths[link]))
-    return Legs(tuple(part.size for part in parts), tuple(order[link] for link in ranked))
+    outside = {axis for axis in strategy.mesh if axis not in axes}
+    fills = not any(part.on_torus for axis in outside for part in parts_of(strategy.placement, axis))
+    legs: dict[str, tuple[int, ...]] = {}
+    for index, part in enumerate(parts):
+        name = part.link if fills or not part.on_torus else TORUS_AXES
+        legs[name] = (*legs.get(name, ()), index)
+    sizes = {name: math.prod(parts[index].size for index in leg) for name, leg in legs.items()}
+    order = sorted(legs, key=lambda name: (name not in TORUS_AXES, -sizes[name]))
+    return Legs(tuple(part.size for part in parts), tuple(legs[name] for name in order))
 
 
 def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:
@@ -86,6 +91,8 @@ def block_leg_by_leg(block: BlockSteps, strategy: Strategy) -> BlockSteps:
 def crossed_legs(step: Step, full_bytes: int) -> tuple[tuple[int, int], ...]:
     """Returns for each leg of a collective that runs leg by leg its size, and the parts into which longer legs have
     divided the array; () for every other step. ``full_bytes`` are those of the step's whole array."""
-    gathers = step.op == "all_gather" and full_bytes < SMALL_GATHER_BYTES
-    sizes = step.details.sizes if isinstance(step.details, Legs) and (gathers or step.op == "reduce_scatter") else ()
+    runs = step.op == "reduce_scatter" or (step.op == "all_gather" and full_bytes < SMALL_GATHER_BYTES)
+    sizes = step.details.sizes if runs and isinstance(step.details, Legs) else ()
+    if len(sizes) == 1:
+        return ()
     return tuple((size, math.prod(sizes[:index])) for index, size in enumerate(sizes))
