@@ -1,5 +1,7 @@
 """One made-up case for each name of a difference, and what must stay without one."""
 
+import math
+
 import pytest
 
 from meshwright.core.labels import OPTIMIZER, find_label
@@ -25,6 +27,7 @@ def derived(label=GATHER, *, kind="all_gather", axes=("fsdp",), arrays=1, elemen
         num_arrays=arrays,
         full_bytes=arrays * elements * width,
         element_bytes=width,
+        group_size=math.prod(MESH[axis] for axis in axes),
     )
 
 

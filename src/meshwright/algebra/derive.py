@@ -16,7 +16,7 @@ from meshwright.algebra.rewrites.remat import SavedSet, in_segments
 from meshwright.algebra.rewrites.repeated_heads import repeating
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
-from meshwright.algebra.rewrites.torus import block_leg_by_leg, leg_by_leg
+from meshwright.algebra.rewrites.torus import blocks_leg_by_leg, leg_by_leg
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Shardings, Tape
 from meshwright.core.errors import InputError, nearest
@@ -57,11 +57,11 @@ def derive(
         kept = tuple(a for a in backward.used if a.name not in given and (a in saved or a.name in activations))
         steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), kept)
         steps = in_segments(in_blocks(steps, shardings), shardings)
-        blocks.append(block_leg_by_leg(with_fused_head(steps) if fused_head else steps, strategy))
+        blocks.append(with_fused_head(steps) if fused_head else steps)
     weights = _updated(program, shardings)
     result = Derived(
         program,
-        tuple(blocks),
+        blocks_leg_by_leg(blocks, strategy),
         update=leg_by_leg(_update(program, shardings, weights, optimizer), strategy),
         declared={name: shardings.declared(name) for name in program.variables},
         boundary=boundary(program, shardings),

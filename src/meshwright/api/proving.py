@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from meshwright.algebra.generation import AS_WRITTEN
+from meshwright.algebra.rewrites.torus import mesh_order
 from meshwright.core.errors import InputError
 from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
-from meshwright.spec.placed import mesh_order
 from meshwright.spec.strategy import Form, Strategy, require_runnable_assumptions
 from meshwright.verify.request import Depth, Request
 from meshwright.verify.targets import CompilerPlatform

@@ -6,20 +6,61 @@ small arrays. Over parts of a slice both stay what they are, and use all axes at
 """
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.steps import Step
-from meshwright.spec.placed import TORUS_AXES, parts_of
+from meshwright.spec.cluster_shapes import SLICES, TORUS_AXES
 from meshwright.spec.strategy import Strategy
 
 SMALL_GATHER_BYTES = 2**25
 """Arrays of fewer bytes are gathered leg by leg. libtpu 0.0.51 compiles one gather over a whole v5e:8x8 or v5e:16x16 as
 an all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24)."""
+
+_PLACED = re.compile(r"(?:(\d+) of )?(\S+) \((\d+)\)")
+
+
+class PlacedPart(NamedTuple):
+    """A factor of a mesh axis on one physical axis or level of switches."""
+
+    link: str
+    size: int
+
+    @property
+    def on_torus(self) -> bool:
+        return self.link in TORUS_AXES
+
+
+def parts_of(placement: Mapping[str, str], axis: str) -> tuple[PlacedPart, ...]:
+    """Returns the parts of a mesh axis, major to minor; () for one chip.
+
+    Torus axes come first, the longest before shorter ones, then slices: sums cross them in this order, and copy nothing
+    between. Levels of switches are outermost first. ``placement`` is that of a strategy, such as ``{"fsdp": "8 of x (16) x y (8)"}``.
+    """
+    found = _PLACED.findall(placement.get(axis, ""))
+    parts = [PlacedPart(link, int(factor or size)) for factor, link, size in reversed(found)]
+    return tuple(sorted(parts, key=lambda part: -part.size if part.on_torus else 0))
+
+
+def mesh_order(
+    mesh: Mapping[str, int], placement: Mapping[str, str], *, links: Sequence[str] = (*TORUS_AXES, SLICES)
+) -> np.ndarray:
+    """Returns the chip numbers that a placement assigns to the mesh, as an array of the mesh's shape.
+
+    ``links`` are from the innermost out. Chips are numbered row-major over them, outermost first: slices, then z, y, x;
+    or nodes, then the chips of a domain. On one link the mesh's minor axes are inside.
+    """
+    parts = {axis: parts_of(placement, axis) for axis in mesh}
+    placed = [(a, part) for link in reversed(links) for a in mesh for part in parts[a] if part.link == link]
+    numbers = np.arange(math.prod(mesh.values())).reshape([part.size for _, part in placed])
+    order = [placed.index((axis, part)) for axis in mesh for part in parts[axis]]
+    return numbers.transpose(order).reshape(tuple(mesh.values()))
 
 
 class Legs(msgspec.Struct, frozen=True, dict=True):
@@ -82,10 +123,14 @@ def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:
     )
 
 
-def block_leg_by_leg(block: BlockSteps, strategy: Strategy) -> BlockSteps:
-    """Returns the steps of a block after `leg_by_leg`."""
-    forward, backward = (leg_by_leg(steps, strategy) for steps in (block.forward, block.backward))
-    return msgspec.structs.replace(block, forward=forward, backward=backward)
+def blocks_leg_by_leg(blocks: Iterable[BlockSteps], strategy: Strategy) -> tuple[BlockSteps, ...]:
+    """Returns blocks with their steps after `leg_by_leg`."""
+    return tuple(
+        msgspec.structs.replace(
+            block, forward=leg_by_leg(block.forward, strategy), backward=leg_by_leg(block.backward, strategy)
+        )
+        for block in blocks
+    )
 
 
 def crossed_legs(step: Step, full_bytes: int) -> tuple[tuple[int, int], ...]:

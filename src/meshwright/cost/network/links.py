@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.spec.chip import known
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.placed import SLICES, TORUS_AXES
+from meshwright.spec.cluster_shapes import SLICES, TORUS_AXES
 
 Level = Literal["ici", "nvlink", "network", "dcn", "host"]
 Parts = tuple[tuple[str, int], ...]
