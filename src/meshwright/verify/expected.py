@@ -15,7 +15,7 @@ from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.pipeline import stage_layers
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
-from meshwright.algebra.rewrites.torus import crossed_legs
+from meshwright.algebra.rewrites.torus import CrossedLeg, crossed_legs
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
@@ -87,16 +87,16 @@ def _expected(counted: Iterable[_Counted], sizes: OpSizes, *, num_microbatches: 
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
         whole = round(float(sizes.elements(step.full) * element * padding_factor(step, sizes)))
         axes = active_axes(step.axes, sizes.mesh)
-        legs = crossed_legs(step, whole) or ((math.prod(sizes.mesh[axis] for axis in axes), 1),)
-        for size, before in legs:
+        at_once = CrossedLeg(math.prod(sizes.mesh[axis] for axis in axes), axes, 1)
+        for leg in crossed_legs(step, whole) or (at_once,):
             yield Expected(
                 label=step.label,
                 kind=step.op,
-                axes=axes,
+                axes=active_axes(leg.axes, sizes.mesh),
                 num_arrays=arrays,
-                full_bytes=times * whole // before,
+                full_bytes=times * whole // leg.divided,
                 element_bytes=element,
-                group_size=size,
+                group_size=leg.size,
             )
 
 

@@ -27,6 +27,7 @@ from meshwright.spec.strategy import Strategy
 WHOLE = ({"fsdp": 8}, {"fsdp": "x (2) x y (4)"})
 PARTS = ({"fsdp": 4, "tensor": 2}, {"fsdp": "2 of x (4) x y (2)", "tensor": "2 of x (4)"})
 TWO_AXES = ({"data": 2, "fsdp": 4}, {"data": "2 of x (4)", "fsdp": "2 of x (4) x y (2)"})
+BESIDE = ({"data": 2, "fsdp": 4}, {"data": "y (2)", "fsdp": "x (4)"})
 SLICES = ({"fsdp": 8}, {"fsdp": "x (2) x y (2) x slices (2)"})
 NODES = ({"fsdp": 8}, {"fsdp": "domain (4) x nodes (2)"})
 
@@ -34,11 +35,11 @@ NODES = ({"fsdp": 8}, {"fsdp": "domain (4) x nodes (2)"})
 @pytest.mark.parametrize(
     ("case", "axes", "expected"),
     [
-        (WHOLE, ("fsdp",), Legs((4, 2), ((0,), (1,)))),
-        (PARTS, ("fsdp",), Legs((2, 2), ((0, 1),))),
-        (PARTS, ("fsdp", "tensor"), Legs((2, 2, 2), ((1, 2), (0,)))),
-        (TWO_AXES, ("data", "fsdp"), Legs((2, 2, 2), ((0, 2), (1,)))),
-        (SLICES, ("fsdp",), Legs((2, 2, 2), ((0,), (1,), (2,)))),
+        (WHOLE, ("fsdp",), Legs((4, 2), ("fsdp", "fsdp"), ((0,), (1,)))),
+        (PARTS, ("fsdp",), Legs((2, 2), ("fsdp", "fsdp"), ((0, 1),))),
+        (PARTS, ("fsdp", "tensor"), Legs((2, 2, 2), ("fsdp", "fsdp", "tensor"), ((1, 2), (0,)))),
+        (TWO_AXES, ("data", "fsdp"), Legs((2, 2, 2), ("data", "fsdp", "fsdp"), ((0, 2), (1,)))),
+        (SLICES, ("fsdp",), Legs((2, 2, 2), ("fsdp",) * 3, ((0,), (1,), (2,)))),
         (NODES, ("fsdp",), None),
         (({"fsdp": 8}, {}), ("fsdp",), None),
         (({"fsdp": 8}, {"fsdp": "x (4) x y (4)"}), ("fsdp",), None),
@@ -107,14 +108,24 @@ def test_values_and_shards_are_those_of_one_collective(case, dim):
 def test_legs_send_in_all_what_one_scatter_sends():
     partial = ShardedArray("W", ("D",), ((),), ("fsdp",))
     (scatter,) = steps_of(partial, ShardedArray("W", ("D",), (("fsdp",),)), WHOLE)
-    assert crossed_legs(scatter, 10**9) == ((4, 1), (2, 4))
-    assert sum((size - 1) / size / before for size, before in crossed_legs(scatter, 10**9)) == 7 / 8
+    assert crossed_legs(scatter, 10**9) == ((4, ("fsdp",), 1), (2, ("fsdp",), 4))
+    assert sum((leg.size - 1) / leg.size / leg.divided for leg in crossed_legs(scatter, 10**9)) == 7 / 8
 
 
 def test_only_small_gathers_over_a_whole_slice_run_leg_by_leg():
     split, whole = ShardedArray("W", ("D",), (("fsdp",),)), ShardedArray("W", ("D",), ((),))
     (gather,) = steps_of(split, whole, WHOLE)
-    assert crossed_legs(gather, SMALL_GATHER_BYTES - 1) == ((4, 1), (2, 4))
+    assert crossed_legs(gather, SMALL_GATHER_BYTES - 1) == ((4, ("fsdp",), 1), (2, ("fsdp",), 4))
     assert crossed_legs(gather, SMALL_GATHER_BYTES) == ()
     (gather,) = steps_of(split, whole, PARTS)
     assert crossed_legs(gather, 1) == ()
+
+
+def test_a_gather_whose_order_of_chips_interleaves_a_physical_axis_runs_leg_by_leg():
+    split = ShardedArray("W", ("D",), (("data", "fsdp"),))
+    (gather,) = steps_of(split, ShardedArray("W", ("D",), ((),)), TWO_AXES)
+    assert gather.details.is_interleaved
+    assert [leg.axes for leg in crossed_legs(gather, 10**9)] == [("data", "fsdp"), ("fsdp",)]
+    (gather,) = steps_of(split, ShardedArray("W", ("D",), ((),)), BESIDE)
+    assert not gather.details.is_interleaved
+    assert crossed_legs(gather, 10**9) == ()

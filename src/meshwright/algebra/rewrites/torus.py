@@ -2,7 +2,8 @@
 
 A reduce-scatter over a whole slice is compiled as an all-reduce of the whole array on TPUs, which sends twice the
 bytes; one for each physical axis stays a reduce-scatter, and sends (n - 1)/n of the array in all. So are gathers of
-small arrays. Over parts of a slice both stay what they are, and use all axes at once.
+small arrays, and of all arrays where two mesh axes share physical axes. Over parts of a slice both stay what they are,
+and use all axes at once.
 """
 
 import math
@@ -21,7 +22,8 @@ from meshwright.spec.strategy import Strategy
 
 SMALL_GATHER_BYTES = 2**25
 """Arrays of fewer bytes are gathered leg by leg. libtpu 0.0.51 compiles one gather over a whole v5e:8x8 or v5e:16x16 as
-an all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24)."""
+an all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24). On v5p:4x4x4 all sizes are an all-reduce if the
+group's order of chips interleaves a physical axis with others, else none."""
 
 _PLACED = re.compile(r"(?:(\d+) of )?(\S+) \((\d+)\)")
 
@@ -41,7 +43,8 @@ def parts_of(placement: Mapping[str, str], axis: str) -> tuple[PlacedPart, ...]:
     """Returns the parts of a mesh axis, major to minor; () for one chip.
 
     Torus axes come first, the longest before shorter ones, then slices: sums cross them in this order, and copy nothing
-    between. Levels of switches are outermost first. ``placement`` is that of a strategy, such as ``{"fsdp": "8 of x (16) x y (8)"}``.
+    between. Levels of switches are outermost first. ``placement`` is that of a strategy, such as
+    ``{"fsdp": "8 of x (16) x y (8)"}``.
     """
     found = _PLACED.findall(placement.get(axis, ""))
     parts = [PlacedPart(link, int(factor or size)) for factor, link, size in reversed(found)]
@@ -66,11 +69,12 @@ def mesh_order(
 class Legs(msgspec.Struct, frozen=True, dict=True):
     """The legs that a collective crosses one after the other: physical axes, or all torus axes together.
 
-    ``parts`` are the factors of its group, major to minor; ``order`` has for each leg, in the order in which a sum
-    crosses them, the indices of its parts. Gathers cross them in reverse.
+    ``parts`` are the factors of its group, major to minor, of the mesh ``axes``; ``order`` has for each leg, in the
+    order in which a sum crosses them, the indices of its parts. Gathers cross them in reverse.
     """
 
     parts: tuple[int, ...]
+    axes: tuple[str, ...]
     order: tuple[tuple[int, ...], ...]
 
     @property
@@ -82,6 +86,11 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
     def sizes(self) -> tuple[int, ...]:
         """Devices of each leg."""
         return tuple(math.prod(self.parts[index] for index in leg) for leg in self.order)
+
+    @property
+    def is_interleaved(self) -> bool:
+        """True if other parts of the group are between those of a leg."""
+        return any(leg != tuple(range(leg[0], leg[-1] + 1)) for leg in self.order)
 
     @cached_property
     def groups(self) -> tuple[list[list[int]], ...]:
@@ -98,7 +107,8 @@ def group_legs(strategy: Strategy, axes: tuple[str, ...]) -> Legs | None:
 
     Each torus axis is a leg, the longest first, if the group fills a slice; else all of them are one. Slices follow.
     """
-    parts = [part for axis in axes for part in parts_of(strategy.placement, axis)]
+    placed = [(axis, part) for axis in axes for part in parts_of(strategy.placement, axis)]
+    parts = [part for _, part in placed]
     whole = math.prod(strategy.mesh[axis] for axis in axes)
     if not any(part.on_torus for part in parts) or math.prod(part.size for part in parts) != whole:
         return None
@@ -110,7 +120,9 @@ def group_legs(strategy: Strategy, axes: tuple[str, ...]) -> Legs | None:
         legs[name] = (*legs.get(name, ()), index)
     sizes = {name: math.prod(parts[index].size for index in leg) for name, leg in legs.items()}
     order = sorted(legs, key=lambda name: (name not in TORUS_AXES, -sizes[name]))
-    return Legs(tuple(part.size for part in parts), tuple(legs[name] for name in order))
+    return Legs(
+        tuple(part.size for part in parts), tuple(axis for axis, _ in placed), tuple(legs[name] for name in order)
+    )
 
 
 def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:
@@ -133,11 +145,27 @@ def blocks_leg_by_leg(blocks: Iterable[BlockSteps], strategy: Strategy) -> tuple
     )
 
 
-def crossed_legs(step: Step, full_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Returns for each leg of a collective that runs leg by leg its size, and the parts into which longer legs have
-    divided the array; () for every other step. ``full_bytes`` are those of the step's whole array."""
-    runs = step.op == "reduce_scatter" or (step.op == "all_gather" and full_bytes < SMALL_GATHER_BYTES)
-    sizes = step.details.sizes if runs and isinstance(step.details, Legs) else ()
-    if len(sizes) == 1:
+class CrossedLeg(NamedTuple):
+    """One leg of a collective: its devices, its mesh axes, and the parts into which longer legs have divided the
+    array."""
+
+    size: int
+    axes: tuple[str, ...]
+    divided: int
+
+
+def crossed_legs(step: Step, full_bytes: int) -> tuple[CrossedLeg, ...]:
+    """Returns the legs of a collective that crosses several one after the other; () for every other step.
+
+    ``full_bytes`` are those of the step's whole array.
+    """
+    legs = step.details if step.op in ("all_gather", "reduce_scatter") else None
+    if not isinstance(legs, Legs) or len(legs.order) == 1:
         return ()
-    return tuple((size, math.prod(sizes[:index])) for index, size in enumerate(sizes))
+    if step.op == "all_gather" and full_bytes >= SMALL_GATHER_BYTES and not legs.is_interleaved:
+        return ()
+    sizes = legs.sizes
+    return tuple(
+        CrossedLeg(size, tuple(dict.fromkeys(legs.axes[part] for part in leg)), math.prod(sizes[:index]))
+        for index, (size, leg) in enumerate(zip(sizes, legs.order, strict=True))
+    )
