@@ -80,8 +80,12 @@ def collective_bound_by(kind: CollectiveKind, array_bytes: float, group: GroupRa
 
 
 def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibration | None = None) -> GroupRates:
-    """Returns the rates of a group of mesh axes on a placement; the data sheet's without a calibration."""
-    return leg_rates(group_legs(placement, axes), calibration)
+    """Returns the rates of a group of mesh axes on a placement; the data sheet's without a calibration.
+
+    As in How to Scale Your Model every collective uses all torus axes at once, a ReduceScatter too, which `leg_rates`
+    prices as it runs.
+    """
+    return leg_rates([replace(leg, in_turn=False) for leg in group_legs(placement, axes)], calibration)
 
 
 def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> GroupRates:
