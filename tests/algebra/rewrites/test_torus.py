@@ -39,7 +39,7 @@ NODES = ({"fsdp": 8}, {"fsdp": "domain (4) x nodes (2)"})
         (PARTS, ("fsdp",), Legs((2, 2), ("fsdp", "fsdp"), ((0, 1),))),
         (PARTS, ("fsdp", "tensor"), Legs((2, 2, 2), ("fsdp", "fsdp", "tensor"), ((1, 2), (0,)))),
         (TWO_AXES, ("data", "fsdp"), Legs((2, 2, 2), ("data", "fsdp", "fsdp"), ((0, 2), (1,)))),
-        (SLICES, ("fsdp",), Legs((2, 2, 2), ("fsdp",) * 3, ((0,), (1,), (2,)))),
+        (SLICES, ("fsdp",), Legs((2, 2, 2), ("fsdp",) * 3, ((1,), (2,), (0,)))),
         (NODES, ("fsdp",), None),
         (({"fsdp": 8}, {}), ("fsdp",), None),
         (({"fsdp": 8}, {"fsdp": "x (4) x y (4)"}), ("fsdp",), None),
@@ -51,7 +51,7 @@ def test_the_legs_of_a_group(case, axes, expected):
 
 
 def test_parts_are_major_to_minor():
-    assert parts_of({"fsdp": "x (2) x 4 of y (8) x slices (2)"}, "fsdp") == (("y", 4), ("x", 2), ("slices", 2))
+    assert parts_of({"fsdp": "x (2) x 4 of y (8) x slices (2)"}, "fsdp") == (("slices", 2), ("y", 4), ("x", 2))
     assert parts_of({"fsdp": "domain (8) x 2 of nodes (4)"}, "fsdp") == (("nodes", 2), ("domain", 8))
     assert parts_of({"data": "1 chip"}, "data") == ()
     assert PlacedPart("x", 2).on_torus

@@ -42,13 +42,13 @@ class PlacedPart(NamedTuple):
 def parts_of(placement: Mapping[str, str], axis: str) -> tuple[PlacedPart, ...]:
     """Returns the parts of a mesh axis, major to minor; () for one chip.
 
-    Torus axes come first, the longest before shorter ones, then slices: sums cross them in this order, and copy nothing
-    between. Levels of switches are outermost first. ``placement`` is that of a strategy, such as
+    Slices and levels of switches come first, outermost first, then torus axes, the longest before shorter ones: sums
+    cross these in this order, and copy nothing between. ``placement`` is that of a strategy, such as
     ``{"fsdp": "8 of x (16) x y (8)"}``.
     """
     found = _PLACED.findall(placement.get(axis, ""))
     parts = [PlacedPart(link, int(factor or size)) for factor, link, size in reversed(found)]
-    return tuple(sorted(parts, key=lambda part: -part.size if part.on_torus else 0))
+    return tuple(sorted(parts, key=lambda part: -part.size if part.on_torus else -math.inf))
 
 
 def mesh_order(
