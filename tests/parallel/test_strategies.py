@@ -19,6 +19,12 @@ ONE_AXIS = [
     pytest.param(MOE, {"expert": 4}, {"remat": "none"}, marks=pytest.mark.slow),
 ]
 MIXES = [
+    (MODEL, {"fsdp": 8}, {"placement": {"fsdp": "x (4) x y (2)"}, "num_microbatches": 1}),
+    (
+        MODEL,
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"placement": {"data": "2 of x (4)", "fsdp": "2 of x (4)", "tensor": "y (2)"}, "zero": 2},
+    ),
     (MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}),
     (MODEL, {"data": 2, "fsdp": 2, "context": 2}, {"zero": 2, "context_attention": "ring", "remat": "none"}),
     (

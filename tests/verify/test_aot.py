@@ -3,10 +3,12 @@
 import msgspec
 import pytest
 
+from meshwright.api.proving import PROGRAM
 from meshwright.spec.catalogue import load_model
 from meshwright.verify.differences import TOLERANCE
-from meshwright.verify.proof import Proof
-from tests.verify.compiled import proof_of
+from meshwright.verify.proof import Proof, prove
+from meshwright.verify.running import python_program
+from tests.verify.compiled import proof_of, request_for
 
 pytestmark = pytest.mark.aot
 
@@ -66,6 +68,50 @@ def test_training(on, axes, memory):
     check(found, memory=memory)
     assert found.outcome.ended == "stopped"
     assert found.outcome.max_rss_bytes < 3e9
+
+
+def bytes_by_kind(found: Proof) -> dict[str, tuple[float, float]]:
+    """Derived and compiled bytes of each kind of collective."""
+    sums: dict[str, tuple[float, float]] = {}
+    for row in found.traffic.rows:
+        derived, compiled = sums.get(row.kind, (0.0, 0.0))
+        sums[row.kind] = derived + row.derived_bytes, compiled + row.compiled_bytes
+    return sums
+
+
+WHOLE_TORUS = [
+    ("v5e:4x4", {"fsdp": 16}, 0.01),
+    ("v5e:8x8", {"fsdp": 64}, 0.01),
+    ("v6e:4x8", {"data": 2, "fsdp": 16}, 0.01),
+    ("v5p:4x4x4", {"fsdp": 16, "context": 4}, 0.01),
+    # between slices small shards are padded
+    ("2*v5e:4x4", {"fsdp": 32}, 0.05),
+]
+"""Groups that fill a slice: compiled at once, their sums and some of their gathers would be all-reduces."""
+
+
+@pytest.mark.parametrize(("on", "axes", "share"), WHOLE_TORUS)
+def test_sums_and_gathers_over_a_whole_torus_stay_what_they_are(on, axes, share):
+    found = proof_of(SMALL, on, axes, seqs=64)
+    assert found.runs, found.refusal
+    assert found.traffic.remainder <= TOLERANCE
+    sent = bytes_by_kind(found)
+    for kind in ("reduce_scatter", "all_gather"):
+        derived, compiled = sent[kind]
+        assert compiled == pytest.approx(derived, rel=share), kind
+    assert sent["all_reduce"][1] - sent["all_reduce"][0] < 0.01 * found.traffic.derived_bytes
+    assert found.traffic.compiled_bytes == pytest.approx(found.traffic.derived_bytes, rel=share)
+
+
+def test_one_sum_over_a_whole_torus_is_a_full_all_reduce():
+    """The cause: without a placement the program scatters over all torus axes at once."""
+    request = request_for(SMALL, "v5e:4x4", {"fsdp": 16}, seqs=64)
+    strategy = msgspec.structs.replace(request.strategy, placement={})
+    at_once = msgspec.structs.replace(request, strategy=strategy)
+    sent = bytes_by_kind(prove(at_once, program=python_program(PROGRAM), timeout_s=120))
+    derived, compiled = sent["reduce_scatter"]
+    assert compiled < 0.1 * derived
+    assert sent["all_reduce"][1] > 1.8 * derived
 
 
 @pytest.mark.parametrize(

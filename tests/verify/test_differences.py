@@ -1,5 +1,7 @@
 """One made-up case for each name of a difference, and what must stay without one."""
 
+import math
+
 import pytest
 
 from meshwright.core.labels import OPTIMIZER, find_label
@@ -25,6 +27,7 @@ def derived(label=GATHER, *, kind="all_gather", axes=("fsdp",), arrays=1, elemen
         num_arrays=arrays,
         full_bytes=arrays * elements * width,
         element_bytes=width,
+        group_size=math.prod(MESH[axis] for axis in axes),
     )
 
 
@@ -230,3 +233,21 @@ def test_bytes_on_the_wire_of_a_ring_of_four(kind, wanted):
 def test_axes_of_one_device_move_nothing():
     mesh = {"data": 1, "fsdp": 4}
     assert compare_traffic([derived(axes=())], [compiled(axes=("data",))], mesh).rows == ()
+
+
+def of_tied_weight(op, *blocks):
+    phase, result, kind = (
+        ("forward", "embed", "all_gather") if op == "gather" else ("backward", "dembed", "reduce_scatter")
+    )
+    return [derived(f"{block}:{phase}:{result}={kind}", kind=kind) for block in blocks]
+
+
+@pytest.mark.parametrize("op", ["gather", "sum"])
+def test_a_tied_weight_may_be_gathered_or_summed_once_for_both_ends(op):
+    both = of_tied_weight(op, "embed", "head")
+    found = compare_traffic(both, [compiled("", kind=both[0].kind)], MESH)
+    assert names(found) == {"shared"}
+    assert found.remainder == 0
+    # a sum of one end alone, or of two layers, that is not there is a fault
+    for blocks in (("embed",), ("layer", "layer_moe")):
+        assert compare_traffic(of_tied_weight(op, *blocks), [], MESH).remainder == 1

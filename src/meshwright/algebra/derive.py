@@ -16,6 +16,7 @@ from meshwright.algebra.rewrites.remat import SavedSet, in_segments
 from meshwright.algebra.rewrites.repeated_heads import repeating
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
+from meshwright.algebra.rewrites.torus import blocks_leg_by_leg, leg_by_leg
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Shardings, Tape
 from meshwright.core.errors import InputError, nearest
@@ -60,8 +61,8 @@ def derive(
     weights = _updated(program, shardings)
     result = Derived(
         program,
-        tuple(blocks),
-        update=tuple(_update(program, shardings, weights, optimizer)),
+        blocks_leg_by_leg(blocks, strategy),
+        update=leg_by_leg(_update(program, shardings, weights, optimizer), strategy),
         declared={name: shardings.declared(name) for name in program.variables},
         boundary=boundary(program, shardings),
         ahead=strategy.prefetch,

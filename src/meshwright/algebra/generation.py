@@ -19,6 +19,7 @@ from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.repeated_heads import repeating, strategy_of_heads
+from meshwright.algebra.rewrites.torus import blocks_leg_by_leg
 from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
@@ -71,7 +72,9 @@ def derive_forward(program: Program, strategy: Strategy) -> Derived:
     shardings = Shardings(program, strategy, strategy.active_axes)
     blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
     declared = {name: shardings.declared(name) for name in program.variables}
-    return Derived(program, tuple(in_blocks(block, shardings) for block in blocks), (), declared)
+    return Derived(
+        program, blocks_leg_by_leg((in_blocks(block, shardings) for block in blocks), strategy), (), declared
+    )
 
 
 # -- the step of a job ----------------------------------------------------------------------------------

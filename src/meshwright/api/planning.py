@@ -14,7 +14,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import parse_count
 from meshwright.cost.setting import Setting, setting_of
-from meshwright.cost.train_step import estimate_step
+from meshwright.cost.train_step import price_strategy
 from meshwright.plan.legal import require_even_splits, require_legal
 from meshwright.plan.result import plan_in
 from meshwright.spec.calibration import Calibration
@@ -67,12 +67,16 @@ def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optim
 
 
 def plan_of(setting: Setting, strategy: Strategy) -> Plan:
-    """Returns the plan of a strategy in its setting, checked and predicted.
+    """Returns the plan of a strategy in its setting, checked and predicted; on a torus with its placement, which the
+    program follows.
 
     Raises CannotRunError, which names the broken rule, for a strategy that does not run.
     """
     require_legal(setting, strategy)
-    return plan_in(setting, strategy, estimate_step(setting, strategy))
+    priced = price_strategy(setting, strategy)
+    if setting.cluster.kind == "torus":
+        strategy = msgspec.structs.replace(strategy, placement=priced.placement.describe())
+    return plan_in(setting, strategy, priced.estimate)
 
 
 def changed_plan(plan: Plan, **changes: Any) -> Plan:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from meshwright.algebra.generation import AS_WRITTEN
+from meshwright.algebra.rewrites.torus import mesh_order
 from meshwright.core.errors import InputError
 from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
 from meshwright.spec.strategy import Form, Strategy, require_runnable_assumptions
 from meshwright.verify.request import Depth, Request
-from meshwright.verify.targets import CompilerPlatform, mesh_order
+from meshwright.verify.targets import CompilerPlatform
 
 if TYPE_CHECKING:
     from meshwright.verify.proof import Proof
@@ -73,9 +74,11 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
         raise InputError(f"the GSPMD form is of a training step, and this is a {job.kind} step. Leave the form out.")
     order: tuple[int, ...] = ()
     target = _target(setting, options)
-    if target.platform != "cpu":
-        as_stored = msgspec.structs.replace(setting, storage=AS_WRITTEN)
-        order = tuple(mesh_order(price_strategy(as_stored, strategy).placement).ravel().tolist())
+    if target.platform != "cpu" or cluster.kind == "torus":
+        laid = price_strategy(msgspec.structs.replace(setting, storage=AS_WRITTEN), strategy).placement
+        strategy = msgspec.structs.replace(strategy, placement=laid.describe())
+        links = [link.name for link in laid.links]
+        order = tuple(mesh_order(strategy.mesh, strategy.placement, links=links).ravel().tolist())
     named = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
     table = named | dict(options.settings) if job.trains else {}
     asked = msgspec.structs.replace(job, optimizer=table.get("optimizer", "adamw"))

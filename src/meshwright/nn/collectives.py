@@ -1,12 +1,15 @@
 """Runs derived collectives inside `shard_map`, and computes which entries of a dim a device holds."""
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
+from meshwright.algebra.rewrites.torus import Legs, crossed_legs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
@@ -21,8 +24,12 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
     axes = step.axes
     dim = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     if step.op == "all_gather":
+        if step.details is not None and crossed_legs(step, value.nbytes * lax.axis_size(axes)):
+            return _gather_leg_by_leg(value, step.details, axes=axes, dim=dim)
         return lax.all_gather(value, axes, axis=dim, tiled=True)
     if step.op == "reduce_scatter":
+        if step.details is not None:
+            return _scatter_leg_by_leg(value, step.details, axes=axes, dim=dim)
         return lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
     if step.op == "all_reduce":
         if step.reduction == "max":
@@ -35,6 +42,32 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
         size = value.shape[dim] // lax.axis_size(axes)
         return lax.dynamic_slice_in_dim(value, lax.axis_index(axes) * size, size, axis=dim)
     raise AssertionError(f"{step.op} is not a collective")
+
+
+def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
+    """Returns the shard that one tiled scatter over the whole group would leave.
+
+    The dim is split into the legs, which become the outermost dims in memory. In any other layout libtpu pads the
+    scatter, or replaces it by an all-reduce of the whole array: for shards thinner than a tile, and where the product
+    that makes the array has another outermost dim (libtpu 0.0.51, v5e:8x8 and v5p:16x16x16, 2026-11-24).
+    """
+    shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
+    value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
+    value = value.reshape(*legs.sizes, *value.shape[len(legs.parts) :])
+    value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
+    for groups in legs.groups:
+        value = lax.psum_scatter(value, axes, axis_index_groups=groups)
+    return value
+
+
+def _gather_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
+    """Returns the array that one tiled gather over the whole group would give."""
+    shape = (*value.shape[:dim], value.shape[dim] * math.prod(legs.parts), *value.shape[dim + 1 :])
+    for groups in reversed(legs.groups):
+        value = lax.all_gather(value, axes, axis_index_groups=groups)
+    parts = [legs.parts[index] for index in legs.places]
+    value = value.reshape(*parts, *value.shape[len(legs.order) :])
+    return jnp.moveaxis(value, range(len(parts)), [dim + index for index in legs.places]).reshape(shape)
 
 
 def own_entries(numbers: Array, first: Array | int, size: int, *, elsewhere: int = 0) -> tuple[Array, Array]:

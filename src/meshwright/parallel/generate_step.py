@@ -34,7 +34,7 @@ from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.held import Shapes, resized, without_split
-from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
+from meshwright.parallel.mesh import lower, named_sharding, partition_spec, shardings, strategy_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
@@ -88,7 +88,7 @@ class GenerateStep:
         for name, array in self.prefill_declared.declared.items():
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
                 check(array, sizes, strategy.mesh)
-        self.mesh = mesh or device_mesh(strategy.mesh)
+        self.mesh = mesh or strategy_mesh(strategy)
         self._compiled: dict[int, jax.stages.Compiled] = {}
 
     @property

@@ -11,9 +11,11 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites.torus import mesh_order
 from meshwright.core.errors import CannotRunError
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.nn.attention.platform import platform_of, traced_for
+from meshwright.spec.strategy import Strategy
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
@@ -69,6 +71,22 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
         reset_cache()
     grid = np.array(found[:needed]).reshape(tuple(axes.values()))
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def strategy_mesh(strategy: Strategy) -> Mesh:
+    """Returns the mesh of a strategy on the devices of all processes; on TPUs in the order of its placement, if it has
+    one."""
+    devices = jax.devices()
+    chips = in_order(devices)
+    if chips and len(chips) == strategy.num_chips and any(strategy.placement.values()):
+        devices = [chips[number] for number in mesh_order(strategy.mesh, strategy.placement).ravel()]
+    return device_mesh(strategy.mesh, devices)
+
+
+def in_order(devices: Sequence[Any]) -> list[Any]:
+    """Returns one device of each TPU chip, row-major over slices and physical axes, last to first; none for others."""
+    chips = [device for device in devices if device.platform == "tpu" and device.core_on_chip == 0]
+    return sorted(chips, key=lambda device: (getattr(device, "slice_index", 0) or 0, *reversed(device.coords)))
 
 
 def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:

@@ -31,7 +31,7 @@ from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives
 from meshwright.parallel.gradients import Losses, microbatch_loss, once_per_step, squared_norm, step_gradients
 from meshwright.parallel.held import resized, without_split
-from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
+from meshwright.parallel.mesh import lower, named_sharding, partition_spec, shardings, strategy_mesh
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
@@ -111,7 +111,7 @@ class TrainStep:
         given = optimizer if optimizer is not None else optax.adamw(3e-4)
         self.optimizer = plain_optimizer(given) if isinstance(given, optax.GradientTransformation) else given
         self.max_grad_norm = max_grad_norm
-        self.mesh = mesh or device_mesh(strategy.mesh)
+        self.mesh = mesh or strategy_mesh(strategy)
         self.program = transformer(model, options)
         self.declared = derive(self.program, own, optimizer=self.optimizer.kind)
         sizes = held_dims(model.dims, strategy.mesh)

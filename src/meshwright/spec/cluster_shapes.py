@@ -7,6 +7,10 @@ from meshwright.spec.chip import Chip
 
 ClusterShape = tuple[int, ...]
 
+TORUS_AXES = "xyzuvw"
+SLICES = "slices"
+"""Names of the links of a torus: its physical axes, and what joins slices."""
+
 MAX_HOST_DEVICES = 64
 """Limit of emulated devices on one machine; each costs threads and memory."""
 

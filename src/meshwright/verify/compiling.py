@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
-from meshwright.parallel.mesh import abstract_mesh, device_mesh
+from meshwright.parallel.mesh import abstract_mesh, device_mesh, in_order
 from meshwright.verify.request import LOWERED, MEMORY, MODULE, Memory, Request
 from meshwright.verify.targets import Target
 
@@ -55,7 +55,7 @@ def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None
 
 def target_mesh(request: Request) -> Mesh:
     """Makes the mesh over the devices of the target, in the order of the plan's placement."""
-    devices = in_order(target_devices(request.target), request.target)
+    devices = _in_order(target_devices(request.target), request.target)
     placed = [devices[number] for number in request.order] if request.order else devices
     return device_mesh(request.strategy.mesh, placed)
 
@@ -69,14 +69,14 @@ def target_devices(target: Target) -> list[Any]:
     return list(found.devices)
 
 
-def in_order(devices: list[Any], target: Target) -> list[Any]:
-    """Returns one device of each chip, row-major over slices and physical axes, last to first; non-TPUs by number."""
+def _in_order(devices: list[Any], target: Target) -> list[Any]:
+    """Returns one device of each chip in the order of a placement's numbers; other devices than TPUs by number."""
     if target.platform != "tpu":
         return sorted(devices, key=lambda device: device.id)
-    chips = [device for device in devices if device.core_on_chip == 0]
+    chips = in_order(devices)
     if len(chips) != target.num_devices:
         raise InputError(
             f"{target.topology} has {len(chips)} chips, but the plan has {target.num_devices}. Name the cluster with "
             f"its shape, such as v5p:4x4x8."
         )
-    return sorted(chips, key=lambda device: (getattr(device, "slice_index", 0) or 0, *reversed(device.coords)))
+    return chips

@@ -25,7 +25,7 @@ CLASSES: dict[str, str] = {
     "narrowed": "sent in fewer bytes than derived",
     "padding": "rows or columns added to fill tiles or to make equal parts",
     "repeated": "done again, to keep less in memory",
-    "shared": "done once for several uses",
+    "shared": "done once for several uses, or for several contributions to one gradient",
     "dropped": "sends of a ring that are not there: nothing uses the block any more, or it is there already",
     "optimizer": "the optimizer's own, on whole matrices",
     "involuntary rematerialisation": "arrays copied whole by the partitioner to bring them to another sharding",
@@ -186,7 +186,7 @@ class _Table:
         self.left: dict[TrafficKey, Amount] = defaultdict(Amount)
         for e in expected:
             if e.axes:
-                share = received_share(e.kind, math.prod(mesh[axis] for axis in e.axes))
+                share = received_share(e.kind, e.group_size)
                 amount = Amount(e.full_bytes / e.element_bytes, e.full_bytes * share, e.num_arrays)
                 for side in (self.labels[e.label].derived, self.rows.derived):
                     side[e.kind, e.axes] += amount
@@ -257,6 +257,20 @@ class _Table:
                     self._name(name, _words(key), {}, {key: left})
             elif key[0] == "permute" and left.arrays < 0 and self._is_one_round(key, left):
                 self._name("dropped", _words(key), {key: -left}, {})
+            elif self._is_of_a_tied_weight(key, left):
+                self._name("shared", _words(key), {key: -left}, {})
+
+    def _is_of_a_tied_weight(self, key: TrafficKey, left: Amount) -> bool:
+        """True if a row lacks what one end of the program sends of an array that embedding and head both gather or
+        sum."""
+        sent = {
+            label: sides.derived[key]
+            for label, sides in self.labels.items()
+            if label is not None and key in sides.derived and not label.block.startswith("layer")
+        }
+        alike = [label for label, one in sent.items() if _same(one.elements, -left.elements)]
+        blocks = {(label.result, label.block) for label in alike if sent[label].arrays == -left.arrays}
+        return len(blocks) > len({result for result, _ in blocks})
 
     def _is_one_round(self, key: TrafficKey, left: Amount) -> bool:
         """True if a row lacks whole arrays of its own size, at most one of a ring's n - 1 rounds."""

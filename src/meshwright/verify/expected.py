@@ -1,5 +1,6 @@
 """The derivation of a requested step: collectives and products that the compiled program should have, and memory."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -16,6 +17,7 @@ from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.pipeline import stage_layers
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
+from meshwright.algebra.rewrites.torus import CrossedLeg, crossed_legs
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
@@ -35,6 +37,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """One derived collective: it moves ``num_arrays`` arrays in one step, together ``full_bytes``, over ``axes``.
 
     ``full_bytes`` are of the whole array on the group, as in a `CompiledCollective`; ``element_bytes`` of one element.
+    ``group_size`` is that of ``axes``, or of the leg on one physical axis of a collective that crosses several.
     """
 
     label: StepLabel
@@ -43,6 +46,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     num_arrays: int
     full_bytes: int
     element_bytes: int
+    group_size: int
 
 
 def expected_collectives(
@@ -88,15 +92,19 @@ def _expected(counted: Iterable[_Counted], sizes: OpSizes, *, num_microbatches: 
     for step, arrays, times in counted:
         at = slot_sizes(step, sizes)
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
-        filled = padding_factor(step, sizes)
-        yield Expected(
-            label=step.label,
-            kind=step.op,
-            axes=active_axes(step.axes, sizes.mesh),
-            num_arrays=arrays,
-            full_bytes=times * round(float(at.elements(step.full) * element * filled)),
-            element_bytes=element,
-        )
+        whole = round(float(at.elements(step.full) * element * padding_factor(step, sizes)))
+        axes = active_axes(step.axes, sizes.mesh)
+        at_once = CrossedLeg(math.prod(sizes.mesh[axis] for axis in axes), axes, 1)
+        for leg in crossed_legs(step, whole) or (at_once,):
+            yield Expected(
+                label=step.label,
+                kind=step.op,
+                axes=active_axes(leg.axes, sizes.mesh),
+                num_arrays=arrays,
+                full_bytes=times * whole // leg.divided,
+                element_bytes=element,
+                group_size=leg.size,
+            )
 
 
 def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:

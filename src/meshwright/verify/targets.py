@@ -1,14 +1,11 @@
 """Compile targets of plans: the hardware of a cluster, which need not be present, or emulated CPU devices."""
 
 import importlib.util
-import math
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from meshwright.core.errors import CannotRunError
-from meshwright.cost.network.placement import Placement
 from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips
 from meshwright.spec.cluster import Cluster
 
@@ -129,18 +126,6 @@ def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
         num_devices=cluster.num_chips,
         note=libtpu.note,
     )
-
-
-def mesh_order(placement: Placement) -> np.ndarray:
-    """Returns the chip numbers that a placement assigns to the mesh, as an array of the mesh's shape.
-
-    Chips are numbered row-major over the links from the outermost to the innermost: slices, then z, y, x; or nodes,
-    then the chips of a domain. A mesh axis on several links has the outer ones as its major part.
-    """
-    parts = [(axis, factor) for link in reversed(placement.links) for axis, factor in link.parts]
-    numbers = np.arange(math.prod(placement.mesh.values())).reshape([factor for _, factor in parts])
-    order = [index for name in placement.mesh for index, (axis, _) in enumerate(parts) if axis == name]
-    return numbers.transpose(order).reshape(tuple(placement.mesh.values()))
 
 
 # -- GPUs ---------------------------------------------------------------------------------------------

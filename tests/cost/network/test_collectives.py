@@ -286,3 +286,25 @@ def test_an_all_to_all_against_every_pair_of_a_torus(text):
     )
     rates = group_rates(physical_placement(cluster), physical_placement(cluster).mesh)
     assert rates["all_to_all"].seconds_per_byte == pytest.approx(busiest)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "seconds_per_byte"),
+    [
+        # lines of 8: 7/8 of the array on the first axis, 7/8 of an eighth on the second
+        ("v5e:8x8", {"fsdp": 64}, (1 + 1 / 8) * 7 / 8),
+        # rings, both ways: half the array on the longest, then an eighth and a 32th of that
+        ("v5p:4x4x8", {"fsdp": 128}, (1 + 1 / 8 + 1 / 32) / 2),
+        # a part of a slice crosses all its axes at once: 2 of x, whose links no other group inside shares, and y
+        ("v5e:8x8", {"data": 4, "fsdp": 16}, 15 / 16 / 2),
+    ],
+)
+def test_a_sum_that_fills_a_slice_crosses_one_axis_after_the_other(text, mesh, seconds_per_byte):
+    cluster = parse_cluster(text)
+    placement = place_axes(cluster, mesh)[0]
+    rates = leg_rates(group_legs(placement, ("fsdp",)))
+    link = known(cluster.chip, "ici_link_bytes_per_s")
+    assert rates["reduce_scatter"].seconds_per_byte * link == pytest.approx(seconds_per_byte, rel=1e-12)
+    assert rates["reduce_scatter"].floor_s == rates["all_gather"].floor_s
+    at_once = group_rates(placement, ("fsdp",))
+    assert at_once["reduce_scatter"] == at_once["all_gather"]

@@ -80,8 +80,12 @@ def collective_bound_by(kind: CollectiveKind, array_bytes: float, group: GroupRa
 
 
 def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibration | None = None) -> GroupRates:
-    """Returns the rates of a group of mesh axes on a placement; the data sheet's without a calibration."""
-    return leg_rates(group_legs(placement, axes), calibration)
+    """Returns the rates of a group of mesh axes on a placement; the data sheet's without a calibration.
+
+    As in How to Scale Your Model every collective uses all torus axes at once, a ReduceScatter too, which `leg_rates`
+    prices as it runs.
+    """
+    return leg_rates([replace(leg, in_turn=False) for leg in group_legs(placement, axes)], calibration)
 
 
 def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> GroupRates:
@@ -91,7 +95,8 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     An AllGather of V bytes takes V/W if an axis is a ring, (n-1)/n V/W otherwise. An AllToAll crosses the axes one
     after the other in a pipeline; each takes a quarter (a line: half) of what a ring's AllGather of that axis's share
     takes, and the longest binds. Inside a switch an AllGather sends (n-1)/n V through the port. Levels work at the same
-    time and the slowest binds: see `_outer_terms`. Raises InputError on emulated devices without a calibration.
+    time and the slowest binds: see `_outer_terms`. A ReduceScatter that fills a
+    slice crosses its axes one after the other. Raises InputError on emulated devices without a calibration.
     """
     if not legs:
         return GroupRates(size=1, kinds=dict.fromkeys(COLLECTIVES, KindRate(0.0)))
@@ -111,11 +116,12 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     gather_level = _binding((gather_in, inside), (gather_out, outside))
     exchange_level = _binding((exchange_in / num_outer, inside), (exchange_out, outside))
     once = KindRate(gather, floor, level=gather_level)
+    in_turn = _in_turn_terms(inner) + gather_out
     return GroupRates(
         size=num_inner * num_outer,
         kinds={
             "all_gather": once,
-            "reduce_scatter": once,
+            "reduce_scatter": KindRate(_larger(gather, in_turn), floor, level=gather_level),
             "all_reduce": KindRate(2 * gather, 2 * floor, level=gather_level),
             "all_to_all": KindRate(exchange, floor, level=exchange_level),
             "permute": _permute_rate(legs),
@@ -163,6 +169,23 @@ def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
     width: Number = sum((1 + leg.wraps) * rate * (leg.size > 1) for leg, rate in zip(legs, rates, strict=True))
     closed: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
     return _line_or_ring(size, closed, width), exchange
+
+
+def _in_turn_terms(legs: Sequence[Leg]) -> Number:
+    """Returns the seconds per byte of a ReduceScatter that crosses torus axes one after the other, the longest first; 0
+    for a group that crosses them at once.
+
+    A leg of n chips takes what a gather over it alone takes, of the part that the legs before it have left.
+    """
+    seconds: Number = 0.0
+    for index, leg in enumerate(legs):
+        # of equal legs the outer one is the major part of the mesh axis, and first
+        before = ((o.size, o.size >= leg.size) for o in legs[index + 1 :])
+        longer = ((o.size, o.size > leg.size) for o in legs[:index])
+        divided = product(size * first + (1 - first) for size, first in (*before, *longer))
+        width = (1 + leg.wraps) * leg.bytes_per_s / leg.sharing * (leg.size > 1)
+        seconds = seconds + leg.in_turn * _line_or_ring(leg.size, leg.wraps, width) / divided
+    return seconds
 
 
 def _line_or_ring(size: Number, closed: Any, width: Number) -> Number:

@@ -21,7 +21,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
     ``bytes_per_s`` is one way and per chip; ``sharing`` is the number of interleaved groups on the same links;
     ``hops`` are the links that the furthest shard crosses; ``twist_gain`` is the factor by which a twisted torus that
-    the group fills speeds up its AllToAll.
+    the group fills speeds up its AllToAll. ``in_turn``: the group fills the slice, so that a ReduceScatter crosses the
+    torus axes one after the other (`algebra.rewrites.torus`).
     """
 
     level: Level
@@ -32,6 +33,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     hops: Number = 1
     hop_s: float = 1e-6
     twist_gain: float = 1.0
+    in_turn: Any = False
 
 
 def switched(link: Link, size: int) -> Leg:
@@ -75,7 +77,8 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
         name = min(unknown)
         raise InputError(f"{name!r} is not an axis of the mesh.{nearest(name, placement.mesh)}")
     closes, gain = _twist(placement.links, chosen)
-    return tuple(_merged_leg(link, chosen, closes, gain) for link in placement.links)
+    fills = all(axis in chosen for link in placement.links if link.level == "ici" for axis, _ in link.parts)
+    return tuple(_merged_leg(link, chosen, closes, gain, fills) for link in placement.links)
 
 
 def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
@@ -95,7 +98,7 @@ def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _merged_leg(link: Link, chosen: frozenset[str], closes: bool, gain: float) -> Leg | None:
+def _merged_leg(link: Link, chosen: frozenset[str], closes: bool, gain: float, fills: bool) -> Leg | None:
     size = stride = between = sharing = 1
     hops, outermost = 0, False
     for axis, factor in reversed(link.parts):
@@ -121,4 +124,5 @@ def _merged_leg(link: Link, chosen: frozenset[str], closes: bool, gain: float) -
         hops=stride / 2 if wraps else hops,
         hop_s=link.hop_s,
         twist_gain=gain,
+        in_turn=fills,
     )

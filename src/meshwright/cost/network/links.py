@@ -7,11 +7,10 @@ import msgspec
 
 from meshwright.spec.chip import known
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster_shapes import SLICES, TORUS_AXES
 
 Level = Literal["ici", "nvlink", "network", "dcn", "host"]
 Parts = tuple[tuple[str, int], ...]
-
-TORUS_AXES = "xyzuvw"
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +88,7 @@ def _torus_links(cluster: Cluster) -> tuple[Link, ...]:
     dcn = known(chip, "dcn_bytes_per_s")
     return (
         *axes,
-        Link(name="slices", level="dcn", size=cluster.num_slices, bytes_per_s=dcn, hop_s=chip.dcn_hop_s),
+        Link(name=SLICES, level="dcn", size=cluster.num_slices, bytes_per_s=dcn, hop_s=chip.dcn_hop_s),
     )
 
 

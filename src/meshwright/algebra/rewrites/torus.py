@@ -1,0 +1,171 @@
+"""Sums over a whole torus run along one physical axis after the other, the longest first.
+
+A reduce-scatter over a whole slice is compiled as an all-reduce of the whole array on TPUs, which sends twice the
+bytes; one for each physical axis stays a reduce-scatter, and sends (n - 1)/n of the array in all. So are gathers of
+small arrays, and of all arrays where two mesh axes share physical axes. Over parts of a slice both stay what they are,
+and use all axes at once.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.derived import BlockSteps
+from meshwright.algebra.steps import Step
+from meshwright.spec.cluster_shapes import SLICES, TORUS_AXES
+from meshwright.spec.strategy import Strategy
+
+SMALL_GATHER_BYTES = 2**25
+"""Arrays of fewer bytes are gathered leg by leg. libtpu 0.0.51 compiles one gather over a whole v5e:8x8 or v5e:16x16 as
+an all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24). On v5p:4x4x4 all sizes are an all-reduce if the
+group's order of chips interleaves a physical axis with others, else none."""
+
+_PLACED = re.compile(r"(?:(\d+) of )?(\S+) \((\d+)\)")
+
+
+class PlacedPart(NamedTuple):
+    """A factor of a mesh axis on one physical axis or level of switches."""
+
+    link: str
+    size: int
+
+    @property
+    def on_torus(self) -> bool:
+        return self.link in TORUS_AXES
+
+
+def parts_of(placement: Mapping[str, str], axis: str) -> tuple[PlacedPart, ...]:
+    """Returns the parts of a mesh axis, major to minor; () for one chip.
+
+    Slices and levels of switches come first, outermost first, then torus axes, the longest before shorter ones: sums
+    cross these in this order, and copy nothing between. ``placement`` is that of a strategy, such as
+    ``{"fsdp": "8 of x (16) x y (8)"}``.
+    """
+    found = _PLACED.findall(placement.get(axis, ""))
+    parts = [PlacedPart(link, int(factor or size)) for factor, link, size in reversed(found)]
+    return tuple(sorted(parts, key=lambda part: -part.size if part.on_torus else -math.inf))
+
+
+def mesh_order(
+    mesh: Mapping[str, int], placement: Mapping[str, str], *, links: Sequence[str] = (*TORUS_AXES, SLICES)
+) -> np.ndarray:
+    """Returns the chip numbers that a placement assigns to the mesh, as an array of the mesh's shape.
+
+    ``links`` are from the innermost out. Chips are numbered row-major over them, outermost first: slices, then z, y, x;
+    or nodes, then the chips of a domain. On one link the mesh's minor axes are inside.
+    """
+    parts = {axis: parts_of(placement, axis) for axis in mesh}
+    placed = [(a, part) for link in reversed(links) for a in mesh for part in parts[a] if part.link == link]
+    numbers = np.arange(math.prod(mesh.values())).reshape([part.size for _, part in placed])
+    order = [placed.index((axis, part)) for axis in mesh for part in parts[axis]]
+    return numbers.transpose(order).reshape(tuple(mesh.values()))
+
+
+class Legs(msgspec.Struct, frozen=True, dict=True):
+    """The legs that a collective crosses one after the other: physical axes, or all torus axes together.
+
+    ``parts`` are the factors of its group, major to minor, of the mesh ``axes``; ``order`` has for each leg, in the
+    order in which a sum crosses them, the indices of its parts. Gathers cross them in reverse.
+    """
+
+    parts: tuple[int, ...]
+    axes: tuple[str, ...]
+    order: tuple[tuple[int, ...], ...]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Indices of the parts, leg by leg."""
+        return tuple(index for leg in self.order for index in leg)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices of each leg."""
+        return tuple(math.prod(self.parts[index] for index in leg) for leg in self.order)
+
+    @property
+    def is_interleaved(self) -> bool:
+        """True if other parts of the group are between those of a leg."""
+        return any(leg != tuple(range(leg[0], leg[-1] + 1)) for leg in self.order)
+
+    @cached_property
+    def groups(self) -> tuple[list[list[int]], ...]:
+        """For each leg the groups of ranks along it; the ranks of a group run over its parts, major to minor."""
+        ranks = np.arange(math.prod(self.parts)).reshape(self.parts)
+        ends = [range(-len(leg), 0) for leg in self.order]
+        moved = (np.moveaxis(ranks, leg, end) for leg, end in zip(self.order, ends, strict=True))
+        return tuple(one.reshape(-1, size).tolist() for one, size in zip(moved, self.sizes, strict=True))
+
+
+def group_legs(strategy: Strategy, axes: tuple[str, ...]) -> Legs | None:
+    """Returns the legs of a group of mesh axes; None if no part of it is on a torus, or the strategy's placement is not
+    of its mesh.
+
+    Each torus axis is a leg, the longest first, if the group fills a slice; else all of them are one. Slices follow.
+    """
+    placed = [(axis, part) for axis in axes for part in parts_of(strategy.placement, axis)]
+    parts = [part for _, part in placed]
+    whole = math.prod(strategy.mesh[axis] for axis in axes)
+    if not any(part.on_torus for part in parts) or math.prod(part.size for part in parts) != whole:
+        return None
+    outside = {axis for axis in strategy.mesh if axis not in axes}
+    fills = not any(part.on_torus for axis in outside for part in parts_of(strategy.placement, axis))
+    legs: dict[str, tuple[int, ...]] = {}
+    for index, part in enumerate(parts):
+        name = part.link if fills or not part.on_torus else TORUS_AXES
+        legs[name] = (*legs.get(name, ()), index)
+    sizes = {name: math.prod(parts[index].size for index in leg) for name, leg in legs.items()}
+    order = sorted(legs, key=lambda name: (name not in TORUS_AXES, -sizes[name]))
+    return Legs(
+        tuple(part.size for part in parts), tuple(axis for axis, _ in placed), tuple(legs[name] for name in order)
+    )
+
+
+def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:
+    """Returns steps whose gathers and reduce-scatters have their `Legs` as details."""
+    return tuple(
+        msgspec.structs.replace(step, details=group_legs(strategy, step.axes))
+        if step.op in ("all_gather", "reduce_scatter")
+        else step
+        for step in steps
+    )
+
+
+def blocks_leg_by_leg(blocks: Iterable[BlockSteps], strategy: Strategy) -> tuple[BlockSteps, ...]:
+    """Returns blocks with their steps after `leg_by_leg`."""
+    return tuple(
+        msgspec.structs.replace(
+            block, forward=leg_by_leg(block.forward, strategy), backward=leg_by_leg(block.backward, strategy)
+        )
+        for block in blocks
+    )
+
+
+class CrossedLeg(NamedTuple):
+    """One leg of a collective: its devices, its mesh axes, and the parts into which longer legs have divided the
+    array."""
+
+    size: int
+    axes: tuple[str, ...]
+    divided: int
+
+
+def crossed_legs(step: Step, full_bytes: int) -> tuple[CrossedLeg, ...]:
+    """Returns the legs of a collective that crosses several one after the other; () for every other step.
+
+    ``full_bytes`` are those of the step's whole array.
+    """
+    legs = step.details if step.op in ("all_gather", "reduce_scatter") else None
+    if not isinstance(legs, Legs) or len(legs.order) == 1:
+        return ()
+    if step.op == "all_gather" and full_bytes >= SMALL_GATHER_BYTES and not legs.is_interleaved:
+        return ()
+    sizes = legs.sizes
+    return tuple(
+        CrossedLeg(size, tuple(dict.fromkeys(legs.axes[part] for part in leg)), math.prod(sizes[:index]))
+        for index, (size, leg) in enumerate(zip(sizes, legs.order, strict=True))
+    )

@@ -1,0 +1,131 @@
+"""Sums over a whole torus, one physical axis after the other: their legs, their bytes, and the values they give."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from meshwright.algebra.einsum import reshard
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites.torus import (
+    SMALL_GATHER_BYTES,
+    Legs,
+    PlacedPart,
+    crossed_legs,
+    group_legs,
+    leg_by_leg,
+    mesh_order,
+    parts_of,
+)
+from meshwright.cost.network.placement import place_axes
+from meshwright.nn.collectives import communicate
+from meshwright.parallel.mesh import device_mesh
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.strategy import Strategy
+
+WHOLE = ({"fsdp": 8}, {"fsdp": "x (2) x y (4)"})
+PARTS = ({"fsdp": 4, "tensor": 2}, {"fsdp": "2 of x (4) x y (2)", "tensor": "2 of x (4)"})
+TWO_AXES = ({"data": 2, "fsdp": 4}, {"data": "2 of x (4)", "fsdp": "2 of x (4) x y (2)"})
+BESIDE = ({"data": 2, "fsdp": 4}, {"data": "y (2)", "fsdp": "x (4)"})
+SLICES = ({"fsdp": 8}, {"fsdp": "x (2) x y (2) x slices (2)"})
+NODES = ({"fsdp": 8}, {"fsdp": "domain (4) x nodes (2)"})
+
+
+@pytest.mark.parametrize(
+    ("case", "axes", "expected"),
+    [
+        (WHOLE, ("fsdp",), Legs((4, 2), ("fsdp", "fsdp"), ((0,), (1,)))),
+        (PARTS, ("fsdp",), Legs((2, 2), ("fsdp", "fsdp"), ((0, 1),))),
+        (PARTS, ("fsdp", "tensor"), Legs((2, 2, 2), ("fsdp", "fsdp", "tensor"), ((1, 2), (0,)))),
+        (TWO_AXES, ("data", "fsdp"), Legs((2, 2, 2), ("data", "fsdp", "fsdp"), ((0, 2), (1,)))),
+        (SLICES, ("fsdp",), Legs((2, 2, 2), ("fsdp",) * 3, ((1,), (2,), (0,)))),
+        (NODES, ("fsdp",), None),
+        (({"fsdp": 8}, {}), ("fsdp",), None),
+        (({"fsdp": 8}, {"fsdp": "x (4) x y (4)"}), ("fsdp",), None),
+    ],
+)
+def test_the_legs_of_a_group(case, axes, expected):
+    mesh, placement = case
+    assert group_legs(Strategy(mesh=mesh, placement=placement), axes) == expected
+
+
+def test_parts_are_major_to_minor():
+    assert parts_of({"fsdp": "x (2) x 4 of y (8) x slices (2)"}, "fsdp") == (("slices", 2), ("y", 4), ("x", 2))
+    assert parts_of({"fsdp": "domain (8) x 2 of nodes (4)"}, "fsdp") == (("nodes", 2), ("domain", 8))
+    assert parts_of({"data": "1 chip"}, "data") == ()
+    assert PlacedPart("x", 2).on_torus
+    assert not PlacedPart("nodes", 2).on_torus
+
+
+def test_every_leg_of_a_placement_is_one_physical_axis():
+    """Ranks of a leg's group differ along one axis of the torus: the executor and the chips' order agree."""
+    (placement, *_) = place_axes(parse_cluster("v5p:4x4x8"), {"fsdp": 128})
+    strategy = Strategy(mesh={"fsdp": 128}, placement=placement.describe())
+    legs = group_legs(strategy, ("fsdp",))
+    assert legs.sizes == (8, 4, 4)
+    chips = np.stack(np.unravel_index(mesh_order(strategy.mesh, strategy.placement), (8, 4, 4)), axis=-1)
+    crossed = []
+    for groups in legs.groups:
+        spread = np.ptp(chips[np.array(groups)], axis=1)
+        assert ((spread > 0).sum(axis=-1) == 1).all()
+        crossed.append(int(np.argmax(spread[0])))
+    assert crossed[0] == 0  # z, the longest
+    assert sorted(crossed) == [0, 1, 2]
+
+
+def steps_of(array, target, case):
+    mesh, placement = case
+    return leg_by_leg(reshard(array, target), Strategy(mesh=mesh, placement=placement))
+
+
+@pytest.mark.parametrize("case", [WHOLE, PARTS, TWO_AXES, SLICES])
+@pytest.mark.parametrize("dim", ["D", "F"])
+def test_values_and_shards_are_those_of_one_collective(case, dim):
+    """Every device has the shard that one scatter over the group gives it, and a gather puts it back."""
+    mesh = device_mesh(case[0])
+    axes = tuple(mesh.axis_names)
+    partial = ShardedArray("W", ("D", "F"), ((), ()), axes)
+    whole = ShardedArray("W", ("D", "F"), ((), ()))
+    split = whole.resharded({dim: axes})
+    (scatter,), (gather,) = steps_of(partial, split, case), steps_of(split, whole, case)
+    assert isinstance(scatter.details, Legs)
+    values = np.arange(8 * 16 * 24, dtype=np.float32).reshape(8, 16, 24)
+    spec = PartitionSpec(*(axes if one == dim else None for one in ("D", "F")))
+
+    def scattered(value):
+        return communicate(scatter, value[0])
+
+    def both(value):
+        return communicate(gather, scattered(value))
+
+    given = jnp.asarray(values)
+    for body, out in ((scattered, spec), (both, PartitionSpec())):
+        run = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=out, check_vma=False)
+        np.testing.assert_array_equal(jax.jit(run)(given), values.sum(axis=0))
+
+
+def test_legs_send_in_all_what_one_scatter_sends():
+    partial = ShardedArray("W", ("D",), ((),), ("fsdp",))
+    (scatter,) = steps_of(partial, ShardedArray("W", ("D",), (("fsdp",),)), WHOLE)
+    assert crossed_legs(scatter, 10**9) == ((4, ("fsdp",), 1), (2, ("fsdp",), 4))
+    assert sum((leg.size - 1) / leg.size / leg.divided for leg in crossed_legs(scatter, 10**9)) == 7 / 8
+
+
+def test_only_small_gathers_over_a_whole_slice_run_leg_by_leg():
+    split, whole = ShardedArray("W", ("D",), (("fsdp",),)), ShardedArray("W", ("D",), ((),))
+    (gather,) = steps_of(split, whole, WHOLE)
+    assert crossed_legs(gather, SMALL_GATHER_BYTES - 1) == ((4, ("fsdp",), 1), (2, ("fsdp",), 4))
+    assert crossed_legs(gather, SMALL_GATHER_BYTES) == ()
+    (gather,) = steps_of(split, whole, PARTS)
+    assert crossed_legs(gather, 1) == ()
+
+
+def test_a_gather_whose_order_of_chips_interleaves_a_physical_axis_runs_leg_by_leg():
+    split = ShardedArray("W", ("D",), (("data", "fsdp"),))
+    (gather,) = steps_of(split, ShardedArray("W", ("D",), ((),)), TWO_AXES)
+    assert gather.details.is_interleaved
+    assert [leg.axes for leg in crossed_legs(gather, 10**9)] == [("data", "fsdp"), ("fsdp",)]
+    (gather,) = steps_of(split, ShardedArray("W", ("D",), ((),)), BESIDE)
+    assert not gather.details.is_interleaved
+    assert crossed_legs(gather, 10**9) == ()
