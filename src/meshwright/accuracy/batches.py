@@ -10,7 +10,6 @@ import numpy as np
 
 from meshwright.accuracy.cases import Case
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.sizes import OpSizes
 from meshwright.cost.arrays import map_figures, stack
 from meshwright.cost.network.collectives import leg_rates
 from meshwright.cost.network.legs import Leg, Level, group_legs
@@ -20,6 +19,7 @@ from meshwright.cost.step_costs import collective_groups
 from meshwright.cost.step_rates import StepRates, busy_links, strategy_placements
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
+from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
 from meshwright.spec.efficiency import family, fitted_calibration
 
@@ -41,7 +41,7 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[Case, ...]
     numbers: np.ndarray
     derived: Derived
-    sizes: OpSizes
+    sizes: SlotSizes
     pipeline: PipelineCost
     legs: dict[AxisGroup, tuple[Leg, ...]]
     fills: dict[AxisGroup, np.ndarray]
@@ -175,7 +175,7 @@ def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
     return msgspec.structs.replace(derived, blocks=tuple(blocks))
 
 
-def _stacked_sizes(cases: Sequence[Case]) -> OpSizes:
+def _stacked_sizes(cases: Sequence[Case]) -> SlotSizes:
     every = [case.setting.sizes(case.strategy) for case in cases]
     dims, mesh = (
         map_figures(lambda *sizes: np.array(sizes, dtype=float), *tables)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from meshwright.algebra.notation import ShardedArray, Sizes, local_elements, product
 from meshwright.core.dims import DTYPE_BYTES
@@ -32,9 +31,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     ``state`` is the training state. ``scores`` says whether attention is one kernel that keeps its T x S scores on
     chip, or a chain of products and a softmax that writes them to memory. With ``causal`` attention skips masked keys,
-    about half of them; else every key is counted. C counts the filled slots of an expert in the mean: arrays of all
-    slots have ``spare_slots`` times as many, the busiest device of experts fills ``load`` times as many, and there is
-    ``room`` for so many at every device of experts. ``cache`` remembers bytes of arrays.
+    about half of them; else every key is counted. ``cache`` remembers bytes of arrays.
     """
 
     dims: Mapping[str, Number]
@@ -42,9 +39,6 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     scores: Scores = "on_chip"
     causal: bool = False
-    spare_slots: Number = 1.0
-    load: Number = 1.0
-    room: Number = 1.0
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
 
     @property
@@ -53,14 +47,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return int(STATE_BYTES[self.state]["weights"])
 
     def elements(self, array: ShardedArray) -> Number:
-        """Returns the elements of one device's block, with the room at devices of experts."""
-        return local_elements(array, self.dims, self.mesh) * self._at_experts(array, self.room)
-
-    def _at_experts(self, array: ShardedArray, factor: Number) -> Number:
-        """Returns the factor for slots at devices of some of the experts, else 1."""
-        if array.dims[:2] != ("E", "C") or not array.axes_of("E"):
-            return 1.0
-        return np.where(product(self.mesh[axis] for axis in array.axes_of("E")) > 1, factor, 1.0)
+        """Returns the elements of one device's block."""
+        return local_elements(array, self.dims, self.mesh)
 
     def bytes(self, array: ShardedArray) -> Number:
         """Returns the bytes of one device's block: in the array's dtype if it has one, else the width of the state."""
@@ -74,12 +62,9 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.bytes(array) for array in arrays)
 
     def local(self, *arrays: ShardedArray) -> dict[str, Number]:
-        """Returns the local size of every dim of the arrays, C at the busiest device of experts; for a dim in two
-        arrays the later one counts."""
-        found = {
+        """Returns the local size of every dim of the arrays; for a dim in two arrays the later one counts."""
+        return {
             dim: self.dims[dim] / product(self.mesh[axis] for axis in axes)
             for array in arrays
             for dim, axes in zip(array.dims, array.axes, strict=True)
         }
-        slots = next((array for array in reversed(arrays) if array.dims[:2] == ("E", "C")), None)
-        return found if slots is None else found | {"C": found["C"] * self._at_experts(slots, self.load)}

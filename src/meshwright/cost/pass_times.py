@@ -8,13 +8,14 @@ import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.rewrites.split_backward import weights_of
-from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import largest, total
 from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_costs import Priced, blocks_of_weights
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, partly_hidden
+from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.strategy import IN_TURN
 
 
@@ -119,7 +120,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         return StepSeconds(step_s=(busy + bubble) * self.slowdown, bubble_s=bubble * self.slowdown)
 
 
-def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRates) -> BlockTimes:
+def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepRates) -> BlockTimes:
     """Prices all passes over one repeat of every block; ``last`` has the gradient sums of scope "step".
 
     On a host that has been measured, passes include the copies of the loop over layers.
@@ -191,7 +192,7 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
 
 
-def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
+def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[Number, Number]:
     """Returns the bytes that one iteration of a loop over layers moves besides its steps, forward and backward.
 
     Forward, weights are copied out of their stack (read, written) and kept results into a stack that was cleared

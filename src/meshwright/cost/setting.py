@@ -10,7 +10,7 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes, derive_job
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
-from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import layer_names, transformer
 from meshwright.core.fields import Checked
 from meshwright.cost.memory import memory_limit, memory_parts
@@ -18,6 +18,7 @@ from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
 from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates
+from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -78,7 +79,7 @@ class Setting(Checked, frozen=True, dict=True):
 
     def sizes(
         self, strategy: Strategy, *, mesh: Mapping[str, Number] | None = None, microbatch_seqs: Number = None
-    ) -> OpSizes:
+    ) -> SlotSizes:
         """Returns the sizes of one microbatch under a strategy; those of caches too, in a job that generates.
 
         ``mesh`` and ``microbatch_seqs`` replace the strategy's; their sizes may be arrays. In decode no key is skipped:

@@ -14,14 +14,14 @@ from meshwright.algebra.ops.dispatch import ROOM, has_slots
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.rewrites.rings import Round, num_moves
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
-from meshwright.algebra.sizes import Number, OpSizes, Scores
+from meshwright.algebra.sizes import Number, Scores
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
-from meshwright.cost.work.slots import expert_slots, slot_sizes
+from meshwright.cost.work.slots import SlotSizes, expert_slots, slot_sizes
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, held_dims
 
@@ -92,7 +92,7 @@ def op_sizes(
     strategy: Strategy,
     scores: Scores = "on_chip",
     assumptions: Assumptions = AS_RUN,
-) -> OpSizes:
+) -> SlotSizes:
     """Returns the sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
 
     The strategy gives the training state and the bound on the slots of experts.
@@ -105,7 +105,7 @@ def op_sizes(
     bound, load = min(strategy.capacity_factor, most), min(assumptions.imbalance, most)
     dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, factor=bound or 1.0)
     holds = assumptions.holds_empty_slots
-    return OpSizes(
+    return SlotSizes(
         dims=dims,
         mesh=mesh,
         state=strategy.state,
@@ -123,7 +123,7 @@ def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
     return tuple(dict.fromkeys(frozenset(step.axes) for step in steps if step.is_collective))
 
 
-def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: PipelineCost) -> Priced:
+def price_steps(derived: Derived, sizes: SlotSizes, rates: StepRates, pipeline: PipelineCost) -> Priced:
     """Prices every step of a derivation."""
     num_microbatches = pipeline.microbatches
     shares, owners, kept = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
@@ -218,7 +218,7 @@ def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
 
 def price_step(
     step: Step,
-    sizes: OpSizes,
+    sizes: SlotSizes,
     rates: StepRates,
     *,
     num_microbatches: Number,

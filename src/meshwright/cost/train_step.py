@@ -16,7 +16,7 @@ import numpy as np
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import job_strategy
 from meshwright.algebra.notation import product
-from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import as_python, largest, select, total
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network.placement import Placement
@@ -28,6 +28,7 @@ from meshwright.cost.step_costs import Priced, price_steps
 from meshwright.cost.step_rates import StepRates, strategy_placements
 from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.ops import LOCAL_TERMS, is_attention, model_flops, op_flops
+from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import Prediction
 from meshwright.spec.strategy import Strategy
@@ -43,7 +44,7 @@ class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """
 
     derived: Derived
-    sizes: OpSizes
+    sizes: SlotSizes
     rates: StepRates
     pipeline: PipelineCost
     offload: tuple[str, ...] = ()
@@ -162,7 +163,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     )
 
 
-def _masked_flops(costs: Sequence[StepCost], sizes: OpSizes) -> Number:
+def _masked_flops(costs: Sequence[StepCost], sizes: SlotSizes) -> Number:
     """Returns the FLOPs of attention's masked blocks, which are skipped but count in the HFU."""
     if not sizes.causal:
         return 0.0

@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.notation import product
-from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import layer_names
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.network.placement import factorings
 from meshwright.cost.pipeline import PipelineCost
+from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import (
     DEVICES_RULE,
     StrategySizes,
@@ -177,7 +177,7 @@ def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
     return [counts[round(number * (len(counts) - 1) / max(most - 1, 1))] for number in range(most)]
 
 
-def candidate_sizes(space: Space, found: Candidates) -> OpSizes:
+def candidate_sizes(space: Space, found: Candidates) -> SlotSizes:
     """Returns the sizes of one microbatch of every candidate."""
     return space.setting.sizes(
         space.template,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
-from meshwright.algebra.ops.dispatch import ROOM
+from meshwright.algebra.ops.dispatch import ROOM, is_bounded
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.pipeline import stage_layers
@@ -19,14 +19,13 @@ from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
 from meshwright.algebra.rewrites.torus import CrossedLeg, crossed_legs
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
-from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.labels import StepLabel
 from meshwright.cost.step_costs import sent_element_bytes
 from meshwright.cost.work.ops import op_flops
-from meshwright.cost.work.slots import slot_sizes
+from meshwright.cost.work.slots import SlotSizes, slot_sizes
 from meshwright.nn.experts.slots import expert_capacity
 from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.strategy import Strategy, held_dims
@@ -79,16 +78,17 @@ _Counted = tuple[Step, int, int]
 """A step, the number of arrays that it moves, and how often it moves its own bytes."""
 
 
-def _sizes(derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: int) -> OpSizes:
+def _sizes(derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: int) -> SlotSizes:
     """Returns the sizes of one microbatch."""
-    sizes = OpSizes(dims={**dims, "B": dims["B"] // num_microbatches}, mesh=mesh, state="fp32")
-    fills = (step for block in derived.blocks for step in block.forward if step.op == "dispatch")
-    if all(step.details.capacity for step in fills):
+    sizes = SlotSizes(dims={**dims, "B": dims["B"] // num_microbatches}, mesh=mesh, state="fp32")
+    if is_bounded(step for block in derived.blocks for step in block.forward):
         return sizes
     return replace(sizes, spare_slots=dims["E"] / dims["Ea"], room=ROOM)
 
 
-def _expected(counted: Iterable[_Counted], sizes: OpSizes, *, num_microbatches: int, width: int) -> Iterator[Expected]:
+def _expected(
+    counted: Iterable[_Counted], sizes: SlotSizes, *, num_microbatches: int, width: int
+) -> Iterator[Expected]:
     for step, arrays, times in counted:
         at = slot_sizes(step, sizes)
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))

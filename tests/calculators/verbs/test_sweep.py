@@ -62,8 +62,8 @@ def test_every_reason_is_said_with_the_nearest(call):
 
 def test_experts_without_a_bound_have_a_note(call):
     asked = ("sweep", "mixtral-8x7b", "--on", "h100:8x4", "--batch", "64seq", "remat=full")
-    assert "strategy.capacity_factor=1.25" in call(*asked).words
-    assert "capacity_factor" not in call(*asked, "capacity_factor=1.25").words
+    assert "it has room for 1.5 times, and takes more in further rounds" in call(*asked).words
+    assert "further rounds" not in call(*asked, "capacity_factor=1.25").words
 
 
 def test_fixed_choices_are_kept(call):

@@ -7,7 +7,6 @@ import pytest
 from meshwright.algebra.derive import derive
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.attention import Attention
-from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.setting import Setting
@@ -22,6 +21,7 @@ from meshwright.cost.work.kernels import (
     product_shape,
 )
 from meshwright.cost.work.ops import op_flops, op_hbm_bytes
+from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
 from meshwright.spec.chip import chip
@@ -36,7 +36,7 @@ SHAPES = {"contraction_half": 100.0, "tile_tail": 0.25}
 
 
 def sizes(**changes):
-    return OpSizes(**{"dims": DIMS, "mesh": MESH, "state": "bf16-adam", **changes})
+    return SlotSizes(**{"dims": DIMS, "mesh": MESH, "state": "bf16-adam", **changes})
 
 
 def step(op, inputs, result, **fields):

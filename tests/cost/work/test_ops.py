@@ -9,12 +9,11 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops import step_kinds
 from meshwright.algebra.ops.attention import Attention
-from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.setting import Setting
 from meshwright.cost.work.ops import model_flops, num_matmul_params, op_flops, op_hbm_bytes
-from meshwright.cost.work.slots import expert_slots
+from meshwright.cost.work.slots import SlotSizes, expert_slots
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -26,7 +25,7 @@ MESH = {"data": 2, "fsdp": 2, "context": 4, "tensor": 2}
 
 
 def sizes(**changes):
-    return OpSizes(**{"dims": DIMS, "mesh": MESH, "state": "bf16-adam", **changes})
+    return SlotSizes(**{"dims": DIMS, "mesh": MESH, "state": "bf16-adam", **changes})
 
 
 def step(op, inputs, result, *more, **fields):
@@ -161,7 +160,7 @@ def test_the_optimizer_moves_its_state(state):
 def sizes_of(model, job, mesh):
     """Sizes of a whole batch on a mesh."""
     dims = model.dims | {"B": job.batch_seqs, "T": job.seq_len} | expert_slots(model, num_tokens=job.tokens_per_step)
-    return OpSizes(dims={name: float(size) for name, size in dims.items()}, mesh=mesh, state="bf16-adam")
+    return SlotSizes(dims={name: float(size) for name, size in dims.items()}, mesh=mesh, state="bf16-adam")
 
 
 def attention_flops(model, job, *, keys_only=False):

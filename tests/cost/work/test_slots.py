@@ -7,11 +7,17 @@ import pytest
 
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS
-from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.cost.work.slots import block_bytes, computed_share, num_slot_calls, num_slot_products, slot_sizes
+from meshwright.cost.work.slots import (
+    SlotSizes,
+    block_bytes,
+    computed_share,
+    num_slot_calls,
+    num_slot_products,
+    slot_sizes,
+)
 from meshwright.nn.experts.products import blocks_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -27,7 +33,7 @@ SILU = Step(op="silu_mul", inputs=(GE, GE.replace(name="ue")), result=GE.replace
 def sizes(filled, *, spare=4.0, experts=8, scores="in_memory", **more):
     """Of a device with so many filled slots in each expert; a CPU, whose scores of attention are in memory."""
     dims = {"E": experts, "C": filled, "D": 64, "Fe": 32}
-    return OpSizes(**{"dims": dims, "mesh": {}, "state": "bf16-adam", "spare_slots": spare, "scores": scores} | more)
+    return SlotSizes(**{"dims": dims, "mesh": {}, "state": "bf16-adam", "spare_slots": spare, "scores": scores} | more)
 
 
 def test_without_slots_to_spare_nothing_changes():

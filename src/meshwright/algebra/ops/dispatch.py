@@ -74,6 +74,11 @@ def has_slots(array: ShardedArray) -> bool:
     return array.dims[:2] == ("E", "C")
 
 
+def is_bounded(steps: Iterable[Step]) -> bool:
+    """True if no step fills as many slots as tokens need."""
+    return all(step.details.capacity for step in steps if step.op == "dispatch")
+
+
 def moves_of_slots(steps: Iterable[Step]) -> tuple[Step, ...]:
     """Returns the steps that move slots between devices, or leave out some."""
     return tuple(step for step in steps if step.only_moves and has_slots(step.result))

@@ -16,7 +16,6 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.layers import parse_block
 from meshwright.algebra.program import Program, Variable
-from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.calculators.sweeps.points import filled_mesh
@@ -27,6 +26,7 @@ from meshwright.cost.network.links import torus_width
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.step_costs import collective_groups, op_sizes, price_step
 from meshwright.cost.step_rates import attention_scores, step_rates
+from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import divisors
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate
 from meshwright.spec.cluster import Cluster
@@ -69,10 +69,10 @@ class SweptWork(msgspec.Struct, frozen=True, kw_only=True):
             return self.derived.steps(1)
         return ((step, b.repeat) for b in self.derived.blocks if b.block.carry for step in b.forward)
 
-    def sizes(self, tokens: Array, mesh: Mapping[str, Array], cluster: Cluster) -> OpSizes:
+    def sizes(self, tokens: Array, mesh: Mapping[str, Array], cluster: Cluster) -> SlotSizes:
         """Returns sizes of all candidates, B in units of ``seq_len`` tokens."""
         if self.model is None:
-            return OpSizes(dims={**self.dims, "B": tokens}, mesh=mesh, state="bf16-adam")
+            return SlotSizes(dims={**self.dims, "B": tokens}, mesh=mesh, state="bf16-adam")
         return op_sizes(
             self.model,
             seq_len=self.seq_len,

@@ -16,10 +16,10 @@ from meshwright.algebra.ops.attention import (
 )
 from meshwright.algebra.ops.cached_attention import CachedAttention
 from meshwright.algebra.ops.collective_matmul import num_blocks
-from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.sizes import Number
 from meshwright.algebra.steps import Step
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes
-from meshwright.cost.work.slots import computed_share, num_slot_calls, slot_sizes
+from meshwright.cost.work.slots import SlotSizes, computed_share, num_slot_calls, slot_sizes
 from meshwright.spec.calibration import HostRates, Pace
 
 
@@ -41,7 +41,7 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
         return self.byte * pace.byte + self.kept_byte * pace.kept_byte
 
 
-def amounts_of(step: Step, sizes: OpSizes, *, kept: frozenset[ShardedArray] = frozenset()) -> Amounts:
+def amounts_of(step: Step, sizes: SlotSizes, *, kept: frozenset[ShardedArray] = frozenset()) -> Amounts:
     """Returns the amounts of one execution of a local step; its block keeps the results in ``kept``."""
     held = slot_sizes(step, sizes).total(*(array for array in step.results if array in kept))
     if reads_cache(step):
@@ -74,7 +74,7 @@ def is_product(step: Step) -> bool:
     return kind.group == "contraction" or (kind.group == "optimizer" and kind.flops is not nothing)
 
 
-def num_calls(step: Step, sizes: OpSizes) -> Number:
+def num_calls(step: Step, sizes: SlotSizes) -> Number:
     """Returns the tiles of queries that attention on a host computes, each for one sequence and one key head."""
     arrays = AttentionArrays.of(step)
     keys, length = sizes.local(arrays.k), sizes.local(arrays.q)[positions_of(arrays.q)]
@@ -82,7 +82,7 @@ def num_calls(step: Step, sizes: OpSizes) -> Number:
     return keys["B"] * heads * np.ceil(length / _tile(length)) * num_ring_blocks(step, sizes)
 
 
-def tiled_share(step: Step, sizes: OpSizes) -> Number:
+def tiled_share(step: Step, sizes: SlotSizes) -> Number:
     """Returns the share of the counted scores that attention on a host computes, tile of queries by tile.
 
     A tile is multiplied with the keys up to its last query: with (tiles + 1) / 2 tiles of keys in the mean. It is 1

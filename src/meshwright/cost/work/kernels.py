@@ -11,12 +11,12 @@ from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.cached_attention import queries_of
 from meshwright.algebra.ops.collective_matmul import num_blocks
 from meshwright.algebra.rewrites.rings import Round
-from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.sizes import Number
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.work.host_work import amounts_of, pace_of
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes, op_term
-from meshwright.cost.work.slots import block_bytes, computed_share, slot_sizes
+from meshwright.cost.work.slots import SlotSizes, block_bytes, computed_share, slot_sizes
 from meshwright.spec.calibration import (
     Calibration,
     Efficiency,
@@ -154,7 +154,7 @@ def chip_rates(
 
 
 def local_cost(
-    step: Step, sizes: OpSizes, rates: ChipRates, *, kept: frozenset[ShardedArray] = frozenset()
+    step: Step, sizes: SlotSizes, rates: ChipRates, *, kept: frozenset[ShardedArray] = frozenset()
 ) -> StepCost:
     """Prices a local step by itself: its products, its memory traffic and its launches.
 
@@ -206,19 +206,19 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
     return found
 
 
-def moved_bytes(step: Step, sizes: OpSizes) -> Number:
+def moved_bytes(step: Step, sizes: SlotSizes) -> Number:
     """Returns the bytes that one execution of a local step moves, those for the slots of experts included."""
     return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes)
 
 
-def num_kernels(step: Step, sizes: OpSizes) -> int:
+def num_kernels(step: Step, sizes: SlotSizes) -> int:
     """Returns the kernels that a step starts: 0 for renaming and for the optimizer, which takes all weights at once."""
     if step.phase == "update":
         return 0
     return UNFUSED_KERNELS if is_attention(step) and sizes.scores != "on_chip" else kind_of(step).num_kernels
 
 
-def _product_s(step: Step, flops: Number, sizes: OpSizes, rates: ChipRates) -> tuple[Number, Number]:
+def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) -> tuple[Number, Number]:
     """Returns the seconds of a matrix product, and the bytes moved by casting its first operand to a narrower dtype.
 
     The operands of the loss head and the router are not cast.
@@ -232,7 +232,7 @@ def _product_s(step: Step, flops: Number, sizes: OpSizes, rates: ChipRates) -> t
     return flops / rate * slower, casts
 
 
-def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
+def product_shape(step: Step, sizes: SlotSizes) -> tuple[Number, Number]:
     """Returns the elements of the local result, and the number of terms that each of them sums locally."""
     local = sizes.local(*step.inputs)
     result = set(step.result.dims)
@@ -240,7 +240,9 @@ def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
     return outputs, product(size for dim, size in local.items() if dim not in result)
 
 
-def _host_cost(step: Step, sizes: OpSizes, host: HostRates, overlap: Number, kept: frozenset[ShardedArray]) -> StepCost:
+def _host_cost(
+    step: Step, sizes: SlotSizes, host: HostRates, overlap: Number, kept: frozenset[ShardedArray]
+) -> StepCost:
     """Prices a local step on an emulated device by its `HostRates`."""
     amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
     kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)

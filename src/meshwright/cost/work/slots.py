@@ -6,9 +6,9 @@
 import msgspec
 import numpy as np
 
-from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once
+from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once, has_slots
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
@@ -17,6 +17,34 @@ from meshwright.spec.model import Model
 
 CALLS_A_PRODUCT = 4
 """Kernels of one product of blocks: see `num_slot_calls`."""
+
+
+class SlotSizes(OpSizes, frozen=True, kw_only=True):
+    """Sizes of a step that may be on slots of experts. C counts the filled slots of an expert in the mean.
+
+    Arrays of all slots have ``spare_slots`` times as many, the busiest device of experts fills ``load`` times as many,
+    and there is ``room`` for so many at every device of experts.
+    """
+
+    spare_slots: Number = 1.0
+    load: Number = 1.0
+    room: Number = 1.0
+
+    def elements(self, array: ShardedArray) -> Number:
+        """Returns the elements of one device's block, with the room at devices of experts."""
+        return super().elements(array) * self._at_experts(array, self.room)
+
+    def local(self, *arrays: ShardedArray) -> dict[str, Number]:
+        """Returns the local size of every dim of the arrays, C at the busiest device of experts."""
+        found = super().local(*arrays)
+        slots = next(filter(has_slots, reversed(arrays)), None)
+        return found if slots is None else found | {"C": found["C"] * self._at_experts(slots, self.load)}
+
+    def _at_experts(self, array: ShardedArray, factor: Number) -> Number:
+        """Returns the factor for slots at devices of some of the experts, else 1."""
+        if not has_slots(array) or not array.axes_of("E"):
+            return 1.0
+        return np.where(product(self.mesh[axis] for axis in array.axes_of("E")) > 1, factor, 1.0)
 
 
 def expert_slots(model: Model, *, num_tokens: Number, factor: Number = 1.0) -> dict[str, Number]:
@@ -31,7 +59,7 @@ def expert_slots(model: Model, *, num_tokens: Number, factor: Number = 1.0) -> d
     return {"C": slots, "Er": len(ROUTING_ROWS)}
 
 
-def slot_sizes(step: Step, sizes: OpSizes) -> OpSizes:
+def slot_sizes(step: Step, sizes: SlotSizes) -> SlotSizes:
     """Returns the sizes of a step's arrays: where slots are few, empty ones count too."""
     slots = _slots(step)
     if slots is None or np.all(np.asarray(sizes.spare_slots) == 1):
@@ -43,7 +71,7 @@ def slot_sizes(step: Step, sizes: OpSizes) -> OpSizes:
     )
 
 
-def computed_share(step: Step, sizes: OpSizes) -> Number:
+def computed_share(step: Step, sizes: SlotSizes) -> Number:
     """Returns the FLOPs that products on slots compute over the FLOPs that filled slots need.
 
     Few slots are computed in one product, empty or not. Of many, only blocks with a filled slot are computed: for each
@@ -59,7 +87,7 @@ def computed_share(step: Step, sizes: OpSizes) -> Number:
     return np.where(_few(slots, sizes), sizes.spare_slots, rows / filled)
 
 
-def num_slot_products(step: Step, sizes: OpSizes) -> Number:
+def num_slot_products(step: Step, sizes: SlotSizes) -> Number:
     """Returns the number of products into which a product on slots is cut, each of one or several blocks."""
     slots = _slots(step)
     if slots is None:
@@ -68,14 +96,14 @@ def num_slot_products(step: Step, sizes: OpSizes) -> Number:
     return np.where(_few(slots, sizes), 1.0, np.ceil(rows / BLOCK_ROWS / _at_once(slots, sizes)))
 
 
-def num_slot_calls(step: Step, sizes: OpSizes) -> Number:
+def num_slot_calls(step: Step, sizes: SlotSizes) -> Number:
     """Returns the kernel calls of a step's product: each block is read, multiplied, merged with the result so far, and
     written back; one call if it is not cut."""
     products = num_slot_products(step, sizes)
     return np.where(products > 1, CALLS_A_PRODUCT * products, 1.0)
 
 
-def block_bytes(step: Step, sizes: OpSizes) -> Number:
+def block_bytes(step: Step, sizes: SlotSizes) -> Number:
     """Returns the bytes that a product of slots in blocks moves beside its operands and its result.
 
     The result is cleared first, and each block of it is read again to keep rows of other blocks; a weight's gradient
@@ -97,22 +125,22 @@ def block_bytes(step: Step, sizes: OpSizes) -> Number:
 
 def _slots(step: Step) -> ShardedArray | None:
     arrays = (*step.inputs, *step.results)
-    return next((array for array in arrays if array.dims[:2] == ("E", "C")), None)
+    return next(filter(has_slots, arrays), None)
 
 
-def _filled(slots: ShardedArray, sizes: OpSizes) -> Number:
+def _filled(slots: ShardedArray, sizes: SlotSizes) -> Number:
     """Returns the number of filled slots on one device."""
     local = sizes.local(slots)
     return local["E"] * local["C"]
 
 
-def _at_once(slots: ShardedArray, sizes: OpSizes) -> Number:
+def _at_once(slots: ShardedArray, sizes: SlotSizes) -> Number:
     """Returns the number of blocks that a product gathers: 1 on CPUs, known by their attention scores in memory."""
     if sizes.scores == "in_memory":
         return 1.0
     return blocks_at_once(_filled(slots, sizes) / sizes.local(slots)["E"])
 
 
-def _few(slots: ShardedArray, sizes: OpSizes) -> Number:
+def _few(slots: ShardedArray, sizes: SlotSizes) -> Number:
     """True where one product takes all slots: they are few, or a bound leaves no spare slots."""
     return (_filled(slots, sizes) * sizes.spare_slots <= FEW_SLOTS) | (np.asarray(sizes.spare_slots) == 1)

@@ -7,55 +7,15 @@ and of their places there, after those of earlier rounds. No row is dropped, and
 same counts.
 """
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from meshwright.algebra.ops.dispatch import FURTHER_ROOM, ROOM
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
-from meshwright.nn.experts.slots import Ragged, SlotRows
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Delivery:
-    """Which rows go where: ``counts`` has the rows of each of n devices for each expert, ``fullest`` those for the
-    device with most; a device has ``taken`` rows before this round, and ``num_own`` of its own tokens. All rounds but
-    the first are ``further``."""
-
-    counts: Int[Array, "n E"]
-    taken: Int[Array, ""]
-    fullest: Int[Array, ""]
-    num_own: int = field(metadata={"static": True})
-    further: bool = field(default=False, metadata={"static": True})
-
-    @property
-    def room(self) -> int:
-        """The rows that a device receives in this round."""
-        return math.ceil((FURTHER_ROOM if self.further else ROOM) * self.num_own)
-
-    def places(self) -> tuple[Int[Array, "n E"], Int[Array, "n E"], Int[Array, "n E"]]:
-        """Returns the place of each device's rows for each expert in this round: the first among the device's own
-        rows, the first at the expert's device, and their number."""
-        size, num_experts = self.counts.shape
-        own = jnp.cumsum(self.counts, axis=1) - self.counts
-        # in the order of rounds: all rows to one device, those of the first device first
-        grouped = self.counts.reshape(size, size, num_experts // size)
-        to_device = jnp.sum(grouped, axis=-1)
-        earlier = (jnp.cumsum(to_device, axis=0) - to_device)[..., None] + jnp.cumsum(grouped, axis=-1) - grouped
-        first = earlier.reshape(size, num_experts) - self.taken
-        skipped = jnp.clip(-first, 0, self.counts)
-        number = jnp.clip(self.room - first, 0, self.counts) - skipped
-        # at the expert's device: by expert, then by device
-        of_expert = jnp.sum(number, axis=0).reshape(size, -1)
-        start = (jnp.cumsum(of_expert, axis=-1) - of_expert).reshape(-1)
-        there = start[None] + jnp.cumsum(number, axis=0) - number
-        return own + skipped, there, number
+from meshwright.nn.experts.slots import Delivery, Ragged, SlotRows
 
 
 def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -> Ragged:

@@ -8,23 +8,57 @@ A device that holds all experts needs no empty slots: T x Ea rows sorted by expe
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from meshwright.algebra.ops.dispatch import FURTHER_ROOM, ROOM
 from meshwright.spec.model import Model
-
-if TYPE_CHECKING:
-    from meshwright.nn.experts.exchange import Delivery
 
 RouterScores = Float[Array, "B T E"]
 Gates = Float[Array, "B T Ea"]
 Chosen = Int[Array, "B T Ea"]
 SlotRows = Float[Array, "R D"]
 ResidualStream = Float[Array, "B T D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Delivery:
+    """Which rows go where: ``counts`` has the rows of each of n devices for each expert, ``fullest`` those for the
+    device with most; a device has ``taken`` rows before this round, and ``num_own`` of its own tokens. All rounds but
+    the first are ``further``."""
+
+    counts: Int[Array, "n E"]
+    taken: Int[Array, ""]
+    fullest: Int[Array, ""]
+    num_own: int = field(metadata={"static": True})
+    further: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def room(self) -> int:
+        """The rows that a device receives in this round."""
+        return math.ceil((FURTHER_ROOM if self.further else ROOM) * self.num_own)
+
+    def places(self) -> tuple[Int[Array, "n E"], Int[Array, "n E"], Int[Array, "n E"]]:
+        """Returns the place of each device's rows for each expert in this round: the first among the device's own
+        rows, the first at the expert's device, and their number."""
+        size, num_experts = self.counts.shape
+        own = jnp.cumsum(self.counts, axis=1) - self.counts
+        # in the order of rounds: all rows to one device, those of the first device first
+        grouped = self.counts.reshape(size, size, num_experts // size)
+        to_device = jnp.sum(grouped, axis=-1)
+        earlier = (jnp.cumsum(to_device, axis=0) - to_device)[..., None] + jnp.cumsum(grouped, axis=-1) - grouped
+        first = earlier.reshape(size, num_experts) - self.taken
+        skipped = jnp.clip(-first, 0, self.counts)
+        number = jnp.clip(self.room - first, 0, self.counts) - skipped
+        # at the expert's device: by expert, then by device
+        of_expert = jnp.sum(number, axis=0).reshape(size, -1)
+        start = (jnp.cumsum(of_expert, axis=-1) - of_expert).reshape(-1)
+        there = start[None] + jnp.cumsum(number, axis=0) - number
+        return own + skipped, there, number
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +72,7 @@ class Ragged:
 
     rows: SlotRows
     sizes: Int[Array, "P E"]
-    route: "Delivery | None" = None
+    route: Delivery | None = None
 
     def __add__(self, other: "Ragged") -> "Ragged":
         return self.with_rows(self.rows + other.rows)
