@@ -16,7 +16,7 @@ from meshwright.algebra.layers import ProgramOptions, parse_block
 from meshwright.algebra.ops.route import ROUTING
 from meshwright.algebra.program import Program, Variable
 from meshwright.nn.context import Context
-from meshwright.nn.experts import exchange, products
+from meshwright.nn.experts import products, slots
 from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.interpreter import run
 from meshwright.parallel.mesh import device_mesh, partition_spec
@@ -191,8 +191,8 @@ def test_every_mesh_computes_what_one_device_does(name, in_blocks):
 )
 def test_rows_without_room_are_sent_in_further_rounds(name, room, in_blocks, monkeypatch):
     """Values, all gradients and the losses, with room for a part of the mean."""
-    monkeypatch.setattr(exchange, "ROOM", room)
-    monkeypatch.setattr(exchange, "FURTHER_ROOM", room / 2)
+    monkeypatch.setattr(slots, "ROOM", room)
+    monkeypatch.setattr(slots, "FURTHER_ROOM", room / 2)
     found = run_block(STRATEGIES[name], LOSSES)
     wanted, _ = dense(LOSSES, STRATEGIES[name].num_microbatches)
     check(found, wanted)
@@ -209,7 +209,7 @@ def test_every_row_is_sent_once():
         taken, before, further = np.zeros((size, num_own), int), 0, False
         while before < fullest:
             at = [jnp.asarray(number, jnp.int32) for number in (before, fullest)]
-            route = exchange.Delivery(jnp.asarray(counts), *at, num_own, further)
+            route = slots.Delivery(jnp.asarray(counts), *at, num_own, further)
             own, there, number = (np.asarray(array) for array in route.places())
             at_device = [np.zeros(route.room, int) for _ in range(size)]
             for device in range(size):

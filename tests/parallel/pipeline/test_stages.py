@@ -14,7 +14,7 @@ from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.context import Context
-from meshwright.nn.experts import exchange, products
+from meshwright.nn.experts import products, slots
 from meshwright.parallel.pipeline.stages import Pipeline, layer_rows, strategy_schedule
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.job import OPTIMIZERS
@@ -92,7 +92,7 @@ def test_stages_of_other_numbers_of_layers(model, axes, schedule):
 def test_further_rounds_in_a_backward_pass_of_two_parts(schedule, monkeypatch):
     """Gradients with room for a part of the rows: both parts of the backward pass run further rounds."""
     monkeypatch.setattr(products, "FEW_SLOTS", 0)
-    monkeypatch.setattr(exchange, "ROOM", 0.5)
+    monkeypatch.setattr(slots, "ROOM", 0.5)
     strategy = strategy_of({"pipeline": 2, "expert": 2}, num_microbatches=4, schedule=schedule)
     assert_equal(run(DEEP_MOE, strategy), on_one_device(DEEP_MOE))
 
