@@ -145,33 +145,47 @@ def route_backward(dgates, scores, chosen):
     return dscores
 
 
-def dispatch(x, chosen, num_experts):
-    """Every token has a slot of its own number with each expert: no slot is ever short."""
-    tokens, experts = x.reshape(-1, x.shape[-1]), chosen.reshape(-1, chosen.shape[-1])
-    slots = np.zeros((num_experts, *tokens.shape))
-    for column in experts.T:
-        slots[column, np.arange(len(tokens))] = tokens
+def _in_slots(values, chosen, num_experts):
+    """[E, slots, ...]: every token has a slot of its own number with each expert, so no slot is ever short."""
+    experts = chosen.reshape(-1, chosen.shape[-1])
+    slots = np.zeros((num_experts, len(experts), *values.shape[3:]))
+    slots[experts, np.arange(len(experts))[:, None]] = values.reshape(*experts.shape, *values.shape[3:])
     return slots
 
 
 def _of_chosen(slots, chosen):
-    """[B, T, Ea, D]: what each token's experts have in its slots."""
+    """[B, T, Ea, ...]: what each token's experts have in its slots."""
     experts = chosen.reshape(-1, chosen.shape[-1])
     found = slots[experts, np.arange(len(experts))[:, None]]
-    return found.reshape(*chosen.shape, slots.shape[-1])
+    return found.reshape(*chosen.shape, *slots.shape[2:])
 
 
-def combine(slots, gates, chosen):
-    return np.einsum("btad,bta->btd", _of_chosen(slots, chosen), gates)
+def dispatch(x, chosen, like):
+    return _in_slots(np.repeat(x[:, :, None], chosen.shape[-1], 2), chosen, len(like))
 
 
-def combine_backward(dout, slots, gates, chosen):
-    dslots = np.zeros_like(slots)
-    experts = chosen.reshape(-1, chosen.shape[-1])
-    dslots[experts, np.arange(len(experts))[:, None]] = np.einsum("btd,bta->btad", dout, gates).reshape(
-        *experts.shape, -1
-    )
-    return dslots, np.einsum("btd,btad->bta", dout, _of_chosen(slots, chosen))
+def dispatch_backward(dslots, chosen, *tokens):
+    return combine(dslots, chosen)
+
+
+def dispatch_gates_backward(dslots, chosen, *gates):
+    return _of_chosen(dslots, chosen)
+
+
+def weighted(rows, by):
+    return rows * by[..., None]
+
+
+def weighted_backward(dout, rows, by):
+    return dout * by[..., None], (dout * rows).sum(-1)
+
+
+def combine(slots, chosen):
+    return _of_chosen(slots, chosen).sum(2)
+
+
+def combine_backward(dout, chosen, like):
+    return dispatch(dout, chosen, like)
 
 
 def _narrow(dout, array: ShardedArray, out: ShardedArray):
@@ -191,8 +205,7 @@ def run_local(step: Step, blocks: list[np.ndarray], sizes: Mapping[str, int], ro
         "bias_add_backward": lambda: _narrow(blocks[0], step.result, step.inputs[0]),
         "join_heads_backward": lambda: _unjoin(blocks[0], sizes[step.result.dims[-1]]),
         "route": lambda: route(*blocks, num_chosen=sizes["Ea"]),
-        "dispatch": lambda: dispatch(*blocks, num_experts=sizes["E"]),
-        "dispatch_backward": lambda: _of_chosen(*blocks[:2]).sum(2),
+        "dispatch_gates": lambda: _in_slots(*blocks, num_experts=sizes["E"]),
         "embed": lambda: _look_up(*blocks, rows),
         "embed_backward": lambda: _add_rows(*blocks, rows),
     }

@@ -130,16 +130,19 @@ EXPERTS = """
     r[B,T,E] = {h1}[B,T,D] * router[D,E]
     r~b[B,T,E] = bias_add(r~[B,T,E], router_bias[E]) if router_bias
     gates[B,T,Ea] = route(r~[B,T,E]{correction}{routing})
-    xe[E,C,D] = dispatch({h1}[B,T,D], gates[B,T,Ea]{capacity})
+    we[E,C] = dispatch_gates(gates[B,T,Ea]{capacity})
+    xe[E,C,D] = dispatch({h1}[B,T,D], gates[B,T,Ea], we[E,C]{capacity})
     ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]
     ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]
     ge~b[E,C,Fe] = bias_add(ge~[E,C,Fe], experts_b_gate[E,Fe]) if mlp_bias
     ue~b[E,C,Fe] = bias_add(ue~[E,C,Fe], experts_b_up[E,Fe]) if mlp_bias
     me[E,C,Fe] = {activation}_mul(ge~[E,C,Fe], ue~[E,C,Fe]) if gated
     me[E,C,Fe] = gelu(ue~[E,C,Fe]) if !gated
-    ye[E,C,D] = me[E,C,Fe] * experts_w_down[E,Fe,D]
+    me~w[E,C,Fe] = weighted(me~[E,C,Fe], we[E,C]) if !mlp_bias
+    ye[E,C,D] = me~[E,C,Fe] * experts_w_down[E,Fe,D]
     ye~b[E,C,D] = bias_add(ye~[E,C,D], experts_b_down[E,D]) if mlp_bias
-    y[B,T,D] = combine(ye~[E,C,D], gates[B,T,Ea])
+    ye~w[E,C,D] = weighted(ye~[E,C,D], we[E,C]) if mlp_bias
+    y[B,T,D] = combine(ye~[E,C,D], gates[B,T,Ea], we[E,C])
     gs[B,T,Fs] = {h1}[B,T,D] * shared_w_gate[D,Fs] if d_ff_shared
     us[B,T,Fs] = {h1}[B,T,D] * shared_w_up[D,Fs] if d_ff_shared
     ms[B,T,Fs] = {activation}_mul(gs[B,T,Fs], us[B,T,Fs]) if d_ff_shared gated
@@ -152,7 +155,10 @@ EXPERTS = """
     x2[B,T,D] = add(x1[B,T,D], y~[B,T,D]) if !d_ff_shared
     x2[B,T,D] = add(x1[B,T,D], y~[B,T,D], ys~[B,T,D]) if d_ff_shared
 """
-"""E routed experts of C slots each; shared experts see every token, as one feed-forward of their joint width."""
+"""E routed experts of C slots each; shared experts see every token, as one feed-forward of their joint width.
+
+The weights of slots go to the devices of the experts, and are applied before the last product, so that the backward
+pass needs neither its result nor its way back; only a bias after that product keeps them behind it."""
 
 EMBED = """
     {embedded}[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})

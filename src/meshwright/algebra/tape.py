@@ -64,7 +64,8 @@ class Shardings:
         groups = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
         rules = {**groups, **rules}  # groups of entries are split as the entries are
         own = f"d{name}" if weight_role == "grad" else name
-        dtype = "fp32" if own in (*LOSSES, "logits") else "int32" if role in ("input", "position") else ""
+        wide = own in (*LOSSES, "logits") or dims == ("E", "C")
+        dtype = "fp32" if wide else "int32" if role in ("input", "position") else ""
         if weight_role == "weight":
             dtype = variable.dtype or dtype
         array = ShardedArray(own, dims, assign(rules, dims, keep=self.axes), dtype=dtype)

@@ -118,8 +118,10 @@ def runs_further_rounds(module: Module, loop: Instruction) -> bool:
 
 
 def _in_scope(module: Module, loop: Instruction, scope: str) -> bool:
+    """True if a loop, or all that is named in the body of a loop without a name, is in a scope."""
     body = module.computations.get(dict(loop.called).get("body", ""))
-    return any(scope in one.op_name for one in (loop, *(body.instructions if body else ())))
+    inside = [one.op_name for one in (body.instructions if body else ()) if one.op_name]
+    return all(scope in name for name in ([loop.op_name] if loop.op_name else inside or [""]))
 
 
 def loops(module: Module) -> tuple[Loop, ...]:

@@ -16,10 +16,12 @@ from meshwright.spec.strategy import Strategy
 EXPERTS = """
 r[B,T,E] = x[B,T,D] * router[D,E]
 gates[B,T,Ea] = route(r[B,T,E])
-xe[E,C,D] = dispatch(x[B,T,D], gates[B,T,Ea])
+we[E,C] = dispatch_gates(gates[B,T,Ea])
+xe[E,C,D] = dispatch(x[B,T,D], gates[B,T,Ea], we[E,C])
 ge[E,C,F] = xe[E,C,D] * w_up[E,D,F]
-ye[E,C,D] = ge[E,C,F] * w_down[E,F,D]
-y[B,T,D] = combine(ye[E,C,D], gates[B,T,Ea])
+me[E,C,F] = weighted(ge[E,C,F], we[E,C])
+ye[E,C,D] = me[E,C,F] * w_down[E,F,D]
+y[B,T,D] = combine(ye[E,C,D], gates[B,T,Ea], we[E,C])
 x2[B,T,D] = add(x[B,T,D], y[B,T,D])
 """
 
@@ -34,6 +36,8 @@ RULES = {
 FORWARD = """
 router[D, E_Z] = AllGather_X(router[D_X, E_Z])
 router[D, E] = AllGather_Z(router[D, E_Z])
+we[E_Z, C_XY] = AllToAll_Z:C->E(we[E, C_XYZ])
+we[E_Z, C_X] = AllGather_Y(we[E_Z, C_XY])
 xe[E_Z, C_XY, D] = AllToAll_Z:C->E(xe[E, C_XYZ, D])
 xe[E_Z, C_X, D] = AllGather_Y(xe[E_Z, C_XY, D])
 w_up[E_Z, D, F_Y] = AllGather_X(w_up[E_Z, D_X, F_Y])
@@ -51,6 +55,8 @@ dw_down[E_Z, F_Y, D_X] = ReduceScatter_X(dw_down[E_Z, F_Y, D]{U_X})
 w_down[E_Z, F_Y, D] = AllGather_X(w_down[E_Z, F_Y, D_X])
 dw_up[E_Z, D_X, F_Y] = ReduceScatter_X(dw_up[E_Z, D, F_Y]{U_X})
 w_up[E_Z, D, F_Y] = AllGather_X(w_up[E_Z, D_X, F_Y])
+dwe[E_Z, C_XY] = ReduceScatter_Y(dwe[E_Z, C_X]{U_Y})
+dwe[E, C_XYZ] = AllToAll_Z:E->C(dwe[E_Z, C_XY])
 dxe[E_Z, C_XY, D] = ReduceScatter_Y(dxe[E_Z, C_X, D]{U_Y})
 dxe[E, C_XYZ, D] = AllToAll_Z:E->C(dxe[E_Z, C_XY, D])
 drouter[D_X, E]{U_ZY} = ReduceScatter_X(drouter[D, E]{U_XZY})
@@ -94,8 +100,8 @@ def test_each_device_sorts_its_own_tokens():
     local = [str(step) for step in experts().forward if step.op in ("route", "dispatch", "combine")]
     assert local == [
         "gates[B_XZ, T_Y, Ea] = route(r[B_XZ, T_Y, E])",
-        "xe[E, C_XYZ, D] = dispatch(x[B_XZ, T_Y, D], chosen[B_XZ, T_Y, Ea])",
-        "y[B_XZ, T_Y, D] = combine(ye[E, C_XYZ, D], gates[B_XZ, T_Y, Ea], chosen[B_XZ, T_Y, Ea])",
+        "xe[E, C_XYZ, D] = dispatch(x[B_XZ, T_Y, D], chosen[B_XZ, T_Y, Ea], we[E, C_XYZ])",
+        "y[B_XZ, T_Y, D] = combine(ye[E, C_XYZ, D], chosen[B_XZ, T_Y, Ea])",
     ]
 
 
@@ -111,7 +117,7 @@ def test_without_an_axis_for_experts_no_slot_leaves_its_device():
 
 def test_the_exchange_is_waited_for():
     exchanges = [s for s in (*experts().forward, *experts().backward) if s.op == "all_to_all"]
-    assert len(exchanges) == 4
+    assert len(exchanges) == 6
     assert all(step.critical for step in exchanges)
 
 
@@ -155,8 +161,9 @@ def test_tokens_must_have_their_width():
 
 
 def test_a_block_that_is_run_again_sends_its_slots_again():
-    """With the layer's input alone kept, the backward pass makes both exchanges of the forward pass once more."""
+    """With the layer's input alone kept, tokens and weights are sent once more, but results not: no gradient needs
+    them."""
     derived = derive(transformer(load_model("mixtral-8x7b")), Strategy(mesh={"expert": 4}, remat="block"))
     layer = next(b for b in derived.blocks if b.block.carry)
     phases = [step.phase for step in (*layer.forward, *layer.backward) if step.op == "all_to_all"]
-    assert [phases.count(phase) for phase in ("forward", "recompute", "backward")] == [2, 2, 2]
+    assert [phases.count(phase) for phase in ("forward", "recompute", "backward")] == [3, 2, 3]

@@ -114,20 +114,15 @@ def test_packed_tokens_come_back_as_those_in_slots():
     @jax.jit
     def run(x, gates, dy):
         chosen = experts.assign_slots(numbers, num_experts=EXPERTS, capacity=tokens)
-        slots = experts.dispatch(x, chosen, num_experts=EXPERTS, capacity=tokens)
-        packed = experts.ragged_dispatch(x, chosen, num_experts=EXPERTS)
-        padded = (
-            experts.combine(slots, gates, chosen),
-            experts.combine_backward(dy, slots, gates, chosen)[1],
-            experts.dispatch_backward(experts.combine_backward(dy, slots, gates, chosen)[0], chosen),
-        )
-        dpacked, dgates = experts.combine_backward(dy, packed, gates, chosen)
-        without = (
-            experts.combine(packed, gates, chosen),
-            dgates,
-            experts.dispatch_backward(dpacked, chosen),
-        )
-        return packed, padded, without
+
+        def both_ways(like):
+            weights, slots = experts.dispatch_gates(gates, chosen, like), experts.dispatch(x, chosen, like)
+            dslots = experts.combine_backward(dy, chosen, like)
+            found = (slots, dslots, weights)
+            return slots, (*(experts.combine(s, chosen) for s in found[:2]), experts.gates_backward(weights, chosen))
+
+        packed, without = both_ways(experts.packing_of(chosen, num_experts=EXPERTS))
+        return packed, both_ways(experts.empty_slots(EXPERTS, tokens))[1], without
 
     packed, padded, without = run(x, gates, dy)
     assert packed.rows.shape == (tokens * chosen_of, WIDTH)

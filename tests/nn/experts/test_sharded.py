@@ -44,13 +44,15 @@ LINES = """
 r[B,T,E] = x[B,T,D] * router[D,E]
 rb[B,T,E] = bias_add(r[B,T,E], router_bias[E])
 gates[B,T,Ea] = route(rb[B,T,E]{given})
-xe[E,C,D] = dispatch(x[B,T,D], gates[B,T,Ea]{capacity})
+we[E,C] = dispatch_gates(gates[B,T,Ea]{capacity})
+xe[E,C,D] = dispatch(x[B,T,D], gates[B,T,Ea], we[E,C]{capacity})
 ge[E,C,Fe] = xe[E,C,D] * w_gate[E,D,Fe]
 u0[E,C,Fe] = xe[E,C,D] * w_up[E,D,Fe]
 ue[E,C,Fe] = bias_add(u0[E,C,Fe], b_up[E,Fe])
 me[E,C,Fe] = silu_mul(ge[E,C,Fe], ue[E,C,Fe])
-ye[E,C,D] = me[E,C,Fe] * w_down[E,Fe,D]
-y[B,T,D] = combine(ye[E,C,D], gates[B,T,Ea])
+mw[E,C,Fe] = weighted(me[E,C,Fe], we[E,C])
+ye[E,C,D] = mw[E,C,Fe] * w_down[E,Fe,D]
+y[B,T,D] = combine(ye[E,C,D], gates[B,T,Ea], we[E,C])
 x2[B,T,D] = add(x[B,T,D], y[B,T,D])
 """
 

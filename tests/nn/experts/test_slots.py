@@ -48,10 +48,11 @@ def through_slots(x, router, gate, up, down, *, form, capacity):
     """The layer by the functions under test; also what the backward pass starts from."""
     scores = x @ router
     gates, chosen = route(scores, form, capacity=capacity)
-    xe = experts.dispatch(x, chosen, num_experts=EXPERTS, capacity=capacity)
+    we = experts.dispatch_gates(gates, chosen, experts.empty_slots(EXPERTS, capacity))
+    xe = experts.dispatch(x, chosen, we)
     me = jax.nn.silu(jnp.einsum("ecd,edf->ecf", xe, gate)) * jnp.einsum("ecd,edf->ecf", xe, up)
-    ye = jnp.einsum("ecf,efd->ecd", me, down)
-    return experts.combine(ye, gates, chosen), (scores, gates, chosen, ye)
+    ye = jnp.einsum("ecf,efd->ecd", me * we[..., None], down)
+    return experts.combine(ye, chosen), (scores, gates, chosen, ye)
 
 
 def test_a_correction_chooses_and_does_not_weigh():
@@ -103,8 +104,7 @@ def test_capacity():
 # -- properties of slots ----------------------------------------------------------------------------------
 
 ASSIGN = jax.jit(experts.assign_slots, static_argnames="num_experts")
-DISPATCH = jax.jit(experts.dispatch, static_argnames=("num_experts", "capacity"))
-COMBINE = jax.jit(experts.combine)
+DISPATCH, DISPATCH_GATES, COMBINE = map(jax.jit, (experts.dispatch, experts.dispatch_gates, experts.combine))
 CAPACITY = 4
 
 
@@ -136,7 +136,7 @@ def test_every_kept_choice_has_a_slot_of_its_own_expert(numbers, capacity):
 def test_slots_hold_their_tokens_and_nothing_else(numbers):
     x = draw(BATCH, LENGTH, WIDTH)
     chosen = np.asarray(ASSIGN(numbers, num_experts=EXPERTS, capacity=CAPACITY))
-    slots = np.asarray(DISPATCH(x, chosen, num_experts=EXPERTS, capacity=CAPACITY)).reshape(-1, WIDTH)
+    slots = np.asarray(DISPATCH(x, chosen, experts.empty_slots(EXPERTS, CAPACITY))).reshape(-1, WIDTH)
     wanted = np.zeros_like(slots)
     for token, choice in np.argwhere(chosen.reshape(TOKENS, CHOSEN) >= 0):
         wanted[chosen.reshape(TOKENS, CHOSEN)[token, choice]] = x.reshape(TOKENS, WIDTH)[token]
@@ -151,8 +151,9 @@ def test_without_a_bound_the_order_of_tokens_does_not_matter(numbers, order):
 
     def run(x, gates, numbers):
         chosen = ASSIGN(numbers, num_experts=EXPERTS, capacity=TOKENS)
-        slots = DISPATCH(x, chosen, num_experts=EXPERTS, capacity=TOKENS)
-        return np.asarray(COMBINE(slots * np.arange(1, EXPERTS + 1, dtype=np.float32)[:, None, None], gates, chosen))
+        weights = DISPATCH_GATES(gates, chosen, experts.empty_slots(EXPERTS, TOKENS))
+        factors = weights * np.arange(1, EXPERTS + 1, dtype=np.float32)[:, None]
+        return np.asarray(COMBINE(DISPATCH(x, chosen, weights) * factors[..., None], chosen))
 
     def shuffled(array):
         return array.reshape(TOKENS, -1)[list(order)].reshape(array.shape)
@@ -185,12 +186,14 @@ def test_gradients_are_those_of_a_dense_formula(family, capacity):
     @jax.jit
     def found(x, scores, dy):
         gates, chosen = route(scores, form, capacity=capacity)
-        xe = experts.dispatch(x, chosen, num_experts=EXPERTS, capacity=capacity)
-        ye = xe * xe * factors[:, None]
-        dye, dgates = experts.combine_backward(dy, ye, gates, chosen)
-        dx = experts.dispatch_backward(2 * xe * factors[:, None] * dye, chosen)
+        we = experts.dispatch_gates(gates, chosen, experts.empty_slots(EXPERTS, capacity))
+        xe = experts.dispatch(x, chosen, we)
+        made = xe * xe * factors[:, None]
+        dye = experts.combine_backward(dy, chosen, we)
+        dx = experts.combine(2 * xe * factors[:, None] * dye * we[..., None], chosen)
+        dgates = experts.gates_backward((made * dye).sum(-1), chosen)
         dscores = route_backward(dgates, scores, chosen, form, capacity=capacity)
-        return chosen, experts.combine(ye, gates, chosen), dx, dscores
+        return chosen, experts.combine(made * we[..., None], chosen), dx, dscores
 
     @jax.jit
     def dense(x, scores, numbers, kept, dy):

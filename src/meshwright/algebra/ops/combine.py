@@ -1,6 +1,6 @@
-"""Combine: moves the results of experts back to their tokens' devices and sums them per token."""
+"""Combine: moves the weighted results of experts back to their tokens' devices and sums them per token."""
 
-from meshwright.algebra.kinds import OpKind, StepKind, stream
+from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.dispatch import own_slots
 from meshwright.algebra.ops.route import chosen_of
 from meshwright.algebra.sizes import Number, OpSizes
@@ -9,24 +9,23 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Moves results back to their tokens' devices and sums them per token with the weights."""
-    slots, gates = tape.inputs
+    """Moves results back to their tokens' devices and sums them per token."""
+    slots, gates, _ = tape.inputs
     own, here = tape.move(slots, own_slots(slots, gates)), tape.out.like(gates)
-    tape.run("combine", (own, gates, chosen_of(gates)), here)
+    tape.run("combine", (own, chosen_of(gates)), here)
     tape.move(here, tape.out)
 
 
 def backward(tape: Tape) -> None:
-    """Makes the cotangents of slots, which are moved to their experts' devices, and of the weights."""
-    (slots, gates), (dslots, dgates) = tape.inputs, tape.dinputs
-    dout = tape.move(tape.dout, tape.dout.like(gates))
-    cotangents = zip(tape.op.inputs, (own_slots(dslots, gates), dgates), strict=True)
-    tape.run_backward((own_slots(slots, gates), gates, chosen_of(gates)), cotangents, dout=dout)
+    """Copies each token's cotangent to its slots, which are moved to their experts' devices."""
+    _, gates, weights = tape.inputs
+    dout, dslots = tape.move(tape.dout, tape.dout.like(gates)), own_slots(tape.dinputs[0], gates)
+    tape.run_backward((chosen_of(gates), own_slots(weights, gates)), [(tape.op.inputs[0], dslots)], dout=dout)
 
 
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts per slot two rows read, of dout and of the expert's result, and one written."""
-    return sizes.bytes(step.result) + stream(step, sizes) - sizes.bytes(step.inputs[0])
+    """Counts the indices, and for every slot a row of dout, read, and one written."""
+    return sizes.bytes(step.inputs[1]) + 2 * sizes.bytes(step.result)
 
 
 OP = OpKind(

@@ -1,4 +1,5 @@
-"""Dispatch: sorts tokens into slots of their experts, and moves the slots to the devices of the experts.
+"""Dispatch: sorts tokens and their weights into slots of their experts, and moves the slots to the devices of the
+experts.
 
 Each device sorts its own tokens into slots of every expert, xe[E, C_{axes of its tokens}, D]; the declared sharding
 has experts on devices, xe[E_expert, C, D], and moving the axis from C to E is the AllToAll.
@@ -49,12 +50,11 @@ def is_at_experts(step: Step) -> bool:
 
 
 def rounds_begin_with(backward: Iterable[Step]) -> tuple[ShardedArray, ...]:
-    """Returns the arrays from which further rounds of an exchange compute gradients: tokens, their slots, and the
-    cotangents of their results; () if slots have a bound or are not exchanged."""
-    steps = {step.op: step for step in backward if step.op in ("all_to_all", "dispatch_backward", "combine_backward")}
-    if len(steps) < 3 or len(steps["dispatch_backward"].inputs) < 3:
-        return ()
-    return (*steps["dispatch_backward"].inputs[1:], steps["combine_backward"].result)
+    """Returns the arrays from which further rounds of an exchange compute gradients: tokens, their slots and weights,
+    and the cotangents of their results; () if slots have a bound or are not exchanged."""
+    steps = {step.op: step for step in backward}
+    tokens, gates = (steps[op].inputs[1:] for op in ("dispatch_backward", "dispatch_gates_backward"))
+    return (*tokens, *gates[1:], steps["combine_backward"].result) if tokens[1:] else ()
 
 
 def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
@@ -66,7 +66,7 @@ def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
     experts = tuple(axis for axis in slots.axes_of("E") if axis in axes)
     kept = tuple(axis for axis in slots.axes_of("C") if axis in axes)
     others = tuple(axis for axis in axes if axis not in (*experts, *kept))
-    return slots.resharded({"E": (), "C": kept + others + experts, "D": ()})
+    return slots.resharded({"E": (), "C": kept + others + experts} | dict.fromkeys(slots.dims[2:], ()))
 
 
 def has_slots(array: ShardedArray) -> bool:
@@ -92,23 +92,30 @@ def packs(moves: Iterable[Step]) -> bool:
 
 def forward(tape: Tape) -> None:
     """Sorts tokens into slots and moves the slots to the devices of their experts."""
-    x, gates = tape.inputs
+    x, gates, weights = tape.inputs
     require_whole(x, "D", "dispatch")
     for dim in ("B", "T"):
         # a device fills slots from its own tokens, and has the routing weights of only these
         if x.axes_of(dim) != gates.axes_of(dim):
             raise InputError(f"dispatch needs {x} and {gates} split alike. Give {dim} the same axes in both.")
     slots = own_slots(tape.out, x)
-    tape.run("dispatch", (x, chosen_of(gates)), slots, details=tape.details(Routing))
+    # the weights' slots say how tokens are packed
+    tape.run("dispatch", (x, chosen_of(gates), own_slots(weights, x)), slots, details=tape.details(Routing))
     tape.move(slots, tape.out)
 
 
 def backward(tape: Tape) -> None:
     """Moves cotangents of slots back and sums them per token; with the tokens further rounds of an exchange begin."""
-    x, gates = tape.inputs
-    dslots = tape.move(tape.dout, own_slots(tape.dout, x))
+    x, gates, _ = tape.inputs
+    slots_backward(tape, x, chosen_of(gates))
+
+
+def slots_backward(tape: Tape, given: ShardedArray, chosen: ShardedArray) -> None:
+    """Moves cotangents of the slots of ``given`` back and makes its cotangent, with the array itself if slots are
+    exchanged in rounds."""
+    dslots = tape.move(tape.dout, own_slots(tape.dout, given))
     rounds = dslots != tape.dout and not tape.details(Routing).capacity
-    inputs = (chosen_of(gates), x) if rounds else (chosen_of(gates),)
+    inputs = (chosen, given) if rounds else (chosen,)
     tape.run_backward(inputs, [(tape.op.inputs[0], tape.dinputs[0])], dout=dslots)
 
 

@@ -78,7 +78,7 @@ def _of_device(array: Int[Array, "n E"], device: Array) -> Int[Array, "n e"]:
 def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tuple[str, ...]) -> SlotRows:
     """Runs `jax.lax.ragged_all_to_all` with the offsets and sizes of slices, in its order, and returns the rows that
     a device receives; on CPUs, which lack it, every device gathers all rows and takes its own."""
-    received = jnp.zeros((num_received, rows.shape[1]), rows.dtype)
+    received = jnp.zeros((num_received, *rows.shape[1:]), rows.dtype)
     at, sizes, to, expected = (array.astype(jnp.int32) for array in slices)
     if default_platform() != "cpu":
         return lax.ragged_all_to_all(rows, received, at, sizes, to, expected, axis_name=axes)
@@ -94,4 +94,5 @@ def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tu
     within = jnp.arange(received.shape[0], dtype=jnp.int32)[:, None] - start[None]
     inside = (within >= 0) & (within < number[None])
     source = jnp.sum(jnp.where(inside, first[None] + within, 0), axis=1)
-    return jnp.where(jnp.any(inside, axis=1)[:, None], everyone[source], received)
+    there = jnp.any(inside, axis=1).reshape(-1, *(1 for _ in rows.shape[1:]))
+    return jnp.where(there, everyone[source], received)

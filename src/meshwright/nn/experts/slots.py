@@ -20,7 +20,7 @@ from meshwright.spec.model import Model
 RouterScores = Float[Array, "B T E"]
 Gates = Float[Array, "B T Ea"]
 Chosen = Int[Array, "B T Ea"]
-SlotRows = Float[Array, "R D"]
+SlotRows = Float[Array, "R *D"]
 ResidualStream = Float[Array, "B T D"]
 
 
@@ -82,17 +82,17 @@ class Ragged:
         return replace(self, rows=rows)
 
 
-ExpertSlots = Float[Array, "E C D"] | Ragged
+ExpertSlots = Float[Array, "E C *D"] | Ragged
 
 
 def rows_of(slots: ExpertSlots) -> SlotRows:
     """Returns slots, or packed tokens, as rows."""
-    return slots.rows if isinstance(slots, Ragged) else slots.reshape(-1, slots.shape[-1])
+    return slots.rows if isinstance(slots, Ragged) else slots.reshape(-1, *slots.shape[2:])
 
 
 def with_rows(slots: ExpertSlots, rows: SlotRows) -> ExpertSlots:
     """Returns rows in the form of the slots."""
-    return slots.with_rows(rows) if isinstance(slots, Ragged) else rows.reshape(*slots.shape[:2], -1)
+    return slots.with_rows(rows) if isinstance(slots, Ragged) else rows.reshape(*slots.shape[:2], *rows.shape[1:])
 
 
 def experts_of_rows(slots: Ragged) -> Int[Array, " R"]:
@@ -138,90 +138,74 @@ def expert_numbers(chosen: Chosen, *, capacity: int) -> Chosen:
 # -- tokens to slots and back ---------------------------------------------------------------------------
 
 
-def dispatch(h: ResidualStream, chosen: Chosen, *, num_experts: int, capacity: int) -> Float[Array, "E C D"]:
-    """Copies each token into its slots; empty slots are zeros."""
-    return slots_of_tokens(h, chosen, num_slots=num_experts * capacity).reshape(num_experts, capacity, -1)
+def empty_slots(num_experts: int, capacity: int) -> Float[Array, "E C"]:
+    """Returns slots of one number, zero, for every expert."""
+    return jnp.zeros((num_experts, capacity), jnp.float32)
 
 
-def ragged_dispatch(h: ResidualStream, chosen: Chosen, *, num_experts: int) -> Ragged:
-    """Copies each token once for each of its experts, sorted by expert.
+def packing_of(chosen: Chosen, *, num_experts: int) -> Ragged:
+    """Returns zeros in rows for each token once for each of its experts, sorted by expert.
 
     ``chosen`` must drop nothing: its capacity is the number of tokens.
     """
     numbers = expert_numbers(chosen, capacity=chosen.shape[0] * chosen.shape[1])
     sizes = jnp.bincount(numbers.reshape(-1), length=num_experts).astype(jnp.int32)
-    return Ragged(slots_of_tokens(h, _ragged_places(chosen, sizes), num_slots=chosen.size), sizes[None])
-
-
-def _ragged_places(chosen: Chosen, sizes: Int[Array, " E"]) -> Chosen:
-    capacity = chosen.shape[0] * chosen.shape[1]
-    first = jnp.cumsum(sizes) - sizes
-    return (first[chosen // capacity] + chosen % capacity).astype(jnp.int32)
+    return Ragged(jnp.zeros(chosen.size, jnp.float32), sizes[None])
 
 
 def _places(slots: ExpertSlots, chosen: Chosen) -> Chosen:
     """Returns the row of each choice."""
-    return _ragged_places(chosen, slots.sizes[0]) if isinstance(slots, Ragged) else chosen
+    if not isinstance(slots, Ragged):
+        return chosen
+    sizes, capacity = slots.sizes[0], chosen.shape[0] * chosen.shape[1]
+    first = jnp.cumsum(sizes) - sizes
+    return (first[chosen // capacity] + chosen % capacity).astype(jnp.int32)
 
 
-def dispatch_backward(dslots: ExpertSlots, chosen: Chosen) -> ResidualStream:
-    """Sums the cotangents of each token's slots."""
-    return tokens_of_slots(rows_of(dslots), _places(dslots, chosen))
+def dispatch(h: ResidualStream, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:
+    """Copies each token into its slots, which are as those of ``like``; empty slots are zeros.
 
-
-def combine(slots: ExpertSlots, gates: Gates, chosen: Chosen) -> ResidualStream:
-    """Sums the results in each token's slots, weighted; a dropped choice adds nothing."""
-    return tokens_of_slots(rows_of(slots), _places(slots, chosen), gates)
-
-
-def combine_backward(
-    dout: ResidualStream, slots: ExpertSlots, gates: Gates, chosen: Chosen
-) -> tuple[ExpertSlots, Gates]:
-    """Returns cotangents of the slots, zero in empty ones, and of the weights, zero for dropped choices."""
-    rows, places = rows_of(slots), _places(slots, chosen)
-    drows = slots_of_tokens(dout, places, gates, num_slots=rows.shape[0]).astype(rows.dtype)
-    return with_rows(slots, drows), gates_backward(dout, rows, places)
-
-
-def slots_of_tokens(h: ResidualStream, places: Chosen, gates: Gates | None = None, *, num_slots: int) -> SlotRows:
-    """Writes each token, times its weight if given, to rows ``places[b, t]``; other rows are zero.
-
-    The inverse of ``places`` is scattered first, 4 bytes each, and then whole rows are gathered: CPUs scatter rows
+    The inverse of the places is scattered first, 4 bytes each, and then whole rows are gathered: CPUs scatter rows
     one by one.
     """
-    width = places.shape[-1]
-    flat = places.reshape(-1)
-    numbers = jnp.arange(flat.size, dtype=jnp.int32)
-    # a negative index would count from the end; an index past the end is dropped
-    at = jnp.where(flat < 0, num_slots, flat)
-    source = jnp.full(num_slots, -1, jnp.int32).at[at].set(numbers, mode="drop", unique_indices=True)
-    known = jnp.maximum(source, 0)
-    rows = h.reshape(-1, h.shape[-1])[known // width]
-    if gates is not None:
-        rows = (rows * gates.reshape(-1)[known][:, None]).astype(h.dtype)
-    return jnp.where((source >= 0)[:, None], rows, jnp.zeros((), rows.dtype))
+    source, filled = _source_of_rows(like, chosen)
+    rows = h.reshape(-1, h.shape[-1])[source // chosen.shape[-1]]
+    return with_rows(like, jnp.where(filled[:, None], rows, jnp.zeros((), rows.dtype)))
 
 
-def tokens_of_slots(rows: SlotRows, places: Chosen, gates: Gates | None = None) -> ResidualStream:
-    """Sums the rows of each token, weighted if weights are given; in float32, one choice at a time."""
+def dispatch_gates(gates: Gates, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:
+    """Copies each weight into its slot; empty slots are zeros."""
+    source, filled = _source_of_rows(like, chosen)
+    return with_rows(like, jnp.where(filled, gates.reshape(-1)[source], jnp.zeros((), gates.dtype)))
+
+
+def combine(slots: ExpertSlots, chosen: Chosen) -> ResidualStream:
+    """Sums the rows in each token's slots, in float32, one choice at a time; a dropped choice adds nothing."""
+    rows, places = rows_of(slots), _places(slots, chosen)
     total = jnp.zeros((*places.shape[:-1], rows.shape[-1]), jnp.float32)
     for choice in range(places.shape[-1]):
-        weight = (places[..., choice] >= 0).astype(jnp.float32)
-        if gates is not None:
-            weight = weight * gates[..., choice].astype(jnp.float32)
-        total += _row_at(rows, places, choice) * weight[..., None]
+        place = places[..., choice]
+        row = rows[jnp.maximum(place, 0)].astype(jnp.float32)
+        total += row * (place >= 0).astype(jnp.float32)[..., None]
     return total.astype(rows.dtype)
 
 
-def gates_backward(dout: ResidualStream, rows: SlotRows, places: Chosen) -> Gates:
-    """Returns the cotangent of the weights: the product of each choice's row and the token's cotangent."""
-    wide = dout.astype(jnp.float32)
-    found = [
-        jnp.where(places[..., choice] >= 0, jnp.sum(wide * _row_at(rows, places, choice), axis=-1), 0.0)
-        for choice in range(places.shape[-1])
-    ]
-    return jnp.stack(found, axis=-1)
+def combine_backward(dout: ResidualStream, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:
+    """Returns cotangents of the slots, zero in empty ones."""
+    return dispatch(dout, chosen, like)
 
 
-def _row_at(rows: SlotRows, places: Chosen, choice: int) -> ResidualStream:
-    return rows[jnp.maximum(places[..., choice], 0)].astype(jnp.float32)
+def gates_backward(dslots: ExpertSlots, chosen: Chosen) -> Gates:
+    """Returns the cotangent of each weight, zero for dropped choices."""
+    rows, places = rows_of(dslots), _places(dslots, chosen)
+    return jnp.where(places >= 0, rows[jnp.maximum(places, 0)], jnp.zeros((), rows.dtype))
+
+
+def _source_of_rows(like: ExpertSlots, chosen: Chosen) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """Returns for each row the number of the choice that fills it, and whether there is one."""
+    num_rows, flat = rows_of(like).shape[0], _places(like, chosen).reshape(-1)
+    numbers = jnp.arange(flat.size, dtype=jnp.int32)
+    # a negative index would count from the end; an index past the end is dropped
+    at = jnp.where(flat < 0, num_rows, flat)
+    source = jnp.full(num_rows, -1, jnp.int32).at[at].set(numbers, mode="drop", unique_indices=True)
+    return jnp.maximum(source, 0), source >= 0

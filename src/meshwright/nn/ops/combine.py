@@ -1,4 +1,4 @@
-"""Combine steps: weighted sums of the experts' results per token."""
+"""Combine steps: sums of the experts' weighted results per token."""
 
 from meshwright.nn.experts import slots
 from meshwright.nn.ops import of_arrays

@@ -1,0 +1,35 @@
+"""Weights of the chosen experts in slots; how they are packed decides how tokens are."""
+
+from jaxtyping import Array
+
+from meshwright.algebra.ops.dispatch import moves_of_slots
+from meshwright.algebra.steps import Step
+from meshwright.nn.context import Context
+from meshwright.nn.experts import slots
+from meshwright.nn.experts.exchange import routed
+from meshwright.nn.experts.products import packs_tokens
+from meshwright.nn.ops.route import slot_capacity
+
+
+def dispatch_gates(context: Context, step: Step, gates: Array, chosen: Array) -> slots.ExpertSlots:
+    """Returns weights in the slots of all experts, or packed by expert as the tokens will be."""
+    num_experts, capacity = context.model.num_experts, slot_capacity(context, step, gates)
+    block = next((block for block in context.derived.blocks if block.block.name == step.block), None)
+    moves = moves_of_slots((*block.forward, *block.backward)) if block else ()
+    if block is None or not packs_tokens(context, moves, num_slots=num_experts * capacity):
+        return slots.dispatch_gates(gates, chosen, slots.empty_slots(num_experts, capacity))
+    packing = slots.packing_of(chosen, num_experts=num_experts)
+    exchange = next((move.axes for move in moves if move.op == "all_to_all"), ())
+    together = dict.fromkeys((*step.result.axes_of("C"), *(axis for move in moves for axis in move.axes)))
+    packing = routed(packing, exchange, together=tuple(together)) if exchange else packing
+    return slots.dispatch_gates(gates, chosen, packing)
+
+
+def dispatch_gates_backward(
+    context: Context, step: Step, dslots: slots.ExpertSlots, chosen: Array, *gates: Array
+) -> Array:
+    """Returns the cotangent of each weight from its slot."""
+    return slots.gates_backward(dslots, chosen)
+
+
+STEPS = {"dispatch_gates": dispatch_gates, "dispatch_gates_backward": dispatch_gates_backward}
