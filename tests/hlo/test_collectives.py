@@ -80,6 +80,24 @@ def test_a_loop_without_a_trip_count_is_refused():
         collectives(text, MESH)
 
 
+@pytest.mark.parametrize(
+    ("loop", "inside", "counted"),
+    [
+        ("step/at_most_once/while", "step/at_most_once/while/body/further_rounds/add", True),
+        ("step/further_rounds/while", "step/further_rounds/while/body/add", False),
+        ("", "step/further_rounds/while/body/add", False),
+        ("", "step/at_most_once/while/body/add", True),
+    ],
+)
+def test_a_loop_of_no_count_is_what_its_own_name_says(loop, inside, counted):
+    """A pass that runs at most once has steps of further rounds in it; only a loop of such rounds is left out."""
+    named = MODULE.replace(TRIPS, f'metadata={{op_name="{loop}"}}' if loop else "metadata={}")
+    named = named.replace("dimensions={0}\n  %i", f'dimensions={{0}}, metadata={{op_name="{inside}"}}\n  %i')
+    kinds = [one.kind for one in collectives(named, MESH)]
+    assert ("all_gather" in kinds) is counted
+    assert "all_to_all" in kinds
+
+
 def test_shapes_of_every_kind():
     assert shape_bytes("(f32[2,3]{1,0}, /*index=1*/bf16[5], pred[])") == 24 + 10 + 1
     assert shape_bytes("u8[7]{0:T(8,128)(4,1)}") == 7

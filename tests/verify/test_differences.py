@@ -155,6 +155,10 @@ def test_more_than_padding_is_not_called_so():
     assert comparison.remainder == pytest.approx(0.5)
 
 
+def test_rows_of_one_number_are_padded_to_a_tile():
+    assert names(compare_traffic([derived()], [compiled(elements=128 * ELEMENTS)], MESH)) == {"padding"}
+
+
 def test_three_times_the_bytes_are_not_float32():
     assert compare_traffic([derived(width=1)], [compiled(dtype="f32")], MESH).remainder > 0.5
 

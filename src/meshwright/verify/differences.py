@@ -35,6 +35,9 @@ CLASSES: dict[str, str] = {
 TOLERANCE = 0.02
 """Numbers this close count as equal; differences of a row below a quarter of this share of its bytes are ignored."""
 
+LANES = 128
+"""Numbers in the last dim of a TPU's tile: rows of one number, such as weights of slots, are sent as rows of so many."""
+
 _Axes = tuple[str, ...]
 TrafficKey = tuple[str, _Axes]
 """(kind, mesh axes in the mesh's order)."""
@@ -336,7 +339,8 @@ def _of_size(derived: Amount, compiled: Amount, kinds: set[str]) -> str:
             return "float32"
         return "narrowed" if compiled.wire < derived.wire else ""
     if derived.arrays == compiled.arrays:
-        return "padding" if derived.elements < compiled.elements < 1.5 * derived.elements else ""
+        of_numbers = _same(compiled.elements, LANES * derived.elements)
+        return "padding" if of_numbers or derived.elements < compiled.elements < 1.5 * derived.elements else ""
     # combined arrays carry one label: their mean size then differs from that of the step's own
     if not _same(compiled.elements / max(compiled.arrays, 1), derived.elements / max(derived.arrays, 1)):
         return ""

@@ -118,8 +118,10 @@ def test_packed_tokens_come_back_as_those_in_slots():
         def both_ways(like):
             weights, slots = experts.dispatch_gates(gates, chosen, like), experts.dispatch(x, chosen, like)
             dslots = experts.combine_backward(dy, chosen, like)
-            found = (slots, dslots, weights)
-            return slots, (*(experts.combine(s, chosen) for s in found[:2]), experts.gates_backward(weights, chosen))
+            return slots, (
+                *(experts.combine(s, chosen) for s in (slots, dslots)),
+                experts.gates_backward(weights, chosen),
+            )
 
         packed, without = both_ways(experts.packing_of(chosen, num_experts=EXPERTS))
         return packed, both_ways(experts.empty_slots(EXPERTS, tokens))[1], without
