@@ -36,7 +36,7 @@ TOLERANCE = 0.02
 """Numbers this close count as equal; differences of a row below a quarter of this share of its bytes are ignored."""
 
 LANES = 128
-"""Numbers in the last dim of a TPU's tile: rows of one number, such as weights of slots, are sent as rows of so many."""
+"""Numbers in the last dim of a TPU's tile: rows of one number, such as weights of slots, are sent as so long rows."""
 
 _Axes = tuple[str, ...]
 TrafficKey = tuple[str, _Axes]
