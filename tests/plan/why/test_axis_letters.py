@@ -111,7 +111,9 @@ def test_experts_on_a_ring_against_the_priced_exchange():
     sent = [cost for cost in sent if "D" in cost.step.full.dims]  # weights of slots are sent in no time beside rows
     assert len(sent) == 2
     assert all(cost.latency_s < 1e-9 * cost.network_s for cost in sent)
-    assert limit.here / limit.limit == pytest.approx(most / 16, rel=1e-6)
+    # the weights of slots are sent too: 4 bytes beside 2 x 8,192, and the start of one more AllToAll
+    assert limit.here / limit.limit == pytest.approx(most / 16, rel=1e-3)
+    assert limit.here / limit.limit < most / 16 / (1 + 4 / 16_384)
 
 
 def test_tokens_that_meet_a_copy_of_the_experts():
