@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.ops.dispatch import exchanges_slots
 from meshwright.algebra.rewrites.split_backward import weights_of
 from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import largest, total
@@ -178,16 +179,17 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
     at = rates.chip.efficiency
-    compute = total(cost.local_s for cost in costs)
+    compute = total(cost.local_s for cost in costs) / rates.compute_share
     if rates.software != "compiled":
         compute = np.maximum(compute, at.host_kernel_s * sum(cost.num_kernels for cost in costs))
     if rates.software in IN_TURN:
         return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
-    waited = [cost for cost in costs if cost.step.is_collective and not cost.hides]
+    hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
+    waited = [cost for cost, hidden in zip(costs, hides, strict=True) if cost.step.is_collective and not hidden]
     rounds = [cost for cost in costs if cost.in_ring_loop]
     waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
     row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
-    behind = [cost for cost in costs if cost.hides and not cost.in_ring_loop]
+    behind = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
     return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.dispatch import ROOM, has_slots
+from meshwright.algebra.ops.dispatch import ROOM, exchanges_slots
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.rewrites.rings import Round, num_moves
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
@@ -21,9 +21,9 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
-from meshwright.cost.work.slots import SlotSizes, expert_slots, slot_sizes
+from meshwright.cost.work.slots import SlotSizes, expert_slots, nodes_of_token, slot_sizes
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, held_dims
+from meshwright.spec.strategy import AS_RUN, STATE_BYTES, Assumptions, Strategy, held_dims
 
 
 class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +114,10 @@ def op_sizes(
         spare_slots=most if holds and not bound else 1.0,
         load=1.0 if bound else load,
         room=1.0 if bound else min(most, ROOM) if holds else load,
+        groups=(model.expert_groups, model.groups_per_token),
+        by_node=assumptions.dispatch == "nodes",
+        # 8 bits, and a scale of 32 for 128 of them
+        sent_bytes=1 + 4 / 128 if strategy.matmul_dtype == "fp8" else STATE_BYTES[strategy.state]["weights"],
     )
 
 
@@ -216,6 +220,18 @@ def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
     return np.where(np.asarray(num_microbatches) > 1, DTYPE_BYTES["fp32"], width)
 
 
+def _sent_share(step: Step, sizes: SlotSizes, rates: StepRates) -> Number:
+    """Returns the bytes that an exchange sends between nodes over those of a row for each expert.
+
+    Sending a token once to each node leaves the copies inside to faster links, behind which they hide.
+    """
+    nodes = rates.num_nodes.get(frozenset(step.axes), 1)
+    if not sizes.by_node or "D" not in step.full.dims:
+        return 1.0
+    narrowed = sizes.sent_bytes / sizes.width if step.to_dim == "E" else 1.0
+    return narrowed * np.where(np.asarray(nodes) > 1, nodes_of_token(sizes, nodes) / sizes.dims["Ea"], 1.0)
+
+
 def price_step(
     step: Step,
     sizes: SlotSizes,
@@ -231,8 +247,8 @@ def price_step(
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     sizes = slot_sizes(step, sizes)
     sent = sizes.elements(step.full) * element * padding_factor(step, sizes)
-    if step.op == "all_to_all" and has_slots(step.full):
-        sent = sent * sizes.load
+    if exchanges_slots(step):
+        sent = sent * sizes.load * _sent_share(step, sizes, rates)
     rate = group[step.op]
     moves = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own

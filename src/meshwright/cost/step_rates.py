@@ -1,5 +1,6 @@
 """Rates that price a step: those of one chip for ops, and those of every group of mesh axes for collectives."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,10 @@ from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, datasheet_calibration, reference_peak
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import AS_RUN, Assumptions, Software, Strategy, mesh_words
+from meshwright.spec.strategy import AS_RUN, SENDING_SMS, Assumptions, Software, Strategy, mesh_words
+
+BETWEEN_NODES = ("network", "dcn")
+"""Levels of links that leave a domain or a slice."""
 
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +28,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     Utilisation is a share of ``peak_flops_per_s``. ``link_levels`` has the level of each physical axis. ``uses`` says
     for a group and a kind of collective which physical axes it keeps busy; collectives that share one compete.
     ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``software`` decides
-    whether a host starts every kernel, and whether communication overlaps compute.
+    whether a host starts every kernel, and whether communication overlaps compute. ``num_nodes`` are those that a
+    group spans. ``hides_exchanges``: exchanges of slots overlap with the pass of the other direction.
     """
 
     chip: ChipRates
@@ -36,6 +41,14 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     software: Software = "compiled"
     num_hosts: Number = 1
     pcie_bytes_per_s: float | None = None
+    num_nodes: dict[AxisGroup, Number] = {}
+    hides_exchanges: bool = False
+
+    @property
+    def compute_share(self) -> float:
+        """The share of the processors that compute while others send."""
+        sms = self.chip.processors
+        return 1 - SENDING_SMS / sms if self.hides_exchanges and sms else 1.0
 
 
 def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Scores:
@@ -81,17 +94,21 @@ def step_rates(
     known: dict[tuple[Leg | None, ...], GroupRates] = {}
     rates: dict[AxisGroup, GroupRates] = {}
     uses: dict[tuple[AxisGroup, str], tuple[Number, ...]] = {}
+    nodes: dict[AxisGroup, Number] = {}
     for group in groups:
         # placements with the same legs are priced once
         numbers: dict[tuple[Leg | None, ...], int] = {}
         which = np.empty(len(placements), dtype=np.intp)
         fills = np.zeros((len(placements[0].links), len(placements)), dtype=bool)
+        spans = np.ones(len(placements))
         for index, placement in enumerate(placements):
             legs = legs_of_links(placement, group)
             if legs not in known:
                 known[legs] = leg_rates([leg for leg in legs if leg is not None], calibration)
             which[index] = numbers.setdefault(legs, len(numbers))
             fills[:, index] = [leg is not None for leg in legs]
+            spans[index] = math.prod(leg.size for leg in legs if leg is not None and leg.level in BETWEEN_NODES)
+        nodes[group] = spans
         rates[group] = select(stack([known[legs] for legs in numbers]), which)
         uses |= busy_links(group, rates[group], fills, [link.level for link in placements[0].links])
     return StepRates(
@@ -104,6 +121,8 @@ def step_rates(
         software=assumptions.software,
         num_hosts=cluster.num_hosts,
         pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
+        num_nodes=nodes,
+        hides_exchanges=assumptions.dispatch == "nodes" and strategy.schedule.startswith("dualpipe"),
     )
 
 

@@ -253,6 +253,13 @@ attention and overlapped communication; "eager-in-turn" without overlap; "eager-
 AttentionKernel = Literal["tuned", "portable"]
 """Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""
 
+Dispatch = Literal["experts", "nodes"]
+"""How tokens reach experts: a row for each expert, or one for each node with experts of the token, which passes it on
+there. "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both directions overlap
+(DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
+
+SENDING_SMS = 20
+
 IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021")
 """Software without overlap of communication and compute."""
 
@@ -262,13 +269,14 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
     over the mean where nothing bounds it. ``empty_slots`` says that compiled software without a bound has room for
-    more rows than the mean at devices of experts, as arrays of fixed size need.
+    more rows than the mean at devices of experts, as arrays of fixed size need. ``dispatch`` is how tokens are sent.
     """
 
     software: Software = "compiled"
     attention_kernel: AttentionKernel = "tuned"
     imbalance: float = 1.0
     empty_slots: bool = True
+    dispatch: Dispatch = "experts"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -315,7 +323,7 @@ def require_runnable_strategy(strategy: Strategy) -> None:
 
 def require_runnable_assumptions(assumptions: Assumptions) -> None:
     """Raises CannotRunError for assumptions about other software, which is only priced."""
-    for name, own in (("attention_kernel", "tuned"), ("software", "compiled")):
+    for name, own in (("attention_kernel", "tuned"), ("software", "compiled"), ("dispatch", "experts")):
         if getattr(assumptions, name) != own:
             _refuse(name, getattr(assumptions, name), own)
 

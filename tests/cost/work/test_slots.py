@@ -8,12 +8,14 @@ import pytest
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS
 from meshwright.algebra.steps import Step
+from meshwright.api.rates import rates_for
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.slots import (
     SlotSizes,
     block_bytes,
     computed_share,
+    nodes_of_token,
     num_slot_calls,
     num_slot_products,
     slot_sizes,
@@ -22,7 +24,7 @@ from meshwright.nn.experts.products import blocks_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
 
 XE, WEIGHT, GE = (parse_array(text) for text in ("xe[E,C,D]", "w[E,D,Fe]", "ge[E,C,Fe]"))
 PRODUCT = Step(op="einsum", inputs=(XE, WEIGHT), result=GE)
@@ -120,3 +122,66 @@ def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
     for a, b in pairs:
         assert a.flops / b.flops == pytest.approx(1 + 64 * BLOCK_ROWS / 2 / 16384)
         assert a.hbm_bytes > b.hbm_bytes
+
+
+# -- tokens sent to nodes -----------------------------------------------------------------------------------
+
+
+def test_nodes_that_have_an_expert_of_a_token():
+    """Eight experts of a token in four of eight groups: on 8 nodes 4 have them, each missed with (3/4)^8."""
+    at = SlotSizes(dims={"Ea": 8}, mesh={}, state="bf16-adam", groups=(8, 4))
+    assert nodes_of_token(at, 8) == pytest.approx(4 * (1 - 0.75**8))
+    assert nodes_of_token(at, 16) == pytest.approx(8 * (1 - 0.875**8))
+    assert nodes_of_token(at, 1) == pytest.approx(1.0)
+    free = SlotSizes(dims={"Ea": 2}, mesh={}, state="bf16-adam")
+    assert nodes_of_token(free, np.array([2, 4])) == pytest.approx([1.5, 4 * (1 - 0.75**2)])
+
+
+DEEPSEEK_KEEPS = ("cq", "ckv", "o", "x1", "r", "xe", "ge", "ue", "gs", "us", "g", "u", "logits")
+"""All but norms, the products after the latents, and activations. Source: DeepSeek-V3 (2024), section 3.2.3."""
+
+
+def deepseek_run(**assumed):
+    """DeepSeek-V3 as published, section 3: 15,360 sequences of 4,096 on 2,048 H800, 16 stages, experts over 64."""
+    strategy = Strategy(
+        mesh=make_mesh({"pipeline": 16, "fsdp": 2, "expert": 64}),
+        assignment=standard_assignment(zero=1),
+        state="bf16-master-fp32-grads",
+        precision="fp8",
+        schedule="dualpipe",
+        num_microbatches=120,
+        remat=DEEPSEEK_KEEPS,
+    )
+    cluster = parse_cluster("h800:8x256")
+    setting = Setting(
+        catalogue.load_model("deepseek-v3"),
+        cluster,
+        Job(batch_seqs=15_360, seq_len=4096),
+        rates_for(cluster, None, fitted=True),
+        assumptions=Assumptions(software="eager", empty_slots=False, **assumed),
+    )
+    return price_strategy(setting, strategy)
+
+
+def test_the_published_run_of_deepseek_v3():
+    """3.7 days per trillion tokens, a run that no number is fitted on; without its way to send tokens, far slower."""
+    days = deepseek_run(dispatch="nodes").estimate.step_s * 1e12 / (15_360 * 4096) / 86_400
+    assert days == pytest.approx(3.7, rel=0.15)
+    assert deepseek_run().estimate.step_s > 1.25 * days * 86_400 * 15_360 * 4096 / 1e12
+
+
+def test_a_token_is_sent_to_each_node_once():
+    """Over 8 nodes 3.6 rows of 8, those to experts in 8 bits with a scale of 32 for 128 in place of 16."""
+    by_expert, by_node = (
+        {
+            (cost.step.phase, cost.step.result.name): cost.network_s
+            for block in deepseek_run(dispatch=way).costs.blocks
+            for cost in (*block.forward, *block.backward)
+            if cost.step.op == "all_to_all" and "D" in cost.step.full.dims
+        }
+        for way in ("experts", "nodes")
+    )
+    rows = 4 * (1 - 0.75**8) / 8
+    for key, seconds in by_expert.items():
+        narrow = (1 + 4 / 128) / 2 if key[1] in ("xe", "dye") else 1
+        assert by_node[key] == pytest.approx(seconds * rows * narrow, rel=1e-3)

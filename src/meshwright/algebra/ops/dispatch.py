@@ -79,6 +79,11 @@ def is_bounded(steps: Iterable[Step]) -> bool:
     return all(step.details.capacity for step in steps if step.op == "dispatch")
 
 
+def exchanges_slots(step: Step) -> bool:
+    """True for an AllToAll of slots between the devices of tokens and those of experts."""
+    return step.op == "all_to_all" and has_slots(step.full)
+
+
 def moves_of_slots(steps: Iterable[Step]) -> tuple[Step, ...]:
     """Returns the steps that move slots between devices, or leave out some."""
     return tuple(step for step in steps if step.only_moves and has_slots(step.result))
