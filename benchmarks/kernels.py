@@ -56,7 +56,11 @@ CHIPS_OF_A_DEVICE = {"tpu7x": 0.5}
 """A device of tpu7x is one of the two cores of a chip; other devices are whole chips."""
 
 ATTENTION = ("chip", "kernel", "pass", "dtype", "batch", "length", "heads", "kv_heads", "head_dim", "causal", "seconds")
-PRODUCTS = ("chip", "kind", "kernel", "pass", "dtype", "rows", "contracted", "columns", "groups", "seconds")
+PRODUCTS = ("chip", "kind", "kernel", "pass", "dtype", "rows", "contracted", "columns", "groups", "copied", "seconds")
+
+COPIED_WEIGHTS = {"h100": "NK", "b200": "KN"}
+"""Layout of a group's weights that Mosaic's grouped products on that chip copy into the other one first
+(tokamax/_src/ops/ragged_dot: pallas_mosaic_gpu.py and pallas_mosaic_gpu_kernel_sm100.py, ``rhs.mT``)."""
 
 Row = dict[str, Any]
 
@@ -75,10 +79,10 @@ def tokamax_rows(checkout: Path) -> tuple[list[Row], list[Row]]:
         for text, settings in json.loads(path.read_text()).items():
             times = [median(one["evaluation_times_ms"]) for one in settings.values() if one.get("evaluation_times_ms")]
             shape = json.loads(text)
-            for table, made in zip(found, (_attention(shape), _product(shape, kernel)), strict=True):
+            for table, made in zip(found, (_attention(shape), _product(shape, given)), strict=True):
                 if times and made:
                     row = given | made
-                    key = tuple(row.values())
+                    key = tuple(value for name, value in row.items() if name != "copied")
                     seconds = min(times) / 1e3
                     if key not in table or table[key]["seconds"] > seconds:
                         table[key] = row | {"seconds": seconds}
@@ -104,17 +108,24 @@ def _attention(shape: Row) -> Row | None:
     return dict(zip(ATTENTION[3:-1], (dtype, batch, length, heads, kv_heads, head_dim, causal), strict=True))
 
 
-def _product(shape: Row, kernel: str) -> Row | None:
-    groups = 1
+def _product(shape: Row, given: Row) -> Row | None:
+    """The sizes of a product. Groups without rows do not count; ``copied`` are the groups whose weights software copies
+    first (`COPIED_WEIGHTS`), or 1 for the result of a gated unit: XLA on TPUs copies it unless its rows have a leading
+    dim of one."""
+    kernel, groups, copied = given["kernel"], 1, 0
     if "ragged_dot" in kernel:
         (dtype, left), (right_dtype, right) = _dims(shape["lhs"]), _dims(shape["rhs"])
         if len(right) != 3:  # the gradient of the weights
             return None
         _, (summed,) = shape["ragged_dot_dimension_numbers"]["dot_dimension_numbers"][0]
-        groups, columns, kind = right[0], right[3 - summed], "grouped"
+        sizes, columns, kind = shape["group_sizes"], right[3 - summed], "grouped"
+        groups = sum(size > 0 for size in sizes) if isinstance(sizes, list) else right[0]
+        if "mosaic_gpu" in kernel and COPIED_WEIGHTS[given["chip"]] == ("NK" if summed == 2 else "KN"):
+            copied = right[0]
     elif "gated_linear_unit" in kernel:
         (dtype, left), (right_dtype, right) = _dims(shape["x"]), _dims(shape["weights"])
         columns, kind = right[2], "gated"
+        copied = int(kernel == "gated_linear_unit" and given["chip"].startswith(("v", "tpu")) and len(left) < 4)
     elif "cross_entropy" in kernel:
         (dtype, left), (right_dtype, right) = _dims(shape["x"]), _dims(shape["w"])
         columns, kind = right[1], "loss"
@@ -122,7 +133,7 @@ def _product(shape: Row, kernel: str) -> Row | None:
         return None
     if len(left) < 2 or right_dtype != "bf16" or dtype not in ("bf16", "f32"):
         return None
-    sizes = (dtype, prod(left[:-1]), left[-1], columns, groups)
+    sizes = (dtype, prod(left[:-1]), left[-1], columns, groups, copied)
     return {"kind": kind} | dict(zip(PRODUCTS[4:-1], sizes, strict=True))
 
 
