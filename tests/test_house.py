@@ -17,7 +17,7 @@ TOO_MANY = {
 """Functions of before the rule. None may join, and one that is mended leaves the list."""
 
 BUDGETS = {
-    "core": 1_119, "spec": 2_997, "algebra": 6_700, "cost": 4_947, "plan": 3_350, "nn": 5_501, "parallel": 2_683,
+    "core": 1_119, "spec": 2_997, "algebra": 6_700, "cost": 5_030, "plan": 3_350, "nn": 5_501, "parallel": 2_683,
     "hlo": 1_925, "train": 4_338, "serve": 500, "verify": 1_500, "profile": 1_800, "accuracy": 1_361, "bench": 2_300,
     "report": 2_956, "api": 650, "cli": 3_921, "calculators": 9_000,
 }  # fmt: skip

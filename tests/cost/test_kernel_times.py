@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.cost.work import kernel_times
 from meshwright.cost.work.kernel_times import (
     attention_s,
     collective_s,
@@ -14,87 +15,184 @@ from meshwright.cost.work.kernel_times import (
     padded,
     product_s,
 )
-from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.chip import chip
 
 NUMBERS = {
-    "compute": 0.5, "narrow": 0.8, "start_s": 1e-5, "call_s": 2e-5, "power": 1.0, "head_half": 32.0,
-    "head_half_backward": 64.0, "block": 1024.0, "attention_bytes": 0.0, "link": 0.5, "collective_s": 4e-6,
-    "member_s": 1e-6, "ramp_s": 0.0,
+    "compute": 0.5, "narrow": 0.8, "start_s": 1e-5, "call_s": 2e-5, "power": 1.0, "half": 0.0, "head_half": 32.0,
+    "head_half_backward": 64.0, "grid_s": 1e-6, "softmax": 1024.0, "link": 0.5, "collective_s": 4e-6, "member_s": 1e-6,
+    "ramp_s": 0.0,
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _datasheet(monkeypatch):
-    """Data-sheet memory bandwidth and no penalty for a short contraction, so that hand-worked times stay."""
-    monkeypatch.setattr("meshwright.cost.work.kernel_times.fitted_calibration", datasheet_calibration)
+    """Data-sheet bandwidths and masks for nothing, so that hand-worked times stay."""
+    monkeypatch.setattr(kernel_times, "MEMORY", {"gpu": 1.0, "tpu": 1.0})
+    monkeypatch.setattr(kernel_times, "NCCL_LINKS", {})
+    monkeypatch.setattr(kernel_times, "MASKED", 0.0)
 
 
 def rates(name, *, cores=None, **numbers):
     return kernel_rates(chip(name), NUMBERS | numbers, cores=cores)
 
 
-def test_a_large_product_takes_flops_over_half_the_peak():
-    assert product_s({"M": 8192, "K": 8192, "N": 8192}, rates("h100")) == pytest.approx(
-        2 * 8192**3 / (989.4e12 / 2) + 1e-5
-    )
+def test_a_product_is_the_root_of_the_squares_of_its_flops_and_its_bytes():
+    """64 x 66 tiles of 128 x 128 fill 132 SMs 32 times; the thin one is 64 tiles, split in two for one wave of 128."""
+    math, moved = 2 * 8192 * 8192 * 8448 / (989.4e12 / 2), 2 * (8192 * 8192 + 2 * 8192 * 8448)
+    full = product_s({"M": 8192, "K": 8192, "N": 8448}, rates("h100"))
+    assert full == pytest.approx((math**2 + (moved / 3.35e12) ** 2) ** 0.5 + 1e-5)
+    math, moved = 2 * 128 * 8192 * 8192 / (989.4e12 / 2) * 132 / 128, 2 * (2 * 128 * 8192 + 8192 * 8192)
+    thin = product_s({"M": 128, "K": 8192, "N": 8192}, rates("h100"))
+    assert thin == pytest.approx((math**2 + (moved / 3.35e12) ** 2) ** 0.5 + 1e-5)
 
 
-def test_a_thin_product_takes_its_bytes():
-    moved = 2 * (128 * 8192 + 8192 * 8192 + 128 * 8192)
-    assert product_s({"M": 128, "K": 8192, "N": 8192}, rates("h100")) == pytest.approx(moved / 3.35e12 + 1e-5)
+def test_waves_are_counted_for_the_best_split():
+    """144 tiles are two waves of 132 SMs where 1.09 are filled; in four parts 576 are five for 4.36."""
+    at = rates("h100")
+    assert at.waves(1536, 1536) == pytest.approx(2 * 132 / 144)
+    assert at.waves(1536, 1536, (1, 2, 4)) == pytest.approx(5 * 132 / 576)
+    assert rates("v5p").waves(1536, 1536) == 1.0
 
 
-def test_the_last_wave_of_an_fp8_product_takes_as_long_as_the_first():
-    """16 x 9 tiles of 128 x 256 on 132 SMs are two waves, though 1.09 are filled."""
-    shape = {"M": 2048, "K": 8192, "N": 2304}
-    full = 2 * 2048 * 8192 * 2304 / (1979e12 * 0.5 * 0.8)
-    assert product_s(shape, rates("h100"), narrow=True) == pytest.approx(full * 2 * 132 / 144 + 2e-5)
+def test_filling_the_pipeline_takes_half_over_k_but_on_blackwell():
+    shape = {"M": 8192, "K": 512, "N": 8448}
+    math = 2 * 8192 * 512 * 8448 / 989.4e12
+    moved = 2 * (8192 * 512 + 512 * 8448 + 8192 * 8448) / 3.35e12
+    found = product_s(shape, rates("h100", half=128.0))
+    assert found == pytest.approx(((math * (2 + 128 / 512)) ** 2 + moved**2) ** 0.5 + 1e-5)
+    assert product_s(shape, rates("b200", half=128.0)) == product_s(shape, rates("b200"))
 
 
-def test_heads_are_padded_to_the_matrix_unit_and_causal_blocks_rounded():
-    """Heads of 128 on a unit of 256 take twice as long; a causal query sees (4096 + 1024) / 2 keys."""
+def test_an_fp8_product_reads_its_rows_twice_and_writes_them_once_before():
+    shape = {"M": 8192, "K": 8192, "N": 8448}
+    math = 2 * 8192 * 8192 * 8448 / (1979e12 * 0.5 * 0.8)
+    moved = (8192 * 8192 + 8192 * 8448 + 2 * 8192 * 8448) / 3.35e12
+    cast = 5 * 8192 * 8192 / 3.35e12
+    assert product_s(shape, rates("h100"), narrow=True) == pytest.approx((math**2 + moved**2) ** 0.5 + cast + 2e-5)
+
+
+def test_attention_on_a_tpu_pads_heads_transposes_operands_and_starts_each_head():
+    """Heads of 128 on a unit of 256 take twice as long; a causal query sees (4096 + 2048) / 2 keys."""
     shape = {"B": 1, "T": 4096, "N": 8, "G": 8, "H": 128, "causal": 1}
-    flops = 4 * 8 * 4096 * 2560 * 256
-    assert attention_s(shape, rates("v6e")) == pytest.approx(flops / (918e12 / 2) + 1e-5)
+    math = 4 * 8 * 4096 * 3072 * 256 / (918e12 / 2)
+    moved = 4 * 4096 * 128 * 16 / 1.638e12
+    assert attention_s(shape, rates("v6e")) == pytest.approx((math**2 + moved**2) ** 0.5 + 2 * moved + 8e-6 + 1e-5)
     assert padded(128, 256) == 256
     assert padded(100, 0) == 100
 
 
-def test_softmax_adds_to_the_width_of_heads_on_gpus_and_more_in_the_backward_pass():
+def test_softmax_adds_to_the_width_of_heads_on_gpus_half_as_much_with_twice_the_exponentials():
     shape = {"B": 2, "T": 2048, "N": 16, "G": 16, "H": 64, "causal": 0}
-    scores = 2 * 16 * 2048 * 2048
-    forward, backward = attention_s(shape, rates("h100")), attention_s(shape, rates("h100"), phase="backward")
-    assert forward == pytest.approx(4 * scores * 96 / (989.4e12 / 2) + 1e-5)
-    assert backward == pytest.approx(4 * 2.5 * scores * 128 / (989.4e12 / 2) + 1e-5)
+    scores, moved = 4 * 2 * 16 * 2048 * 2048, 4 * 2 * 2048 * 64 * 32 / 3.35e12
+    forward = attention_s(shape, rates("h100"))
+    assert forward == pytest.approx(((scores * 96 / (989.4e12 / 2)) ** 2 + moved**2) ** 0.5 + 1e-5)
+    backward, apart = attention_s(shape, rates("h100"), phase="backward"), 8 * 2 * 16 * 2048 * 64 / 3.35e12
+    math = 2.5 * scores * 128 / (989.4e12 / 2)
+    assert backward == pytest.approx((math**2 + (2 * moved) ** 2) ** 0.5 + apart + 1e-5)
+    assert rates("gb300").exponentials == 2 * rates("gb200").exponentials
+
+
+def test_the_longest_block_comes_last_but_where_kernels_begin_with_it():
+    """64 blocks of 128 queries, of 640 keys in the mean and 1,024 at most, on 132 SMs: the longest takes as long as
+    1,024 x 132 / 64 keys for every block would."""
+    shape = {"B": 1, "T": 1024, "N": 8, "G": 1, "H": 128, "causal": 1}
+    each, longest = 4 * 8 * 1024 * 160 / (989.4e12 / 2), 1024 * 132 / 64
+    moved = 4 * 1024 * 128 * 9 / 3.35e12
+    assert attention_s(shape, rates("h100")) == pytest.approx(((each * longest) ** 2 + moved**2) ** 0.5 + 1e-5)
+    each, longest = 4 * 8 * 1024 * 160 / (312e12 / 2), 1024 * 108 / 64
+    moved = 4 * 1024 * 128 * 9 / 2.039e12
+    found = attention_s(shape, rates("a100-80gb"))
+    assert found == pytest.approx(((each * (640 + longest)) ** 2 + moved**2) ** 0.5 + 1e-5)
+
+
+def test_a_mask_costs_a_share_of_the_block_at_the_diagonal(monkeypatch):
+    """Of 4,096 keys in the mean 2,176 are seen, and a quarter of 256 is added."""
+    shape = {"B": 64, "T": 4096, "N": 64, "G": 1, "H": 128, "causal": 1}
+    plain = attention_s(shape, rates("h100"))
+    monkeypatch.setattr(kernel_times, "MASKED", 0.25)
+    assert attention_s(shape, rates("h100")) / plain == pytest.approx((2176 + 64) / 2176, rel=1e-3)
+
+
+def test_pages_slow_down_attention_on_hopper_alone():
+    shape = {"B": 4, "T": 16384, "N": 32, "G": 8, "H": 128, "causal": 1}
+    for name, factor in (("h200", 2.0), ("b200", 1.0)):
+        plain, paged = (attention_s(shape, rates(name, **more), paged=True) for more in ({}, {"paged.h100": 0.5}))
+        assert paged == pytest.approx(factor * plain, rel=0.01)
 
 
 def test_groups_on_a_tpu_run_on_one_core_with_a_tile_more_each():
     """A v5p has two cores of half its peak: 8 groups add 128 rows each."""
-    shape = {"M": 65536, "K": 4096, "N": 4096, "G": 8}
-    expected = 2 * (65536 + 8 * 128) * 4096**2 / (459e12 / 2) * 2 + 1e-5
-    assert grouped_s(shape, rates("v5p")) == pytest.approx(expected)
+    shape = {"M": 65536, "K": 4096, "N": 4096, "G": 8, "copied": 0}
+    math = 2 * (65536 + 8 * 128) * 4096**2 / (459e12 / 2) * 2
+    moved = 2 * (2 * 65536 * 4096 + 8 * 4096**2) / 2.765e12
+    assert grouped_s(shape, rates("v5p")) == pytest.approx((math**2 + moved**2) ** 0.5 + 1e-5)
 
 
-def test_an_unfused_gate_writes_and_reads_both_results():
-    shape = {"M": 65536, "K": 1024, "N": 4096}
-    more = gated_s(shape, rates("h100"), fused=False) - gated_s(shape, rates("h100"), fused=True)
-    assert more == pytest.approx(16 * 65536 * 4096 / 3.35e12)
+def test_groups_of_mosaic_on_hopper_wait_for_shared_memory_and_copy_transposed_weights():
+    """Tiles of 128 x 64: 192 values come in for 256 that instructions read, so products take 1.75 times as long."""
+    shape = {"M": 65536, "K": 4096, "N": 4096, "G": 8, "copied": 0}
+    math = 2 * (65536 + 8 * 128) * 4096**2 / 989.4e12 * 1.75
+    moved = 2 * (2 * 65536 * 4096 + 8 * 4096**2) / 3.35e12
+    found = grouped_s(shape, rates("h100"))
+    assert found == pytest.approx((math**2 + moved**2) ** 0.5 + 1e-5)
+    assert grouped_s(shape | {"copied": 8}, rates("h100")) - found == pytest.approx(4 * 8 * 4096**2 / 3.35e12)
+    math = 2 * (65536 + 8 * 256) * 4096**2 / (2250e12 / 2)
+    moved = 2 * (2 * 65536 * 4096 + 8 * 4096**2) / 7.7e12
+    assert grouped_s(shape, rates("b200")) == pytest.approx((math**2 + moved**2) ** 0.5 + 1e-5)
 
 
-def test_a_loss_writes_and_reads_its_logits():
+def test_a_gate_of_mosaic_on_hopper_has_whole_waves():
+    """11 rows of 12 tiles fill 132 SMs; a row more is a second wave. 384 values come in for 1,024 that are read."""
+    found = [gated_s({"M": m, "K": 65536, "N": 1536, "copied": 0}, rates("h100"), fused=True) for m in (1408, 1536)]
+    assert found[1] - 1e-5 == pytest.approx(2 * (found[0] - 1e-5), rel=0.02)
+    math = 4 * 1408 * 65536 * 1536 / 989.4e12 * (1 + 384 / 1024)
+    moved = 2 * (1408 * 65536 + 2 * 65536 * 1536 + 1408 * 1536) / 3.35e12
+    assert found[0] == pytest.approx((math**2 + moved**2) ** 0.5 + 1e-5)
+
+
+def test_an_unfused_gate_writes_and_reads_both_results_and_some_are_copied():
+    shape = {"M": 65536, "K": 128, "N": 4096, "copied": np.array([0, 1])}
+    math = 4 * 65536 * 128 * 4096 / (459e12 / 2)
+    moved = 2 * (65536 * 128 + 2 * 128 * 4096) + np.array([18, 26]) * 65536 * 4096
+    expected = (math**2 + (moved / 2.765e12) ** 2) ** 0.5 + 1e-5
+    assert gated_s(shape, rates("v5p"), fused=False) == pytest.approx(expected)
+
+
+def test_a_loss_moves_logits_on_gpus_and_has_vector_work_on_tpus():
     shape = {"M": 8192, "K": 4096, "N": 128256}
     product, logits = 2 * 8192 * 4096 * 128256 / (989.4e12 / 2), 4 * 8192 * 128256 / 3.35e12
+    weights = 4096 * 128256
     assert loss_s(shape, rates("h100")) == pytest.approx(product + logits + 1e-5)
-    assert loss_s(shape, rates("h100"), phase="backward") == pytest.approx(3 * product + logits + 1e-5)
+    backward = loss_s(shape, rates("h100"), phase="backward")
+    assert backward == pytest.approx(3 * product + logits + 4 * weights / 3.35e12 + 1e-5)
+    product, softmax = 2 * 8192 * 4096 * 128256 / (918e12 / 2), 2 * 8192 * 1024 * 128256 / 918e12
+    assert loss_s(shape, rates("v6e")) == pytest.approx(product + softmax + 1e-5)
+    backward = loss_s(shape, rates("v6e"), phase="backward")
+    assert backward == pytest.approx(3 * product + 8 * weights / 1.638e12 + 1e-5)
 
 
-def test_an_all_reduce_sends_twice_and_ramps_up():
-    shape = {"op": np.array(["all_gather", "all_reduce"]), "n": np.array([8, 8]), "bytes": np.array([8e8, 8e8])}
-    sent_s = 7e8 / (450e9 / 2)
-    assert collective_s(shape, rates("h100")) == pytest.approx([sent_s + 11e-6, 2 * sent_s + 18e-6])
-    ramped = collective_s(shape, rates("h100", ramp_s=1e-4)) - collective_s(shape, rates("h100"))
-    assert ramped == pytest.approx([(1e-4 * sent_s) ** 0.5, (2e-4 * sent_s) ** 0.5])
+def test_a_ring_copies_its_chunks_and_the_last_is_only_received():
+    """AllGather over 4: 3.5 chunks; AllReduce: 6.5. The start is 4 us and one for each of 3 or 6 steps, or one."""
+    shape = {"op": np.array(["all_gather", "all_reduce", "alltoall"]), "n": np.full(3, 4), "bytes": np.full(3, 8e8)}
+    chunk = 2e8 / (450e9 / 2)
+    expected = [3.5 * chunk + 7e-6, 6.5 * chunk + 10e-6, 3.5 * chunk + 5e-6]
+    assert collective_s(shape, rates("h100")) == pytest.approx(expected)
+
+
+def test_short_messages_carry_as_many_flags_as_bytes():
+    """1 kB a chunk: four chunks twice, sooner than the ramp of 100 us; ``quick`` shortens all but the bytes."""
+    shape = {"op": np.array(["all_gather"]), "n": np.array([4]), "bytes": np.array([4096.0])}
+    chunk = 1024 / (450e9 / 2)
+    assert collective_s(shape, rates("h100", ramp_s=1e-4)) == pytest.approx([8 * chunk + 7e-6])
+    assert collective_s(shape, rates("h100", **{"quick.h100": 0.5})) == pytest.approx([3.5 * chunk + 3.5e-6])
+    long = shape | {"bytes": np.array([4e9])}
+    assert collective_s(long, rates("h100", ramp_s=1e-4)) == pytest.approx([3.5 * 1e9 / 225e9 + 1e-4 + 7e-6])
+
+
+def test_the_switch_adds_up_for_eight_where_it_can():
+    shape = {"op": np.array(["all_reduce"]), "n": np.array([8]), "bytes": np.array([8e8])}
+    assert collective_s(shape, rates("h100")) == pytest.approx([9 * 1e8 / (225e9 * 0.85) + 18e-6])
+    assert collective_s(shape, rates("a100-80gb")) == pytest.approx([14.5 * 1e8 / 150e9 + 18e-6])
 
 
 def test_a_number_of_the_chip_goes_before_that_of_its_family_and_its_unit():

@@ -28,11 +28,10 @@ GOAL, FEWEST_ROWS = 0.08, 10
 """Median error that a chip and an operation should reach, where it has at least so many rows."""
 
 PRIORS = {
-    **{"compute.a100": 0.8, "compute.h100": 0.8, "compute.blackwell": 0.7, "compute.128": 0.9, "compute.256": 0.75},
-    **{"power": 0.6, "narrow": 0.8, "start_s": 4e-6, "call_s": 1.4e-5},
-    **{"attention.v6e": 0.75, "attention.tpu7x": 0.7, "head_half": 37.0, "head_half_backward": 90.0, "block": 2300.0},
-    **{"attention_bytes.gpu": 0.5, "attention_bytes.tpu": 3.5},
-    **{"link": 0.75, "collective_s": 6e-6, "member_s": 9e-7, "ramp_s": 2e-5},
+    **{"compute.gpu": 0.82, "compute.blackwell": 0.7, "compute.128": 0.9, "compute.256": 0.75, "pallas.tpu7x": 0.7},
+    **{"power": 0.6, "half": 100.0, "narrow": 0.9, "start_s": 4e-6, "call_s": 1.5e-5, "paged.h100": 0.9},
+    **{"head_half": 30.0, "head_half_backward": 80.0, "grid_s": 2e-7, "softmax": 1500.0},
+    **{"link": 0.9, "collective_s": 8e-6, "member_s": 1e-6, "ramp_s": 2e-5, "quick.h100": 0.65},
 }
 """Fitted number -> where the fit starts, and what weakly holds it."""
 
@@ -47,7 +46,7 @@ CHIPS = {"a100": "a100-80gb"}
 
 PREFILL = {"B": "batch_size", "T": "isl", "N": "num_heads", "G": "num_key_value_heads", "H": "head_dim"}
 ATTENTION = {"B": "batch", "T": "length", "N": "heads", "G": "kv_heads", "H": "head_dim", "causal": "causal"}
-PRODUCTS = {"M": "rows", "K": "contracted", "N": "columns", "G": "groups"}
+PRODUCTS = {"M": "rows", "K": "contracted", "N": "columns", "G": "groups", "copied": "copied"}
 GEMM = {"M": "m", "N": "n", "K": "k"}
 
 
@@ -201,7 +200,8 @@ def _group(choice: Choice, rows: Sequence[Mapping[str, str]], path: Path) -> Ker
     found = {letter: np.array(values) for letter, values in sizes.items()}
     if choice.sizes is PREFILL:
         found["causal"] = np.ones(len(rows))
-    keys = [",".join(row[column] for column in choice.sizes.values()) for row in rows]
+    columns = [column for column in choice.sizes.values() if column != "copied"]
+    keys = [",".join(row[column] for column in columns) for row in rows]
     return KernelGroup(
         chip=rows[0]["chip"].removesuffix("_sxm"),
         choice=choice,

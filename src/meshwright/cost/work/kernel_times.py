@@ -1,7 +1,8 @@
 """Seconds of one kernel by itself on one device, from its shape: products, attention, losses, collectives of NVLink.
 
-Sizes may be NumPy arrays. A kernel computes and reads its operands at the same time; what it moves besides, and its
-start, add up. A plan prices the steps of a whole model (`kernels.local_cost`), which overlap and compete.
+Sizes may be NumPy arrays. What a kernel computes and what it moves meanwhile make the root of their squares; copies
+before and after it, and its start, add up. A plan prices the steps of a whole model (`kernels.local_cost`), which
+overlap and compete.
 """
 
 from collections.abc import Mapping
@@ -12,15 +13,29 @@ import numpy as np
 
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
-from meshwright.spec.calibration import datasheet_calibration, memory_rate
-from meshwright.spec.chip import Chip, peak
-from meshwright.spec.efficiency import fitted_calibration
+from meshwright.spec.chip import Chip, known, peak
 
-NVIDIA_TILE = (128, 256)
-"""Rows and columns of the tile that one SM makes at a time."""
+NVIDIA_TILE = (128, 128)
+"""Rows and columns of the tile that one SM makes at a time: of the tiles of cuBLAS the one that fills SMs best."""
+
+SPLITS = (1, 2, 4)
+"""Parts that a library may split K into, to fill the SMs."""
+
+PAIRED_ROWS = 256
+"""Rows of a tile that two SMs of Blackwell make together, as Mosaic's grouped products there do."""
+
+GROUP_COLUMNS, GATE_COLUMNS = 64, 256
+"""Columns of results in a tile of Mosaic's grouped products, and of its gated units (two of 128), on Hopper: tokamax's
+settings."""
 
 NVIDIA_ROWS = 128
 """Rows of queries that a kernel of attention on GPUs takes at a time: twice as many keys are read at the diagonal."""
+
+TPU_KEYS = 2048
+"""Keys that causal attention reads at a time at the diagonal on TPUs: the longest blocks of tokamax's settings."""
+
+MASKED = 0.175
+"""What masking adds to a block at the diagonal: 15 to 20% (pytorch.org/blog/flexattention)."""
 
 BLACKWELL_SMS = 148
 """SMs of a B200 in XLA's target for it (``xla_gpu.core_count``; a GB200's has 152). The catalogue's ``num_sms`` leaves
@@ -29,29 +44,45 @@ them out: plans are fitted without them."""
 BLACKWELL = (1000.0, 2250e12)
 """A B200's watts and dense bf16 peak, FLOP/s: power limits the rate of Blackwell boards, whatever their peak."""
 
+ULTRA = ("b300", "gb300")
+"""Blackwell Ultra: twice the exponentials a second (developer.nvidia.com, Making Softmax More Efficient)."""
+
+LONGEST_FIRST = ("h100",)
+"""Families whose causal attention begins with the longest blocks: FlashAttention-3, hopper/tile_scheduler.hpp."""
+
+MEMORY = {"gpu": 0.92, "tpu": 0.87}
+"""Share of the data sheet's bandwidth that streams reach: Vidur's sums on A100 (0.88) and H100 (0.97), copies of 1 GB
+on an Ironwood (tpu-recipes)."""
+
+NCCL_LINKS = {"a100": 12 * 20.0e9, "h100": 18 * 20.6e9, "blackwell": 18 * 40.1e9}
+"""Bytes/s one way that NCCL takes NVLink for: links x SM80, SM90 and SM100_NVLINK_BW of src/graph/topo.h."""
+
+NVLS = {"h100": 0.85, "blackwell": 0.74}
+"""Share of them that sums in the switch reach: nvlsEfficiency of NCCL's src/graph/tuning.cc."""
+
 PASSES = {"forward": 1.0, "backward": 2.5}
 """Products of attention's pass, over those of its forward pass: scores are made again."""
-
-TRAFFIC = {"forward": 1.0, "backward": 2.2}
-"""Bytes of attention's pass, over those of its forward pass: gradients are written besides."""
 
 
 class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
     """A device's rates and the numbers that say how far its kernels stay behind its data sheet.
 
     ``flops_per_s`` and ``narrow_flops_per_s`` (fp8) are peaks, ``hbm_bytes_per_s`` what streams reach,
-    ``link_bytes_per_s`` the data sheet's NVLink one way. ``width`` is the side of the matrix unit (0: a GPU),
-    ``processors`` the SMs (0: a TPU), ``cores`` the cores that share the device, ``half`` the K at which filling the
-    pipeline of a product takes as long as the product. ``numbers`` are fitted ones by name.
+    ``link_bytes_per_s`` what NCCL takes NVLink for, one way. ``width`` is the side of the matrix unit (0: a
+    GPU), ``processors`` the SMs (0: a TPU), ``cores`` the cores that share the device, ``exponentials`` their rate over
+    the family's, ``half`` the K at which filling the pipeline of a tile takes as long as its product at the peak (0:
+    hidden). ``numbers`` are fitted ones by name.
     """
 
     flops_per_s: float
     narrow_flops_per_s: float
     hbm_bytes_per_s: float
     link_bytes_per_s: float
+    family: str
     width: int
     processors: int
     cores: int
+    exponentials: float
     half: float
     numbers: Mapping[str, float]
 
@@ -62,9 +93,34 @@ class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
             )
         return self.numbers[name]
 
-    def product_s(self, flops: Number, contracted: Number) -> Number:
-        """Returns the seconds of a product of these FLOPs over K terms: over peak x share, times 1 + half / K."""
-        found: Number = flops / (self.flops_per_s * self["compute"]) * (1 + self.half / contracted)
+    def product_s(self, flops: Number, contracted: Number = np.inf, kernel: str = "compute") -> Number:
+        """Returns the seconds of products over K terms by a kernel that reaches a share of the peak."""
+        found: Number = flops / self.flops_per_s * (1 / self[kernel] + self.half / contracted)
+        return found
+
+    def mosaic_s(self, flops: Number, contracted: Number, columns: int) -> Number:
+        """Returns the seconds of products by Mosaic, in tiles with that many columns of results.
+
+        On Hopper its instructions of 64 x 64 x 16 take 32 cycles and read 4 KB, all that shared memory gives (128 bytes
+        a cycle), so that they wait while the next operands are written there.
+        """
+        if self.family != "h100":
+            return self.product_s(flops, contracted, "pallas")
+        read, written = NVIDIA_TILE[0] * columns / 32, NVIDIA_TILE[0] + columns
+        found: Number = flops / self.flops_per_s * (1 + written / read + self.half / contracted)
+        return found
+
+    def memory_s(self, moved: Number) -> Number:
+        """Returns the seconds in which bytes stream through the main memory."""
+        found: Number = moved / self.hbm_bytes_per_s
+        return found
+
+    def waves(self, rows: Number, columns: Number, splits: tuple[int, ...] = (1,)) -> Number:
+        """Returns how often SMs pass over a product's tiles, over what full waves would take: with the best split."""
+        if not self.processors:
+            return 1.0
+        tiles = np.ceil(rows / NVIDIA_TILE[0]) * np.ceil(columns / NVIDIA_TILE[1]) / self.processors
+        found: Number = np.min([np.ceil(tiles * split) / (tiles * split) for split in splits], axis=0)
         return found
 
 
@@ -72,8 +128,8 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
     """Returns the rates of a chip, or of ``cores`` of its cores.
 
     A number is looked up for the chip by name, else its family, the side of its matrix unit, its kind of chip, or all.
-    The share of the memory bandwidth and ``half`` are those of the training fit; Blackwell has no ``half``, since its
-    accumulators are apart from the registers. Blackwell's rate grows with power ** ``power``, whatever its peak.
+    Blackwell has no ``half``, since its accumulators are apart from the registers, and its rate grows with power **
+    ``power``, whatever its peak.
     """
     kind = "tpu" if chip.topology == "torus" else "gpu"
     blackwell = chip.family == "blackwell"
@@ -83,21 +139,22 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
     for suffix in (kind, f"{chip.mxu_dim}", chip.family, chip.name):
         own |= {key.removesuffix(f".{suffix}"): at for key, at in numbers.items() if key.endswith(f".{suffix}")}
     if "compute" in own:
-        own.setdefault("attention", own["compute"])
+        own.setdefault("pallas", own["compute"])
     if blackwell and "power" in own:
         watts, flops_per_s = BLACKWELL
         share *= ((chip.power_w or watts) / watts) ** own["power"] * flops_per_s / peak(chip, "bf16")
-    calibration = fitted_calibration(chip) or datasheet_calibration(chip)
     return KernelRates(
         flops_per_s=share * peak(chip, "bf16"),
         narrow_flops_per_s=share * chip.peak_flops.get("fp8", 0.0),
-        hbm_bytes_per_s=of_chip * memory_rate(chip, calibration),
-        link_bytes_per_s=chip.nvlink_bytes_per_s or 0.0,
+        hbm_bytes_per_s=of_chip * known(chip, "hbm_bytes_per_s") * MEMORY[kind],
+        link_bytes_per_s=NCCL_LINKS.get(chip.family, chip.nvlink_bytes_per_s or 0.0),
+        family=chip.family,
         width=chip.mxu_dim or 0,
         processors=0 if kind == "tpu" else chip.num_sms or (BLACKWELL_SMS if blackwell else 0),
         cores=cores or chip.num_cores or 1,
-        half=0.0 if blackwell or kind == "tpu" else calibration.efficiency.contraction_half,
-        numbers=own,
+        exponentials=2.0 if chip.name in ULTRA else 1.0,
+        half=0.0 if blackwell or kind == "tpu" else own.get("half", 0.0),
+        numbers={"quick": 1.0, "paged": 1.0} | own,
     )
 
 
@@ -107,85 +164,111 @@ def padded(size: Number, unit: Number) -> Number:
 
 
 def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False) -> Number:
-    """Returns the seconds of [M, K] x [K, N] in bf16, or in fp8 (``narrow``) with the cast before it.
+    """Returns the seconds of [M, K] x [K, N] in bf16, or in fp8 (``narrow``) with the cast of its rows before it.
 
-    The product or the operands' bytes, the longer, and the start. In fp8 the last wave of tiles takes as long as the
-    others: ceil(waves) / waves. In bf16 split products fill it.
+    The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1).
     """
     rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
     moved = (1 if narrow else 2) * (rows * contracted + contracted * columns) + 2 * rows * columns
-    seconds, start = at.product_s(2 * rows * contracted * columns, contracted), at["start_s"]
-    if narrow:
-        waves = np.ceil(rows / NVIDIA_TILE[0]) * np.ceil(columns / NVIDIA_TILE[1]) / at.processors
-        faster = at.narrow_flops_per_s / at.flops_per_s * at["narrow"]
-        seconds, start = seconds / faster * np.ceil(waves) / waves, at["call_s"]
-    found: Number = np.maximum(seconds, moved / at.hbm_bytes_per_s) + start
+    seconds = at.product_s(2 * rows * contracted * columns, contracted) * at.waves(rows, columns, SPLITS)
+    faster = at.narrow_flops_per_s / at.flops_per_s * at["narrow"] if narrow else 1
+    before = 5 * rows * contracted if narrow else 0
+    start = at.memory_s(before) + at["call_s" if narrow else "start_s"]
+    found: Number = np.hypot(seconds / faster, at.memory_s(moved)) + start
     return found
 
 
 def attention_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward", paged: bool = False) -> Number:
     """Returns the seconds of fused attention: B sequences of T positions, N heads and G kv heads of width H.
 
-    A causal query sees (T + block) / 2 keys. Heads are padded to the side of the matrix unit; on GPUs the softmax adds
-    ``head_half`` to their width. The operands' bytes count ``attention_bytes`` times.
+    A causal query sees (T + block) / 2 keys, a block of them masked. On TPUs heads are padded to the side of the matrix
+    unit and start in ``grid_s``, and XLA transposes all operands: it reads and writes them besides. On GPUs the softmax
+    adds ``head_half`` to the width of heads; a kernel takes as long as its longest block of queries, or that comes on
+    top where it is the last; the backward pass first reads outputs with their gradients, and turns the gradients of
+    queries into bf16 in the end. ``paged`` operands are gathered by threads, where Hopper's kernels else copy tiles.
     """
-    length, width = shape["T"], shape["H"]
-    block = at["block"] if at.width else 2.0 * NVIDIA_ROWS
-    keys = np.where(shape["causal"] > 0, np.minimum(length, (length + block) / 2), length)
-    half = at["head_half_backward" if phase == "backward" else "head_half"] if not at.width else 0.0
-    flops = 4 * PASSES[phase] * shape["B"] * shape["N"] * length * keys * (padded(width, at.width) + half)
-    moved = 4 * TRAFFIC[phase] * shape["B"] * length * width * (shape["N"] + shape["G"])
-    bytes_s = moved / at.hbm_bytes_per_s * at["attention_bytes"]
-    math_s = flops / (at.flops_per_s * at["attention"])
-    found: Number = math_s + bytes_s + at["call_s" if paged else "start_s"]
+    length, width, heads = shape["T"], shape["H"], shape["B"] * shape["N"]
+    block = TPU_KEYS if at.width else 2 * NVIDIA_ROWS
+    keys = np.where(shape["causal"] > 0, length / 2 + np.minimum(length, block) * (0.5 + MASKED), length)
+    each, backward = 4 * PASSES[phase] * heads * length, phase == "backward"
+    operands = at.memory_s(4 * (2 if backward else 1) * shape["B"] * length * width * (shape["N"] + shape["G"]))
+    start = at["call_s" if paged else "start_s"]
+    if at.width:
+        math_s = at.product_s(each * keys * padded(width, at.width), kernel="pallas")
+        on_tpu: Number = np.hypot(math_s, operands) + 2 * operands + heads * PASSES[phase] * at["grid_s"] + start
+        return on_tpu
+    longest = length * at.processors / (heads * np.ceil(length / NVIDIA_ROWS))
+    is_last = (shape["causal"] > 0) & (at.family not in LONGEST_FIRST)
+    keys = np.where(is_last, keys + longest, np.maximum(keys, longest))
+    softmax = at["head_half_backward"] if backward else at["head_half"] / at.exponentials
+    math_s = at.product_s(each * keys * (width + softmax)) / (at["paged"] if paged else 1)
+    apart = at.memory_s(8 * heads * length * width) if backward else 0
+    found: Number = np.hypot(math_s, operands) + apart + start
     return found
 
 
 def grouped_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
-    """Returns the seconds of G products [M_g, K] x [K, N] whose rows are M in all: every group adds ``tile`` rows.
+    """Returns the seconds of G products [M_g, K] x [K, N] whose rows are M in all: every group adds a tile of rows.
 
-    On a TPU the groups follow each other on one core.
+    On a TPU the groups follow each other on one core. The weights of ``copied`` groups are read and written first.
     """
-    rows = shape["M"] + shape["G"] * (at.width or NVIDIA_TILE[1])
     contracted, columns = padded(shape["K"], at.width), padded(shape["N"], at.width)
-    moved = 2 * (rows * contracted + rows * columns + shape["G"] * contracted * columns)
-    math_s = at.product_s(2 * rows * contracted * columns, contracted) * (at.cores if at.width else 1)
-    found: Number = np.maximum(math_s, moved / at.hbm_bytes_per_s) + at["start_s"]
+    weights = 2 * contracted * columns
+    rows = shape["M"] + shape["G"] * (at.width or (PAIRED_ROWS if at.family == "blackwell" else NVIDIA_TILE[0]))
+    moved = at.memory_s(2 * shape["M"] * (contracted + columns) + shape["G"] * weights)
+    math_s = at.mosaic_s(2 * rows * contracted * columns, contracted, GROUP_COLUMNS) * (at.cores if at.width else 1)
+    found: Number = np.hypot(math_s, moved) + at.memory_s(2 * shape["copied"] * weights) + at["start_s"]
     return found
 
 
 def gated_s(shape: Mapping[str, Any], at: KernelRates, *, fused: bool) -> Number:
-    """Returns the seconds of two products [M, K] x [K, N] and the gate: unless ``fused`` both results are written in
-    fp32 and read again."""
+    """Returns the seconds of two products [M, K] x [K, N] and the gate. Unless ``fused`` both results are written in
+    fp32 and read again, and where they are ``copied`` into another layout once more."""
     rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
-    moved = 2 * (rows * contracted + 2 * contracted * columns)
-    math_s = at.product_s(4 * rows * contracted * columns, contracted)
-    passes = (2 if fused else 2 + 16) * rows * columns
-    found: Number = np.maximum(math_s, moved / at.hbm_bytes_per_s) + passes / at.hbm_bytes_per_s + at["start_s"]
+    results = (2 if fused else 2 + 16 + 8 * shape["copied"]) * rows * columns
+    moved = at.memory_s(2 * (rows * contracted + 2 * contracted * columns) + results)
+    flops = 4 * rows * contracted * columns
+    math_s = at.mosaic_s(flops, contracted, GATE_COLUMNS) if fused else at.product_s(flops, contracted)
+    found: Number = np.hypot(math_s * at.waves(rows, columns), moved) + at["start_s"]
     return found
 
 
 def loss_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward") -> Number:
-    """Returns the seconds of the loss and its product [M, K] x [K, N]: bf16 logits are written and read for the
-    forward pass; their gradient too, with two more products, for the backward pass."""
+    """Returns the seconds of the loss and its product [M, K] x [K, N].
+
+    On GPUs a kernel beside the products reads bf16 logits and writes as much. On TPUs they stay with the products: the
+    softmax adds ``softmax`` to the K of the forward pass. The backward pass makes the logits again and has two more
+    products; it writes the gradient of the weights in fp32, which XLA turns into another layout on TPUs.
+    """
     rows, contracted, columns = shape["M"], shape["K"], shape["N"]
-    times = 3 if phase == "backward" else 1
-    math_s = at.product_s(2 * times * rows * contracted * columns, contracted)
-    moved = 2 * times * (rows * contracted + contracted * columns)
-    logits = 4 * rows * columns
-    found: Number = np.maximum(math_s, moved / at.hbm_bytes_per_s) + logits / at.hbm_bytes_per_s + at["start_s"]
+    backward = phase == "backward"
+    math_s = at.product_s(2 * (3 if backward else 1) * rows * contracted * columns, contracted)
+    moved = (8 if at.width else 4) * contracted * columns if backward else 0
+    if not at.width:
+        moved = moved + 4 * rows * columns
+    elif not backward:
+        math_s = math_s + 2 * rows * at["softmax"] * columns / at.flops_per_s
+    found: Number = math_s + at.memory_s(moved) + at["start_s"]
     return found
 
 
 def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
-    """Returns the seconds of a collective over n GPUs of one switch: V (n - 1)/n bytes, twice for AllReduce.
+    """Returns the seconds of a collective over n GPUs of one switch: V are the bytes of the full array, or of each
+    device's for AllToAll.
 
-    V are the bytes of the full array, or of each device's for AllToAll. The start grows with n; the chunks of a message
-    fill the links the better the more there are, which adds the root of ``ramp_s`` times the seconds of the bytes.
+    A ring copies n chunks of V / n, or 2n - 1 for AllReduce; the last is only received, half the work. Short messages
+    carry as many flags as bytes (NCCL's LL); longer ones fill a pipeline first, in ``ramp_s``. Over 8 GPUs the switch
+    may add up instead: V (n + 1) / n bytes. A step between neighbours takes ``member_s``; AllToAll has one. All but the
+    bytes takes ``quick`` as long on Hopper.
     """
-    members, twice = shape["n"], np.where(shape["op"] == "all_reduce", 2, 1)
-    sent = twice * shape["bytes"] * (members - 1) / members
-    start = at["collective_s"] + at["member_s"] * (members - 1) * twice
-    rate = at.link_bytes_per_s * at["link"]
-    found: Number = start + sent / rate + np.sqrt(at["ramp_s"] * sent / rate)
+    members, reduced = shape["n"], shape["op"] == "all_reduce"
+    copies = np.where(reduced, 2 * members - 1, members)
+    chunk_s = shape["bytes"] / members / (at.link_bytes_per_s * at["link"])
+    steps = np.where(shape["op"] == "alltoall", 1, copies - 1)
+    ramp = at["ramp_s"] * at["quick"]
+    sent_s = np.minimum(2 * copies * chunk_s, ramp + (copies - 0.5) * chunk_s)
+    if at.family in NVLS:
+        in_switch = ramp + (members + 1) * chunk_s / NVLS[at.family]
+        sent_s = np.where(reduced & (members == 8), np.minimum(sent_s, in_switch), sent_s)
+    found: Number = sent_s + at["quick"] * (at["collective_s"] + at["member_s"] * steps)
     return found
