@@ -12,7 +12,6 @@ from meshwright.core.fields import Checked, check_figures, fitted
 from meshwright.core.files import cache_folder
 from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import format_bytes
-from meshwright.spec.chip import refusal_words
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_assumptions
@@ -197,7 +196,7 @@ def _loaded(
         weights="int8" if options.int8 else "as they are",
     )
     require_prompts(step, prompts, max_tokens=options.max_tokens)
-    for line in refusal_words(step.compiler.refused):
+    for line in step.compiler.notes:
         say(line)
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
     params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))

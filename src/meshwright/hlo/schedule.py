@@ -12,7 +12,13 @@ Overlap = Literal["", "start/done", "async fusion", "windowed", "between slices"
 
 _KERNELS = ("tpu_custom_call", "__cudnn$", "mosaic_gpu", "__gpu$xla.gpu.triton")
 """First letters of the targets of custom calls that compute; other custom calls only mark or allocate something."""
-_IN_TURN = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+_NO_COMPUTE = {
+    *NO_WORK,
+    *CONTAINERS,
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"),
+    *("send", "recv", "after-all", "custom-call"),
+}
+"""Opcodes that by themselves compute nothing."""
 
 
 def runs_beside_compute(module: Module, start: Instruction, done: str, *, num_bytes: int) -> bool:
@@ -45,7 +51,7 @@ def _computes(module: Module, instructions: Iterable[Instruction]) -> bool:
 def _written(module: Module, one: Instruction) -> int:
     """Returns the bytes that elementwise work or a copy writes; of an update in place only the part that changes."""
     ends = ("-start", "-done", "-update")
-    if one.opcode in (*NO_WORK, *CONTAINERS, *_IN_TURN, "custom-call", "after-all") or one.opcode.endswith(ends):
+    if one.opcode in _NO_COMPUTE or one.opcode.endswith(ends):
         return 0
     body: Sequence[Instruction] = module.inside(one) if one.opcode == "fusion" else ()
     updates = [inner for inner in (one, *body) if inner.opcode == "dynamic-update-slice"]

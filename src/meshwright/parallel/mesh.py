@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from meshwright.algebra.rewrites.torus import mesh_order
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.nn.attention.platform import platform_of, traced_for
-from meshwright.spec.chip import OptionValue, chip_of_kind, options_of
+from meshwright.spec.chip import GivenOptions, OptionValue, chip_of_kind, options_of
 from meshwright.spec.strategy import Strategy
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -97,25 +97,18 @@ def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-class GivenOptions(NamedTuple):
-    """Options that the compiler gets, and the recommended ones that it refuses."""
-
-    used: dict[str, OptionValue]
-    refused: tuple[str, ...] = ()
-
-
 def compiler_options(mesh: Mesh | AbstractMesh) -> GivenOptions:
     """Returns the options that are recommended for the chips of a mesh (`spec.chip.options_of`).
 
     What the user sets in LIBTPU_INIT_ARGS or XLA_FLAGS is left out, and what the installed compiler refuses.
     """
     if isinstance(mesh, AbstractMesh):
-        return GivenOptions({})
+        return GivenOptions()
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     try:
         wanted = options_of(chip_of_kind(device.device_kind).name)
     except InputError:
-        return GivenOptions({})
+        wanted = {}
     flags = (os.environ.get(name, "").split() for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
     own = {flag.removeprefix("--").split("=")[0] for each in flags for flag in each}
     return _accepted(device, tuple((name, value) for name, value in wanted.items() if name not in own))
@@ -126,7 +119,7 @@ def _accepted(device: Any, wanted: tuple[tuple[str, OptionValue], ...]) -> Given
     """Tries the options on a program of one number."""
     one = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
 
-    def takes(options: dict[str, OptionValue]) -> bool:
+    def takes(options: Mapping[str, Any]) -> bool:
         try:
             # not dumped: `verify` waits for the dump of its step
             jax.jit(jnp.negative).lower(one).compile(compiler_options={**options, "xla_dump_to": ""})

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +69,19 @@ class CompilerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     compiled: str
     date: datetime.date
     versions: str
+
+
+class GivenOptions(msgspec.Struct, frozen=True):
+    """Options that a compiler was given, and the names of recommended ones that it refuses."""
+
+    used: dict[str, OptionValue] = {}
+    refused: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """One line about what was refused; none if nothing was."""
+        names = ", ".join(self.refused)
+        return [f"the installed compiler refuses {names}: compiled without"] if names else []
 
 
 class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -271,11 +284,6 @@ def options_of(name: str) -> dict[str, OptionValue]:
     """Returns the options for a chip of the catalogue; none for a chip without evidence for any."""
     rows = (one for one in compiler_options() if name in one.exposed_gb)
     return {option: value for one in rows for option, value in one.options.items()}
-
-
-def refusal_words(refused: Sequence[str]) -> list[str]:
-    """Says in one line which options the installed compiler refuses; no line if there are none."""
-    return [f"the installed compiler refuses {', '.join(refused)}: compiled without"] if refused else []
 
 
 @functools.cache

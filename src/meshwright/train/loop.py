@@ -26,7 +26,6 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.mesh import keep_compiled_programs
 from meshwright.parallel.processes import is_first, shared, wait_for_all
 from meshwright.parallel.train_step import Batch, State
-from meshwright.spec.chip import refusal_words
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Prediction
@@ -320,9 +319,8 @@ def train(
     if resume:
         require_same_tokenizer(resume, setup.data)
     path = resume or Path(shared(lambda: str(create_run_folder(run_root, model.name))))
-    resolved = {"model": model, "strategy": strategy, "job": job, "train": settings}
     compiler = setup.step.compiler
-    resolved |= {"compiler": compiler.used} if compiler.used else {}
+    resolved = {"model": model, "strategy": strategy, "job": job, "train": settings, "compiler": compiler.used}
     texts = {RESOLVED: sealed_toml(resolved), **(texts or {})}
     with ExitStack() as stack:
         # Process 0 locks the folder for all before any file in it changes.
@@ -343,7 +341,7 @@ def train(
             *folder.notes,
             *begun,
             *setup.batches.notes,
-            *refusal_words(compiler.refused),
+            *compiler.notes,
             *unused,
         ):
             live.say(line)

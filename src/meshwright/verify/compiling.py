@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
-from meshwright.parallel.mesh import GivenOptions, abstract_mesh, device_mesh, in_order
+from meshwright.parallel.mesh import abstract_mesh, device_mesh, in_order
+from meshwright.spec.chip import GivenOptions
 from meshwright.verify.request import LOWERED, MEMORY, MODULE, OPTIONS, Memory, Request
 from meshwright.verify.targets import Target
 

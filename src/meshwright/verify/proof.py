@@ -156,8 +156,7 @@ def proof_table(proof: Proof) -> dict[str, Any]:
         "cpu_s": outcome.cpu_s,
         "max_rss_bytes": outcome.max_rss_bytes,
         "products": msgspec.to_builtins(proof.products),
-        "compiler_options": outcome.options,
-        "refused_options": list(outcome.refused),
+        "compiler": msgspec.to_builtins(outcome.compiler),
         "overlap": msgspec.to_builtins(proof.overlap),
     }
     if proof.memory is not None:

@@ -14,7 +14,6 @@ from meshwright.cli.verbs.plan_words import microbatch_words, remat_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
-from meshwright.spec.chip import refusal_words
 from meshwright.spec.strategy import mesh_words
 from meshwright.verify.request import AskedStep, Depth
 from meshwright.verify.targets import CompilerPlatform
@@ -100,9 +99,9 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
     )
     if request.target.note:
         yield Fact("note", request.target.note)
-    if outcome.options:
-        yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in outcome.options.items()))
-    yield from (Fact("note", words) for words in refusal_words(outcome.refused))
+    if given := outcome.compiler.used:
+        yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in given.items()))
+    yield from (Fact("note", words) for words in outcome.compiler.notes)
     if proof.memory is not None:
         yield from _memory_text(proof)
     if proof.traffic is not None:
