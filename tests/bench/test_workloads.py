@@ -11,7 +11,7 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.bench.devices import Bench, Shard, Workload, chip_of_kind
+from meshwright.bench.devices import Bench, Shard, Workload
 from meshwright.bench.elementwise import _doubling, _fastest, doubling_repeats, predicted_seconds
 from meshwright.bench.fit import fit_line
 from meshwright.bench.links import datasheet_seconds, rate_of
@@ -39,7 +39,7 @@ from meshwright.bench.workloads import (
 )
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.work.ops import op_flops
-from meshwright.spec.chip import chip, vector_peak
+from meshwright.spec.chip import chip, chip_of_kind, vector_peak
 
 
 @pytest.fixture(scope="module")

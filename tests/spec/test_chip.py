@@ -9,7 +9,19 @@ import pytest
 from meshwright.calculators.chips.anatomy import gpu_peak_from_anatomy, tpu_peak_from_anatomy
 from meshwright.calculators.sweeps.fields import sweep_clusters
 from meshwright.core.errors import InputError
-from meshwright.spec.chip import Chip, chip, chip_from_table, chips, compute_dtype, known, peak
+from meshwright.spec.chip import (
+    Chip,
+    GivenOptions,
+    chip,
+    chip_from_table,
+    chip_of_kind,
+    chips,
+    compiler_options,
+    compute_dtype,
+    known,
+    options_of,
+    peak,
+)
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.slices import parse_clusters
 
@@ -255,3 +267,32 @@ def test_a_price_is_a_number_of_dollars():
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="is no price"):
             chip("v5p").priced(wrong)
+
+
+def test_every_compiler_option_has_evidence_for_each_of_its_chips():
+    for row in compiler_options():
+        assert row.exposed_gb
+        for name, (without, given) in row.exposed_gb.items():
+            assert chips()[name].device_kind
+            assert chips()[name].libtpu or chips()[name].xla_gpu
+            assert given < 0.9 * without
+        assert {name for name in chips() if row.options.items() <= options_of(name).items()} == set(row.exposed_gb)
+
+
+def test_no_two_rows_set_one_option_of_a_chip():
+    for name in chips():
+        rows = [row for row in compiler_options() if name in row.exposed_gb]
+        assert len(options_of(name)) == sum(len(row.options) for row in rows)
+    assert options_of("h100") == options_of("v5e") == options_of("cpu") == {}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("TPU v4", "v4p")])
+def test_devices_get_the_options_of_their_chip(kind, name):
+    assert options_of(chip_of_kind(kind).name) == options_of(name) != {}
+
+
+def test_refused_options_are_one_line():
+    assert GivenOptions({"xla_c": True}).notes == []
+    assert GivenOptions({}, ("xla_a", "xla_b")).notes == [
+        "the installed compiler refuses xla_a, xla_b: compiled without"
+    ]

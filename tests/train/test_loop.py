@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.parallel import mesh
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import Prediction
 from meshwright.train.data.batches import Batches
@@ -137,6 +138,17 @@ def test_the_run_folder_holds_everything(finished):
         resolved = tomllib.load(file)
     assert resolved["train"]["steps"] == 30
     assert resolved["strategy"]["mesh"]["fsdp"] == 4
+    assert resolved.get("compiler", {}) == {}  # CPUs get no options
+
+
+def test_options_of_the_compiler_are_kept_and_refused_ones_named(text, tmp_path, monkeypatch, capfd):
+    wanted = {"xla_dump_to": str(tmp_path / "dump"), "xla_no_such_option": True}
+    monkeypatch.setattr(mesh, "options_of", lambda name: wanted)
+    result = train(MODEL, strategy(fsdp=2), JOB, settings(text, steps=1), run_root=tmp_path / "runs")
+    with open(f"{result.run}/resolved.toml", "rb") as file:
+        assert tomllib.load(file)["compiler"] == {"xla_dump_to": str(tmp_path / "dump")}
+    assert list((tmp_path / "dump").glob("*jit__step*"))
+    assert "the installed compiler refuses xla_no_such_option: compiled without" in capfd.readouterr().err
 
 
 def test_held_out_text_is_evaluated_on_the_way(finished):

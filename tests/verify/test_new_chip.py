@@ -3,12 +3,11 @@
 import msgspec
 import pytest
 
-from meshwright.bench.devices import chip_of_kind
 from meshwright.cost.setting import Setting
 from meshwright.plan.planner import rank_plans
 from meshwright.spec import catalogue
 from meshwright.spec import chip as chip_module
-from meshwright.spec.chip import chip
+from meshwright.spec.chip import chip, chip_of_kind
 from meshwright.spec.cluster import parse_cluster, read_cluster
 from meshwright.spec.efficiency import family, fitted_calibration
 from meshwright.spec.job import Job

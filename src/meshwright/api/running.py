@@ -196,6 +196,8 @@ def _loaded(
         weights="int8" if options.int8 else "as they are",
     )
     require_prompts(step, prompts, max_tokens=options.max_tokens)
+    for line in step.compiler.notes:
+        say(line)
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
     params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
     held = sum(array.addressable_shards[0].data.nbytes for array in params.values())

@@ -3,7 +3,6 @@
 import math
 import os
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,10 +17,9 @@ from jaxtyping import Array
 
 from meshwright.bench.results import Contents, MatmulPart, Timing
 from meshwright.bench.timing import MAX_REPEATS, Budget, Call, time_together
-from meshwright.core.errors import InputError
 from meshwright.nn.attention.platform import platform_of
 from meshwright.parallel.mesh import device_mesh
-from meshwright.spec.chip import Chip, chips
+from meshwright.spec.chip import Chip
 
 JAX_DTYPES: dict[str, Any] = {
     "fp32": jnp.float32,
@@ -309,18 +307,3 @@ class Runner:
         part: MatmulPart | None = self.found.get("matmul")
         best = part.best(dtype) if part else None
         return best.flops_per_s if best else self.bench.chip.peak_flops.get(dtype)
-
-
-def chip_of_kind(device_kind: str) -> Chip:
-    """Returns the chip whose pattern matches the longest part of ``device_kind``; raises InputError if none matches."""
-    # "A100-SXM4-80GB": separators between the words do not matter.
-    words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
-    known = (one for one in chips().values() if one.device_kind)
-    found = [(match[0], one) for one in known if (match := re.search(one.device_kind, words))]
-    if found:
-        # "h100 pcie" is longer than "h100", which matches too
-        return max(found, key=lambda pair: len(pair[0]))[1]
-    raise InputError(
-        f"the devices call themselves {device_kind!r}, which is no chip of the catalogue. Name the chip that they are "
-        f"like: --chip h200 (see meshwright show chips)."
-    )

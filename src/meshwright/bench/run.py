@@ -12,7 +12,7 @@ import jax
 import msgspec
 
 from meshwright import __version__
-from meshwright.bench.devices import DEFAULT_DTYPES, JAX_DTYPES, Bench, Runner, chip_of_kind
+from meshwright.bench.devices import DEFAULT_DTYPES, JAX_DTYPES, Bench, Runner
 from meshwright.bench.elementwise import measure_copy, measure_distance, measure_elementwise
 from meshwright.bench.links import measure_collectives, measure_overhead
 from meshwright.bench.products import (
@@ -27,6 +27,7 @@ from meshwright.bench.timing import NO_TIME, budget_of
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.nn.attention.platform import platform_of
 from meshwright.spec.chip import chip as find_chip
+from meshwright.spec.chip import chip_of_kind
 
 PARTS: dict[str, tuple[float, Callable[[Runner], Part]]] = {
     "overhead": (1, measure_overhead),

@@ -11,6 +11,7 @@ from meshwright.core.labels import StepLabel, find_label
 from meshwright.hlo.groups import Groups, axes_of, group_size, permute_pairs, replica_groups, slice_groups
 from meshwright.hlo.loops import runs_at_most_once, runs_further_rounds, trip_count
 from meshwright.hlo.module import Instruction, Module, parse_module
+from meshwright.hlo.schedule import Overlap, fuses_compute, runs_beside_compute
 from meshwright.hlo.shapes import parse_shapes, shape_bytes
 
 KINDS = {
@@ -45,9 +46,9 @@ class CompiledCollective(msgspec.Struct, frozen=True):
     buffers, which its rows may not fill). ``trips`` is how often it runs in one call of the program, ``axes`` the mesh
     axes that its groups span, ``num_arrays`` how many arrays it combines, ``dtype`` that of the largest. ``sliced``: an
     all-reduce of which each device keeps a slice, as a reduce-scatter would leave it. ``windowed``: a permute of a
-    matmul that was cut to overlap with it. ``dcn``: between TPU slices, over the data-centre network. ``label``: the
-    derived step that it came from; if the compiler dropped the label, ``near`` is the closest step that takes or makes
-    its array.
+    matmul that was cut to overlap with it. ``dcn``: between TPU slices, over the data-centre network. ``overlap``: how
+    it runs beside compute in the schedule; empty if it does not. ``label``: the derived step that it came from; if the
+    compiler dropped the label, ``near`` is the closest step that takes or makes its array.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class CompiledCollective(msgspec.Struct, frozen=True):
     sliced: bool = False
     windowed: bool = False
     dcn: bool = False
+    overlap: Overlap = ""
     label: StepLabel | None = None
     near: StepLabel | None = None
 
@@ -107,12 +109,15 @@ def module_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Compile
 
 
 class _Around(msgspec.Struct, frozen=True, kw_only=True):
-    """Context in which an instruction runs: its computation, the caller, and how often."""
+    """Context in which an instruction runs: its computation, the caller, and how often.
+
+    ``start`` is the instruction that starts it asynchronously, itself or around the caller; None if none does.
+    """
 
     computation: str
     trips: int = 1
     in_conditional: bool = False
-    is_async: bool = False
+    start: Instruction | None = None
     caller: Instruction | None = None
     seen: set[str] = msgspec.field(default_factory=set)
     """Keys of asynchronous collectives already counted in this loop body; each has several pieces."""
@@ -159,7 +164,7 @@ class _Walk:
             computation=name,
             trips=around.trips * trips,
             in_conditional=around.in_conditional or branch,
-            is_async=around.is_async or caller.opcode.endswith("-start"),
+            start=around.start or (caller if caller.opcode.endswith("-start") else None),
             caller=caller,
             seen=around.seen if caller.opcode == "fusion" else set(),
         )
@@ -188,6 +193,7 @@ class _Walk:
         size, given = group_size(groups), self.given(one)
         full_bytes, num_arrays = self.bytes_and_arrays(one, given, kind, size)
         largest = max(parse_shapes(";".join(given) or one.shape), key=lambda shape: shape.num_bytes)
+        windowed = kind == "permute" and self.is_windowed(one)
         yield CompiledCollective(
             kind=kind,
             full_bytes=full_bytes,
@@ -198,13 +204,28 @@ class _Walk:
             in_conditional=around.in_conditional,
             dtype=largest.dtype,
             group_size=size,
-            is_async=around.is_async or bool(key) or one.opcode.endswith("-start") or one.opcode == "send",
+            is_async=bool(around.start or key) or one.opcode.endswith("-start") or one.opcode == "send",
             sliced=kind == "all_reduce" and _is_sliced(self.module, one),
-            windowed=kind == "permute" and self.is_windowed(one),
+            windowed=windowed,
             dcn=one.opcode == "send",
+            overlap=self.overlap(one, around, full_bytes, windowed=windowed),
             label=label,
             near=None if label else nearest_step(self.module, self.running(one, around), kind=kind),
         )
+
+    def overlap(self, one: Instruction, around: _Around, num_bytes: int, *, windowed: bool) -> Overlap:
+        """Says how a collective runs beside compute, by the order of the instructions."""
+        if key := one.async_key:
+            return "async fusion" if fuses_compute(self.module, key) else ""
+        start = around.start or one
+        if not start.opcode.endswith(("-start", "send")):
+            return ""
+        waited = self.receive(one) if one.opcode == "send" else start
+        users = self.module.computations[start.computation].users.get(waited.name, ()) if waited else ()
+        done = next((user.name for user in users if user.opcode.endswith("-done")), "")
+        if not runs_beside_compute(self.module, start, done, num_bytes=num_bytes):
+            return ""
+        return "between slices" if one.opcode == "send" else "windowed" if windowed else "start/done"
 
     def running(self, one: Instruction, around: _Around) -> Instruction:
         """Returns the instruction that runs a collective in its loop or in the entry; of several pieces, the last."""
@@ -231,7 +252,9 @@ class _Walk:
         """Returns (full bytes, number of arrays) of a collective with operands of these shapes."""
         given = [shape_bytes(shape) for shape in shapes]
         if one.opcode == "send":
-            return max(given[0], self.received_bytes(one)) * (size if kind == "all_to_all" else 1), 1
+            # of an all-gather more arrives than is sent
+            arrives = received.shapes[0].num_bytes if (received := self.receive(one)) else 0
+            return max(given[0], arrives) * (size if kind == "all_to_all" else 1), 1
         if one.opcode.startswith("ragged"):
             # The second operand receives, the others are row offsets; the smaller of both has no spare rows.
             return min(given[:2]) * size, 1
@@ -249,13 +272,13 @@ class _Walk:
         known = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
         return known[:1] if one.opcode == "send" else known
 
-    def received_bytes(self, send: Instruction) -> int:
-        """Returns the bytes of the receive of a send between slices (of an all-gather more than sent); else 0."""
+    def receive(self, send: Instruction) -> Instruction | None:
+        """Returns the receive that belongs to a send between slices, or None."""
         rendezvous = _RENDEZVOUS.search(send.attributes)
         for one in self.module.computations[send.computation].instructions:
             if rendezvous and one.opcode == "recv" and rendezvous[0] in one.attributes:
-                return one.shapes[0].num_bytes
-        return 0
+                return one
+        return None
 
     def is_windowed(self, one: Instruction) -> bool:
         """True if a permute sends the blocks of a collective matmul: in a loop of its own, or one of several in a row.

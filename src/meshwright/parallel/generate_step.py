@@ -34,7 +34,7 @@ from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.held import Shapes, resized, without_split
-from meshwright.parallel.mesh import lower, named_sharding, partition_spec, shardings, strategy_mesh
+from meshwright.parallel.mesh import compiler_options, lower, named_sharding, partition_spec, shardings, strategy_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
@@ -89,6 +89,7 @@ class GenerateStep:
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
                 check(array, sizes, strategy.mesh)
         self.mesh = mesh or strategy_mesh(strategy)
+        self.compiler = compiler_options(self.mesh)
         self._compiled: dict[int, jax.stages.Compiled] = {}
 
     @property
@@ -306,6 +307,7 @@ class GenerateStep:
             in_shardings=shardings(self.mesh, (self.param_specs, self.cache_specs, self._given_specs(length))),
             out_shardings=(self.logits_sharding, self.cache_shardings),
             donate_argnums=1,
+            compiler_options=self.compiler.used,
         )
 
     def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[Array, Cache]:

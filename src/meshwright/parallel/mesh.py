@@ -1,20 +1,23 @@
-"""Device meshes, the notation turned into JAX's PartitionSpec, and JAX's cache of compiled programs."""
+"""Device meshes, the notation turned into JAX's PartitionSpec, the compiler's options and cache of programs."""
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.torus import mesh_order
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.nn.attention.platform import platform_of, traced_for
+from meshwright.spec.chip import GivenOptions, OptionValue, chip_of_kind, options_of
 from meshwright.spec.strategy import Strategy
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -92,6 +95,42 @@ def in_order(devices: Sequence[Any]) -> list[Any]:
 def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
     """Returns a mesh of the given axes without devices: programs on it can be lowered, not compiled."""
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def compiler_options(mesh: Mesh | AbstractMesh) -> GivenOptions:
+    """Returns the options that are recommended for the chips of a mesh (`spec.chip.options_of`).
+
+    What the user sets in LIBTPU_INIT_ARGS or XLA_FLAGS is left out, and what the installed compiler refuses.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return GivenOptions()
+    device = next(iter(mesh.local_devices), mesh.devices.flat[0])
+    try:
+        wanted = options_of(chip_of_kind(device.device_kind).name)
+    except InputError:
+        wanted = {}
+    flags = (os.environ.get(name, "").split() for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
+    own = {flag.removeprefix("--").split("=")[0] for each in flags for flag in each}
+    return _accepted(device, tuple((name, value) for name, value in wanted.items() if name not in own))
+
+
+@cache
+def _accepted(device: Any, wanted: tuple[tuple[str, OptionValue], ...]) -> GivenOptions:
+    """Tries the options on a program of one number."""
+    one = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+
+    def takes(options: Mapping[str, Any]) -> bool:
+        try:
+            # not dumped: `verify` waits for the dump of its step
+            jax.jit(jnp.negative).lower(one).compile(compiler_options={**options, "xla_dump_to": ""})
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    if not wanted or takes(dict(wanted)):
+        return GivenOptions(dict(wanted))
+    used = {name: value for name, value in wanted if takes({name: value})}
+    return GivenOptions(used, tuple(name for name, _ in wanted if name not in used))
 
 
 def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Any, platform: str = "") -> jax.stages.Lowered:

@@ -31,7 +31,7 @@ from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives
 from meshwright.parallel.gradients import Losses, microbatch_loss, once_per_step, squared_norm, step_gradients
 from meshwright.parallel.held import resized, without_split
-from meshwright.parallel.mesh import lower, named_sharding, partition_spec, shardings, strategy_mesh
+from meshwright.parallel.mesh import compiler_options, lower, named_sharding, partition_spec, shardings, strategy_mesh
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
@@ -120,11 +120,13 @@ class TrainStep:
                 check(array, {**dict.fromkeys(array.dims, 0), **sizes}, strategy.mesh)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
+        self.compiler = compiler_options(self.mesh)
         self.compile = jax.jit(
             self._step,
             in_shardings=(self.state_shardings, self.batch_shardings),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
+            compiler_options=self.compiler.used,
         )
 
     # -- shapes and shardings ----------------------------------------------------------------------

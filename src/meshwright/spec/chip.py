@@ -1,5 +1,6 @@
 """One accelerator: its peaks, memory, links and anatomy, each figure with its source."""
 
+import datetime
 import functools
 import math
 import re
@@ -26,6 +27,9 @@ _MAY_BE_ZERO = ("ici_hop_s", "nvlink_hop_s", "network_hop_s", "dcn_hop_s", "pric
 
 _NARROW_FLOATS = {"fp8", "fp4"}
 
+OPTIONS = Path(__file__).parent / "data" / "compiler_options.toml"
+OptionValue = bool | int | str
+
 
 class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A TPU as libtpu knows it: a topology's text is ``name``, a colon and sizes. ``note`` says what a program compiled
@@ -50,6 +54,34 @@ class XlaGpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     clock_rate_ghz: float
     memory_bandwidth: int
     dnn: str
+
+
+class CompilerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options that XLA's compilers are given together for some chips, with the evidence for them.
+
+    ``exposed_gb`` maps each of these chips to the GB that a device sends without compute beside them in a compiled step
+    (``compiled`` says of what), without and with the options.
+    """
+
+    options: dict[str, OptionValue]
+    effect: str
+    exposed_gb: dict[str, tuple[float, float]]
+    compiled: str
+    date: datetime.date
+    versions: str
+
+
+class GivenOptions(msgspec.Struct, frozen=True):
+    """Options that a compiler was given, and the names of recommended ones that it refuses."""
+
+    used: dict[str, OptionValue] = {}
+    refused: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """One line about what was refused; none if nothing was."""
+        names = ", ".join(self.refused)
+        return [f"the installed compiler refuses {names}: compiled without"] if names else []
 
 
 class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -242,6 +274,19 @@ def chips() -> dict[str, Chip]:
 
 
 @functools.cache
+def compiler_options() -> tuple[CompilerOptions, ...]:
+    """Returns the table of the options that the project recommends."""
+    with OPTIONS.open("rb") as file:
+        return tuple(msgspec.convert(tomllib.load(file)["option"], list[CompilerOptions]))
+
+
+def options_of(name: str) -> dict[str, OptionValue]:
+    """Returns the options for a chip of the catalogue; none for a chip without evidence for any."""
+    rows = (one for one in compiler_options() if name in one.exposed_gb)
+    return {option: value for one in rows for option, value in one.options.items()}
+
+
+@functools.cache
 def _names() -> dict[str, str]:
     names = {}
     for name, found in chips().items():
@@ -258,6 +303,21 @@ def chip(name: str) -> Chip:
     if found is None:
         raise InputError(f"unknown chip {name!r}.{nearest(name.lower(), _names())} See: meshwright show chips.")
     return chips()[found]
+
+
+def chip_of_kind(device_kind: str) -> Chip:
+    """Returns the chip whose pattern matches the longest part of ``device_kind``; raises InputError if none matches."""
+    # "A100-SXM4-80GB": separators between the words do not matter.
+    words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
+    known = (one for one in chips().values() if one.device_kind)
+    found = [(match[0], one) for one in known if (match := re.search(one.device_kind, words))]
+    if found:
+        # "h100 pcie" is longer than "h100", which matches too
+        return max(found, key=lambda pair: len(pair[0]))[1]
+    raise InputError(
+        f"the devices call themselves {device_kind!r}, which is no chip of the catalogue. Name the chip that they are "
+        f"like: --chip h200 (see meshwright show chips)."
+    )
 
 
 def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:

@@ -319,7 +319,8 @@ def train(
     if resume:
         require_same_tokenizer(resume, setup.data)
     path = resume or Path(shared(lambda: str(create_run_folder(run_root, model.name))))
-    resolved = {"model": model, "strategy": strategy, "job": job, "train": settings}
+    compiler = setup.step.compiler
+    resolved = {"model": model, "strategy": strategy, "job": job, "train": settings, "compiler": compiler.used}
     texts = {RESOLVED: sealed_toml(resolved), **(texts or {})}
     with ExitStack() as stack:
         # Process 0 locks the folder for all before any file in it changes.
@@ -335,7 +336,14 @@ def train(
         few = f"no held-out loss: train.held_out={settings.held_out:g} gives too few rows for the mesh. Change it"
         unused = [few] if setup.data.held_out and not setup.held_out else []
         begun = [] if position.step else [start_words(settings, model)]
-        for line in (*kept.passed_over, *folder.notes, *begun, *setup.batches.notes, *unused):
+        for line in (
+            *kept.passed_over,
+            *folder.notes,
+            *begun,
+            *setup.batches.notes,
+            *compiler.notes,
+            *unused,
+        ):
             live.say(line)
         if is_first() and setup.data.tokenizer:
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)

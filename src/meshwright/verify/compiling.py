@@ -1,7 +1,8 @@
 """Lowers and compiles a step for its target, in a process of its own that writes its results to a folder.
 
-``lowered`` appears once the step has been traced: every sharded dim divides, and every type agrees. ``memory.json`` and
-``module.hlo`` appear when they are complete. ``error.json`` says what failed.
+``options.json`` has the options of the compiler. ``lowered`` appears once the step has been traced: every sharded dim
+divides, and every type agrees. ``memory.json`` and ``module.hlo`` appear when they are complete. ``error.json`` says
+what failed.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,15 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
 from meshwright.parallel.mesh import abstract_mesh, device_mesh, in_order
-from meshwright.verify.request import LOWERED, MEMORY, MODULE, Memory, Request
+from meshwright.spec.chip import GivenOptions
+from meshwright.verify.request import LOWERED, MEMORY, MODULE, OPTIONS, Memory, Request
 from meshwright.verify.targets import Target
 
 
 class CompilableStep(Protocol):
     """A step that can be lowered, as the builders of `parallel` return."""
+
+    compiler: GivenOptions
 
     def lower(self, *sizes: int, platform: str = "") -> jax.stages.Lowered: ...
 
@@ -35,6 +39,7 @@ def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None
     only_lower = request.depth == "lower"
     mesh = abstract_mesh(request.strategy.mesh) if only_lower else target_mesh(request)
     step, sizes = make_step(request, mesh)
+    write_text_whole(folder / OPTIONS, msgspec.json.encode(step.compiler).decode())
     lowered = step.lower(*sizes, platform=request.target.platform if only_lower else "")
     (folder / LOWERED).touch()
     if only_lower:

@@ -10,6 +10,7 @@ from meshwright.hlo.collectives import collectives
 from meshwright.verify.differences import TrafficComparison, compare_traffic
 from meshwright.verify.expected import StepDerivation
 from meshwright.verify.flops import Products, compare_products
+from meshwright.verify.overlap import OverlapRow, compare_overlap
 from meshwright.verify.request import Request
 from meshwright.verify.running import CompileOutcome, available_bytes, run_request
 
@@ -54,7 +55,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """Result of compiling a step.
 
     ``refusal`` says in one line why it does not run; empty if it does. ``memory``, ``traffic`` and ``products`` are
-    None unless buffers were assigned; ``traffic_error`` says why the collectives could not be read.
+    None unless buffers were assigned; ``traffic_error`` says why the collectives could not be read. ``overlap`` is
+    empty on CPUs, which overlap nothing.
     """
 
     request: Request
@@ -63,6 +65,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryComparison | None = None
     traffic: TrafficComparison | None = None
     traffic_error: str = ""
+    overlap: tuple[OverlapRow, ...] = ()
     products: Products | None = None
 
     @property
@@ -92,14 +95,13 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
             available=offered or request.setting.memory_limit,
         )
         refusal = refusal or _does_not_fit(request, memory)
-    traffic, trouble = None, ""
+    traffic, trouble, overlap = None, "", tuple[OverlapRow, ...]()
+    mesh = request.strategy.mesh
     try:
-        traffic = compare_traffic(
-            derivation.expected(),
-            collectives(outcome.hlo, request.strategy.mesh),
-            request.strategy.mesh,
-            remarks=outcome.remarks,
-        )
+        expected, compiled = derivation.expected(), collectives(outcome.hlo, mesh)
+        traffic = compare_traffic(expected, compiled, mesh, remarks=outcome.remarks)
+        if request.target.platform != "cpu":
+            overlap = compare_overlap(expected, compiled, mesh)
     except ValueError as error:
         trouble = str(error)
     return Proof(
@@ -109,6 +111,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
         memory=memory,
         traffic=traffic,
         traffic_error=trouble,
+        overlap=overlap,
         products=compare_products(outcome.program, derivation.products()) if counts_products else None,
     )
 
@@ -153,6 +156,8 @@ def proof_table(proof: Proof) -> dict[str, Any]:
         "cpu_s": outcome.cpu_s,
         "max_rss_bytes": outcome.max_rss_bytes,
         "products": msgspec.to_builtins(proof.products),
+        "compiler": msgspec.to_builtins(outcome.compiler),
+        "overlap": msgspec.to_builtins(proof.overlap),
     }
     if proof.memory is not None:
         memory = proof.memory

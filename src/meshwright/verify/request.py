@@ -14,6 +14,7 @@ AskedStep = Literal["train", "prefill", "decode", "generate"]
 Depth = Literal["lower", "partition", "full"]
 
 REQUEST, LOWERED, MEMORY, MODULE, ERROR = "request.json", "lowered", "memory.json", "module.hlo", "error.json"
+OPTIONS = "options.json"
 """Files in the folder in which a request is compiled."""
 
 

@@ -20,7 +20,8 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.verify.request import ERROR, LOWERED, MEMORY, MODULE, REQUEST, Memory, Request
+from meshwright.spec.chip import GivenOptions
+from meshwright.verify.request import ERROR, LOWERED, MEMORY, MODULE, OPTIONS, REQUEST, Memory, Request
 
 DUMP = "dump"
 POLL_S = 0.05
@@ -47,7 +48,8 @@ class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
     buffers were assigned (enough for the partition depth); "error" with the compiler's ``message``; "crash" with
     its last line of output; "timeout". ``memory`` is the buffer assignment, ``out_of_memory`` the compiler's message
     about a program that is too large. ``program`` is the HLO before optimisation, ``hlo`` after it. ``remarks`` are
-    the partitioner's, about arrays that it replicated. ``cpu_s`` and ``max_rss_bytes`` are those of the process.
+    the partitioner's, about arrays that it replicated. ``compiler`` has the options of the compiler. ``cpu_s`` and
+    ``max_rss_bytes`` are those of the process.
     """
 
     ended: Ended
@@ -58,6 +60,7 @@ class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
     program: str = ""
     message: str = ""
     remarks: tuple[str, ...] = ()
+    compiler: GivenOptions = GivenOptions()
     wall_s: float
     cpu_s: float
     max_rss_bytes: int
@@ -84,7 +87,7 @@ def _take_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / REQUEST).is_file():
             raise InputError(f"{folder} holds other files, which could be lost. Name a new or an empty folder.")
-        for name in (LOWERED, MEMORY, MODULE, ERROR):
+        for name in (LOWERED, MEMORY, MODULE, OPTIONS, ERROR):
             (folder / name).unlink(missing_ok=True)
         for old in (folder / DUMP).glob("*"):
             if old.is_file():
@@ -184,7 +187,8 @@ def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, A
     lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
     # The partitioner reports that it replicated an array to reshard it.
     remarks = tuple(line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
-    found = partial(CompileOutcome, lowered=lowered, remarks=remarks, program=program, **spent)
+    given = _read(folder / OPTIONS, GivenOptions) or GivenOptions()
+    found = partial(CompileOutcome, lowered=lowered, remarks=remarks, program=program, compiler=given, **spent)
     if files is not None:
         assigned, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
         if memory is not None and ended == "exit":

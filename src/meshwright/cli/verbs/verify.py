@@ -1,6 +1,6 @@
 """`meshwright verify`: the real step of a plan compiled for its hardware, which need not be there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,7 @@ from meshwright.verify.targets import CompilerPlatform
 if TYPE_CHECKING:
     from meshwright.verify.differences import Difference
     from meshwright.verify.flops import Products
+    from meshwright.verify.overlap import OverlapRow
     from meshwright.verify.proof import Proof
 
 
@@ -98,10 +99,15 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
     )
     if request.target.note:
         yield Fact("note", request.target.note)
+    if given := outcome.compiler.used:
+        yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in given.items()))
+    yield from (Fact("note", words) for words in outcome.compiler.notes)
     if proof.memory is not None:
         yield from _memory_text(proof)
     if proof.traffic is not None:
         yield from _traffic_text(proof)
+    if proof.overlap:
+        yield from _overlap_text(proof.overlap)
     if proof.products is not None:
         yield from _products_text(proof.products)
     if proof.traffic_error:
@@ -152,6 +158,20 @@ def _traffic_text(proof: "Proof") -> Iterator[Piece]:
         yield Fact(name, _difference_words([one for one in traffic.differences if one.name == name]), column=22)
     if proof.request.form == "shard_map":
         yield Fact("without a name", f"{traffic.remainder:.2%} of all bytes", column=22)
+
+
+def _overlap_text(rows: Sequence["OverlapRow"]) -> Iterator[Piece]:
+    """Yields what the schedule overlaps beside what the price hides, and the bytes that only the price hides."""
+    columns: TableColumns = {
+        "overlap with compute": lambda row: f"{row.kind} over {','.join(row.axes)}",
+        "overlapped": ("overlapped_bytes", format_bytes),
+        "exposed": ("exposed_bytes", format_bytes),
+        "price hides": ("hidden_bytes", format_bytes),
+        "how": lambda row: ", ".join(row.overlapped),
+    }
+    yield Table.of(rows, columns)
+    only = sum(max(0.0, row.hidden_bytes - row.overlapped_bytes) for row in rows)
+    yield Fact("only the price hides", format_bytes(only), column=22)
 
 
 def _products_text(found: "Products") -> Iterator[Piece]:
