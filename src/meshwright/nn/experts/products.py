@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once, packs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.experts import grouped
 from meshwright.nn.context import Context, as_given
 from meshwright.nn.experts.slots import ExpertSlots, Ragged, SlotRows, rows_of, with_rows
 from meshwright.spec.model import Model
@@ -108,6 +109,8 @@ def slot_product(
     The result has the dtype of the slots, or float32 with ``wide``.
     """
     rows = rows_of(slots)
+    if isinstance(slots, Ragged) and not wide and grouped.takes(rows, weights[0], weights[0].T):
+        return slots.with_rows(grouped.product(slots, weights, transposed=transposed))
     contracted = (1, 1 if transposed else 0)
 
     def of_expert(expert: Array, out: Array) -> Array:
@@ -125,6 +128,8 @@ def slot_product(
 def slot_weight_gradient(left: ExpertSlots, right: ExpertSlots, blocks: ExpertBlocks) -> Float[Array, "E I O"]:
     """Sums left times right over each expert's rows, in float32, cast to left's dtype; slots of zeros add nothing."""
     lhs, rhs = rows_of(left), rows_of(right)
+    if isinstance(left, Ragged) and isinstance(right, Ragged) and grouped.takes(lhs, rhs):
+        return grouped.weight_gradient(left, right)
     zeros = jnp.zeros((lhs.shape[1], rhs.shape[1]), jnp.float32)
 
     def add(turn: _RowsAtOnce, total: Array) -> Array:
