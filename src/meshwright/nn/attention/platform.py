@@ -22,6 +22,11 @@ def default_device() -> Any:
     return _device.get() or jax.devices()[0]
 
 
+def compute_capability() -> float:
+    """Returns that of the NVIDIA GPU that a program is traced for, 0 for other and unknown devices."""
+    return float(getattr(default_device(), "compute_capability", None) or 0)
+
+
 def platform_of(device: jax.Device) -> str:
     """Returns the platform of a device, also of one in a topology that describes absent hardware."""
     if device.platform != "gpu":

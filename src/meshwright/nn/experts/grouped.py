@@ -15,13 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshwright.nn.attention.platform import default_device, default_platform
+from meshwright.nn.attention.platform import compute_capability, default_device, default_platform
 from meshwright.nn.experts.slots import Ragged
 
 TILE = 128
 """Rows and columns of a tile of Mosaic's kernels, whose processors sum `TILE_DEPTH` of the contracted dim at a time."""
 
 TILE_DEPTH = 64
+
+HOPPER = 9.0
+"""The compute capability whose tensor cores the Mosaic kernels use."""
 
 TGMM_TILES = 512, 256, 128
 """Sizes of a tile of `tgmm`, the largest that divides a dim is taken."""
@@ -34,7 +37,7 @@ def takes(*rows: Rows) -> bool:
     """True if the platform has kernels for packed rows of these widths: of 16 bits, in whole tiles."""
     whole = all(array.dtype.itemsize == 2 and not array.shape[1] % TILE for array in rows)
     lengths = default_platform() == "tpu" and not rows[0].shape[0] % TILE
-    return whole and (lengths or getattr(default_device(), "compute_capability", "") == "9.0")
+    return whole and (lengths or compute_capability() == HOPPER)
 
 
 def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) -> Rows:
