@@ -26,8 +26,6 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
     if step.op == "all_gather":
         if step.details is not None and crossed_legs(step, value.nbytes * lax.axis_size(axes)):
             return _gather_leg_by_leg(value, step.details, axes=axes, dim=dim)
-        if dim and default_platform() == "cuda":
-            return _gather_beside(value, axes=axes, dim=dim)
         return lax.all_gather(value, axes, axis=dim, tiled=True)
     if step.op == "reduce_scatter":
         if step.details is not None:
@@ -44,17 +42,6 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
         size = value.shape[dim] // lax.axis_size(axes)
         return lax.dynamic_slice_in_dim(value, lax.axis_index(axes) * size, size, axis=dim)
     raise AssertionError(f"{step.op} is not a collective")
-
-
-def _gather_beside(value: Array, *, axes: tuple[str, ...], dim: int) -> Array:
-    """Returns what a tiled gather gives, from blocks that are gathered one beside the other.
-
-    In place of a gather along another dim than the first, XLA's GPU compiler lays out all layers of a weight anew before
-    the loop over layers, in a copy that lives as long as the loop.
-    """
-    value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
-    found = jnp.moveaxis(lax.all_gather(value, axes), 0, dim)
-    return found.reshape(*found.shape[:dim], -1, *found.shape[dim + 2 :])
 
 
 def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:

@@ -50,8 +50,7 @@ def microbatch_gradients(
     cotangents, ends, of_layers = dict(dloss), Params(), Params()
     for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, saved, strict=True))):
         of_result = Cotangents(cotangents[stack.head.result], {})
-        # compilers put off the gradient of the head, which needs the cotangents of the logits until then
-        (cotangent, _), of_head = lax.optimization_barrier(stack.head.backward(params, results, head_saved, of_result))
+        (cotangent, _), of_head = stack.head.backward(params, results, head_saved, of_result)
         # Layers add to the cotangents of the results of earlier stacks.
         further = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
         (cotangent, further), grads = stack.layers_backward(

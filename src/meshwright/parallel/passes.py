@@ -96,8 +96,6 @@ class LayerLoop:
 
         def back(cotangent: Cotangents, given: Any) -> SpanCotangents:
             own, kept, before = given
-            # compilers peel an iteration, and would recompute its activations before its cotangent is there
-            cotangent, kept = lax.optimization_barrier((cotangent, kept))
             return self.iteration_back(own, kept, cotangent, before)
 
         return lax.scan(back, cotangent, (weights, saved, earlier), reverse=True, unroll=self.unroll)

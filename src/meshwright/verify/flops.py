@@ -18,6 +18,9 @@ from meshwright.hlo.products import product_flops
 TOLERANCE = 0.02
 """Differences up to this share are ignored."""
 
+KERNELS = ("custom-call", "ragged-dot")
+"""Instructions that are grouped products in a step of products: how many rows each expert has depends on the data."""
+
 _Label = StepLabel | None
 
 
@@ -42,7 +45,7 @@ class Products(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProductCount(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs of products by step, and the steps inside loops whose trip count depends on data."""
+    """FLOPs of products by step, and the steps whose number of products depends on data: in loops and in kernels."""
 
     flops: dict[_Label, float]
     by_data: frozenset[_Label]
@@ -87,6 +90,8 @@ def count_products(program: str) -> ProductCount:
         for one in computation.instructions:
             if one.opcode == "dot":
                 found[one.label, False] += product_flops(one, computation.by_name)
+            elif one.opcode in KERNELS:
+                found[one.label, True] += 0
             for role, called in one.called:
                 if role == "condition" or called not in module.computations or runs_further_rounds(module, one):
                     continue
@@ -101,5 +106,7 @@ def count_products(program: str) -> ProductCount:
     flops: dict[_Label, float] = defaultdict(float)
     for (label, _), number in products(module.entry).items():
         flops[label] += number
-    by_data = frozenset(label for label, depends in products(module.entry) if depends)
+    by_data = frozenset(
+        label for label, depends in products(module.entry) if depends and label and label.op == "einsum"
+    )
     return ProductCount(flops=dict(flops), by_data=by_data)

@@ -122,7 +122,9 @@ def num_slot_products(step: Step, sizes: SlotSizes) -> Number:
     if slots is None:
         return 1.0
     rows = _filled(slots, sizes) * computed_share(step, sizes)
-    return np.where(_few(slots, sizes) | has_kernel(step, sizes), 1.0, np.ceil(rows / BLOCK_ROWS / _at_once(slots, sizes)))
+    return np.where(
+        _few(slots, sizes) | has_kernel(step, sizes), 1.0, np.ceil(rows / BLOCK_ROWS / _at_once(slots, sizes))
+    )
 
 
 def num_slot_calls(step: Step, sizes: SlotSizes) -> Number:

@@ -5,7 +5,6 @@ gradient of the matrices needs a product of all rows for every expert (compiled 
 that one. Hopper runs JAX's Mosaic kernels. `nn.experts.products` has the form of all other platforms.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -33,11 +32,12 @@ Rows = Float[Array, "R _"]
 Sizes = Int[Array, " E"]
 
 
-def takes(*rows: Rows) -> bool:
-    """True if the platform has kernels for packed rows of these widths: of 16 bits, in whole tiles."""
-    whole = all(array.dtype.itemsize == 2 and not array.shape[1] % TILE for array in rows)
-    lengths = default_platform() == "tpu" and not rows[0].shape[0] % TILE
-    return whole and (lengths or compute_capability() == HOPPER)
+def takes(slots: Ragged, *arrays: Array) -> bool:
+    """True if the platform has kernels for packed rows and factors of these widths: of 16 bits, in whole tiles."""
+    arrays = (slots.rows, *arrays)
+    whole = all(array.dtype.itemsize == 2 and not any(n % TILE for n in array.shape[1:]) for array in arrays)
+    in_tiles = len(slots.rows) // len(slots.sizes) % TILE == 0
+    return whole and (compute_capability() == HOPPER or (default_platform() == "tpu" and in_tiles))
 
 
 def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) -> Rows:
@@ -76,15 +76,16 @@ def _tpu_gradient(left: Rows, right: Rows, sizes: Sizes, *, interpret: bool = Fa
     return tgmm(left.T, right, sizes, left.dtype, tuple(tiles), interpret=interpret)
 
 
-_mosaic_tiles = functools.partial(
-    dict, block_m=TILE, block_n=TILE, block_k=TILE_DEPTH, max_concurrent_steps=4, grid_block_n=4
-)
+_MOSAIC: dict[str, Any] = {
+    **{"block_m": TILE, "block_n": TILE, "block_k": TILE_DEPTH},
+    **{"max_concurrent_steps": 4, "grid_block_n": 4},
+}
 
 
 def _mosaic_product(rows: Rows, weights: Array, sizes: Sizes, transposed: bool) -> Rows:
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-    return ragged_dot(rows, weights, group_sizes=sizes, transpose_rhs=transposed, **_mosaic_tiles())
+    return ragged_dot(rows, weights, group_sizes=sizes, transpose_rhs=transposed, **_MOSAIC)
 
 
 def _mosaic_gradient(left: Rows, right: Rows, sizes: Sizes) -> Array:
@@ -92,4 +93,4 @@ def _mosaic_gradient(left: Rows, right: Rows, sizes: Sizes) -> Array:
 
     # the kernel asks JAX's first device for its processors, which is a CPU where programs are compiled for absent GPUs
     with patch.object(jax, "devices", return_value=[default_device()]):
-        return transposed_ragged_dot(left, right, group_sizes=sizes, **_mosaic_tiles())
+        return transposed_ragged_dot(left, right, group_sizes=sizes, **_MOSAIC)
