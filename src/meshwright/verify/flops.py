@@ -76,6 +76,11 @@ def _attends(label: _Label) -> bool:
     return kind is not None and kind.group == "attention"
 
 
+def _multiplies(label: _Label) -> bool:
+    kind = step_kinds().get(label.op) if label is not None else None
+    return kind is not None and kind.is_einsum
+
+
 def count_products(program: str) -> ProductCount:
     """Counts the FLOPs of all products in one call of a program on one device: 2 n k for n results that sum over k.
 

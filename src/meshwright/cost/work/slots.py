@@ -27,7 +27,8 @@ class SlotSizes(OpSizes, frozen=True, kw_only=True):
 
     Arrays of all slots have ``spare_slots`` times as many, the busiest device of experts fills ``load`` times as many,
     and there is ``room`` for so many at every device of experts. A token chooses within ``groups`` (all, its own) of
-    experts. The chip has kernels for ``grouped`` products. With ``by_node`` its row is sent once to each node; on its way to experts an element has ``sent_bytes``.
+    experts. ``grouped``: the chip has kernels for grouped products. With ``by_node`` a token's row is sent once to each
+    node; on its way to experts an element has ``sent_bytes``.
     """
 
     spare_slots: Number = 1.0

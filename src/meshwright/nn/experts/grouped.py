@@ -18,7 +18,7 @@ from meshwright.nn.attention.platform import compute_capability, default_device,
 from meshwright.nn.experts.slots import Ragged
 
 TILE = 128
-"""Rows and columns of a tile of Mosaic's kernels, whose processors sum `TILE_DEPTH` of the contracted dim at a time."""
+"""_Rows and columns of a tile of Mosaic's kernels, whose processors sum `TILE_DEPTH` of the contracted dim at a time."""
 
 TILE_DEPTH = 64
 
@@ -26,10 +26,10 @@ HOPPER = 9.0
 """The compute capability whose tensor cores the Mosaic kernels use."""
 
 TGMM_TILES = 512, 256, 128
-"""Sizes of a tile of `tgmm`, the largest that divides a dim is taken."""
+"""_Sizes of a tile of `tgmm`, the largest that divides a dim is taken."""
 
-Rows = Float[Array, "R _"]
-Sizes = Int[Array, " E"]
+_Rows = Float[Array, "R _"]
+_Sizes = Int[Array, " E"]
 
 
 def takes(slots: Ragged, *arrays: Array) -> bool:
@@ -40,11 +40,11 @@ def takes(slots: Ragged, *arrays: Array) -> bool:
     return whole and (compute_capability() == HOPPER or (default_platform() == "tpu" and in_tiles))
 
 
-def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) -> Rows:
+def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) -> _Rows:
     """Returns the rows times their experts' matrices; rows of no expert, which kernels leave as they are, are zero."""
     kernel = _tpu_product if default_platform() == "tpu" else _mosaic_product
 
-    def of_piece(rows: Rows, sizes: Sizes) -> Rows:
+    def of_piece(rows: _Rows, sizes: _Sizes) -> _Rows:
         made = kernel(rows, weights, sizes, transposed)
         return jnp.where((jnp.arange(len(rows), dtype=jnp.int32) < jnp.sum(sizes))[:, None], made, 0)
 
@@ -58,18 +58,18 @@ def weight_gradient(left: Ragged, right: Ragged) -> Float[Array, "E _ _"]:
     return parts[0] if len(parts) == 1 else sum(part.astype(jnp.float32) for part in parts).astype(left.rows.dtype)
 
 
-def _of_pieces(run: Callable[..., Array], slots: Ragged, *rows: Rows) -> list[Any]:
+def _of_pieces(run: Callable[..., Array], slots: Ragged, *rows: _Rows) -> list[Any]:
     split = zip(*(jnp.split(array, len(slots.sizes)) for array in rows), slots.sizes, strict=True)
     return [run(*piece) for piece in split]
 
 
-def _tpu_product(rows: Rows, weights: Array, sizes: Sizes, transposed: bool) -> Rows:
+def _tpu_product(rows: _Rows, weights: Array, sizes: _Sizes, transposed: bool) -> _Rows:
     contracted = (((1,), (2 if transposed else 1,)), ((), ()))
     dims = lax.RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
     return lax.ragged_dot_general(rows, weights, sizes, dims, preferred_element_type=rows.dtype)
 
 
-def _tpu_gradient(left: Rows, right: Rows, sizes: Sizes, *, interpret: bool = False) -> Array:
+def _tpu_gradient(left: _Rows, right: _Rows, sizes: _Sizes, *, interpret: bool = False) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # Pallas takes time to import
 
     tiles = (next(t for t in TGMM_TILES if size % t == 0) for size in (*left.shape, right.shape[1]))
@@ -82,13 +82,13 @@ _MOSAIC: dict[str, Any] = {
 }
 
 
-def _mosaic_product(rows: Rows, weights: Array, sizes: Sizes, transposed: bool) -> Rows:
+def _mosaic_product(rows: _Rows, weights: Array, sizes: _Sizes, transposed: bool) -> _Rows:
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
     return ragged_dot(rows, weights, group_sizes=sizes, transpose_rhs=transposed, **_MOSAIC)
 
 
-def _mosaic_gradient(left: Rows, right: Rows, sizes: Sizes) -> Array:
+def _mosaic_gradient(left: _Rows, right: _Rows, sizes: _Sizes) -> Array:
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
     # the kernel asks JAX's first device for its processors, which is a CPU where programs are compiled for absent GPUs

@@ -106,7 +106,8 @@ def slot_product(
 ) -> ExpertSlots:
     """Multiplies each slot by its expert's matrix, [I, O] or with ``transposed`` [O, I]; rows of no block are zero.
 
-    A kernel takes packed tokens where the platform has one. The result has the dtype of the slots, or float32 with ``wide``.
+    A kernel takes packed tokens where the platform has one. The result has the dtype of the slots, or float32 with
+    ``wide``.
     """
     rows = rows_of(slots)
     if isinstance(slots, Ragged) and not wide and grouped.takes(slots, weights):
