@@ -94,6 +94,7 @@ class Setting(Checked, frozen=True, dict=True):
             strategy=strategy,
             scores=attention_scores(self.cluster, self.assumptions),
             grouped=has_grouped_kernels(self.cluster),
+            turns_gathers=self.cluster.kind == "switched" and self.assumptions.software == "compiled",
             assumptions=self.assumptions,
         )
         if job.trains:

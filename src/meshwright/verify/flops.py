@@ -111,7 +111,5 @@ def count_products(program: str) -> ProductCount:
     flops: dict[_Label, float] = defaultdict(float)
     for (label, _), number in products(module.entry).items():
         flops[label] += number
-    by_data = frozenset(
-        label for label, depends in products(module.entry) if depends and label and label.op == "einsum"
-    )
+    by_data = frozenset(label for label, depends in products(module.entry) if depends and _multiplies(label))
     return ProductCount(flops=dict(flops), by_data=by_data)

@@ -18,7 +18,7 @@ from meshwright.nn.attention.platform import compute_capability, default_device,
 from meshwright.nn.experts.slots import Ragged
 
 TILE = 128
-"""_Rows and columns of a tile of Mosaic's kernels, whose processors sum `TILE_DEPTH` of the contracted dim at a time."""
+"""Rows and columns of a tile of Mosaic's kernels; they sum `TILE_DEPTH` of the contracted dim at a time."""
 
 TILE_DEPTH = 64
 
