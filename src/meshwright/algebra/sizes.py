@@ -31,7 +31,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     ``state`` is the training state. ``scores`` says whether attention is one kernel that keeps its T x S scores on
     chip, or a chain of products and a softmax that writes them to memory. With ``causal`` attention skips masked keys,
-    about half of them; else every key is counted. ``cache`` remembers bytes of arrays.
+    about half of them; else every key is counted. ``turns_gathers``: the compiler gathers along another dim than the
+    first into an array that it then transposes. ``cache`` remembers bytes of arrays.
     """
 
     dims: Mapping[str, Number]
@@ -39,6 +40,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     scores: Scores = "on_chip"
     causal: bool = False
+    turns_gathers: bool = False
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
 
     @property

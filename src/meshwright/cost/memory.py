@@ -238,6 +238,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
     gathers = {
         step.result: step for step in block.forward if step.op == "all_gather" and _is_weight(step.result, derived)
     }
+    gathered = {array: sizes.bytes(array) * _moves(step, sizes) for array, step in gathers.items() if trains}
     return BlockMemory(
         repeat=block.repeat,
         segment=block.segment,
@@ -246,9 +247,15 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
         logits_bytes=logits,
         pending_bytes=_pending_bytes(block, sizes) if trains else 0.0,
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
-        gathered_bytes=total(sizes.bytes(array) * _moves(step, sizes) for array, step in gathers.items() if trains),
+        gathered_bytes=total(gathered.values()) + _turned_bytes(gathers, gathered, sizes),
         working_bytes=_working_set(block, derived, sizes),
     )
+
+
+def _turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray, Number], sizes: OpSizes) -> Number:
+    """Returns the bytes of the largest weight of experts that is there twice while it is transposed after its gather."""
+    turned = (size for array, size in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
+    return largest(turned) if sizes.turns_gathers else 0.0
 
 
 def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:

@@ -17,7 +17,7 @@ from meshwright.cost.memory import memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
 from meshwright.cost.step_costs import collective_groups, op_sizes
-from meshwright.cost.step_rates import StepRates, attention_scores, step_rates
+from meshwright.cost.step_rates import StepRates, attention_scores, has_grouped_kernels, step_rates
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
@@ -93,6 +93,8 @@ class Setting(Checked, frozen=True, dict=True):
             mesh=mesh or strategy.mesh,
             strategy=strategy,
             scores=attention_scores(self.cluster, self.assumptions),
+            grouped=has_grouped_kernels(self.cluster),
+            turns_gathers=self.cluster.kind == "switched" and self.assumptions.software == "compiled",
             assumptions=self.assumptions,
         )
         if job.trains:

@@ -91,11 +91,14 @@ def op_sizes(
     mesh: Mapping[str, Number],
     strategy: Strategy,
     scores: Scores = "on_chip",
+    grouped: bool = False,
+    turns_gathers: bool = False,
     assumptions: Assumptions = AS_RUN,
 ) -> SlotSizes:
     """Returns the sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
 
-    The strategy gives the training state and the bound on the slots of experts.
+    The strategy gives the training state and the bound on the slots of experts; `SlotSizes` has ``grouped`` and
+    ``turns_gathers``.
     A kernel that keeps its scores on chip also skips the keys that are masked.
     """
     known = held_dims(model.dims | layer_dims(model), mesh)
@@ -115,6 +118,8 @@ def op_sizes(
         load=1.0 if bound else load,
         room=1.0 if bound else min(most, ROOM) if holds else load,
         groups=(model.expert_groups, model.groups_per_token),
+        grouped=grouped,
+        turns_gathers=turns_gathers,
         by_node=assumptions.dispatch == "nodes",
         # 8 bits, and a scale of 32 for 128 of them
         sent_bytes=1 + 4 / 128 if strategy.matmul_dtype == "fp8" else STATE_BYTES[strategy.state]["weights"],

@@ -58,6 +58,11 @@ def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Sco
     return "in_memory_16" if assumptions.software == "eager-2021" else "on_chip"
 
 
+def has_grouped_kernels(cluster: Cluster) -> bool:
+    """True for TPUs and Hopper, for which `nn.experts.grouped` has kernels."""
+    return cluster.kind == "torus" or cluster.chip.family == "h100"
+
+
 def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement, ...]:
     """Returns the placement that ``strategy.placement`` describes, or every candidate if it is empty.
 

@@ -94,12 +94,14 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     route = next((value.route for value in given if isinstance(value, Ragged) and value.route), None)
     if route is None or not results:
         return
-    known = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
+    # rows of tokens are sorted again, so that they need no memory for rounds that seldom run
+    known = {a: v for a, v in start.items() if not (has_slots(a) and (a.axes_of("E") or len(a.dims) > 2))}
     again = _needed(context, steps[0].block, results, known)
+    used = [array for array in known if any(array in step.inputs for step in again)]
 
     def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
-        taken, sums = carry
-        inner = {array: _begun(value, taken) for array, value in known.items()}
+        (taken, sums), given = jax.lax.optimization_barrier((carry, [known[array] for array in used]))
+        inner = {array: _begun(value, taken) for array, value in zip(used, given, strict=True)}
         for step in again:
             _run_step(context, step, inner, taken=taken)
         room = replace(route, further=True).room

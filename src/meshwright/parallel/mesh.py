@@ -135,8 +135,9 @@ def _accepted(device: Any, wanted: tuple[tuple[str, OptionValue], ...]) -> Given
 
 def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Any, platform: str = "") -> jax.stages.Lowered:
     """Lowers a jitted program for ``platform`` if given, else for that of its mesh, which then has devices."""
-    wanted = platform or platform_of(mesh.devices.flat[0])
-    with traced_for(wanted):
+    device = None if platform else mesh.devices.flat[0]
+    wanted = platform or platform_of(device)
+    with traced_for(wanted, device):
         return program.trace(*arguments).lower(lowering_platforms=(wanted,) if platform else None)
 
 

@@ -18,6 +18,9 @@ from meshwright.hlo.products import product_flops
 TOLERANCE = 0.02
 """Differences up to this share are ignored."""
 
+KERNELS = ("custom-call", "ragged-dot")
+"""Instructions that are grouped products in a step of products: how many rows each expert has depends on the data."""
+
 _Label = StepLabel | None
 
 
@@ -42,7 +45,7 @@ class Products(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProductCount(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs of products by step, and the steps inside loops whose trip count depends on data."""
+    """FLOPs of products by step, and the steps whose number of products depends on data: in loops and in kernels."""
 
     flops: dict[_Label, float]
     by_data: frozenset[_Label]
@@ -73,6 +76,11 @@ def _attends(label: _Label) -> bool:
     return kind is not None and kind.group == "attention"
 
 
+def _multiplies(label: _Label) -> bool:
+    kind = step_kinds().get(label.op) if label is not None else None
+    return kind is not None and kind.is_einsum
+
+
 def count_products(program: str) -> ProductCount:
     """Counts the FLOPs of all products in one call of a program on one device: 2 n k for n results that sum over k.
 
@@ -87,6 +95,8 @@ def count_products(program: str) -> ProductCount:
         for one in computation.instructions:
             if one.opcode == "dot":
                 found[one.label, False] += product_flops(one, computation.by_name)
+            elif one.opcode in KERNELS:
+                found[one.label, True] += 0
             for role, called in one.called:
                 if role == "condition" or called not in module.computations or runs_further_rounds(module, one):
                     continue
@@ -101,5 +111,5 @@ def count_products(program: str) -> ProductCount:
     flops: dict[_Label, float] = defaultdict(float)
     for (label, _), number in products(module.entry).items():
         flops[label] += number
-    by_data = frozenset(label for label, depends in products(module.entry) if depends)
+    by_data = frozenset(label for label, depends in products(module.entry) if depends and _multiplies(label))
     return ProductCount(flops=dict(flops), by_data=by_data)

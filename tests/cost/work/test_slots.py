@@ -101,11 +101,34 @@ def test_an_accelerator_gathers_as_many_blocks_as_an_expert_has_in_the_mean():
     assert block_bytes(GRADIENT, at) == 4 * 12 * (64 * 32 * 4) + 2 * (slots + results)
 
 
+def test_a_kernel_for_grouped_products_computes_a_tile_more_for_each_expert():
+    """Its result is cleared past the last row, and it sums gradients itself; widths that are no tiles are in blocks."""
+    dims = {"E": 8, "C": 960, "D": 256, "Fe": 128}
+    at = sizes(960, scores="on_chip", grouped=True, dims=dims)
+    assert computed_share(PRODUCT, at) == computed_share(GRADIENT, at) == (960 + 128) / 960
+    assert num_slot_products(PRODUCT, at) == num_slot_calls(GRADIENT, at) == 1
+    assert block_bytes(PRODUCT, at) == 2 * 8 * 960 * 128 * 2
+    assert block_bytes(GRADIENT, at) == 0
+    narrow, plain = (
+        msgspec.structs.replace(one, dims={**dims, "Fe": 96}, cache={})
+        for one in (at, msgspec.structs.replace(at, grouped=False, cache={}))
+    )
+    assert computed_share(PRODUCT, narrow) == computed_share(PRODUCT, plain) > 1.4
+    bounded = msgspec.structs.replace(at, spare_slots=1.0, cache={})
+    assert computed_share(PRODUCT, bounded) == 1
+
+
+@pytest.mark.parametrize(("on", "grouped"), [("h100:8x1", True), ("v5p:2x2x1", True), ("b200:8x1", False)])
+def test_chips_with_kernels_for_grouped_products(on, grouped):
+    setting = Setting(catalogue.load_model("mixtral-8x7b"), parse_cluster(on), Job(batch_seqs=8, seq_len=2048))
+    assert setting.sizes(Strategy(mesh=make_mesh({"expert": 4}))).grouped == grouped
+
+
 def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
     """Mixtral with an expert on each of 8 devices: half a block, and half of what a product takes."""
     model, cluster, job = (
         catalogue.load_model("mixtral-8x7b"),
-        parse_cluster("h100:8x1"),
+        parse_cluster("b200:8x1"),
         Job(batch_seqs=8, seq_len=8192),
     )
     strategy = Strategy(mesh=make_mesh({"expert": 8}))

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from meshwright.nn.attention import splash as attention_splash
 from meshwright.nn.attention.choice import attention, attention_backward, kernel_of
+from meshwright.nn.attention.platform import traced_for
 from meshwright.nn.attention.visibility import AttentionCall, TokenPositions
 from tests.nn.arrays import close
 
@@ -52,6 +54,40 @@ def test_the_way_of_each_case(platform, changes, way):
     shapes = ((1, sizes["T"], 2, sizes["H"]), (1, sizes["S"], 2, sizes["H"]), (1, sizes["S"], 2, sizes["Hv"]))
     qkv = [jax.ShapeDtypeStruct(shape, sizes["dtype"]) for shape in shapes]
     assert kernel_of(call, *qkv).__name__ == f"meshwright.nn.attention.{way}"
+
+
+@pytest.mark.parametrize(
+    ("capability", "widths", "way"),
+    [
+        ("9.0", (192, 128), "cudnn"),
+        ("10.0", (192, 128), "cudnn"),
+        ("8.0", (192, 128), "staircase"),
+        ("9.0", (128, 192), "staircase"),
+    ],
+)
+def test_latent_attention_is_fused_from_hopper_on(capability, widths, way):
+    """One kernel each way for DeepSeek's heads of 192, with values of 128, though the GPU is absent."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    _, places = inputs(1, 256, 2, 2, 8, jnp.bfloat16)
+    call = AttentionCall(scale=0.1, query=places, key=places, mask="rows", platform="cuda")
+    q, k, v, dout, o = (
+        jax.ShapeDtypeStruct((1, 256, 2, width), jnp.bfloat16)
+        for width in (widths[0], widths[0], widths[1], widths[1], widths[1])
+    )
+    lse = jax.ShapeDtypeStruct((1, 256, 2), jnp.float32)
+
+    def kernels(function, *given):
+        text = jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        return re.findall(r"__cudnn\$\w+", text)
+
+    with traced_for("cuda", SimpleNamespace(compute_capability=capability)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+        assert kernel_of(call, q, k, v).__name__ == f"meshwright.nn.attention.{way}"
+        if way == "cudnn":
+            assert kernels(lambda *qkv: attention(call, *qkv), q, k, v) == ["__cudnn$fmhaSoftmax"]
+            backward = kernels(lambda *given: attention_backward(call, given[:3], *given[3:]), dout, o, lse, q, k, v)
+            assert backward == ["__cudnn$fmhaSoftmaxBackward"]
 
 
 def inputs(B, T, N, K, H, dtype):

@@ -15,6 +15,9 @@ from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.spec.model import Model
 
+GROUP_TILE = 128
+"""Rows of a tile of a kernel for grouped products, and the widths that such kernels take are multiples of it."""
+
 CALLS_A_PRODUCT = 4
 """Kernels of one product of blocks: see `num_slot_calls`."""
 
@@ -24,13 +27,15 @@ class SlotSizes(OpSizes, frozen=True, kw_only=True):
 
     Arrays of all slots have ``spare_slots`` times as many, the busiest device of experts fills ``load`` times as many,
     and there is ``room`` for so many at every device of experts. A token chooses within ``groups`` (all, its own) of
-    experts. With ``by_node`` its row is sent once to each node; on its way to experts an element has ``sent_bytes``.
+    experts. ``grouped``: the chip has kernels for grouped products. With ``by_node`` a token's row is sent once to each
+    node; on its way to experts an element has ``sent_bytes``.
     """
 
     spare_slots: Number = 1.0
     load: Number = 1.0
     room: Number = 1.0
     groups: tuple[int, int] = (0, 0)
+    grouped: bool = False
     by_node: bool = False
     sent_bytes: float = 2.0
 
@@ -92,7 +97,8 @@ def computed_share(step: Step, sizes: SlotSizes) -> Number:
 
     Few slots are computed in one product, empty or not. Of many, only blocks with a filled slot are computed: for each
     expert half a block more than the filled slots, in the mean, and at most all slots. If a product takes several
-    blocks, the last product of each expert lacks half of them in the mean, and computes them all the same.
+    blocks, the last product of each expert lacks half of them in the mean, and computes them all the same. A kernel for
+    grouped products computes a tile more for each expert, as its rows begin and end within tiles.
     """
     slots = _slots(step)
     if slots is None or not kind_of(step).is_einsum:
@@ -100,7 +106,15 @@ def computed_share(step: Step, sizes: SlotSizes) -> Number:
     filled, at_once = _filled(slots, sizes), _at_once(slots, sizes)
     half_blocks = sizes.local(slots)["E"] * BLOCK_ROWS / 2
     rows = np.minimum(filled + half_blocks, filled * sizes.spare_slots) + half_blocks * (at_once - 1)
+    rows = np.where(has_kernel(step, sizes), filled + sizes.local(slots)["E"] * GROUP_TILE, rows)
     return np.where(_few(slots, sizes), sizes.spare_slots, rows / filled)
+
+
+def has_kernel(step: Step, sizes: SlotSizes) -> Number:
+    """True where a kernel takes a product of packed tokens: on chips that have one, for widths of whole tiles."""
+    local = sizes.local(*step.inputs)
+    narrow = (local[dim] % GROUP_TILE for array in step.inputs for dim in array.dims if dim not in ("E", "C"))
+    return sizes.grouped & (sum(narrow) == 0)
 
 
 def num_slot_products(step: Step, sizes: SlotSizes) -> Number:
@@ -109,7 +123,9 @@ def num_slot_products(step: Step, sizes: SlotSizes) -> Number:
     if slots is None:
         return 1.0
     rows = _filled(slots, sizes) * computed_share(step, sizes)
-    return np.where(_few(slots, sizes), 1.0, np.ceil(rows / BLOCK_ROWS / _at_once(slots, sizes)))
+    return np.where(
+        _few(slots, sizes) | has_kernel(step, sizes), 1.0, np.ceil(rows / BLOCK_ROWS / _at_once(slots, sizes))
+    )
 
 
 def num_slot_calls(step: Step, sizes: SlotSizes) -> Number:
@@ -122,7 +138,8 @@ def num_slot_calls(step: Step, sizes: SlotSizes) -> Number:
 def block_bytes(step: Step, sizes: SlotSizes) -> Number:
     """Returns the bytes that a product of slots in blocks moves beside its operands and its result.
 
-    The result is cleared first, and each block of it is read again to keep rows of other blocks; a weight's gradient
+    The result is cleared first, and each block of it is read again to keep rows of other blocks; of a kernel's result
+    spare rows are cleared in a pass. A weight's gradient
     is read and written in float32 for each block, and so is the block's part of it. Where several blocks are gathered,
     their rows are written and read once more.
     """
@@ -136,7 +153,9 @@ def block_bytes(step: Step, sizes: SlotSizes) -> Number:
         moved = 4 * num_slot_products(step, sizes) * sums
     rows = sizes.total(*(array for array in (*step.inputs, step.result) if "C" in array.dims))
     gathered = np.where(_at_once(slots, sizes) > 1, 2 * rows, 0.0)
-    return np.where(_few(slots, sizes), 0.0, moved + gathered)
+    by_kernel = moved if "C" in step.result.dims else 0.0
+    in_blocks = np.where(has_kernel(step, sizes), by_kernel, moved + gathered)
+    return np.where(_few(slots, sizes), 0.0, in_blocks)
 
 
 def _slots(step: Step) -> ShardedArray | None:

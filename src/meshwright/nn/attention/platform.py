@@ -3,15 +3,28 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 
 _traced_for: ContextVar[str] = ContextVar("traced_for", default="")
+_device: ContextVar[Any] = ContextVar("device", default=None)
 
 
 def default_platform() -> str:
     """Returns the platform that a program is traced for: "cpu", "cuda", "rocm" or "tpu"; by default JAX's own."""
     return _traced_for.get() or platform_of(jax.devices()[0])
+
+
+def default_device() -> Any:
+    """Returns a device that a program is traced for, which may be absent; JAX's first one where only its platform is
+    known."""
+    return _device.get() or jax.devices()[0]
+
+
+def compute_capability() -> float:
+    """Returns that of the NVIDIA GPU that a program is traced for, 0 for other and unknown devices."""
+    return float(getattr(default_device(), "compute_capability", None) or 0)
 
 
 def platform_of(device: jax.Device) -> str:
@@ -23,10 +36,11 @@ def platform_of(device: jax.Device) -> str:
 
 
 @contextmanager
-def traced_for(platform: str) -> Iterator[None]:
-    """Traces programs for a platform other than the one that JAX runs on."""
-    token = _traced_for.set(platform)
+def traced_for(platform: str, device: Any = None) -> Iterator[None]:
+    """Traces programs for a platform, and a device of it, other than the one that JAX runs on."""
+    tokens = _traced_for.set(platform), _device.set(device)
     try:
         yield
     finally:
-        _traced_for.reset(token)
+        _traced_for.reset(tokens[0])
+        _device.reset(tokens[1])

@@ -78,7 +78,9 @@ def _of_device(array: Int[Array, "n E"], device: Array) -> Int[Array, "n e"]:
 def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tuple[str, ...]) -> SlotRows:
     """Runs `jax.lax.ragged_all_to_all` with the offsets and sizes of slices, in its order, and returns the rows that
     a device receives; on CPUs, which lack it, every device gathers all rows and takes its own."""
-    received = jnp.zeros((num_received, *rows.shape[1:]), rows.dtype)
+    # zeros that depend on the rows: of constant ones compilers make one array, and hold it through all layers
+    zero = jnp.minimum(jnp.abs(rows.reshape(-1)[0]), 0)
+    received = jnp.full((num_received, *rows.shape[1:]), zero)
     at, sizes, to, expected = (array.astype(jnp.int32) for array in slices)
     if default_platform() != "cpu":
         return lax.ragged_all_to_all(rows, received, at, sizes, to, expected, axis_name=axes)

@@ -3,14 +3,14 @@
 Without a bound on its slots an expert has E / Ea times the slots that are filled on average. Slots are processed in
 blocks of rows, and a block of zeros is skipped: its product is zero, and it adds nothing to a weight's gradient.
 Packed tokens are processed in blocks too, each of one expert.
-`jax.lax.ragged_dot` is not used: on CPUs, and on GPUs by default, it becomes a product with every expert's matrix, and
-took 20 times as long on two CPU cores (32 experts, 4 of them chosen).
+TPUs and Hopper have kernels for packed tokens (`nn.experts.grouped`); elsewhere `jax.lax.ragged_dot` becomes a product
+with every expert's matrix, and took 20 times as long on two CPU cores (32 experts, 4 of them chosen).
 
 Where a bound keeps most slots filled, one batched product is as fast. The derivation and the options decide which
 form the slots have:
 
 - a bound on the slots, few slots, or the GSPMD form (`TrainStep`): arrays [E, C, D] and batched products
-- no bound: `Ragged`, tokens packed by expert, products in blocks; `nn.experts.exchange` moves them
+- no bound: `Ragged`, tokens packed by expert, products by kernels or in blocks; `nn.experts.exchange` moves them
 - no bound, and slots are moved in another way: arrays [E, C, D], products in blocks that leave out empty slots
 """
 
@@ -25,6 +25,7 @@ from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_onc
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context, as_given
+from meshwright.nn.experts import grouped
 from meshwright.nn.experts.slots import ExpertSlots, Ragged, SlotRows, rows_of, with_rows
 from meshwright.spec.model import Model
 
@@ -105,9 +106,12 @@ def slot_product(
 ) -> ExpertSlots:
     """Multiplies each slot by its expert's matrix, [I, O] or with ``transposed`` [O, I]; rows of no block are zero.
 
-    The result has the dtype of the slots, or float32 with ``wide``.
+    A kernel takes packed tokens where the platform has one. The result has the dtype of the slots, or float32 with
+    ``wide``.
     """
     rows = rows_of(slots)
+    if isinstance(slots, Ragged) and not wide and grouped.takes(slots, weights):
+        return slots.with_rows(grouped.product(slots, weights, transposed=transposed))
     contracted = (1, 1 if transposed else 0)
 
     def of_expert(expert: Array, out: Array) -> Array:
@@ -125,6 +129,8 @@ def slot_product(
 def slot_weight_gradient(left: ExpertSlots, right: ExpertSlots, blocks: ExpertBlocks) -> Float[Array, "E I O"]:
     """Sums left times right over each expert's rows, in float32, cast to left's dtype; slots of zeros add nothing."""
     lhs, rhs = rows_of(left), rows_of(right)
+    if isinstance(left, Ragged) and isinstance(right, Ragged) and grouped.takes(left, rhs):
+        return grouped.weight_gradient(left, right)
     zeros = jnp.zeros((lhs.shape[1], rhs.shape[1]), jnp.float32)
 
     def add(turn: _RowsAtOnce, total: Array) -> Array:

@@ -1,0 +1,96 @@
+"""Grouped products by the platform's kernels: rows sorted by expert, each expert's with its own matrix.
+
+TPU's compiler makes a kernel of `jax.lax.ragged_dot` that computes its rows only, but of the sum over rows that the
+gradient of the matrices needs a product of all rows for every expert (compiled for v5e, v5p, v6e): JAX's `tgmm` makes
+that one. Hopper runs JAX's Mosaic kernels. `nn.experts.products` has the form of all other platforms.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshwright.nn.attention.platform import compute_capability, default_device, default_platform
+from meshwright.nn.experts.slots import Ragged
+
+TILE = 128
+"""Rows and columns of a tile of Mosaic's kernels; they sum `TILE_DEPTH` of the contracted dim at a time."""
+
+TILE_DEPTH = 64
+
+HOPPER = 9.0
+"""The compute capability whose tensor cores the Mosaic kernels use."""
+
+TGMM_TILES = 512, 256, 128
+"""_Sizes of a tile of `tgmm`, the largest that divides a dim is taken."""
+
+_Rows = Float[Array, "R _"]
+_Sizes = Int[Array, " E"]
+
+
+def takes(slots: Ragged, *arrays: Array) -> bool:
+    """True if the platform has kernels for packed rows and factors of these widths: of 16 bits, in whole tiles."""
+    arrays = (slots.rows, *arrays)
+    whole = all(array.dtype.itemsize == 2 and not any(n % TILE for n in array.shape[1:]) for array in arrays)
+    in_tiles = len(slots.rows) // len(slots.sizes) % TILE == 0
+    return whole and (compute_capability() == HOPPER or (default_platform() == "tpu" and in_tiles))
+
+
+def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) -> _Rows:
+    """Returns the rows times their experts' matrices; rows of no expert, which kernels leave as they are, are zero."""
+    kernel = _tpu_product if default_platform() == "tpu" else _mosaic_product
+
+    def of_piece(rows: _Rows, sizes: _Sizes) -> _Rows:
+        made = kernel(rows, weights, sizes, transposed)
+        return jnp.where((jnp.arange(len(rows), dtype=jnp.int32) < jnp.sum(sizes))[:, None], made, 0)
+
+    return jnp.concatenate(_of_pieces(of_piece, slots, slots.rows))
+
+
+def weight_gradient(left: Ragged, right: Ragged) -> Float[Array, "E _ _"]:
+    """Returns the sum of left times right over each expert's rows; of several pieces in float32, then narrowed."""
+    kernel = _tpu_gradient if default_platform() == "tpu" else _mosaic_gradient
+    parts = _of_pieces(kernel, left, left.rows, right.rows)
+    return parts[0] if len(parts) == 1 else sum(part.astype(jnp.float32) for part in parts).astype(left.rows.dtype)
+
+
+def _of_pieces(run: Callable[..., Array], slots: Ragged, *rows: _Rows) -> list[Any]:
+    split = zip(*(jnp.split(array, len(slots.sizes)) for array in rows), slots.sizes, strict=True)
+    return [run(*piece) for piece in split]
+
+
+def _tpu_product(rows: _Rows, weights: Array, sizes: _Sizes, transposed: bool) -> _Rows:
+    contracted = (((1,), (2 if transposed else 1,)), ((), ()))
+    dims = lax.RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
+    return lax.ragged_dot_general(rows, weights, sizes, dims, preferred_element_type=rows.dtype)
+
+
+def _tpu_gradient(left: _Rows, right: _Rows, sizes: _Sizes, *, interpret: bool = False) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # Pallas takes time to import
+
+    tiles = (next(t for t in TGMM_TILES if size % t == 0) for size in (*left.shape, right.shape[1]))
+    return tgmm(left.T, right, sizes, left.dtype, tuple(tiles), interpret=interpret)
+
+
+_MOSAIC: dict[str, Any] = {
+    **{"block_m": TILE, "block_n": TILE, "block_k": TILE_DEPTH},
+    **{"max_concurrent_steps": 4, "grid_block_n": 4},
+}
+
+
+def _mosaic_product(rows: _Rows, weights: Array, sizes: _Sizes, transposed: bool) -> _Rows:
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    return ragged_dot(rows, weights, group_sizes=sizes, transpose_rhs=transposed, **_MOSAIC)
+
+
+def _mosaic_gradient(left: _Rows, right: _Rows, sizes: _Sizes) -> Array:
+    from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+
+    # the kernel asks JAX's first device for its processors, which is a CPU where programs are compiled for absent GPUs
+    with patch.object(jax, "devices", return_value=[default_device()]):
+        return transposed_ragged_dot(left, right, group_sizes=sizes, **_MOSAIC)
