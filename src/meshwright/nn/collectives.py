@@ -54,10 +54,15 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
     value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
     value = value.reshape(*legs.sizes, *value.shape[len(legs.parts) :])
-    value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
+    value = as_stored(value)
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
     return value
+
+
+def as_stored(value: Array) -> Array:
+    """Returns a value in the layout in which arrays are stored: the last dim is the innermost."""
+    return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
 
 
 def _gather_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:

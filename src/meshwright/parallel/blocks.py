@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jaxtyping import Array
 
 from meshwright.algebra.derived import BlockSteps, Derived
@@ -25,7 +26,7 @@ from meshwright.algebra.rewrites.split_backward import (
     weights_of,
 )
 from meshwright.algebra.steps import Step
-from meshwright.nn.collectives import communicate
+from meshwright.nn.collectives import as_stored, communicate
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
@@ -179,3 +180,27 @@ def apply_collectives(steps: Sequence[Step], value: Array, *, leading: int = 0) 
     for step in steps:
         value = communicate(step, value, leading=leading)
     return value
+
+
+def moved_by_layer(moves: Mapping[str, Sequence[Step]], shards: Params, into: Params, *, stacked: frozenset[str]) -> Params:
+    """Returns shards of weights after their collectives, those of stacked layers written layer by layer ``into`` the old
+    weights.
+
+    Gathered at once, GPUs hold all of them beside the weights, once more in the layout of a gather, and libtpu copies
+    the old weights. The layout that a layer is gathered into does not reach the weights of all layers.
+    """
+    found = {n: apply_collectives(moves[n], shard) for n, shard in shards.items() if n not in stacked}
+    by_rows: dict[int, list[str]] = {}
+    for name in (n for n in shards if n in stacked):
+        if moves[name]:
+            by_rows.setdefault(shards[name].shape[0], []).append(name)
+        else:
+            found[name] = shards[name]
+    for rows, names in by_rows.items():
+
+        def one_layer(row: Array, whole: Params, names: list[str] = names) -> Params:
+            parts = {n: apply_collectives(moves[n], lax.dynamic_index_in_dim(shards[n], row, 0, False)) for n in names}
+            return {n: lax.dynamic_update_index_in_dim(whole[n], as_stored(parts[n]), row, 0) for n in names}
+
+        found |= lax.fori_loop(0, rows, one_layer, {n: into[n] for n in names})
+    return {name: found[name] for name in shards}

@@ -68,7 +68,8 @@ def expected_collectives(
         for step, times in derived.steps(num_microbatches):
             if step.is_collective:
                 runs = int(times) * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
-                stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
+                # weights are gathered layer by layer; an optimizer's own collectives take all layers at once
+                stacked = step.op != "all_gather" if step.phase == "update" else step.scope == "step" and not layer_by_layer
                 yield step, 1 if stacked else runs * int(num_ways(step, sizes)), runs
 
     return _expected(counted(), sizes, num_microbatches=num_microbatches, width=width)
@@ -147,7 +148,8 @@ def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[_Counted]
         yield from ((step, 1, rows[step.result.name.removeprefix("d")]) for step in meetings(derived))
     for step in (*derived.ends, *derived.update):
         if step.is_collective:
-            yield step, 1, rows.get(step.result.name, 1)
+            times = rows.get(step.result.name, 1)
+            yield step, times if step.op == "all_gather" else 1, times
 
 
 def runs_in_text(derived: Derived, step: Step, block: BlockSteps, tables: TickTables) -> int:
