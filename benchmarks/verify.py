@@ -1,8 +1,8 @@
 """Plans drawn at random, compiled for hardware that is not there: memory and collectives beside the prediction.
 
-``python benchmarks/verify.py [--seed N] [--plans N] [--out FILE]`` needs the extras tpu and gpu. A draw is a model of the
-catalogue, a chip with a compiler, a cluster, a batch, and one of the strategies that `plan` lists: none is chosen by hand
-and none is left out. A draw for which `plan` finds nothing is drawn again, counted and named.
+``python benchmarks/verify.py [--seed N] [--plans N] [--out FILE]`` needs the extras tpu and gpu. A draw is a model of
+the catalogue, a chip with a compiler, a cluster, a batch, and one of the strategies that `plan` lists: none is chosen
+by hand and none is left out. A draw for which `plan` finds nothing is drawn again, counted and named.
 """
 
 import argparse

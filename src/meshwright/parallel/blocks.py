@@ -182,9 +182,10 @@ def apply_collectives(steps: Sequence[Step], value: Array, *, leading: int = 0) 
     return value
 
 
-def moved_by_layer(moves: Mapping[str, Sequence[Step]], shards: Params, into: Params, *, stacked: frozenset[str]) -> Params:
-    """Returns shards of weights after their collectives, those of stacked layers written layer by layer ``into`` the old
-    weights.
+def moved_by_layer(
+    moves: Mapping[str, Sequence[Step]], shards: Params, into: Params, *, stacked: frozenset[str]
+) -> Params:
+    """Returns shards of weights after their collectives, those of layers written one by one ``into`` the old weights.
 
     Gathered at once, GPUs hold all of them beside the weights, once more in the layout of a gather, and libtpu copies
     the old weights. The layout that a layer is gathered into does not reach the weights of all layers.

@@ -423,8 +423,7 @@ class TrainStep:
         return shards, jax.device_put(opt_state, jax.memory.Space.Host) if offloaded else opt_state
 
     def _moved(self, params: Params, *, into: Params | None = None) -> Params:
-        """Reshards weights as the optimizer's state before its update, or back ``into`` the old weights after it (ZeRO-1
-        and 2)."""
+        """Reshards weights as the optimizer's state before its update, or back ``into`` the old ones after it."""
         specs, before = self.trained(self.param_specs), into is None
         if specs == self.shard_specs or self.form == "gspmd":
             return params

@@ -69,7 +69,9 @@ def expected_collectives(
             if step.is_collective:
                 runs = int(times) * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
                 # weights are gathered layer by layer; an optimizer's own collectives take all layers at once
-                stacked = step.op != "all_gather" if step.phase == "update" else step.scope == "step" and not layer_by_layer
+                stacked = (
+                    step.op != "all_gather" if step.phase == "update" else step.scope == "step" and not layer_by_layer
+                )
                 yield step, 1 if stacked else runs * int(num_ways(step, sizes)), runs
 
     return _expected(counted(), sizes, num_microbatches=num_microbatches, width=width)
