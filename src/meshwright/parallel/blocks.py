@@ -5,12 +5,13 @@ second part all others (weight gradients). The first part hands operands to the 
 so that no collective runs twice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -26,6 +27,7 @@ from meshwright.algebra.rewrites.split_backward import (
     weights_of,
 )
 from meshwright.algebra.steps import Step
+from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import as_stored, communicate
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
@@ -121,6 +123,8 @@ class BlockPasses:
             env[self.derived.declared[self.entering]] = stream
         env = self._run(self.steps.forward, env, ready)
         saved = tuple(env[array] for array in self.steps.kept)
+        if _has_one_layout():
+            saved = jax.tree.map(as_stored, saved)
         return env[self.steps.forward[-1].result], self._moved(saved, jax.memory.Space.Host)
 
     def backward(
@@ -137,7 +141,8 @@ class BlockPasses:
         `weight_backward` instead of gradients."""
         steps, shared = self.steps, self.derived.shared
         env = self._environment(weights, inputs)
-        env |= zip(steps.kept, self._moved(saved, jax.memory.Space.Device), strict=True)
+        saved = self._moved(saved, jax.memory.Space.Device)
+        env |= zip(steps.kept, jax.tree.map(as_stored, saved) if _has_one_layout() else saved, strict=True)
         whole = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
         sums = {name: shared[name].cotangent for name in self.further}
         env |= {whole: cotangents.stream} | {sums[name]: value for name, value in cotangents.further.items()}
@@ -173,6 +178,18 @@ class BlockPasses:
         """Returns the gradients from what `backward` returned with ``split``."""
         env = self._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
         return self._gradients(self._run(self._backward_at(self._split.weights), env, None))
+
+
+def _has_one_layout() -> bool:
+    """True if saved activations keep the layout of stored arrays: GPUs would transpose those of all layers where the two
+    passes use them in other layouts. On TPUs one layout serves both, in which fewer rows are padded."""
+    return default_platform() in ("cuda", "rocm")
+
+
+def never(arrays: Iterable[Array]) -> Array:
+    """Returns False once the arrays exist, which no compiler knows beforehand."""
+    one = sum((array.reshape(-1)[0].astype(jnp.float32) for array in arrays), start=jnp.zeros(()))
+    return jnp.isnan(one) & jnp.isinf(one)
 
 
 def apply_collectives(steps: Sequence[Step], value: Array, *, leading: int = 0) -> Array:

@@ -253,6 +253,11 @@ class Passes:
         """The last block: the stream to the loss, or to what later stacks read."""
         return self._blocks[self.stack.last]
 
+    @property
+    def ends(self) -> tuple[BlockPasses, ...]:
+        """The first block, if the stack has one, and the last."""
+        return (self.embed, self.head) if self.stack.first else (self.head,)
+
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The layers as spans, one loop each."""
