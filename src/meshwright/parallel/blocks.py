@@ -181,8 +181,11 @@ class BlockPasses:
 
 
 def _has_one_layout() -> bool:
-    """True if saved activations keep the layout of stored arrays: GPUs would transpose those of all layers where the two
-    passes use them in other layouts. On TPUs one layout serves both, in which fewer rows are padded."""
+    """True if saved activations keep the layout of stored arrays.
+
+    GPUs would transpose those of all layers where the two passes use them in other layouts. On TPUs one layout serves
+    both, in which fewer rows are padded.
+    """
     return default_platform() in ("cuda", "rocm")
 
 
@@ -199,26 +202,38 @@ def apply_collectives(steps: Sequence[Step], value: Array, *, leading: int = 0) 
     return value
 
 
-def moved_by_layer(
+PIECES = 8
+"""Parts in which an updated matrix outside the layers is gathered."""
+
+
+def moved_in_pieces(
     moves: Mapping[str, Sequence[Step]], shards: Params, into: Params, *, stacked: frozenset[str]
 ) -> Params:
-    """Returns shards of weights after their collectives, those of layers written one by one ``into`` the old weights.
+    """Returns shards of weights after their collectives, written ``into`` the old weights by layer or in `PIECES`.
 
     Gathered at once, GPUs hold all of them beside the weights, once more in the layout of a gather, and libtpu copies
-    the old weights. The layout that a layer is gathered into does not reach the weights of all layers.
+    the old weights. The layout that a piece is gathered into does not reach the whole weight.
     """
-    found = {n: apply_collectives(moves[n], shard) for n, shard in shards.items() if n not in stacked}
-    by_rows: dict[int, list[str]] = {}
-    for name in (n for n in shards if n in stacked):
-        if moves[name]:
-            by_rows.setdefault(shards[name].shape[0], []).append(name)
-        else:
-            found[name] = shards[name]
-    for rows, names in by_rows.items():
+    found = {name: shard for name, shard in shards.items() if not moves[name]}
+    cuts = {name: _cut(shards[name], into[name], name in stacked) for name in shards if name not in found}
+    for count in {count for _, count in cuts.values()}:
+        own = {name: dim for name, (dim, number) in cuts.items() if number == count}
 
-        def one_layer(row: Array, whole: Params, names: list[str] = names) -> Params:
-            parts = {n: apply_collectives(moves[n], lax.dynamic_index_in_dim(shards[n], row, 0, False)) for n in names}
-            return {n: lax.dynamic_update_index_in_dim(whole[n], as_stored(parts[n]), row, 0) for n in names}
+        def one_piece(number: Array, whole: Params, own: dict[str, int] = own, count: int = count) -> Params:
+            for name, dim in own.items():
+                size = shards[name].shape[dim] // count
+                piece = lax.dynamic_slice_in_dim(shards[name], number * size, size, dim)
+                part = as_stored(apply_collectives(moves[name], piece, leading=int(name in stacked)))
+                whole = whole | {name: lax.dynamic_update_slice_in_dim(whole[name], part, number * size, dim)}
+            return whole
 
-        found |= lax.fori_loop(0, rows, one_layer, {n: into[n] for n in names})
+        found |= lax.fori_loop(0, count, one_piece, {name: into[name] for name in own})
     return {name: found[name] for name in shards}
+
+
+def _cut(shard: Array, whole: Array, is_stacked: bool) -> tuple[int, int]:
+    """Returns a dim that collectives leave alone, and the number of pieces along it."""
+    if is_stacked:
+        return 0, shard.shape[0]
+    sizes = list(zip(shard.shape, whole.shape, strict=True))
+    return next(((dim, PIECES) for dim, (own, full) in enumerate(sizes) if own == full and own % PIECES == 0), (0, 1))

@@ -51,7 +51,8 @@ def microbatch_gradients(
     cotangents, ends, of_layers = dict(dloss), Params(), Params()
     used = Counter(name for stack in passes.stacks for block in stack.ends for name in block.weights)
     # gradients of embeddings come last, and those of weights that several ends use
-    waiting = {name for name, count in used.items() if count > 1} | {*passes.stacks[0].embed.weights}
+    first = {name for stack in passes.stacks if stack.stack.first for name in stack.embed.weights}
+    waiting = {name for name, count in used.items() if count > 1} | first
     for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, saved, strict=True))):
         # else compilers keep the logits until they compute the loss, which no layer needs
         result, cotangent = results[stack.head.result], cotangents[stack.head.result]

@@ -28,7 +28,7 @@ from meshwright.nn.context import Context
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.quantisation import quantise_base
 from meshwright.nn.weights import Params, init_params, param_shapes
-from meshwright.parallel.blocks import Inputs, apply_collectives, moved_by_layer
+from meshwright.parallel.blocks import Inputs, apply_collectives, moved_in_pieces
 from meshwright.parallel.gradients import Losses, microbatch_loss, once_per_step, squared_norm, step_gradients
 from meshwright.parallel.held import resized, without_split
 from meshwright.parallel.mesh import lower, named_sharding, partition_spec, shardings, strategy_mesh
@@ -441,7 +441,7 @@ class TrainStep:
                 return {n: apply_collectives(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
 
             return self._mapped(body, (specs,), self.shard_specs)(params)
-        gather = partial(moved_by_layer, moves, stacked=self.stacked)
+        gather = partial(moved_in_pieces, moves, stacked=self.stacked)
         return self._mapped(gather, (self.shard_specs, specs), specs)(params, into)
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
