@@ -1,5 +1,7 @@
 """Memory of one chip in a step, itemised, from the declared shardings and the derived steps."""
 
+import functools
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -71,7 +73,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one chip before pipeline stages divide the layers: computed once, for any schedule.
 
     ``ends`` are embedding and head. ``shared_bytes`` are results of earlier stacks that layers read, with their
-    cotangents. ``chunk_bytes`` are the logits of one chunk of a chunked loss head, with their cotangent.
+    cotangents. ``chunk_bytes`` are the logits of one chunk of a chunked loss head, with their cotangent. ``tied_bytes``
+    are gradients of weights that several ends use, whole until the last of these has run.
     ``boundary_bytes`` are sent from stage to stage for one microbatch: (forward, backward). ``cache_bytes`` are keys
     and values of all layers, in a step that generates.
     """
@@ -82,6 +85,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[BlockMemory, ...]
     shared_bytes: Number
     chunk_bytes: Number
+    tied_bytes: Number
     boundary_bytes: tuple[Number, ...]
     cache_bytes: Number
 
@@ -119,39 +123,50 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         narrow = state["gradients"] < DTYPE_BYTES["fp32"]
         accumulated = DTYPE_BYTES["fp32"] * several * narrow
         single = np.where(pipeline.in_lockstep & ~pipeline.is_one & (accumulated > 0), 0.0, state["gradients"])
-        share, stash = pipeline.share(self.num_layers), pipeline.stash + pipeline.running_stash
+        share, stash = pipeline.share(self.num_layers), pipeline.stash
         optimizer = self.optimizer_bytes(pipeline)
         at_once = pipeline.in_lockstep & pipeline.is_one & ~several
         gradients = np.where(at_once, self.elements("optimizer", pipeline), self.elements("gradients", pipeline))
-        saved = total(layer.saved_bytes(share, stash) for layer in self.layers)
+        saved, running = (
+            total(layer.saved_bytes(share, count) for layer in self.layers) for count in (stash, pipeline.running_stash)
+        )
         if "activations" in offload:
             saved = np.minimum(saved, BUFFERED_REPEATS * self.moved_bytes(pipeline))
         if "optimizer" in offload:
             optimizer = np.minimum(1.0, BUFFERED_REPEATS / pipeline.layers_held(self.num_layers)) * optimizer
         waiting = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
-        again = (layer.segment_bytes(share) for layer in self.layers)
         ends = self.shared_bytes + total(end.kept_bytes for end in self.ends)
         streams = largest(layer.stream_bytes for layer in self.layers)
         messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
-        logits, gathered, workspace = self.at_peak(pipeline)
+        gradients = gradients * (single + accumulated)
+        kept, again = saved + waiting + ends, total(layer.segment_bytes(share) for layer in self.layers)
+        logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
+        alone = pipeline.in_lockstep & pipeline.is_one
+        none, head, embed = 0.0 * logits, _most(self.ends[1:]), _most(self.ends[:1])
+        whole = gradients + np.where(alone, self.tied_bytes, 0.0)
+        # activations, gradients, logits, gathered weights and temporary results while the head, layers or embedding run
+        of_head = (kept, np.where(at_once, 0.0, gradients), logits, *head)
+        of_layers = (kept + again + running, whole, none, *_most(self.layers))
+        of_embedding = (np.where(alone, ends, kept), whole, none, *embed)
+        activations, gradients, logits, gathered, workspace = functools.reduce(
+            _fuller, (of_head, of_layers, of_embedding)
+        )
         return {
             "weights": self.elements("weights", pipeline) * state["weights"],
-            "gradients": gradients * (single + accumulated),
+            "gradients": gradients,
             "optimizer": optimizer,
-            "activations": sum(again, start=saved + waiting + ends),
+            "activations": activations,
             "logits": logits,
             "kv_cache": self.cache_bytes + 0.0 * workspace,
             "communication": sum((count * size for count, size in messages), start=gathered),
             "workspace": workspace,
         }
 
-    def at_peak(self, pipeline: PipelineCost) -> tuple[Number, Number, Number]:
-        """Returns bytes of the block that needs most while it runs: (logits, gathered weights, temporary results)."""
-        logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
-        layer, end = _most(self.layers), _most(self.ends)
-        in_end = logits + sum(end) > sum(layer)
-        most = (np.where(in_end, of_end, of_layer) for of_end, of_layer in zip(end, layer, strict=True))
-        return np.where(in_end, logits, 0.0 * logits), *most
+
+def _fuller(one: tuple[Number, ...], other: tuple[Number, ...]) -> tuple[Number, ...]:
+    """Returns the figures with the larger sum."""
+    more = sum(other) > sum(one)
+    return tuple(np.where(more, theirs, ours) for ours, theirs in zip(one, other, strict=True))
 
 
 def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
@@ -178,6 +193,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
         ends=tuple(found for block, found in blocks if not block.is_layer),
         shared_bytes=total(sizes.total(one.given, one.cotangent) for one in shared),
         chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local),
+        tied_bytes=_tied_bytes(derived, sizes),
         boundary_bytes=tuple(
             total(sizes.bytes(s.result) for s in derived.boundary if s.op == "permute" and s.phase == phase)
             for phase in ("forward", "backward")
@@ -229,6 +245,13 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
         for part, count in zip(STATE_PARTS, counts, strict=False):
             of_block[part] = of_block[part] + block.repeat * count
     return found
+
+
+def _tied_bytes(derived: Derived, sizes: OpSizes) -> Number:
+    ends = (block for block in derived.blocks if not block.is_layer)
+    used = Counter(name for block in ends for name in weights_of(derived, block) if name in derived.weights)
+    gradients = gradient_arrays(derived)
+    return total(sizes.elements(gradients[name]) * sizes.width for name, count in used.items() if count > 1)
 
 
 def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
@@ -328,8 +351,8 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
     lives = _lives(steps, block, derived)
     for step in steps:
-        if not step.is_collective and kind_of(step).in_place and step.inputs[0].name == "logits":
-            lives.pop(step.result)  # it takes the memory of the logits, which nothing reads afterwards
+        if not step.is_collective and kind_of(step).in_place and step.inputs[0].name == "logits" and sizes.width == 4:
+            lives.pop(step.result)  # as wide as the logits, it takes their memory: nothing reads them afterwards
     for array, life in lives.items():
         for number, amount in _comes_and_goes(array, life, lives, sizes):
             changes[number].append(amount)
