@@ -13,6 +13,9 @@ from meshwright.algebra.rewrites.torus import Legs, crossed_legs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
+LANES = 128
+"""Numbers in the innermost dim of a TPU's tile."""
+
 
 def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
     """Runs a collective or slice step on this device's block, which has ``leading`` more dims before the step's."""
@@ -54,15 +57,24 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
     value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
     value = value.reshape(*legs.sizes, *value.shape[len(legs.parts) :])
-    value = as_stored(value)
+    value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
     return value
 
 
 def as_stored(value: Array) -> Array:
-    """Returns a value in the layout in which arrays are stored: the last dim is the innermost."""
-    return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
+    """Returns a value in the layout in which arrays are stored, so that no loop over arrays of all layers copies them
+    into another one.
+
+    The last dim is the innermost; on TPUs the last but one if only that fills the lanes of a tile.
+    """
+    order = list(range(value.ndim))
+    if default_platform() == "tpu" and value.ndim > 1 and value.shape[-1] % LANES:
+        if value.shape[-2] % LANES:
+            return value
+        order = [order[-1], *order[:-1]]
+    return with_layout_constraint(value, Layout(major_to_minor=tuple(order)))
 
 
 def _gather_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:

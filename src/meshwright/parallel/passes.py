@@ -88,7 +88,9 @@ class LayerLoop:
                 own, self.inputs, saved[number], cotangent, ready=at_hand, split=self.split
             )
             found = (left, *found)
-        return cotangent, self.finish(found, earlier) if self.finish else found
+        if self.finish is not None:
+            found = self.finish(found, earlier)
+        return cotangent, found if self.split else jax.tree.map(as_stored, found)
 
     @property
     def numbers(self) -> Array:
@@ -114,9 +116,15 @@ class LayerLoop:
 
         def back(cotangent: Cotangents, given: Any) -> SpanCotangents:
             number, kept = given
+            kept, cotangent = self._apart((kept, cotangent))
             return self.iteration_back(weights(number), kept, cotangent, earlier(number))
 
         return lax.scan(back, cotangent, (numbers, saved), reverse=True, unroll=self.unroll)
+
+    def _apart(self, given: Any) -> Any:
+        """Returns the same values, which depend on each other where the loop has one iteration: compilers drop such a
+        loop, and would keep what the forward pass computed in place of computing it again."""
+        return lax.optimization_barrier(given) if self.span.repeats == 1 else given
 
     def weight_backward(self, weights: Rows, handed: tuple[Any, ...]) -> IterationParams:
         """Returns gradients from what `backward` returned with ``split``."""
@@ -148,6 +156,7 @@ class SegmentLoop(LayerLoop):
     def backward(self, weights: Rows, saved: Any, cotangent: Cotangents, earlier: Rows) -> SpanCotangents:
         def segment(cotangent: Cotangents, given: Any) -> SpanCotangents:
             numbers, stream = given
+            stream, cotangent = self._apart((stream, cotangent))
             _, kept = self.forward_over(numbers, weights, stream)
             return self.backward_over(numbers, weights, kept, cotangent, earlier)
 
