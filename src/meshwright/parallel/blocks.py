@@ -215,7 +215,11 @@ def moved_in_pieces(
     the old weights. The layout that a piece is gathered into does not reach the whole weight.
     """
     found = {name: shard for name, shard in shards.items() if not moves[name]}
-    cuts = {name: _cut(shards[name], into[name], name in stacked) for name in shards if name not in found}
+    cuts = {
+        name: (0, shards[name].shape[0]) if name in stacked else cut(shards[name].shape, into[name].shape)
+        for name in shards
+        if name not in found
+    }
     for count in {count for _, count in cuts.values()}:
         own = {name: dim for name, (dim, number) in cuts.items() if number == count}
 
@@ -231,9 +235,7 @@ def moved_in_pieces(
     return {name: found[name] for name in shards}
 
 
-def _cut(shard: Array, whole: Array, is_stacked: bool) -> tuple[int, int]:
-    """Returns a dim that collectives leave alone, and the number of pieces along it."""
-    if is_stacked:
-        return 0, shard.shape[0]
-    sizes = list(zip(shard.shape, whole.shape, strict=True))
+def cut(shard: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
+    """Returns a dim that the collectives from one shape to the other leave alone, and the number of pieces along it."""
+    sizes = list(zip(shard, whole, strict=True))
     return next(((dim, PIECES) for dim, (own, full) in enumerate(sizes) if own == full and own % PIECES == 0), (0, 1))
