@@ -54,9 +54,10 @@ def microbatch_gradients(
     first = {name for stack in passes.stacks if stack.stack.first for name in stack.embed.weights}
     waiting = {name for name, count in used.items() if count > 1} | first
     for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, saved, strict=True))):
-        # else compilers keep the logits until they compute the loss, which no layer needs
-        result, cotangent = results[stack.head.result], cotangents[stack.head.result]
-        of_result = Cotangents(jnp.where(never([result]), 0, cotangent), {})
+        # else compilers keep logits until they compute the loss, which no layer needs, and exponentials for both passes
+        cotangent = jnp.where(never([results[stack.head.result]]), 0, cotangents[stack.head.result])
+        cotangent, head_saved = lax.optimization_barrier((cotangent, head_saved))
+        of_result = Cotangents(cotangent, {})
         (cotangent, _), of_head = stack.head.backward(params, results, head_saved, of_result)
         if overlapped:
             once = {n: g for n, g in of_head.items() if n not in waiting}

@@ -26,7 +26,7 @@ from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import as_stored
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, apply_collectives
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, apply_collectives, never
 
 IterationParams = tuple[Params, ...]
 """Weights or gradients of one iteration of a loop: a dict for each of its layers."""
@@ -38,8 +38,8 @@ layers where they are used: a loop over a part of these would need a copy of it.
 SpanCotangents = tuple[Cotangents, IterationParams]
 """Cotangents of the inputs of iterations, and their gradients."""
 
-Finish = Callable[[IterationParams, IterationParams | None], IterationParams]
-"""(gradients of an iteration, those of earlier microbatches or None) -> gradients that the loop returns."""
+Finish = Callable[[Params, Params | None], Params]
+"""(gradients of a layer, those of earlier microbatches or None) -> gradients that the loop returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +83,19 @@ class LayerLoop:
         """Returns the cotangents of the inputs of one iteration, and its gradients."""
         found: tuple[Any, ...] = ()
         for number, kind in reversed(list(enumerate(self.span.pattern))):
+            if found:
+                # else compilers hold the gradients of all layers of an iteration, and send them at its end
+                stream = jnp.where(never(jax.tree.leaves(found[0])), 0, cotangent.stream)
+                cotangent = cotangent._replace(stream=stream)
             own, at_hand = weights[number], ready[number] if ready else None
             cotangent, left = self.blocks[kind].backward(
                 own, self.inputs, saved[number], cotangent, ready=at_hand, split=self.split
             )
+            if not self.split:
+                left = self.finish(left, earlier[number] if earlier else None) if self.finish else left
+                left = jax.tree.map(as_stored, left)
             found = (left, *found)
-        if self.finish is not None:
-            found = self.finish(found, earlier)
-        return cotangent, found if self.split else jax.tree.map(as_stored, found)
+        return cotangent, found
 
     @property
     def numbers(self) -> Array:
@@ -354,10 +359,10 @@ class Passes:
             found = (left, *found)
         return cotangents, found
 
-    def _finish(self, grads: IterationParams, earlier: IterationParams | None) -> IterationParams:
+    def _finish(self, grads: Params, earlier: Params | None) -> Params:
         steps = step_steps(self.derived)
         total = grads if earlier is None else jax.tree.map(jnp.add, earlier, grads)
-        return tuple({name: apply_collectives(steps.get(name, ()), g) for name, g in layer.items()} for layer in total)
+        return {name: apply_collectives(steps.get(name, ()), grad) for name, grad in total.items()}
 
     def _iterations(self, span: Span, params: Params) -> Rows:
         """Returns the weights of a span by iteration, a dict for each layer of its pattern."""
