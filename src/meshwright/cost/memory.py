@@ -146,7 +146,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         whole = gradients + np.where(alone, self.tied_bytes, 0.0)
         # activations, gradients, logits, gathered weights and temporary results while the head, layers or embedding run
         of_head = (kept, np.where(at_once, 0.0, gradients), logits, *head)
-        of_layers = (kept + again + running, whole, none, *_most(self.layers))
+        gathered, working = _most(self.layers)
+        of_layers = (kept + again + running, whole, none, gathered, working + self._chunk_copies(pipeline))
         of_embedding = (np.where(alone, ends, kept), whole, none, *embed)
         activations, gradients, logits, gathered, workspace = functools.reduce(
             _fuller, (of_head, of_layers, of_embedding)
@@ -161,6 +162,15 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             "communication": sum((count * size for count, size in messages), start=gathered),
             "workspace": workspace,
         }
+
+    def _chunk_copies(self, pipeline: PipelineCost) -> Number:
+        """Returns the bytes of a run's weights, where a device has several, and of its gradients before they are added.
+        One program of all stages holds them besides the whole arrays."""
+        chunks, width = np.asarray(pipeline.chunks), STATE_BYTES[self.state]["weights"]
+        parts = {part: total(one.elements[part] for one in self.layers) for part in ("weights", "gradients")}
+        copies = parts["weights"] * (chunks > 1) + parts["gradients"]
+        share = pipeline.share(self.num_layers) / chunks
+        return np.where(pipeline.is_one | (not pipeline.in_lockstep), 0.0, copies * share * width)
 
 
 def _fuller(one: tuple[Number, ...], other: tuple[Number, ...]) -> tuple[Number, ...]:

@@ -57,7 +57,11 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
     value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
     value = value.reshape(*legs.sizes, *value.shape[len(legs.parts) :])
-    value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
+    rest = list(range(len(legs.sizes), value.ndim))
+    if value.shape[-1] < LANES:
+        # the longest dim fills the lanes of tiles: parts of two rows would be padded 64 times
+        rest.append(rest.pop(max(range(len(rest)), key=lambda place: value.shape[rest[place]])))
+    value = with_layout_constraint(value, Layout(major_to_minor=(*range(len(legs.sizes)), *rest)))
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
     return value
