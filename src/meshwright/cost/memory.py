@@ -121,8 +121,9 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         """
         state, several = STATE_BYTES[self.state], np.asarray(pipeline.microbatches) > 1
         narrow = state["gradients"] < DTYPE_BYTES["fp32"]
-        accumulated = DTYPE_BYTES["fp32"] * several * narrow
-        single = np.where(pipeline.in_lockstep & ~pipeline.is_one & (accumulated > 0), 0.0, state["gradients"])
+        in_stages = pipeline.in_lockstep & ~pipeline.is_one
+        accumulated = DTYPE_BYTES["fp32"] * (several | in_stages) * narrow
+        single = np.where(in_stages & (accumulated > 0), 0.0, state["gradients"])
         share, stash = pipeline.share(self.num_layers), pipeline.stash
         optimizer = self.optimizer_bytes(pipeline)
         at_once = pipeline.in_lockstep & pipeline.is_one & ~several
