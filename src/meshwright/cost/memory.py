@@ -26,14 +26,18 @@ from meshwright.spec.strategy import STATE_BYTES
 BUFFERED_REPEATS = 2
 """Repeats whose offloaded arrays are on the device: the running one and the one in transfer."""
 
+STORED_ROWS = 8
+"""Rows of the tiles in which TPUs store weights of 16 bits."""
+
 STATE_PARTS = ("weights", "gradients", "optimizer", "moments")
 
 
 class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one block on a chip, for any schedule.
 
-    Four fields count all repeats: ``elements`` of each of `STATE_PARTS`, ``kept_bytes`` and ``logits_bytes`` of results
-    kept for the backward pass of one microbatch, and ``pending_bytes`` that a separate pass for weight gradients reads.
+    Five fields count all repeats: ``elements`` of each of `STATE_PARTS`, ``kept_bytes`` and ``logits_bytes`` of results
+    kept for the backward pass of one microbatch, ``pending_bytes`` that a separate pass for weight gradients reads, and
+    ``retiled_bytes`` of second copies of weights.
     The others are of one repeat: ``stream_bytes`` enter it; ``gathered_bytes`` of whole weights and ``working_bytes``
     of temporary results are alive only while it runs. ``segment`` is that of `BlockSteps`.
     """
@@ -47,6 +51,7 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     stream_bytes: Number
     gathered_bytes: Number
     working_bytes: Number
+    retiled_bytes: Number
 
     def saved_bytes(self, share: Number, stash: Number) -> Number:
         """Returns the bytes kept from forward to backward pass on a device with a share of the repeats, for ``stash``
@@ -140,6 +145,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         streams = largest(layer.stream_bytes for layer in self.layers)
         messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
         gradients = gradients * (single + accumulated)
+        retiled = total(layer.retiled_bytes for layer in self.layers) * share
         kept, again = saved + waiting + ends, total(layer.segment_bytes(share) for layer in self.layers)
         logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
         alone = pipeline.in_lockstep & pipeline.is_one
@@ -161,7 +167,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             "logits": logits,
             "kv_cache": self.cache_bytes + 0.0 * workspace,
             "communication": sum((count * size for count, size in messages), start=gathered),
-            "workspace": workspace,
+            "workspace": workspace + retiled,
         }
 
     def _chunk_copies(self, pipeline: PipelineCost) -> Number:
@@ -282,6 +288,19 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
         gathered_bytes=total(sizes.bytes(array) * _moves(step, sizes) for array, step in gathers.items() if trains),
         working_bytes=_working_set(block, derived, sizes),
+        retiled_bytes=block.repeat * _retiled_bytes(block, derived, sizes)
+        if sizes.tile_rows > STORED_ROWS and trains
+        else 0.0,
+    )
+
+
+def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
+    """Returns the bytes of a layer's weights that no device gathers: loops read them in other tiles than their own."""
+    gathers = {s.result.name: s for s in block.forward if s.op == "all_gather" and _is_weight(s.result, derived)}
+    names = (name for name in weights_of(derived, block) if _role(derived.declared[name], derived) == "weight")
+    return total(
+        sizes.bytes(derived.declared[name]) * (1 - _moves(gathers[name], sizes) if name in gathers else 1)
+        for name in names
     )
 
 
@@ -355,18 +374,19 @@ class _Life(msgspec.Struct):
 def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the most bytes, at any step of the backward pass, of live results that no other item counts.
 
-    Without a backward pass the forward pass counts. A result lives from the step that makes it to its last use; only
-    the cotangent of the logits is taken to be made in place. Scratch memory (attention's scores) counts at its step.
+    Without a backward pass the forward pass counts. A result lives from the step that makes it to its last use. Scratch
+    memory (attention's scores) counts at its step.
     """
     steps = block.backward if _trains(derived) else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
     lives = _lives(steps, block, derived)
-    for step in steps:
-        if not step.is_collective and kind_of(step).in_place and step.inputs[0].name == "logits" and sizes.width == 4:
-            lives.pop(step.result)  # as wide as the logits, it takes their memory: nothing reads them afterwards
+    logits = next(
+        (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
+    )
     for array, life in lives.items():
+        held = _held_cotangent(logits, sizes) if logits and array == logits.result else 1
         for number, amount in _comes_and_goes(array, life, lives, sizes):
-            changes[number].append(amount)
+            changes[number].append(amount * held)
     alive: Number = 0.0
     most: Number = 0.0
     for step, amounts in zip(steps, changes, strict=False):
@@ -375,6 +395,17 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         scratch = 0.0 if step.is_collective else kind_of(step).scratch_bytes(step, sizes)
         most = np.maximum(most, alive + scratch)
     return most
+
+
+def _held_cotangent(step: Step, sizes: OpSizes) -> Number:
+    """Returns 1 where the cotangent of the logits is held beside them, else 0.
+
+    As wide as they are, it takes their memory. TPUs make it inside the products that read it, but where a device has
+    only one sequence.
+    """
+    if sizes.width == DTYPE_BYTES["fp32"]:
+        return 0.0
+    return np.where(sizes.local(step.inputs[0])["B"] > 1, 0.0, 1.0) if sizes.tile_rows else 1.0
 
 
 def _comes_and_goes(

@@ -20,6 +20,7 @@ from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.calibration import Calibration, datasheet_calibration
+from meshwright.spec.chip import catalogued
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -85,7 +86,7 @@ class Setting(Checked, frozen=True, dict=True):
         ``mesh`` and ``microbatch_seqs`` replace the strategy's; their sizes may be arrays. In decode no key is skipped:
         a query is multiplied with every slot of a cache.
         """
-        job = self.job
+        job, target = self.job, catalogued(self.cluster.chip, "libtpu")
         found = op_sizes(
             self.model,
             seq_len=job.step_len,
@@ -96,7 +97,7 @@ class Setting(Checked, frozen=True, dict=True):
             assumptions=self.assumptions,
         )
         if job.trains:
-            return found
+            return replace(found, tile_rows=target.tile_rows if target else 0)
         cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=self.storage)
         causal = found.causal and job.kind != "decode"
         return replace(found, dims={**found.dims, **cache}, causal=causal)
