@@ -20,11 +20,15 @@ from meshwright.core.errors import InputError
 from meshwright.cost.arrays import largest, total
 from meshwright.cost.pipeline import ONE_STAGE, PipelineCost
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, Topology
 from meshwright.spec.strategy import STATE_BYTES
 
 BUFFERED_REPEATS = 2
 """Repeats whose offloaded arrays are on the device: the running one and the one in transfer."""
+
+MEMORY_MARGINS: dict[Topology, float] = {"torus": 0.04, "switched": 0.04, "host": 0.0}
+"""Share of a chip's memory that listed plans leave free, on TPUs, GPUs and this machine: by so much compiled steps may
+need more than is predicted. `benchmarks/verify.py` says how often they do (docs/proof.md)."""
 
 STORED_ROWS = 8
 """Rows of the tiles in which TPUs store weights of 16 bits."""

@@ -13,7 +13,7 @@ from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import layer_names, transformer
 from meshwright.core.fields import Checked
-from meshwright.cost.memory import memory_limit, memory_parts
+from meshwright.cost.memory import MEMORY_MARGINS, memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
 from meshwright.cost.step_costs import collective_groups, op_sizes
@@ -64,6 +64,16 @@ class Setting(Checked, frozen=True, dict=True):
     def memory_limit(self) -> float:
         """Bytes of a chip that programs may fill; infinity for this machine if unknown."""
         return memory_limit(self.cluster, self.calibration)
+
+    @property
+    def memory_margin(self) -> float:
+        """Share of a chip's memory that listed plans leave free."""
+        return MEMORY_MARGINS[self.cluster.kind]
+
+    @property
+    def memory_room(self) -> float:
+        """Bytes of a chip that a listed plan may need by its prediction."""
+        return self.memory_limit * (1 - self.memory_margin)
 
     def derived(self, strategy: Strategy) -> Derived:
         """Returns the job's steps under a strategy, as its software runs them. Raises InputError for unknown axes."""
