@@ -13,8 +13,8 @@ from meshwright.algebra.rewrites.torus import Legs, crossed_legs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
-LANES = 128
-"""Numbers in the innermost dim of a TPU's tile."""
+LANES, ROWS = 128, 8
+"""Numbers in the innermost and the next dim of a TPU's tile."""
 
 
 def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
@@ -67,17 +67,21 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     return value
 
 
+def _tiled(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
+
+
 def as_stored(value: Array) -> Array:
     """Returns a value in the layout in which arrays are stored, so that no loop over arrays of all layers copies them
     into another one.
 
-    The last dim is the innermost; on TPUs the last but one if only that fills the lanes of a tile.
+    The last dim is the innermost; on TPUs the last but one if fewer numbers are added to fill tiles then.
     """
     order = list(range(value.ndim))
-    if default_platform() == "tpu" and value.ndim > 1 and value.shape[-1] % LANES:
-        if value.shape[-2] % LANES:
-            return value
-        order = [order[-1], *order[:-1]]
+    if default_platform() == "tpu" and value.ndim > 1:
+        rows, last = value.shape[-2:]
+        if _tiled(last, LANES) * _tiled(rows, ROWS) > _tiled(rows, LANES) * _tiled(last, ROWS):
+            order[-2:] = reversed(order[-2:])
     return with_layout_constraint(value, Layout(major_to_minor=tuple(order)))
 
 
