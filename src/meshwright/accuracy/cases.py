@@ -53,6 +53,13 @@ COMPILED_GPU = ("maxtext",)
 WITHOUT_OVERLAP = ("MooreThreads/SimuMax",)
 """Sources whose instructions turn off every overlap of communication with compute."""
 
+NARROW_SUMS = ("megatron-bridge", "mlperf-train")
+"""Starts of the groups whose recipes sum gradients in bf16, and gather weights in fp8 where products are in fp8
+(Megatron-Bridge: grad_reduce_in_fp32 False, fp8_param_gather; MLPerf: grad_sync_dtype bf16, FP8_PARAM_GATHER)."""
+
+CAPTURED = ("_cg.sh", "_cg_fp4.sh", "_8b.sh", "_8b_fp4.sh")
+"""Ends of the names of MLPerf's configurations that hold a step in CUDA graphs."""
+
 NUM_FOLDS = 5
 """Number of parts of the cases in cross-validation."""
 MIN_CHUNK_LAYERS = 2
@@ -106,7 +113,15 @@ def _case(record: Record) -> Case:
     strategy = msgspec.structs.replace(strategy, placement=placed)
     # published software sends filled expert slots only
     kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
-    assumed = Assumptions(software=_software(record), attention_kernel=kernel, empty_slots=False)
+    recipe = record.recipe
+    assumed = Assumptions(
+        software=_software(record),
+        attention_kernel=kernel,
+        empty_slots=False,
+        dispatch="experts" if recipe is None or recipe.dispatcher == "alltoall" else "devices",
+        exchange_overlap=recipe is not None and recipe.exchange_overlap,
+        narrow_gathers=record.group.startswith(NARROW_SUMS),
+    )
     setting = Setting(model, cluster, job, assumptions=assumed)
     return Case(record=record, setting=setting, strategy=strategy, measured_s=measured)
 
@@ -228,7 +243,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         num_microbatches=_microbatches(record, replicas, per_step, tpu),
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        state="bf16-master-fp32-grads" if not tpu else "bf16-master",
+        state="bf16-master" if tpu or record.group.startswith(NARROW_SUMS) else "bf16-master-fp32-grads",
         precision=_precision(record, cluster.chip),
     )
 
@@ -239,7 +254,12 @@ def _software(record: Record) -> Software:
         return "compiled"
     if any(name in record.source for name in WITHOUT_OVERLAP):
         return "eager-in-turn"
-    return "eager-2021" if record.precision == "fp16" else "eager"
+    if record.precision == "fp16":
+        return "eager-2021"
+    graphs = record.recipe.graphs if record.recipe else "none"
+    if graphs == "step" or record.config.endswith(CAPTURED):
+        return "captured"
+    return "captured-layers" if graphs == "layers" else "eager"
 
 
 def _chunks(record: Record, model: Model, stages: int) -> int:

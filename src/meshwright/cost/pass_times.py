@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.ops.dispatch import exchanges_slots
+from meshwright.algebra.ops.dispatch import exchanges_slots, is_at_experts
 from meshwright.algebra.rewrites.split_backward import weights_of
 from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import largest, total
@@ -17,7 +17,7 @@ from meshwright.cost.step_costs import Priced, blocks_of_weights
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, partly_hidden
 from meshwright.cost.work.slots import SlotSizes
-from meshwright.spec.strategy import IN_TURN
+from meshwright.spec.strategy import IN_TURN, WITHOUT_HOST
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +114,8 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         """
         forward, backward, bubble = self.layer_passes(pipeline, offload.activations_s)
         ends = pipeline.ends_computed(self.ends_s("forward", "backward"))
+        a_layer = (forward + backward) / pipeline.layers_held(self.num_layers)
+        ends = np.maximum(ends - pipeline.layers_beside_head(self.num_layers) * a_layer, 0.0)
         each = forward + backward + ends + self.microbatch_s
         passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
@@ -163,7 +165,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             total(cost.count * (cost.network_s - cost.latency_s) for cost in priced.exchanges),
             total(cost.latency_s for cost in priced.exchanges),
         ),
-        microbatch_s=at.host_microbatch_s * (rates.software != "compiled"),
+        microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST),
         overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
         slowdown=1 + at.straggler * np.log2(rates.num_hosts),
     )
@@ -180,18 +182,29 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
         return total(cost.time_s for cost in costs)
     at = rates.chip.efficiency
     compute = total(cost.local_s for cost in costs) / rates.compute_share
-    if rates.software != "compiled":
-        compute = np.maximum(compute, at.host_kernel_s * sum(cost.num_kernels for cost in costs))
+    if rates.software not in WITHOUT_HOST:
+        compute = np.maximum(compute, at.host_kernel_s * total(_host_starts(cost, rates) for cost in costs))
     if rates.software in IN_TURN:
         return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
     hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
     waited = [cost for cost, hidden in zip(costs, hides, strict=True) if cost.step.is_collective and not hidden]
+    alone_s: Number = 0.0
+    if rates.software != "compiled":
+        # libraries overlap weights, gradients and tensor parallelism, but tokens wait for their exchange
+        alone_s = total(cost.network_s for cost in waited if exchanges_slots(cost.step))
+        waited = [cost for cost in waited if not exchanges_slots(cost.step)]
     rounds = [cost for cost in costs if cost.in_ring_loop]
     waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
     row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
     behind = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
-    return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
+    return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links) + alone_s
+
+
+def _host_starts(cost: StepCost, rates: StepRates) -> Number:
+    """Returns the kernels of a step that the host starts: none that a CUDA graph holds."""
+    held = rates.software == "captured-layers" and not is_at_experts(cost.step)
+    return 0 if held else cost.num_kernels
 
 
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[Number, Number]:
