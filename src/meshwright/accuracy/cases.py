@@ -243,7 +243,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         num_microbatches=_microbatches(record, replicas, per_step, tpu),
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        state="bf16-master" if tpu or record.group.startswith(NARROW_SUMS) else "bf16-master-fp32-grads",
+        state="bf16-master" if tpu or _sums_narrow(record) else "bf16-master-fp32-grads",
         precision=_precision(record, cluster.chip),
     )
 
@@ -260,6 +260,11 @@ def _software(record: Record) -> Software:
     if graphs == "step" or record.config.endswith(CAPTURED):
         return "captured"
     return "captured-layers" if graphs == "layers" else "eager"
+
+
+def _sums_narrow(record: Record) -> bool:
+    """True if gradients are summed in 16 bits: see `NARROW_SUMS`; stacks of 2021 do so in fp16."""
+    return record.group.startswith(NARROW_SUMS) or record.precision == "fp16"
 
 
 def _chunks(record: Record, model: Model, stages: int) -> int:
