@@ -26,7 +26,7 @@ from meshwright.spec.efficiency import family, fitted_calibration
 NO_LEG = Leg(level="ici", size=1, bytes_per_s=1.0, hops=0, hop_s=0.0)
 """Leg of a case that has none where others have one: its size is 1, so it takes no time."""
 
-ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_experts")
+ALIKE = ("narrow", "attention", "overlap", "overlap_weights", "low", "high", "low_experts", "high_experts")
 """Fields of an efficiency that are not stacked as they are: not needed, in the rates of a chip already, or None in some
 batches."""
 
@@ -231,7 +231,7 @@ def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
     stacked = _arrays([one.efficiency for one in calibrations], fields)
     some = calibrations[0].efficiency.overlap is not None
-    stacked |= _arrays([one.efficiency for one in calibrations], ["overlap"]) if some else {"overlap": None}
+    stacked |= _arrays([one.efficiency for one in calibrations], ["overlap", "overlap_weights"]) if some else {"overlap": None, "overlap_weights": None}
     efficiency = SimpleNamespace(**stacked)
     return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([one.hop_s for one in calibrations]), collectives=())
 

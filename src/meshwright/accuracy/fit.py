@@ -44,7 +44,8 @@ PRIORS: dict[str, tuple[float, float]] = {
     "host_kernel_s": (4e-5, 0.4),
     "host_microbatch_s": (4e-3, 0.6),
     "overlap": (1.5, 0.1),
-    "straggler": (0.005, 0.6),
+    "straggler_s": (0.004, 0.8),
+    "overlap_weights": (1.5, 0.2),
 }
 """Fitted number -> (prior value, standard deviation of its logarithm). `docs/accuracy.md` says which priors rest on
 measured kernels; the others are estimates."""

@@ -57,7 +57,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``exchange_parts_s`` is for
     `Priced.exchanges`: (seconds by bytes of all layers, latency). ``after_s`` is the part of the update that belongs to
     no block. ``microbatch_s`` is added by the host to each microbatch.
-    ``overlap`` is the exponent by which passes hide sends (None: they do not), ``slowdown`` the factor of stragglers.
+    ``overlap`` is the exponent by which passes hide sends (None: they do not). A step waits ``straggler_s`` for others.
     """
 
     num_layers: int
@@ -68,7 +68,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     exchange_parts_s: tuple[Number, Number] = (0.0, 0.0)
     microbatch_s: Number = 0.0
     overlap: Number | None = None
-    slowdown: Number = 1.0
+    straggler_s: Number = 0.0
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
         """Returns the seconds of one field of `BlockSeconds` in a share of the layers, ``at_least`` for each repeat."""
@@ -120,7 +120,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
         busy = passes + self.once_s(pipeline) + self.after_s + offload.optimizer_s
-        return StepSeconds(step_s=(busy + bubble) * self.slowdown, bubble_s=bubble * self.slowdown)
+        return StepSeconds(step_s=busy + bubble + self.straggler_s, bubble_s=bubble)
 
 
 def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepRates) -> BlockTimes:
@@ -167,7 +167,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         ),
         microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST),
         overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
-        slowdown=1 + at.straggler * np.log2(rates.num_hosts),
+        straggler_s=at.straggler_s * np.log2(rates.num_hosts),
     )
 
 
@@ -198,7 +198,7 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
     behind = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
-    return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links) + alone_s
+    return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap_weights), links) + alone_s
 
 
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
@@ -253,7 +253,7 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
     local = total(cost.local_s for cost in costs)
     if not rates.overlaps or rates.software in IN_TURN:
         return total(cost.time_s for cost in costs)
-    both = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)
+    both = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap_weights)
     return local + np.maximum(both, _links_s([*forward, *costs], rates)) - forward_s
 
 

@@ -33,7 +33,7 @@ SHARES = ("compute", "attention", "hbm", "ici", "nvlink", "network", "dcn")
 
 PENALTIES = (
     *("contraction_half", "tile_tail", "head_half", "rows_half", "kernel_s", "host_kernel_s", "host_microbatch_s"),
-    "straggler",
+    "straggler_s",
 )
 """Fields of an efficiency that are 0 on the data sheet."""
 
@@ -74,7 +74,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host_kernel_s: float = 0.0
     host_microbatch_s: float = 0.0
     overlap: float | None = None
-    straggler: float = 0.0
+    straggler_s: float = 0.0
+    overlap_weights: float | None = None
     low: float | None = None
     high: float | None = None
     low_experts: float | None = None
