@@ -249,4 +249,4 @@ class _Hops:
 
 def _stacked_chips(chips: Sequence[ChipRates], efficiency: Any) -> ChipRates:
     names = ("matmul_flops_per_s", "wide_flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "processors")
-    return ChipRates(**_arrays(chips, names), narrow=chips[0].narrow, eager=chips[0].eager, by_expert=chips[0].by_expert, efficiency=efficiency)
+    return ChipRates(**_arrays(chips, names), narrow=chips[0].narrow, eager=chips[0].eager, by_expert=chips[0].by_expert, one_hot=chips[0].one_hot, efficiency=efficiency)

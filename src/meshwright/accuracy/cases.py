@@ -19,7 +19,7 @@ from meshwright.spec.cluster import Cluster, make_cluster
 from meshwright.spec.cluster_shapes import balanced_shape
 from meshwright.spec.job import Job
 from meshwright.spec.model import Lora, Model
-from meshwright.spec.strategy import Assumptions, AttentionKernel, Software, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Assumptions, AttentionKernel, Dispatch, Software, Strategy, make_mesh, standard_assignment
 
 _GIGABITS_PER_NODE = re.compile(r"\b([1-9]\d{0,6}) Gb/s inter-node")
 _ROPE_DIM = 64
@@ -52,6 +52,14 @@ COMPILED_GPU = ("maxtext",)
 
 WITHOUT_OVERLAP = ("MooreThreads/SimuMax",)
 """Sources whose instructions turn off every overlap of communication with compute."""
+
+DISPATCHES: dict[str, Dispatch] = {
+    "alltoall": "experts",
+    "one_hot": "one_hot",
+    "hybridep": "devices",
+    "deepep": "devices",
+}
+"""Dispatcher of a recipe -> how tokens reach experts."""
 
 NARROW_SUMS = ("megatron-bridge", "mlperf-train")
 """Starts of the groups whose recipes sum gradients in bf16, and gather weights in fp8 where products are in fp8
@@ -118,7 +126,7 @@ def _case(record: Record) -> Case:
         software=_software(record),
         attention_kernel=kernel,
         empty_slots=False,
-        dispatch="experts" if recipe is None or recipe.dispatcher == "alltoall" else "devices",
+        dispatch=DISPATCHES[recipe.dispatcher] if recipe else "experts",
         exchange_overlap=recipe is not None and recipe.exchange_overlap,
         narrow_gathers=record.group.startswith(NARROW_SUMS),
     )
@@ -245,6 +253,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         chunks=chunks,
         state="bf16-master" if tpu or _sums_narrow(record) else "bf16-master-fp32-grads",
         precision=_precision(record, cluster.chip),
+        capacity_factor=record.recipe.capacity_factor if record.recipe else 0.0,
     )
 
 

@@ -83,7 +83,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     graphs: Literal["none", "layers", "step"] = "none"
-    dispatcher: Literal["alltoall", "hybridep", "deepep"] = "alltoall"
+    dispatcher: Literal["alltoall", "one_hot", "hybridep", "deepep"] = "alltoall"
+    capacity_factor: Annotated[float, msgspec.Meta(ge=0, le=LARGEST)] = 0.0
     exchange_overlap: bool = False
     fused_experts: bool = False
     recompute: tuple[str, ...] = ()

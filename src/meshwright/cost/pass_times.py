@@ -202,9 +202,9 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
 
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
-    """Returns the kernels of a step that the host starts: none that a CUDA graph holds."""
+    """Returns the kernels of a step that the host starts, a collective's too: none that a CUDA graph holds."""
     held = rates.software == "captured-layers" and not is_at_experts(cost.step)
-    return 0 if held else cost.num_kernels
+    return 0 if held else cost.num_kernels + cost.step.is_collective
 
 
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[Number, Number]:

@@ -116,7 +116,7 @@ def op_sizes(
         load=1.0 if bound else load,
         room=1.0 if bound else min(most, ROOM) if holds else load,
         groups=(model.expert_groups, model.groups_per_token),
-        by_device=assumptions.dispatch != "experts",
+        by_device=assumptions.dispatch in ("devices", "nodes"),
         # 8 bits, and a scale of 32 for 128 of them
         sent_bytes=1 + 4 / 128 if assumptions.dispatch == "nodes" and strategy.matmul_dtype == "fp8" else STATE_BYTES[strategy.state]["weights"],
     )

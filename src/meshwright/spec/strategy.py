@@ -255,8 +255,8 @@ graphs of everything but the experts."""
 AttentionKernel = Literal["tuned", "portable"]
 """Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""
 
-Dispatch = Literal["experts", "devices", "nodes"]
-"""How tokens reach experts: a row for each expert, or one for each device with experts of the token ("devices"; between
+Dispatch = Literal["experts", "one_hot", "devices", "nodes"]
+"""How tokens reach experts: a row for each expert, taken by a product with one-hot rows ("one_hot") or not, or one for each device with experts of the token ("devices"; between
 nodes one for each node, which passes it on there). "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both directions overlap
 (DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
 

@@ -43,12 +43,17 @@ CASTS_BYTES = 2
 """Bytes of traffic for each element that the op before a product casts to one byte: written as it is and transposed."""
 
 
+ONE_HOT = {"dispatch": 1, "dispatch_backward": 1, "combine": 1, "combine_backward": 2}
+"""Products with one-hot rows of each step; the weights of experts have a gradient too."""
+
+
 class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of one chip; fields may be arrays, one entry per candidate.
 
     ``wide_flops_per_s`` is the rate of the loss head and the router, which keep the dtype of the state if other
     products are ``narrow``. ``processors`` is the number of SMs, 0 for chips without. ``eager`` is true if a host
-    starts every kernel, ``by_expert`` if each expert's product is a kernel of its own. ``host`` prices emulated devices whose steps have been measured.
+    starts every kernel, ``by_expert`` if each expert's product is a kernel of its own. With ``one_hot`` products
+    with one-hot rows bring tokens to their slots and back. ``host`` prices emulated devices whose steps have been measured.
     """
 
     matmul_flops_per_s: Number
@@ -59,6 +64,7 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     narrow: bool = False
     eager: bool = False
     by_expert: bool = False
+    one_hot: bool = False
     efficiency: Efficiency = Efficiency()
     host: HostRates | None = None
 
@@ -150,6 +156,7 @@ def chip_rates(
         processors=chip.num_sms or 0,
         eager=assumptions.software != "compiled",
         by_expert=assumptions.software not in WITHOUT_HOST,
+        one_hot=assumptions.dispatch == "one_hot",
         narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
         efficiency=efficiency,
         host=calibration.host,
@@ -190,6 +197,10 @@ def local_cost(
                 kernels = kernels * sizes.local(*step.inputs)["E"]
         else:
             seconds = flops / rates.wide_flops_per_s
+            if rates.one_hot and (places := ONE_HOT.get(step.op)):
+                # each slot is a sum over all positions of its sequence
+                slots = max((*step.inputs, *step.results), key=lambda array: len(array.dims))
+                seconds = places * 2 * sizes.elements(slots) * sizes.dims["T"] / rates.matmul_flops_per_s
             moved = moved * at.eager_traffic if rates.eager and step.phase != "update" else moved
     return StepCost(
         step=step,
