@@ -238,6 +238,8 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         raise InputError(f"{degrees} do not divide {record.n_chips} chips")
     expert = math.gcd(given.ep or 1, replicas) if model.num_experts else 1
     zero = given.zero_stage or 0
+    if record.group.startswith("mlperf-train"):
+        zero = max(zero, 1)  # USE_DIST_OPTIMIZER of NVIDIA's config_common.sh, from which all of them begin
     outer = _outer_replicas(record, cluster, replicas // expert) if zero == 3 else 1
     sizes |= {"expert": expert}
     sizes |= {"fsdp": replicas // expert // outer, "data": outer} if zero else {"data": replicas // expert}

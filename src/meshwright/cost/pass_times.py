@@ -198,7 +198,10 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
     behind = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
-    return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap_weights), links) + alone_s
+    gathers = [cost for cost in behind if cost.step.scope != "step"]
+    row = partly_hidden(row, _links_s(gathers, rates), at.overlap_weights)
+    sums = [cost for cost in behind if cost.step.scope == "step"]
+    return np.maximum(partly_hidden(row, _links_s(sums, rates), at.overlap), links) + alone_s
 
 
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
@@ -253,7 +256,7 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
     local = total(cost.local_s for cost in costs)
     if not rates.overlaps or rates.software in IN_TURN:
         return total(cost.time_s for cost in costs)
-    both = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap_weights)
+    both = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)
     return local + np.maximum(both, _links_s([*forward, *costs], rates)) - forward_s
 
 
