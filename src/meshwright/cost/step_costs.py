@@ -193,7 +193,7 @@ def _in_buckets(costs: tuple[StepCost, ...], owners: Mapping[str, list[str]]) ->
     found = list(costs)
     for numbers in buckets.values():
         by_bytes = total(costs[number].network_s - costs[number].latency_s for number in numbers)
-        longest = np.maximum(by_bytes, largest([costs[number].network_s for number in numbers]))
+        longest = by_bytes + largest([costs[number].latency_s for number in numbers])
         longer = np.divide(longest, by_bytes, out=np.ones_like(longest), where=np.asarray(by_bytes) > 0)
         for number in numbers:
             own = costs[number].network_s - costs[number].latency_s
