@@ -121,6 +121,8 @@ def _case(record: Record) -> Case:
     strategy = msgspec.structs.replace(strategy, placement=placed)
     # published software sends filled expert slots only
     kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
+    if record.recipe and record.recipe.narrow_attention:
+        kernel = "narrow"
     recipe = record.recipe
     assumed = Assumptions(
         software=_software(record),

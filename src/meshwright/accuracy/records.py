@@ -79,7 +79,7 @@ class RecordedLora(msgspec.Struct, frozen=True, kw_only=True):
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """What a published recipe says of the software: kernels held in CUDA graphs, how tokens reach experts, whether that
-    overlaps, whether one kernel multiplies all experts, and which modules are recomputed."""
+    overlaps, whether one kernel multiplies all experts, whether attention is in fp8, and which modules are recomputed."""
 
     source: str
     graphs: Literal["none", "layers", "step"] = "none"
@@ -87,6 +87,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     capacity_factor: Annotated[float, msgspec.Meta(ge=0, le=LARGEST)] = 0.0
     exchange_overlap: bool = False
     fused_experts: bool = False
+    narrow_attention: bool = False
     recompute: tuple[str, ...] = ()
 
 

@@ -198,12 +198,13 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
     return peak(chip, dtype) * calibration.efficiency.compute * calibration.efficiency.narrow.get(dtype, 1.0)
 
 
-def attention_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
+def attention_rate(chip: Chip, calibration: Calibration, dtype: str, *, narrow: bool = False) -> float:
     """Returns FLOP/s of attention, softmax included: as measured, else its share of the peak.
 
-    Attention keeps 16 bits where products are narrower. Without a share of its own it has the rate of products.
+    Attention keeps 16 bits where products are narrower, but for ``narrow`` kernels. Without a share of its own it has the rate of products.
     """
-    dtype = "bf16" if DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16") else dtype
+    if not narrow and DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16"):
+        dtype = "bf16"
     measured, share = calibration.attention_flops_per_s.get(dtype), calibration.efficiency.attention
     if measured or share is None or not chip.peak_flops:
         return measured or matmul_rate(chip, calibration, dtype)

@@ -252,8 +252,9 @@ attention and overlapped communication; "eager-in-turn" without overlap; "eager-
 "captured" replays the kernels of a step from CUDA graphs, one for all experts of a product; "captured-layers" has
 graphs of everything but the experts."""
 
-AttentionKernel = Literal["tuned", "portable"]
-"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""
+AttentionKernel = Literal["tuned", "portable", "narrow"]
+"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip in
+the dtype of products where that is narrower than 16 bits."""
 
 Dispatch = Literal["experts", "one_hot", "devices", "nodes"]
 """How tokens reach experts: a row for each expert, taken by a product with one-hot rows ("one_hot") or not, or one for each device with experts of the token ("devices"; between

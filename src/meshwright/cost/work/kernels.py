@@ -141,7 +141,10 @@ def chip_rates(
 
     Attention that is not fused, as in software of 2021, runs at the rate of other products.
     """
-    attention = (matmul_rate if assumptions.software == "eager-2021" else attention_rate)(chip, calibration, dtype)
+    if assumptions.software == "eager-2021":
+        attention = matmul_rate(chip, calibration, dtype)
+    else:
+        attention = attention_rate(chip, calibration, dtype, narrow=assumptions.attention_kernel == "narrow")
     if assumptions.attention_kernel == "portable":
         attention *= calibration.efficiency.portable
     efficiency = calibration.efficiency
