@@ -231,7 +231,8 @@ def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
     stacked = _arrays([one.efficiency for one in calibrations], fields)
     some = calibrations[0].efficiency.overlap is not None
-    stacked |= _arrays([one.efficiency for one in calibrations], ["overlap", "overlap_weights"]) if some else {"overlap": None, "overlap_weights": None}
+    exponents = ["overlap", "hiding"]
+    stacked |= _arrays([one.efficiency for one in calibrations], exponents) if some else dict.fromkeys(exponents)
     efficiency = SimpleNamespace(**stacked)
     return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([one.hop_s for one in calibrations]), collectives=())
 

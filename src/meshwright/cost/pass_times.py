@@ -57,7 +57,8 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``exchange_parts_s`` is for
     `Priced.exchanges`: (seconds by bytes of all layers, latency). ``after_s`` is the part of the update that belongs to
     no block. ``microbatch_s`` is added by the host to each microbatch.
-    ``overlap`` is the exponent by which passes hide sends (None: they do not). A step waits ``straggler_s`` for others.
+    ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step by ``slowdown`` and add
+    ``straggler_s``.
     """
 
     num_layers: int
@@ -68,6 +69,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     exchange_parts_s: tuple[Number, Number] = (0.0, 0.0)
     microbatch_s: Number = 0.0
     overlap: Number | None = None
+    slowdown: Number = 1.0
     straggler_s: Number = 0.0
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
@@ -120,7 +122,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
         busy = passes + self.once_s(pipeline) + self.after_s + offload.optimizer_s
-        return StepSeconds(step_s=busy + bubble + self.straggler_s, bubble_s=bubble)
+        return StepSeconds(
+            step_s=(busy + bubble) * self.slowdown + self.straggler_s, bubble_s=bubble * self.slowdown
+        )
 
 
 def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepRates) -> BlockTimes:
@@ -167,6 +171,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         ),
         microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST),
         overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
+        slowdown=1 + at.straggler * np.log2(rates.num_hosts),
         straggler_s=at.straggler_s * np.log2(rates.num_hosts),
     )
 
@@ -199,7 +204,7 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     behind = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
     gathers = [cost for cost in behind if cost.step.scope != "step"]
-    row = partly_hidden(row, _links_s(gathers, rates), at.overlap_weights)
+    row = partly_hidden(row, _links_s(gathers, rates), at.hiding)
     sums = [cost for cost in behind if cost.step.scope == "step"]
     return np.maximum(partly_hidden(row, _links_s(sums, rates), at.overlap), links) + alone_s
 

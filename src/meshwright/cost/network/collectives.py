@@ -113,7 +113,8 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     exchange = _larger(exchange_in / num_outer, exchange_out)
     floor = sum(leg.hops * (leg.size > 1) * leg.hop_s for leg in legs)
     setup: Number = 0.0
-    if calibration is not None and legs[0].level != "ici":
+    if legs[0].level != "ici" and calibration is not None and calibration.efficiency.overlap is not None:
+        # started and finished by kernels, in which no bytes move; a ring's hops work while its bytes follow
         setup, floor = floor, 0.0
     inside, outside = (some[0].level if some else "none" for some in (inner, outer))
     gather_level = _binding((gather_in, inside), (gather_out, outside))
