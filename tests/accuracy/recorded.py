@@ -71,6 +71,9 @@ def published() -> tuple[Record, ...]:
 
 
 def one_of_each() -> tuple[Record, ...]:
-    """The first published record of every combination of source, model, chip and way to recompute."""
-    kinds = {(one.group, one.model, one.hardware, one.recompute, one.remat_policy): one for one in published()[::-1]}
+    """The first published record of every combination of source, model, chip, recipe and way to recompute."""
+    kinds = {
+        (one.group, one.model, one.hardware, one.recompute, one.remat_policy, one.recipe and one.recipe.graphs): one
+        for one in published()[::-1]
+    }
     return tuple(one for one in published() if one in kinds.values())

@@ -1,6 +1,7 @@
 """Many cases at once against the same cases one by one."""
 
 from functools import cache
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -10,6 +11,7 @@ from meshwright.accuracy.batches import batches, calibrations
 from meshwright.accuracy.cases import Case, case_of
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec.calibration import datasheet_calibration
+from meshwright.spec.strategy import AttentionKernel, Dispatch, Software
 from tests.accuracy.recorded import LLAMA, case, one_of_each, published
 
 MOE = LLAMA | {"moe": {"experts": 16, "top_k": 2, "d_ff_expert": 1024}}
@@ -49,8 +51,11 @@ def test_the_sample_has_every_source_and_kind_of_chip():
     unpredicted = {"korthikanti-fig1-mem"}
     assert {c.record.group for c in cases} == {one.group for one in published()} - unpredicted
     assert {c.record.hardware for c in cases} == {one.hardware for one in published()}
-    assert {c.setting.assumptions.software for c in cases} == {"compiled", "eager", "eager-in-turn", "eager-2021"}
-    assert {c.setting.assumptions.attention_kernel for c in cases} == {"tuned", "portable"}
+    assumed = [c.setting.assumptions for c in cases]
+    assert {at.software for at in assumed} == set(get_args(Software))
+    assert {at.attention_kernel for at in assumed} == set(get_args(AttentionKernel))
+    assert {at.dispatch for at in assumed} == set(get_args(Dispatch)) - {"nodes"}
+    assert {at.exchange_overlap for at in assumed} == {at.narrow_gathers for at in assumed} == {True, False}
 
 
 @pytest.mark.parametrize("fitted", [True, False])

@@ -124,7 +124,8 @@ def test_both_kinds_behind_one_pass():
     each = every - moved(costs, "backward", scope="step")
     assert 0 < each < every
     assert times.layers[0].backward == pytest.approx(hidden(back, each))
-    assert times.layers[0].backward + times.layers[0].last == pytest.approx(hidden(back, every))
+    # gathers and scatters of every microbatch hide behind compute, the sums of a step behind both
+    assert times.layers[0].backward + times.layers[0].last == pytest.approx(hidden(hidden(back, each), every - each))
 
 
 def test_a_smaller_exponent_hides_less():
@@ -146,7 +147,7 @@ def test_eager_dispatch_is_no_faster_than_its_host():
     """A pass takes the kernels times what the host needs for one, where the device needs less."""
     _, fast, costs = priced({"fsdp": 8}, software="eager", efficiency={"host_kernel_s": 1e-9})
     _, slow, _ = priced({"fsdp": 8}, software="eager", efficiency={"host_kernel_s": 1e-2})
-    kernels = sum(c.num_kernels for c in costs if c.step.phase == "forward")
+    kernels = sum(c.num_kernels + c.step.is_collective for c in costs if c.step.phase == "forward")
     assert kernels > 10
     assert fast.layers[0].forward < 1e-2
     assert slow.layers[0].forward == pytest.approx(kernels * 1e-2, rel=1e-3)

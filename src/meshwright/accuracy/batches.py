@@ -16,7 +16,14 @@ from meshwright.cost.network.legs import Leg, Level, group_legs
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_costs import collective_groups
-from meshwright.cost.step_rates import StepRates, busy_links, strategy_placements
+from meshwright.cost.step_rates import (
+    StepRates,
+    busy_links,
+    exchanges_hide,
+    gathers_narrow,
+    spanned_nodes,
+    strategy_placements,
+)
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
 from meshwright.cost.work.slots import SlotSizes
@@ -26,7 +33,7 @@ from meshwright.spec.efficiency import family, fitted_calibration
 NO_LEG = Leg(level="ici", size=1, bytes_per_s=1.0, hops=0, hop_s=0.0)
 """Leg of a case that has none where others have one: its size is 1, so it takes no time."""
 
-ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_experts")
+ALIKE = ("narrow", "attention", "overlap", "overlap_weights", "low", "high", "low_experts", "high_experts")
 """Fields of an efficiency that are not stacked as they are: not needed, in the rates of a chip already, or None in some
 batches."""
 
@@ -47,6 +54,7 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     fills: dict[AxisGroup, np.ndarray]
     links: np.ndarray
     num_hosts: np.ndarray
+    num_nodes: dict[AxisGroup, np.ndarray]
 
     def seconds(self, *tables: Mapping[str, Calibration]) -> np.ndarray:
         """Returns predicted step seconds [tables, cases]; each table has a calibration for each chip, by name."""
@@ -57,8 +65,8 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def repeated(self, times: int) -> "CaseBatch":
         """Returns a batch with the cases so many times over, one whole list after the other."""
-        arrays = (self.sizes, self.pipeline, self.legs, self.fills, self.links, self.num_hosts)
-        sizes, pipeline, legs, fills, links, num_hosts = map_figures(
+        arrays = (self.sizes, self.pipeline, self.legs, self.fills, self.links, self.num_hosts, self.num_nodes)
+        sizes, pipeline, legs, fills, links, num_hosts, num_nodes = map_figures(
             lambda value: np.tile(value, times) if isinstance(value, np.ndarray) else value, arrays
         )
         return CaseBatch(
@@ -71,6 +79,7 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
             fills=fills,
             links=links,
             num_hosts=num_hosts,
+            num_nodes=num_nodes,
         )
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
@@ -99,6 +108,9 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
             },
             software=self.pipeline.software,
             num_hosts=self.num_hosts,
+            num_nodes=self.num_nodes,
+            hides_exchanges=exchanges_hide(self.cases[0].strategy, self.cases[0].setting.assumptions),
+            narrow_gathers=gathers_narrow(self.cases[0].strategy, self.cases[0].setting.assumptions),
         )
 
 
@@ -128,8 +140,9 @@ def _pattern(case: Case) -> tuple[Any, ...]:
     narrow = strategy.matmul_dtype in ("fp8", "fp4", "int8")
     # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
     fitted = family(cluster.chip) is not None
-    software = setting.assumptions.software
-    return (shape, *map(str, choices), software, narrow, fitted, cluster.kind, cluster.num_slices > 1, _left_out(case))
+    assumed = setting.assumptions
+    how = (assumed.software, assumed.dispatch, assumed.exchange_overlap, gathers_narrow(strategy, assumed))
+    return (shape, *map(str, choices), *how, narrow, fitted, cluster.kind, cluster.num_slices > 1, _left_out(case))
 
 
 def _left_out(case: Case) -> tuple[str, ...]:
@@ -161,6 +174,7 @@ def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
         fills={group: _filled(placements, group) for group in groups},
         links=_links(placements),
         num_hosts=np.array([case.setting.cluster.num_hosts for case in chosen]),
+        num_nodes={group: np.array([spanned_nodes(group_legs(one, group)) for one in placements]) for group in groups},
     )
 
 
@@ -224,7 +238,8 @@ def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
     stacked = _arrays([one.efficiency for one in calibrations], fields)
     some = calibrations[0].efficiency.overlap is not None
-    stacked |= _arrays([one.efficiency for one in calibrations], ["overlap"]) if some else {"overlap": None}
+    exponents = ["overlap", "hiding"]
+    stacked |= _arrays([one.efficiency for one in calibrations], exponents) if some else dict.fromkeys(exponents)
     efficiency = SimpleNamespace(**stacked)
     return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([one.hop_s for one in calibrations]), collectives=())
 
@@ -242,4 +257,11 @@ class _Hops:
 
 def _stacked_chips(chips: Sequence[ChipRates], efficiency: Any) -> ChipRates:
     names = ("matmul_flops_per_s", "wide_flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "processors")
-    return ChipRates(**_arrays(chips, names), narrow=chips[0].narrow, eager=chips[0].eager, efficiency=efficiency)
+    return ChipRates(
+        **_arrays(chips, names),
+        narrow=chips[0].narrow,
+        eager=chips[0].eager,
+        by_expert=chips[0].by_expert,
+        one_hot=chips[0].one_hot,
+        efficiency=efficiency,
+    )

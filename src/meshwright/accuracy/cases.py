@@ -19,7 +19,15 @@ from meshwright.spec.cluster import Cluster, make_cluster
 from meshwright.spec.cluster_shapes import balanced_shape
 from meshwright.spec.job import Job
 from meshwright.spec.model import Lora, Model
-from meshwright.spec.strategy import Assumptions, AttentionKernel, Software, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import (
+    Assumptions,
+    AttentionKernel,
+    Dispatch,
+    Software,
+    Strategy,
+    make_mesh,
+    standard_assignment,
+)
 
 _GIGABITS_PER_NODE = re.compile(r"\b([1-9]\d{0,6}) Gb/s inter-node")
 _ROPE_DIM = 64
@@ -52,6 +60,21 @@ COMPILED_GPU = ("maxtext",)
 
 WITHOUT_OVERLAP = ("MooreThreads/SimuMax",)
 """Sources whose instructions turn off every overlap of communication with compute."""
+
+DISPATCHES: dict[str, Dispatch] = {
+    "alltoall": "experts",
+    "one_hot": "one_hot",
+    "hybridep": "devices",
+    "deepep": "devices",
+}
+"""Dispatcher of a recipe -> how tokens reach experts."""
+
+NARROW_SUMS = ("megatron-bridge", "mlperf-train")
+"""Starts of the groups whose recipes sum gradients in bf16, and gather weights in fp8 where products are in fp8
+(Megatron-Bridge: grad_reduce_in_fp32 False, fp8_param_gather; MLPerf: grad_sync_dtype bf16, FP8_PARAM_GATHER)."""
+
+CAPTURED = ("_cg.sh", "_cg_fp4.sh", "_8b.sh", "_8b_fp4.sh")
+"""Ends of the names of MLPerf's configurations that hold a step in CUDA graphs."""
 
 NUM_FOLDS = 5
 """Number of parts of the cases in cross-validation."""
@@ -106,7 +129,17 @@ def _case(record: Record) -> Case:
     strategy = msgspec.structs.replace(strategy, placement=placed)
     # published software sends filled expert slots only
     kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
-    assumed = Assumptions(software=_software(record), attention_kernel=kernel, empty_slots=False)
+    if record.recipe and record.recipe.narrow_attention:
+        kernel = "narrow"
+    recipe = record.recipe
+    assumed = Assumptions(
+        software=_software(record),
+        attention_kernel=kernel,
+        empty_slots=False,
+        dispatch=DISPATCHES[recipe.dispatcher] if recipe else "experts",
+        exchange_overlap=recipe is not None and recipe.exchange_overlap,
+        narrow_gathers=record.group.startswith(NARROW_SUMS),
+    )
     setting = Setting(model, cluster, job, assumptions=assumed)
     return Case(record=record, setting=setting, strategy=strategy, measured_s=measured)
 
@@ -215,6 +248,8 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         raise InputError(f"{degrees} do not divide {record.n_chips} chips")
     expert = math.gcd(given.ep or 1, replicas) if model.num_experts else 1
     zero = given.zero_stage or 0
+    if record.group.startswith("mlperf-train"):
+        zero = max(zero, 1)  # USE_DIST_OPTIMIZER of NVIDIA's config_common.sh, from which all of them begin
     outer = _outer_replicas(record, cluster, replicas // expert) if zero == 3 else 1
     sizes |= {"expert": expert}
     sizes |= {"fsdp": replicas // expert // outer, "data": outer} if zero else {"data": replicas // expert}
@@ -228,8 +263,9 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         num_microbatches=_microbatches(record, replicas, per_step, tpu),
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        state="bf16-master-fp32-grads" if not tpu else "bf16-master",
+        state="bf16-master" if tpu or _sums_narrow(record) else "bf16-master-fp32-grads",
         precision=_precision(record, cluster.chip),
+        capacity_factor=record.recipe.capacity_factor if record.recipe else 0.0,
     )
 
 
@@ -239,7 +275,17 @@ def _software(record: Record) -> Software:
         return "compiled"
     if any(name in record.source for name in WITHOUT_OVERLAP):
         return "eager-in-turn"
-    return "eager-2021" if record.precision == "fp16" else "eager"
+    if record.precision == "fp16":
+        return "eager-2021"
+    graphs = record.recipe.graphs if record.recipe else "none"
+    if graphs == "step" or record.config.endswith(CAPTURED):
+        return "captured"
+    return "captured-layers" if graphs == "layers" else "eager"
+
+
+def _sums_narrow(record: Record) -> bool:
+    """True if gradients are summed in 16 bits: see `NARROW_SUMS`; stacks of 2021 do so in fp16."""
+    return record.group.startswith(NARROW_SUMS) or record.precision == "fp16"
 
 
 def _chunks(record: Record, model: Model, stages: int) -> int:

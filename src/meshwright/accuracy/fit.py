@@ -33,7 +33,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "ici": (0.85, 0.1),
     "dcn": (0.5, 0.4),
     "hop_s.nvlink": (10e-6, 0.4),
-    "hop_s.network": (15e-6, 0.5),
+    "hop_s.network": (15e-6, 0.25),
     "contraction_half.gpu": (80.0, 0.5),
     "contraction_half.tpu": (200.0, 0.5),
     "tile_tail": (0.3, 0.4),
@@ -44,12 +44,13 @@ PRIORS: dict[str, tuple[float, float]] = {
     "host_kernel_s": (4e-5, 0.4),
     "host_microbatch_s": (4e-3, 0.6),
     "overlap": (1.5, 0.1),
-    "straggler": (0.005, 0.6),
+    "straggler_s": (0.004, 0.4),
+    "overlap_weights": (1.5, 0.2),
 }
 """Fitted number -> (prior value, standard deviation of its logarithm). `docs/accuracy.md` says which priors rest on
 measured kernels; the others are estimates."""
 
-ERROR_SCALE = 0.05
+ERROR_SCALE = 0.03
 """Error of log step time above which errors count linearly, no longer squared."""
 
 COVERED = (0.1, 0.9)

@@ -77,6 +77,20 @@ class RecordedLora(msgspec.Struct, frozen=True, kw_only=True):
     targets: str
 
 
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """What a published recipe says of the software: kernels held in CUDA graphs, how tokens reach experts, whether that
+    overlaps, whether one kernel multiplies all experts, whether attention is in fp8, and which modules are recomputed."""
+
+    source: str
+    graphs: Literal["none", "layers", "step"] = "none"
+    dispatcher: Literal["alltoall", "one_hot", "hybridep", "deepep"] = "alltoall"
+    capacity_factor: Annotated[float, msgspec.Meta(ge=0, le=LARGEST)] = 0.0
+    exchange_overlap: bool = False
+    fused_experts: bool = False
+    narrow_attention: bool = False
+    recompute: tuple[str, ...] = ()
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One measured configuration; ``added`` is the date on which it joined the collection, "" for the first ones.
 
@@ -103,6 +117,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     precision: str = "unstated"
     measured: Measured = Measured()
     note: str = ""
+    config: str = ""
+    recipe: Recipe | None = None
 
 
 def read_records(path: Path) -> tuple[Record, ...]:

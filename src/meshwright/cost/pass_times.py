@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.ops.dispatch import exchanges_slots
+from meshwright.algebra.ops.dispatch import exchanges_slots, is_at_experts
 from meshwright.algebra.rewrites.split_backward import weights_of
 from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import largest, total
@@ -17,7 +17,7 @@ from meshwright.cost.step_costs import Priced, blocks_of_weights
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, partly_hidden
 from meshwright.cost.work.slots import SlotSizes
-from meshwright.spec.strategy import IN_TURN
+from meshwright.spec.strategy import IN_TURN, WITHOUT_HOST
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,8 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``exchange_parts_s`` is for
     `Priced.exchanges`: (seconds by bytes of all layers, latency). ``after_s`` is the part of the update that belongs to
     no block. ``microbatch_s`` is added by the host to each microbatch.
-    ``overlap`` is the exponent by which passes hide sends (None: they do not), ``slowdown`` the factor of stragglers.
+    ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step by ``slowdown`` and add
+    ``straggler_s``.
     """
 
     num_layers: int
@@ -69,6 +70,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     microbatch_s: Number = 0.0
     overlap: Number | None = None
     slowdown: Number = 1.0
+    straggler_s: Number = 0.0
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
         """Returns the seconds of one field of `BlockSeconds` in a share of the layers, ``at_least`` for each repeat."""
@@ -114,11 +116,13 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         """
         forward, backward, bubble = self.layer_passes(pipeline, offload.activations_s)
         ends = pipeline.ends_computed(self.ends_s("forward", "backward"))
+        a_layer = (forward + backward) / pipeline.layers_held(self.num_layers)
+        ends = np.maximum(ends - pipeline.layers_beside_head(self.num_layers) * a_layer, 0.0)
         each = forward + backward + ends + self.microbatch_s
         passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
         busy = passes + self.once_s(pipeline) + self.after_s + offload.optimizer_s
-        return StepSeconds(step_s=(busy + bubble) * self.slowdown, bubble_s=bubble * self.slowdown)
+        return StepSeconds(step_s=(busy + bubble) * self.slowdown + self.straggler_s, bubble_s=bubble * self.slowdown)
 
 
 def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepRates) -> BlockTimes:
@@ -163,9 +167,10 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             total(cost.count * (cost.network_s - cost.latency_s) for cost in priced.exchanges),
             total(cost.latency_s for cost in priced.exchanges),
         ),
-        microbatch_s=at.host_microbatch_s * (rates.software != "compiled"),
+        microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST),
         overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
         slowdown=1 + at.straggler * np.log2(rates.num_hosts),
+        straggler_s=at.straggler_s * np.log2(rates.num_hosts),
     )
 
 
@@ -180,18 +185,32 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
         return total(cost.time_s for cost in costs)
     at = rates.chip.efficiency
     compute = total(cost.local_s for cost in costs) / rates.compute_share
-    if rates.software != "compiled":
-        compute = np.maximum(compute, at.host_kernel_s * sum(cost.num_kernels for cost in costs))
+    if rates.software not in WITHOUT_HOST:
+        compute = np.maximum(compute, at.host_kernel_s * total(_host_starts(cost, rates) for cost in costs))
     if rates.software in IN_TURN:
         return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
     hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
     waited = [cost for cost, hidden in zip(costs, hides, strict=True) if cost.step.is_collective and not hidden]
+    alone_s: Number = 0.0
+    if rates.software != "compiled":
+        # libraries overlap weights, gradients and tensor parallelism, but tokens wait for their exchange
+        alone_s = total(cost.network_s for cost in waited if exchanges_slots(cost.step))
+        waited = [cost for cost in waited if not exchanges_slots(cost.step)]
     rounds = [cost for cost in costs if cost.in_ring_loop]
     waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
     row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
     behind = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
-    return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
+    gathers = [cost for cost in behind if cost.step.scope != "step"]
+    row = partly_hidden(row, _links_s(gathers, rates), at.hiding)
+    sums = [cost for cost in behind if cost.step.scope == "step"]
+    return np.maximum(partly_hidden(row, _links_s(sums, rates), at.overlap), links) + alone_s
+
+
+def _host_starts(cost: StepCost, rates: StepRates) -> Number:
+    """Returns the kernels of a step that the host starts, a collective's too: none that a CUDA graph holds."""
+    held = rates.software == "captured-layers" and not is_at_experts(cost.step)
+    return 0 if held else cost.num_kernels + cost.step.is_collective
 
 
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[Number, Number]:

@@ -51,6 +51,16 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         held = np.array([*patterns])
         return held[places].reshape(runs.shape) * self.chunks
 
+    def layers_beside_head(self, num_layers: int) -> Number:
+        """Returns how many layers fewer the device with the head has than the device with the most.
+
+        Libraries shorten the first and the last chunk by layers that do not divide (Megatron's
+        ``account_for_loss_in_pipeline_split``); one program for all stages does not.
+        """
+        held = self.layers_held(num_layers)
+        missing = np.ceil((held * self.stages - num_layers) / 2)
+        return np.where(self.is_one | self.in_lockstep, 0.0, np.minimum(missing, held / self.chunks))
+
     def share(self, num_layers: int) -> Number:
         """Returns the share of all layers on the device with the most layers."""
         return self.layers_held(num_layers) / num_layers

@@ -1,6 +1,6 @@
 """The costs of every derived step on one device: FLOPs, bytes through memory and over links, seconds by itself."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,10 +18,11 @@ from meshwright.algebra.sizes import Number, Scores
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
+from meshwright.cost.arrays import largest, total
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
-from meshwright.cost.work.slots import SlotSizes, expert_slots, nodes_of_token, slot_sizes
+from meshwright.cost.work.slots import SlotSizes, expert_slots, places_of_token, slot_sizes
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, STATE_BYTES, Assumptions, Strategy, held_dims
 
@@ -120,9 +121,11 @@ def op_sizes(
         groups=(model.expert_groups, model.groups_per_token),
         grouped=grouped,
         turns_gathers=turns_gathers,
-        by_node=assumptions.dispatch == "nodes",
+        by_device=assumptions.dispatch in ("devices", "nodes"),
         # 8 bits, and a scale of 32 for 128 of them
-        sent_bytes=1 + 4 / 128 if strategy.matmul_dtype == "fp8" else STATE_BYTES[strategy.state]["weights"],
+        sent_bytes=1 + 4 / 128
+        if assumptions.dispatch == "nodes" and strategy.matmul_dtype == "fp8"
+        else STATE_BYTES[strategy.state]["weights"],
     )
 
 
@@ -157,6 +160,9 @@ def price_steps(derived: Derived, sizes: SlotSizes, rates: StepRates, pipeline: 
         cost = price_step(step, sizes, rates, num_microbatches=num_microbatches)
         return replace(cost, count=count)
 
+    def together(costs: Iterable[StepCost]) -> tuple[StepCost, ...]:
+        return tuple(costs) if rates.software == "compiled" else _in_buckets(tuple(costs), owners)
+
     steps = iter(derived.steps(num_microbatches))
     repeats = {
         name: block.repeat for block in derived.blocks for name in (*weights_of(derived, block), *counts_of(block))
@@ -165,12 +171,12 @@ def price_steps(derived: Derived, sizes: SlotSizes, rates: StepRates, pipeline: 
         blocks=tuple(
             PricedBlock(
                 steps=block,
-                forward=tuple(priced(*next(steps)) for _ in block.forward),
-                backward=tuple(priced(*next(steps)) for _ in block.backward),
+                forward=together(priced(*next(steps)) for _ in block.forward),
+                backward=together(priced(*next(steps)) for _ in block.backward),
             )
             for block in derived.blocks
         ),
-        update=tuple(priced(step, count) for step, count in steps),
+        update=together(priced(step, count) for step, count in steps),
         ends=tuple(priced(step, 1) for step in derived.ends) if pipeline.in_lockstep else (),
         boundary=tuple(map(alone, derived.boundary)),
         exchanges=tuple(
@@ -179,6 +185,27 @@ def price_steps(derived: Derived, sizes: SlotSizes, rates: StepRates, pipeline: 
             for name in (step.result.name,)
         ),
     )
+
+
+def _in_buckets(costs: tuple[StepCost, ...], owners: Mapping[str, list[str]]) -> tuple[StepCost, ...]:
+    """Returns the costs with one latency for all weights, or all gradients, of a block that one collective sends.
+
+    Libraries send them as flat buffers: FSDP a block at a time, Megatron and DDP in buckets of about that size.
+    """
+    buckets: dict[Any, list[int]] = {}
+    for number, cost in enumerate(costs):
+        if cost.step.is_collective and (cost.hides or cost.step.phase == "update"):
+            owner = owners.get(cost.step.result.name.removeprefix("d"), [""])[-1]
+            buckets.setdefault((cost.group, cost.step.op, cost.step.scope, owner), []).append(number)
+    found = list(costs)
+    for numbers in buckets.values():
+        by_bytes = total(costs[number].network_s - costs[number].latency_s for number in numbers)
+        longest = by_bytes + largest([costs[number].latency_s for number in numbers])
+        longer = np.divide(longest, by_bytes, out=np.ones_like(longest), where=np.asarray(by_bytes) > 0)
+        for number in numbers:
+            own = costs[number].network_s - costs[number].latency_s
+            found[number] = replace(costs[number], network_s=own * longer, latency_s=own * (longer - 1))
+    return tuple(found)
 
 
 def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArray]]:
@@ -226,15 +253,18 @@ def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
 
 
 def _sent_share(step: Step, sizes: SlotSizes, rates: StepRates) -> Number:
-    """Returns the bytes that an exchange sends between nodes over those of a row for each expert.
+    """Returns the bytes that an exchange sends over those of a row for each expert.
 
-    Sending a token once to each node leaves the copies inside to faster links, behind which they hide.
+    Sending a token once to each node leaves the copies inside to faster links, behind which they hide. Inside one
+    node it is sent once to each device.
     """
-    nodes = rates.num_nodes.get(frozenset(step.axes), 1)
-    if not sizes.by_node or "D" not in step.full.dims:
+    if not sizes.by_device or "D" not in step.full.dims:
         return 1.0
+    group = frozenset(step.axes)
+    nodes = np.asarray(rates.num_nodes.get(group, 1))
     narrowed = sizes.sent_bytes / sizes.width if step.to_dim == "E" else 1.0
-    return narrowed * np.where(np.asarray(nodes) > 1, nodes_of_token(sizes, nodes) / sizes.dims["Ea"], 1.0)
+    places = np.where(nodes > 1, nodes, rates.groups[group].size)
+    return narrowed * places_of_token(sizes, places) / sizes.dims["Ea"]
 
 
 def price_step(
@@ -250,6 +280,10 @@ def price_step(
         return local_cost(step, sizes, rates.chip, kept=kept)
     group, chip = rates.groups[frozenset(step.axes)], rates.chip
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
+    if rates.software != "compiled" and step.scope == "step" and step.phase != "update":
+        element = np.minimum(element, STATE_BYTES[sizes.state]["gradients"])
+    if rates.narrow_gathers and step.op == "all_gather" and (step.phase == "update" or not step.critical):
+        element = 1.0
     sizes = slot_sizes(step, sizes)
     sent = sizes.elements(step.full) * element * padding_factor(step, sizes)
     if exchanges_slots(step):

@@ -30,6 +30,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``software`` decides
     whether a host starts every kernel, and whether communication overlaps compute. ``num_nodes`` are those that a
     group spans. ``hides_exchanges``: exchanges of slots overlap with the pass of the other direction.
+    ``narrow_gathers``: weights are gathered in one byte.
     """
 
     chip: ChipRates
@@ -43,12 +44,30 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     pcie_bytes_per_s: float | None = None
     num_nodes: dict[AxisGroup, Number] = {}
     hides_exchanges: bool = False
+    narrow_gathers: bool = False
 
     @property
-    def compute_share(self) -> float:
+    def compute_share(self) -> Number:
         """The share of the processors that compute while others send."""
-        sms = self.chip.processors
-        return 1 - SENDING_SMS / sms if self.hides_exchanges and sms else 1.0
+        sms = np.asarray(self.chip.processors)
+        return np.where(sms > 0, 1 - SENDING_SMS / np.maximum(sms, 1), 1.0) if self.hides_exchanges else 1.0
+
+
+def exchanges_hide(strategy: Strategy, assumptions: Assumptions) -> bool:
+    """True if exchanges of slots overlap with the pass of another microbatch."""
+    return assumptions.exchange_overlap or (
+        assumptions.dispatch == "nodes" and strategy.schedule.startswith("dualpipe")
+    )
+
+
+def gathers_narrow(strategy: Strategy, assumptions: Assumptions) -> bool:
+    """True if weights are gathered in the dtype of products, and that has one byte."""
+    return assumptions.narrow_gathers and strategy.matmul_dtype == "fp8"
+
+
+def spanned_nodes(legs: Iterable[Leg]) -> Number:
+    """Returns the number of domains or slices that a group with these legs spans."""
+    return math.prod(leg.size for leg in legs if leg.level in BETWEEN_NODES)
 
 
 def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Scores:
@@ -112,7 +131,7 @@ def step_rates(
                 known[legs] = leg_rates([leg for leg in legs if leg is not None], calibration)
             which[index] = numbers.setdefault(legs, len(numbers))
             fills[:, index] = [leg is not None for leg in legs]
-            spans[index] = math.prod(leg.size for leg in legs if leg is not None and leg.level in BETWEEN_NODES)
+            spans[index] = spanned_nodes(leg for leg in legs if leg is not None)
         nodes[group] = spans
         rates[group] = select(stack([known[legs] for legs in numbers]), which)
         uses |= busy_links(group, rates[group], fills, [link.level for link in placements[0].links])
@@ -127,7 +146,8 @@ def step_rates(
         num_hosts=cluster.num_hosts,
         pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
         num_nodes=nodes,
-        hides_exchanges=assumptions.dispatch == "nodes" and strategy.schedule.startswith("dualpipe"),
+        hides_exchanges=exchanges_hide(strategy, assumptions),
+        narrow_gathers=gathers_narrow(strategy, assumptions),
     )
 
 

@@ -33,7 +33,7 @@ SHARES = ("compute", "attention", "hbm", "ici", "nvlink", "network", "dcn")
 
 PENALTIES = (
     *("contraction_half", "tile_tail", "head_half", "rows_half", "kernel_s", "host_kernel_s", "host_microbatch_s"),
-    "straggler",
+    *("straggler", "straggler_s"),
 )
 """Fields of an efficiency that are 0 on the data sheet."""
 
@@ -51,7 +51,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``host_kernel_s`` for each, and ``host_microbatch_s`` for each microbatch. ``overlap`` is an exponent p: two things
     that partly hide each other (compute and memory in a kernel, compute and communication in a layer, a pass and the
     collectives of a step) take (a^p + b^p)^(1/p). None is the data sheet's view: the longer of the two, with exposed
-    communication added in full. ``straggler`` is the slowdown for every doubling of hosts. ``low`` and ``high`` are the
+    communication added in full. ``overlap_weights`` is the exponent for gathers of weights in a pass, None the same one.
+    For every doubling of hosts a step takes ``straggler_s`` longer, and ``straggler`` times as long again. ``low`` and ``high`` are the
     measured step time over the predicted one at the 10th and the 90th percentile, for dense models; ``low_experts`` and
     ``high_experts`` are these for models with experts.
     """
@@ -75,10 +76,17 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host_microbatch_s: float = 0.0
     overlap: float | None = None
     straggler: float = 0.0
+    straggler_s: float = 0.0
+    overlap_weights: float | None = None
     low: float | None = None
     high: float | None = None
     low_experts: float | None = None
     high_experts: float | None = None
+
+    @property
+    def hiding(self) -> float | None:
+        """The exponent by which a pass hides gathers of its weights."""
+        return self.overlap if self.overlap_weights is None else self.overlap_weights
 
     def interval(self, *, has_experts: bool) -> tuple[float | None, float | None]:
         """Returns ``low`` and ``high`` for dense models or for models with experts, or (None, None)."""
@@ -197,12 +205,13 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
     return peak(chip, dtype) * calibration.efficiency.compute * calibration.efficiency.narrow.get(dtype, 1.0)
 
 
-def attention_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
+def attention_rate(chip: Chip, calibration: Calibration, dtype: str, *, narrow: bool = False) -> float:
     """Returns FLOP/s of attention, softmax included: as measured, else its share of the peak.
 
-    Attention keeps 16 bits where products are narrower. Without a share of its own it has the rate of products.
+    Attention keeps 16 bits where products are narrower, but for ``narrow`` kernels. Without a share of its own it has the rate of products.
     """
-    dtype = "bf16" if DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16") else dtype
+    if not narrow and DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16"):
+        dtype = "bf16"
     measured, share = calibration.attention_flops_per_s.get(dtype), calibration.efficiency.attention
     if measured or share is None or not chip.peak_flops:
         return measured or matmul_rate(chip, calibration, dtype)

@@ -246,16 +246,19 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.assignment.get(role, self.assignment.get(fallback, GENERATION_RULES.get(role, {})))
 
 
-Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
+Software = Literal["compiled", "captured", "captured-layers", "eager", "eager-in-turn", "eager-2021"]
 """How the step runs: "compiled" as one program; "eager" kernel by kernel from a host that stays ahead, with fused
-attention and overlapped communication; "eager-in-turn" without overlap; "eager-2021" also without fused attention."""
+attention and overlapped communication; "eager-in-turn" without overlap; "eager-2021" also without fused attention.
+"captured" replays the kernels of a step from CUDA graphs, one for all experts of a product; "captured-layers" has
+graphs of everything but the experts."""
 
-AttentionKernel = Literal["tuned", "portable"]
-"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""
+AttentionKernel = Literal["tuned", "portable", "narrow"]
+"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip in
+the dtype of products where that is narrower than 16 bits."""
 
-Dispatch = Literal["experts", "nodes"]
-"""How tokens reach experts: a row for each expert, or one for each node with experts of the token, which passes it on
-there. "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both directions overlap
+Dispatch = Literal["experts", "one_hot", "devices", "nodes"]
+"""How tokens reach experts: a row for each expert, taken by a product with one-hot rows ("one_hot") or not, or one for each device with experts of the token ("devices"; between
+nodes one for each node, which passes it on there). "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both directions overlap
 (DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
 
 SENDING_SMS = 20
@@ -263,13 +266,18 @@ SENDING_SMS = 20
 IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021")
 """Software without overlap of communication and compute."""
 
+WITHOUT_HOST: tuple[str, ...] = ("compiled", "captured")
+"""Software whose kernels no host starts one by one."""
+
 
 class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Assumptions of a prediction beside the strategy; no run reads them.
 
     ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
     over the mean where nothing bounds it. ``empty_slots`` says that compiled software without a bound has room for
-    more rows than the mean at devices of experts, as arrays of fixed size need. ``dispatch`` is how tokens are sent.
+    more rows than the mean at devices of experts, as arrays of fixed size need. ``dispatch`` is how tokens are sent;
+    with ``exchange_overlap`` that hides behind another microbatch. With ``narrow_gathers`` weights are gathered in fp8
+    where products are in fp8.
     """
 
     software: Software = "compiled"
@@ -277,6 +285,8 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     imbalance: float = 1.0
     empty_slots: bool = True
     dispatch: Dispatch = "experts"
+    exchange_overlap: bool = False
+    narrow_gathers: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,9 +15,9 @@ from meshwright.cost.work.slots import (
     SlotSizes,
     block_bytes,
     computed_share,
-    nodes_of_token,
     num_slot_calls,
     num_slot_products,
+    places_of_token,
     slot_sizes,
 )
 from meshwright.nn.experts.products import blocks_of
@@ -153,11 +153,11 @@ def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
 def test_nodes_that_have_an_expert_of_a_token():
     """Eight experts of a token in four of eight groups: on 8 nodes 4 have them, each missed with (3/4)^8."""
     at = SlotSizes(dims={"Ea": 8}, mesh={}, state="bf16-adam", groups=(8, 4))
-    assert nodes_of_token(at, 8) == pytest.approx(4 * (1 - 0.75**8))
-    assert nodes_of_token(at, 16) == pytest.approx(8 * (1 - 0.875**8))
-    assert nodes_of_token(at, 1) == pytest.approx(1.0)
+    assert places_of_token(at, 8) == pytest.approx(4 * (1 - 0.75**8))
+    assert places_of_token(at, 16) == pytest.approx(8 * (1 - 0.875**8))
+    assert places_of_token(at, 1) == pytest.approx(1.0)
     free = SlotSizes(dims={"Ea": 2}, mesh={}, state="bf16-adam")
-    assert nodes_of_token(free, np.array([2, 4])) == pytest.approx([1.5, 4 * (1 - 0.75**2)])
+    assert places_of_token(free, np.array([2, 4])) == pytest.approx([1.5, 4 * (1 - 0.75**2)])
 
 
 DEEPSEEK_KEEPS = ("cq", "ckv", "o", "x1", "r", "xe", "ge", "ue", "gs", "us", "g", "u", "logits")
@@ -197,7 +197,7 @@ def test_a_token_is_sent_to_each_node_once():
     """Over 8 nodes 3.6 rows of 8, those to experts in 8 bits with a scale of 32 for 128 in place of 16."""
     by_expert, by_node = (
         {
-            (cost.step.phase, cost.step.result.name): cost.network_s
+            (cost.step.phase, cost.step.result.name): cost.network_s - cost.latency_s
             for block in deepseek_run(dispatch=way).costs.blocks
             for cost in (*block.forward, *block.backward)
             if cost.step.op == "all_to_all" and "D" in cost.step.full.dims

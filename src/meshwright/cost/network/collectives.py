@@ -112,18 +112,22 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     gather = _larger(gather_in, gather_out)
     exchange = _larger(exchange_in / num_outer, exchange_out)
     floor = sum(leg.hops * (leg.size > 1) * leg.hop_s for leg in legs)
+    setup: Number = 0.0
+    if legs[0].level != "ici" and calibration is not None and calibration.efficiency.overlap is not None:
+        # started and finished by kernels, in which no bytes move; a ring's hops work while its bytes follow
+        setup, floor = floor, 0.0
     inside, outside = (some[0].level if some else "none" for some in (inner, outer))
     gather_level = _binding((gather_in, inside), (gather_out, outside))
     exchange_level = _binding((exchange_in / num_outer, inside), (exchange_out, outside))
-    once = KindRate(gather, floor, level=gather_level)
+    once = KindRate(gather, floor, setup, level=gather_level)
     in_turn = _in_turn_terms(inner) + gather_out
     return GroupRates(
         size=num_inner * num_outer,
         kinds={
             "all_gather": once,
-            "reduce_scatter": KindRate(_larger(gather, in_turn), floor, level=gather_level),
-            "all_reduce": KindRate(2 * gather, 2 * floor, level=gather_level),
-            "all_to_all": KindRate(exchange, floor, level=exchange_level),
+            "reduce_scatter": KindRate(_larger(gather, in_turn), floor, setup, level=gather_level),
+            "all_reduce": KindRate(2 * gather, 2 * floor, 2 * setup, level=gather_level),
+            "all_to_all": KindRate(exchange, floor, setup, level=exchange_level),
             "permute": _permute_rate(legs),
         },
         ring_links=_ring_links(legs),

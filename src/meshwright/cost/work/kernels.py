@@ -10,6 +10,7 @@ from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.cached_attention import queries_of
 from meshwright.algebra.ops.collective_matmul import num_blocks
+from meshwright.algebra.ops.dispatch import is_at_experts
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.steps import Step
@@ -27,7 +28,7 @@ from meshwright.spec.calibration import (
     peak_known,
 )
 from meshwright.spec.chip import Chip
-from meshwright.spec.strategy import AS_RUN, Assumptions
+from meshwright.spec.strategy import AS_RUN, WITHOUT_HOST, Assumptions
 
 AxisGroup = frozenset[str]
 """Mesh axes that one collective uses jointly; their order does not change its time."""
@@ -42,12 +43,17 @@ CASTS_BYTES = 2
 """Bytes of traffic for each element that the op before a product casts to one byte: written as it is and transposed."""
 
 
+ONE_HOT = {"dispatch": 1, "dispatch_backward": 1, "combine": 1, "combine_backward": 2}
+"""Products with one-hot rows of each step; the weights of experts have a gradient too."""
+
+
 class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of one chip; fields may be arrays, one entry per candidate.
 
     ``wide_flops_per_s`` is the rate of the loss head and the router, which keep the dtype of the state if other
     products are ``narrow``. ``processors`` is the number of SMs, 0 for chips without. ``eager`` is true if a host
-    starts every kernel. ``host`` prices emulated devices whose steps have been measured.
+    starts every kernel, ``by_expert`` if each expert's product is a kernel of its own. With ``one_hot`` products
+    with one-hot rows bring tokens to their slots and back. ``host`` prices emulated devices whose steps have been measured.
     """
 
     matmul_flops_per_s: Number
@@ -57,6 +63,8 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     processors: Number = 0
     narrow: bool = False
     eager: bool = False
+    by_expert: bool = False
+    one_hot: bool = False
     efficiency: Efficiency = Efficiency()
     host: HostRates | None = None
 
@@ -133,7 +141,10 @@ def chip_rates(
 
     Attention that is not fused, as in software of 2021, runs at the rate of other products.
     """
-    attention = (matmul_rate if assumptions.software == "eager-2021" else attention_rate)(chip, calibration, dtype)
+    if assumptions.software == "eager-2021":
+        attention = matmul_rate(chip, calibration, dtype)
+    else:
+        attention = attention_rate(chip, calibration, dtype, narrow=assumptions.attention_kernel == "narrow")
     if assumptions.attention_kernel == "portable":
         attention *= calibration.efficiency.portable
     efficiency = calibration.efficiency
@@ -147,6 +158,8 @@ def chip_rates(
         hbm_bytes_per_s=memory_rate(chip, calibration),
         processors=chip.num_sms or 0,
         eager=assumptions.software != "compiled",
+        by_expert=assumptions.software not in WITHOUT_HOST,
+        one_hot=assumptions.dispatch == "one_hot",
         narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
         efficiency=efficiency,
         host=calibration.host,
@@ -183,8 +196,14 @@ def local_cost(
         elif kind_of(step).is_einsum:
             seconds, casts = _product_s(step, flops, sizes, rates)
             moved = moved + casts
+            if rates.by_expert and is_at_experts(step):
+                kernels = kernels * sizes.local(*step.inputs)["E"]
         else:
             seconds = flops / rates.wide_flops_per_s
+            if rates.one_hot and (places := ONE_HOT.get(step.op)):
+                # each slot is a sum over all positions of its sequence
+                slots = max((*step.inputs, *step.results), key=lambda array: len(array.dims))
+                seconds = places * 2 * sizes.elements(slots) * sizes.dims["T"] / rates.matmul_flops_per_s
             moved = moved * at.eager_traffic if rates.eager and step.phase != "update" else moved
     return StepCost(
         step=step,

@@ -27,8 +27,8 @@ class SlotSizes(OpSizes, frozen=True, kw_only=True):
 
     Arrays of all slots have ``spare_slots`` times as many, the busiest device of experts fills ``load`` times as many,
     and there is ``room`` for so many at every device of experts. A token chooses within ``groups`` (all, its own) of
-    experts. ``grouped``: the chip has kernels for grouped products. With ``by_node`` a token's row is sent once to each
-    node; on its way to experts an element has ``sent_bytes``.
+    experts. ``grouped``: the chip has kernels for grouped products. With ``by_device`` a token's row is sent once to
+    each device or node; on its way to experts an element has ``sent_bytes``.
     """
 
     spare_slots: Number = 1.0
@@ -36,7 +36,7 @@ class SlotSizes(OpSizes, frozen=True, kw_only=True):
     room: Number = 1.0
     groups: tuple[int, int] = (0, 0)
     grouped: bool = False
-    by_node: bool = False
+    by_device: bool = False
     sent_bytes: float = 2.0
 
     def elements(self, array: ShardedArray) -> Number:
@@ -68,16 +68,16 @@ def expert_slots(model: Model, *, num_tokens: Number, factor: Number = 1.0) -> d
     return {"C": slots, "Er": len(ROUTING_ROWS)}
 
 
-def nodes_of_token(sizes: SlotSizes, num_nodes: Number) -> Number:
-    """Returns the mean number of nodes that have an expert of a token, of ``num_nodes`` with as many experts each.
+def places_of_token(sizes: SlotSizes, num_places: Number) -> Number:
+    """Returns the mean number of places (nodes, devices) that have an expert of a token; each has as many experts.
 
-    The groups of experts that a token may choose from are on few nodes; within them it chooses evenly.
+    The groups of experts that a token may choose from are in few places; within them it chooses evenly.
     """
-    nodes, (groups, chosen) = np.asarray(num_nodes, float), sizes.groups
+    places, (groups, chosen) = np.asarray(num_places, float), sizes.groups
     if groups:
-        on_a_node = np.maximum(groups / nodes, 1.0)
-        nodes = np.maximum(nodes * (1 - (1 - chosen / groups) ** on_a_node), 1.0)
-    return nodes * (1 - (1 - 1 / nodes) ** sizes.dims["Ea"])
+        in_a_place = np.maximum(groups / places, 1.0)
+        places = np.maximum(places * (1 - (1 - chosen / groups) ** in_a_place), 1.0)
+    return places * (1 - (1 - 1 / places) ** sizes.dims["Ea"])
 
 
 def slot_sizes(step: Step, sizes: SlotSizes) -> SlotSizes:
