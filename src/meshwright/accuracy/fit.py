@@ -40,7 +40,6 @@ PRIORS: dict[str, tuple[float, float]] = {
     "head_half": (32.0, 0.2),
     "rows_half": (500.0, 0.3),
     "kernel_s.gpu": (4.5e-6, 0.3),
-    "eager_traffic": (1.3, 0.2),
     "host_kernel_s": (4e-5, 0.4),
     "host_microbatch_s": (4e-3, 0.6),
     "overlap": (1.5, 0.1),

@@ -77,9 +77,9 @@ class RecordedLora(msgspec.Struct, frozen=True, kw_only=True):
     targets: str
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+class PublishedRecipe(msgspec.Struct, frozen=True, kw_only=True):
     """What a published recipe says of the software: kernels held in CUDA graphs, how tokens reach experts, whether that
-    overlaps, whether one kernel multiplies all experts, whether attention is in fp8, and which modules are recomputed."""
+    overlaps, whether one kernel multiplies all experts, whether attention is in fp8, and what is recomputed."""
 
     source: str
     graphs: Literal["none", "layers", "step"] = "none"
@@ -118,7 +118,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured = Measured()
     note: str = ""
     config: str = ""
-    recipe: Recipe | None = None
+    recipe: PublishedRecipe | None = None
 
 
 def read_records(path: Path) -> tuple[Record, ...]:

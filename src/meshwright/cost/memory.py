@@ -310,7 +310,7 @@ def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
 
 
 def _turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray, Number], sizes: OpSizes) -> Number:
-    """Returns the bytes of the largest weight of experts that is there twice while it is transposed after its gather."""
+    """Returns the bytes of the largest weight of experts that exists twice while it is transposed after its gather."""
     turned = (size for array, size in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
     return largest(turned) if sizes.turns_gathers else 0.0
 

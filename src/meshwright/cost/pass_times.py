@@ -57,8 +57,8 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``exchange_parts_s`` is for
     `Priced.exchanges`: (seconds by bytes of all layers, latency). ``after_s`` is the part of the update that belongs to
     no block. ``microbatch_s`` is added by the host to each microbatch.
-    ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step by ``slowdown`` and add
-    ``straggler_s``.
+    ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step by
+    ``slowdown`` and add ``straggler_s``.
     """
 
     num_layers: int

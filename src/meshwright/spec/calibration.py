@@ -51,10 +51,10 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``host_kernel_s`` for each, and ``host_microbatch_s`` for each microbatch. ``overlap`` is an exponent p: two things
     that partly hide each other (compute and memory in a kernel, compute and communication in a layer, a pass and the
     collectives of a step) take (a^p + b^p)^(1/p). None is the data sheet's view: the longer of the two, with exposed
-    communication added in full. ``overlap_weights`` is the exponent for gathers of weights in a pass, None the same one.
-    For every doubling of hosts a step takes ``straggler_s`` longer, and ``straggler`` times as long again. ``low`` and ``high`` are the
-    measured step time over the predicted one at the 10th and the 90th percentile, for dense models; ``low_experts`` and
-    ``high_experts`` are these for models with experts.
+    communication added in full. ``overlap_weights`` is the exponent for gathers of weights in a pass (None: the same).
+    For every doubling of hosts a step takes ``straggler_s`` longer, and ``straggler`` times as long again. ``low`` and
+    ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile, for dense models;
+    ``low_experts`` and ``high_experts`` are these for models with experts.
     """
 
     compute: float = 1.0
@@ -208,7 +208,8 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
 def attention_rate(chip: Chip, calibration: Calibration, dtype: str, *, narrow: bool = False) -> float:
     """Returns FLOP/s of attention, softmax included: as measured, else its share of the peak.
 
-    Attention keeps 16 bits where products are narrower, but for ``narrow`` kernels. Without a share of its own it has the rate of products.
+    Attention keeps 16 bits where products are narrower, but for ``narrow`` kernels. Without a share of its own it
+    has the rate of products.
     """
     if not narrow and DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16"):
         dtype = "bf16"

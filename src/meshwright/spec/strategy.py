@@ -253,13 +253,14 @@ attention and overlapped communication; "eager-in-turn" without overlap; "eager-
 graphs of everything but the experts."""
 
 AttentionKernel = Literal["tuned", "portable", "narrow"]
-"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip in
-the dtype of products where that is narrower than 16 bits."""
+"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip
+in the dtype of products where that is narrower than 16 bits."""
 
 Dispatch = Literal["experts", "one_hot", "devices", "nodes"]
-"""How tokens reach experts: a row for each expert, taken by a product with one-hot rows ("one_hot") or not, or one for each device with experts of the token ("devices"; between
-nodes one for each node, which passes it on there). "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both directions overlap
-(DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
+"""How tokens reach experts: "experts" sends a row for each expert; "one_hot" brings it to its slot by a product with
+one-hot rows; "devices" sends a row for each device with experts of the token, between nodes one for each node, which
+passes it on there. "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both
+directions overlap (DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
 
 SENDING_SMS = 20
 

@@ -53,7 +53,8 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     ``wide_flops_per_s`` is the rate of the loss head and the router, which keep the dtype of the state if other
     products are ``narrow``. ``processors`` is the number of SMs, 0 for chips without. ``eager`` is true if a host
     starts every kernel, ``by_expert`` if each expert's product is a kernel of its own. With ``one_hot`` products
-    with one-hot rows bring tokens to their slots and back. ``host`` prices emulated devices whose steps have been measured.
+    with one-hot rows bring tokens to their slots and back. ``host`` prices emulated devices whose steps have been
+    measured.
     """
 
     matmul_flops_per_s: Number
