@@ -54,7 +54,7 @@ def check(found: Proof, *, memory: float) -> None:
     ("on", "axes", "memory"),
     [
         ("v5e:2x2", {"fsdp": 2, "tensor": 2}, 0.2),
-        ("v4p:2x2x1", {"fsdp": 4}, 0.2),
+        ("v4p:2x2x1", {"fsdp": 4}, 0.1),
         ("v5p:2x2x1", {"data": 2, "tensor": 2}, 0.2),
         ("v6e:2x2", {"fsdp": 2, "context": 2}, 0.2),
         ("2*v5e:2x2", {"data": 2, "fsdp": 4}, 0.2),
@@ -64,7 +64,8 @@ def check(found: Proof, *, memory: float) -> None:
     ],
 )
 def test_training(on, axes, memory):
-    found = proof_of(SMALL, on, axes)
+    # a v4's core has 134 MB, which hold a good part of the arrays of shorter sequences
+    found = proof_of(SMALL, on, axes, length=4096 if on.startswith("v4") else 1024)
     check(found, memory=memory)
     assert found.outcome.ended == "stopped"
     assert found.outcome.max_rss_bytes < 3e9
