@@ -253,7 +253,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
 
 
 def _turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray, Number], sizes: OpSizes) -> Number:
-    """Returns the bytes of the largest weight of experts that is there twice while it is transposed after its gather."""
+    """Returns the bytes of the largest weight of experts, which is there twice while it is transposed."""
     turned = (size for array, size in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
     return largest(turned) if sizes.turns_gathers else 0.0
 
