@@ -73,7 +73,9 @@ def test_gathers_of_weights_hide_behind_compute():
     assert gathers > 0
     assert times.layers[0].forward == pytest.approx(max(compute, gathers))
     _, times, costs = priced({"fsdp": 8}, efficiency={"overlap": P})
-    assert times.layers[0].forward == pytest.approx(hidden(local(costs, "forward"), gathers))
+    # fitted latencies add to the bytes, so collectives take longer than by the data sheet
+    assert times.layers[0].forward == pytest.approx(hidden(local(costs, "forward"), moved(costs, "forward")))
+    assert moved(costs, "forward") > gathers
 
 
 def test_a_layer_waits_for_its_tensor_collectives():
@@ -84,6 +86,7 @@ def test_a_layer_waits_for_its_tensor_collectives():
     assert waits > 0
     assert times.layers[0].forward == pytest.approx(local(costs, "forward") + waits)
     _, times, costs = priced(axes, cluster=cluster, efficiency={"overlap": P})
+    waits = moved(costs, "forward", axis="tensor")
     assert times.layers[0].forward == pytest.approx(hidden(local(costs, "forward"), waits))
 
 
@@ -112,7 +115,7 @@ def test_sums_of_gradients_once_a_step(software):
     assert times.layers[0].backward == pytest.approx(back)
     assert times.layers[0].last == pytest.approx(max(sums - back, 0), abs=1e-12)
     _, times, costs = priced({"data": 8}, software=software, num_microbatches=2, efficiency={"overlap": P})
-    back = local(costs, "backward")
+    back, sums = local(costs, "backward"), moved(costs, "backward", scope="step")
     assert times.layers[0].backward == pytest.approx(back)
     assert times.layers[0].last == pytest.approx(hidden(back, sums) - back)
 

@@ -201,10 +201,10 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
     behind = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
-    gathers = [cost for cost in behind if cost.step.scope != "step"]
+    gathers = [cost for cost in behind if cost.hides and cost.step.scope != "step"]
     row = partly_hidden(row, _links_s(gathers, rates), at.hiding)
-    sums = [cost for cost in behind if cost.step.scope == "step"]
-    return np.maximum(partly_hidden(row, _links_s(sums, rates), at.overlap), links) + alone_s
+    rest = [cost for cost in behind if not cost.hides or cost.step.scope == "step"]
+    return np.maximum(partly_hidden(row, _links_s(rest, rates), at.overlap), links) + alone_s
 
 
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
