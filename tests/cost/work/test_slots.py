@@ -208,3 +208,64 @@ def test_a_token_is_sent_to_each_node_once():
     for key, seconds in by_expert.items():
         narrow = (1 + 4 / 128) / 2 if key[1] in ("xe", "dye") else 1
         assert by_node[key] == pytest.approx(seconds * rows * narrow, rel=1e-3)
+
+
+def moe_costs(**assumed):
+    """Costs of a step of mixtral whose experts are on the eight devices of a node, without slots to spare."""
+    strategy = Strategy(mesh=make_mesh({"expert": 8}), num_microbatches=2, state="bf16-master")
+    cluster, job = parse_cluster("h100:8x1"), Job(batch_seqs=16, seq_len=2048)
+    setting = Setting(
+        catalogue.load_model("mixtral-8x7b"),
+        cluster,
+        job,
+        rates_for(cluster, None, fitted=True),
+        assumptions=Assumptions(empty_slots=False, **assumed),
+    )
+    return price_strategy(setting, strategy).costs
+
+
+def by_result(costs, op):
+    return {
+        (cost.step.block, cost.step.phase, cost.step.result.name): cost
+        for cost in costs.all
+        if cost.step.op == op and any("C" in array.dims for array in (*cost.step.inputs, *cost.step.results))
+    }
+
+
+def test_a_token_is_sent_once_to_each_device():
+    """In one node of eight devices a token has 8 (1 - (7/8)^2) of them in the mean, not two rows."""
+    rows, devices = (
+        by_result(moe_costs(software="eager", dispatch=way), "all_to_all") for way in ("experts", "devices")
+    )
+    wide = [key for key, cost in rows.items() if "D" in cost.step.full.dims]
+    assert wide
+    for key in wide:
+        assert devices[key].network_bytes / rows[key].network_bytes == pytest.approx(8 * (1 - (7 / 8) ** 2) / 2)
+
+
+def test_a_host_starts_a_kernel_for_each_expert_of_a_device():
+    """One kernel where a CUDA graph or a compiled program holds all of them."""
+    one, alone = (by_result(moe_costs(software=way), "einsum") for way in ("captured", "eager"))
+    assert one
+    assert {float(c.num_kernels) for c in (*one.values(), *alone.values())} == {1.0}
+    two = Strategy(mesh=make_mesh({"expert": 4}), num_microbatches=2, state="bf16-master")
+    setting = Setting(
+        catalogue.load_model("mixtral-8x7b"),
+        parse_cluster("h100:4x1"),
+        Job(batch_seqs=16, seq_len=2048),
+        assumptions=Assumptions(empty_slots=False, software="eager"),
+    )
+    assert {float(c.num_kernels) for c in by_result(price_strategy(setting, two).costs, "einsum").values()} == {2.0}
+
+
+def test_one_hot_products_bring_tokens_to_their_slots():
+    """2 T FLOPs for each entry of a slot, once forward and once back, twice for the weighted sum."""
+    plain, one_hot = (moe_costs(software="captured", dispatch=way) for way in ("experts", "one_hot"))
+    for op, times in (("dispatch", 1), ("dispatch_backward", 1), ("combine", 1), ("combine_backward", 2)):
+        found, before = by_result(one_hot, op), by_result(plain, op)
+        assert found, op
+        for key, cost in found.items():
+            slots = 16 * 2048 / 2 / 8 * 2 * 4096
+            rate = times * 2 * slots * 2048 / cost.math_s
+            assert 0.3 * 989.4e12 < rate < 989.4e12
+            assert before[key].math_s < cost.math_s

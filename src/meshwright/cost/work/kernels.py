@@ -10,7 +10,7 @@ from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.cached_attention import queries_of
 from meshwright.algebra.ops.collective_matmul import num_blocks
-from meshwright.algebra.ops.dispatch import is_at_experts
+from meshwright.algebra.ops.dispatch import has_slots, is_at_experts
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.steps import Step
@@ -203,7 +203,7 @@ def local_cost(
             seconds = flops / rates.wide_flops_per_s
             if rates.one_hot and (places := ONE_HOT.get(step.op)):
                 # each slot is a sum over all positions of its sequence
-                slots = max((*step.inputs, *step.results), key=lambda array: len(array.dims))
+                slots = next(array for array in (*step.results, *step.inputs) if has_slots(array))
                 seconds = places * 2 * sizes.elements(slots) * sizes.dims["T"] / rates.matmul_flops_per_s
             moved = moved * at.eager_traffic if rates.eager and step.phase != "update" else moved
     return StepCost(
