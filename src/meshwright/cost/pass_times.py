@@ -210,7 +210,8 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
     """Returns the kernels of a step that the host starts, a collective's too: none that a CUDA graph holds."""
     held = rates.software == "captured-layers" and not is_at_experts(cost.step)
-    return 0 if held else cost.num_kernels + cost.step.is_collective
+    sends = cost.step.is_collective and np.asarray(rates.groups[cost.group].size) > 1
+    return 0 if held else cost.num_kernels + sends
 
 
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[Number, Number]:

@@ -196,7 +196,7 @@ def _in_buckets(costs: tuple[StepCost, ...], owners: Mapping[str, list[str]]) ->
     for number, cost in enumerate(costs):
         if cost.step.is_collective and (cost.hides or cost.step.phase == "update"):
             owner = owners.get(cost.step.result.name.removeprefix("d"), [""])[-1]
-            buckets.setdefault((cost.group, cost.step.op, cost.step.scope, owner), []).append(number)
+            buckets.setdefault((cost.step.op, cost.step.scope, owner), []).append(number)
     found = list(costs)
     for numbers in buckets.values():
         by_bytes = total(costs[number].network_s - costs[number].latency_s for number in numbers)
