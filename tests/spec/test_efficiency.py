@@ -58,6 +58,11 @@ def test_every_number_reaches_some_chip():
         assert any(changed[name] != every[name] for name in FAMILIES), number
 
 
+def test_no_share_is_above_the_data_sheet():
+    """What is stored is what is used."""
+    assert all(value <= 1 for name, value in NUMBERS.items() if name.split(".")[0] in SHARES)
+
+
 def test_numbers_of_their_own_family_and_kind():
     h100, v5p = fitted("h100").efficiency, fitted("v5p").efficiency
     assert (h100.compute, v5p.compute) == (NUMBERS["compute.h100"], NUMBERS["compute.v5p"])

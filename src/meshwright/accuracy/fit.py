@@ -9,6 +9,7 @@ from scipy.optimize import least_squares
 
 from meshwright.accuracy.batches import CaseBatch, batches, calibrations
 from meshwright.accuracy.cases import NUM_FOLDS, Case
+from meshwright.spec.calibration import SHARES
 
 PRIORS: dict[str, tuple[float, float]] = {
     "compute.a100": (0.80, 0.08),
@@ -116,6 +117,7 @@ def fit(
     """Returns the numbers that predict the cases of the mask ``chosen`` best, pulled towards their priors.
 
     Minimises errors of log step times (see `ERROR_SCALE`) from ``start`` (default: priors) in ``rounds`` iterations.
+    Shares of a data-sheet rate are at most 1.
     """
     names = list(PRIORS)
     centre = np.log([PRIORS[name][0] for name in names])
@@ -134,7 +136,9 @@ def fit(
 
     at = centre if start is None else np.log([start[name] for name in names])
     found = least_squares(lambda point: residuals(point)[0], at, slopes, x_scale=spread, ftol=1e-4, max_nfev=rounds + 1)
-    return dict(zip(names, np.exp(found.x).tolist(), strict=True))
+    # nothing is faster than its data sheet: a calibration takes shares above 1 as 1
+    most = np.array([1.0 if name.split(".")[0] in SHARES else np.inf for name in names])
+    return dict(zip(names, np.minimum(np.exp(found.x), most).tolist(), strict=True))
 
 
 def folds(cases: Sequence[Case]) -> np.ndarray:

@@ -94,9 +94,13 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     route = next((value.route for value in given if isinstance(value, Ragged) and value.route), None)
     if route is None or not results:
         return
+    held = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
     # rows of tokens are sorted again, so that they need no memory for rounds that seldom run
-    known = {a: v for a, v in start.items() if not (has_slots(a) and (a.axes_of("E") or len(a.dims) > 2))}
+    known = {a: v for a, v in held.items() if not (has_slots(a) and len(a.dims) > 2)}
     again = _needed(context, steps[0].block, results, known)
+    if not _can_run(again, known):
+        # the second part of a split backward pass does not have the arrays that its rows were made from
+        known, again = held, _needed(context, steps[0].block, results, held)
     used = [array for array in known if any(array in step.inputs for step in again)]
 
     def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
@@ -129,6 +133,16 @@ def _needed(context: Context, block: str, results: list[ShardedArray], known: En
             again.append(step)
             made.update(step.results)
     return again
+
+
+def _can_run(steps: list[Step], known: Environment) -> bool:
+    """True if every input of the steps is known or the result of an earlier one."""
+    made = set(known)
+    for step in steps:
+        if not made.issuperset(step.inputs):
+            return False
+        made.update(step.results)
+    return True
 
 
 def run_update(steps: Iterable[Step], env: Environment, sizes: Mapping[str, int] | None = None) -> Environment:
