@@ -12,7 +12,7 @@ from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify.proof import Proof, prove
 from meshwright.verify.request import Request
 from meshwright.verify.running import python_program
-from meshwright.verify.targets import PLUGINS, is_installed, target_of
+from meshwright.verify.targets import PLUGINS, Target, is_installed, target_of
 
 
 def proof_of(given, on, axes, *, timeout_s=120, **asked) -> Proof:
@@ -21,14 +21,19 @@ def proof_of(given, on, axes, *, timeout_s=120, **asked) -> Proof:
     return prove(request, program=python_program(PROGRAM), timeout_s=timeout_s)
 
 
+def need_compiler(target: Target) -> None:
+    """Skips a test where the compiler for a target is not installed."""
+    if not is_installed(target.platform):
+        name, extra = target.platform, PLUGINS[target.platform][1]
+        pytest.skip(f'the compiler for {name} is not installed: pip install "meshwright[{extra}]"')
+
+
 def request_for(
     given, on, axes, *, seqs=16, length=1024, choices=None, step="train", weights="as they are", **asked
 ) -> Request:
     """The request of `proof_of`; skips where the compiler for it is not installed."""
     cluster = parse_cluster(on)
-    platform = target_of(cluster).platform
-    if not is_installed(platform):
-        pytest.skip(f'the compiler for {platform} is not installed: pip install "meshwright[{PLUGINS[platform][1]}]"')
+    need_compiler(target_of(cluster))
     strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", **(choices or {}))
     stored = Storage(cache_dtype=asked.pop("cache_dtype", "bf16"), quantised=weights == "int8")
     job = job_of_step(Job(batch_seqs=seqs, seq_len=length), step)

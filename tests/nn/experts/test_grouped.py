@@ -18,6 +18,7 @@ from meshwright.nn.experts.slots import Ragged
 from meshwright.spec.cluster import parse_cluster
 from meshwright.verify.targets import target_of
 from tests.nn.arrays import draw
+from tests.verify.compiled import need_compiler
 
 ROWS, WIDTH, OUT, EXPERTS = 512, 256, 128, 4
 ONE_PIECE, TWO_PIECES = [[100, 0, 150, 60]], [[30, 0, 90, 8], [0, 0, 0, 65]]
@@ -145,6 +146,7 @@ def compiled_for(on, function, *arguments):
     from jax.sharding import SingleDeviceSharding
 
     target = target_of(parse_cluster(on))
+    need_compiler(target)
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in target.environment.items():
