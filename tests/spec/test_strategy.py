@@ -167,6 +167,8 @@ def test_other_software_is_priced_and_does_not_run():
     for fields, words in (
         ({"software": "eager"}, "software 'eager' is planned but not executed in this version. Use compiled."),
         ({"attention_kernel": "portable"}, "attention_kernel 'portable' is planned but not executed in this version."),
+        ({"exchange_overlap": True}, "exchange_overlap True is planned but not executed in this version. Use False."),
+        ({"narrow_gathers": True}, "narrow_gathers True is planned but not executed in this version. Use False."),
     ):
         with pytest.raises(CannotRunError) as raised:
             require_runnable_assumptions(Assumptions(**fields))

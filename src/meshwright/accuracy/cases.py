@@ -129,9 +129,9 @@ def _case(record: Record) -> Case:
     strategy = msgspec.structs.replace(strategy, placement=placed)
     # published software sends filled expert slots only
     kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
-    if record.recipe and record.recipe.narrow_attention:
-        kernel = "narrow"
     recipe = record.recipe
+    if recipe and recipe.narrow_attention:
+        kernel = "narrow"
     assumed = Assumptions(
         software=_software(record),
         attention_kernel=kernel,

@@ -78,17 +78,18 @@ class RecordedLora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedRecipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What a published recipe says of the software: kernels held in CUDA graphs, how tokens reach experts, whether that
-    overlaps, whether one kernel multiplies all experts, whether attention is in fp8, and what is recomputed."""
+    """What a published recipe says of the software: kernels held in CUDA graphs, how tokens reach experts and whether
+    that overlaps, the bound on the slots of experts (0: none), whether attention is in fp8.
+
+    Records also list what is not priced: one kernel for all experts, modules that are recomputed, offloaded layers.
+    """
 
     source: str
     graphs: Literal["none", "layers", "step"] = "none"
     dispatcher: Literal["alltoall", "one_hot", "hybridep", "deepep"] = "alltoall"
     capacity_factor: Annotated[float, msgspec.Meta(ge=0, le=LARGEST)] = 0.0
     exchange_overlap: bool = False
-    fused_experts: bool = False
     narrow_attention: bool = False
-    recompute: tuple[str, ...] = ()
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -180,6 +180,7 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
     Blocks of a collective matmul hide behind its own products; the remainder is exposed. A fitted exponent says how
     complete overlap is: see `partly_hidden`. With eager dispatch, compute is no shorter than the starts of its kernels.
+    Libraries add the exchanges of tokens that nothing hides.
     """
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)

@@ -280,6 +280,7 @@ def price_step(
         return local_cost(step, sizes, rates.chip, kept=kept)
     group, chip = rates.groups[frozenset(step.axes)], rates.chip
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
+    # programs of this package sum in float32; libraries in the dtype of their state's gradients
     if rates.software != "compiled" and step.scope == "step" and step.phase != "update":
         element = np.minimum(element, STATE_BYTES[sizes.state]["gradients"])
     if rates.narrow_gathers and step.op == "all_gather" and (step.phase == "update" or not step.critical):

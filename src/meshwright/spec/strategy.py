@@ -334,12 +334,13 @@ def require_runnable_strategy(strategy: Strategy) -> None:
 
 def require_runnable_assumptions(assumptions: Assumptions) -> None:
     """Raises CannotRunError for assumptions about other software, which is only priced."""
-    for name, own in (("attention_kernel", "tuned"), ("software", "compiled"), ("dispatch", "experts")):
-        if getattr(assumptions, name) != own:
-            _refuse(name, getattr(assumptions, name), own)
+    for name in ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers"):
+        given, own = getattr(assumptions, name), getattr(AS_RUN, name)
+        if given != own:
+            _refuse(name, given, own)
 
 
-def _refuse(name: str, value: str, instead: str) -> None:
+def _refuse(name: str, value: str | bool, instead: str | bool) -> None:
     raise CannotRunError(f"{name} {value!r} is planned but not executed in this version. Use {instead}.")
 
 

@@ -23,6 +23,7 @@ from meshwright.cost.work.slots import (
 from meshwright.nn.experts.products import blocks_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.efficiency import fitted_numbers
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
 
@@ -266,6 +267,6 @@ def test_one_hot_products_bring_tokens_to_their_slots():
         assert found, op
         for key, cost in found.items():
             slots = 16 * 2048 / 2 / 8 * 2 * 4096
-            rate = times * 2 * slots * 2048 / cost.math_s
-            assert 0.3 * 989.4e12 < rate < 989.4e12
-            assert before[key].math_s < cost.math_s
+            rate = 989.4e12 * fitted_numbers().numbers["compute.h100"]
+            assert cost.math_s == pytest.approx(times * 2 * slots * 2048 / rate)
+            assert before[key].math_s == 0

@@ -169,6 +169,7 @@ def _overlap_text(rows: Sequence["OverlapRow"]) -> Iterator[Piece]:
         "price hides": ("hidden_bytes", format_bytes),
         "how": lambda row: ", ".join(row.overlapped),
     }
+    yield ""
     yield Table.of(rows, columns)
     only = sum(max(0.0, row.hidden_bytes - row.overlapped_bytes) for row in rows)
     yield Fact("only the price hides", format_bytes(only), column=22)

@@ -139,9 +139,8 @@ def block_bytes(step: Step, sizes: SlotSizes) -> Number:
     """Returns the bytes that a product of slots in blocks moves beside its operands and its result.
 
     The result is cleared first, and each block of it is read again to keep rows of other blocks; of a kernel's result
-    spare rows are cleared in a pass. A weight's gradient
-    is read and written in float32 for each block, and so is the block's part of it. Where several blocks are gathered,
-    their rows are written and read once more.
+    spare rows are cleared in a pass. A weight's gradient is read and written in float32 for each block, and so is the
+    block's part of it. Where several blocks are gathered, their rows are written and read once more.
     """
     slots = _slots(step)
     if slots is None or not kind_of(step).is_einsum:
