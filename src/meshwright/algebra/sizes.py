@@ -32,7 +32,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     ``state`` is the training state. ``scores`` says whether attention is one kernel that keeps its T x S scores on
     chip, or a chain of products and a softmax that writes them to memory. With ``causal`` attention skips masked keys,
     about half of them; else every key is counted. ``turns_gathers``: the compiler gathers along another dim than the
-    first into an array that it then transposes. ``cache`` remembers bytes of arrays.
+    first into an array that it then transposes. ``tile_rows`` are the rows of the tiles from which products on TPUs
+    take 16-bit numbers, 0 on other chips. ``cache`` remembers bytes of arrays.
     """
 
     dims: Mapping[str, Number]
@@ -41,6 +42,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     scores: Scores = "on_chip"
     causal: bool = False
     turns_gathers: bool = False
+    tile_rows: int = 0
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
 
     @property

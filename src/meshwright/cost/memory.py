@@ -1,5 +1,7 @@
 """Memory of one chip in a step, itemised, from the declared shardings and the derived steps."""
 
+import functools
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -18,11 +20,18 @@ from meshwright.core.errors import InputError
 from meshwright.cost.arrays import largest, total
 from meshwright.cost.pipeline import ONE_STAGE, PipelineCost
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, Topology
 from meshwright.spec.strategy import STATE_BYTES
 
 BUFFERED_REPEATS = 2
 """Repeats whose offloaded arrays are on the device: the running one and the one in transfer."""
+
+MEMORY_MARGINS: dict[Topology, float] = {"torus": 0.04, "switched": 0.04, "host": 0.0}
+"""Share of a chip's memory that listed plans leave free, on TPUs, GPUs and this machine: by so much compiled steps may
+need more than is predicted. `benchmarks/verify.py` says how often they do (docs/proof.md)."""
+
+STORED_ROWS = 8
+"""Rows of the tiles in which TPUs store weights of 16 bits."""
 
 STATE_PARTS = ("weights", "gradients", "optimizer", "moments")
 
@@ -30,8 +39,9 @@ STATE_PARTS = ("weights", "gradients", "optimizer", "moments")
 class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one block on a chip, for any schedule.
 
-    Four fields count all repeats: ``elements`` of each of `STATE_PARTS`, ``kept_bytes`` and ``logits_bytes`` of results
-    kept for the backward pass of one microbatch, and ``pending_bytes`` that a separate pass for weight gradients reads.
+    Five fields count all repeats: ``elements`` of each of `STATE_PARTS`, ``kept_bytes`` and ``logits_bytes`` of results
+    kept for the backward pass of one microbatch, ``pending_bytes`` that a separate pass for weight gradients reads, and
+    ``retiled_bytes`` of second copies of weights.
     The others are of one repeat: ``stream_bytes`` enter it; ``gathered_bytes`` of whole weights and ``working_bytes``
     of temporary results are alive only while it runs. ``segment`` is that of `BlockSteps`.
     """
@@ -45,6 +55,7 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     stream_bytes: Number
     gathered_bytes: Number
     working_bytes: Number
+    retiled_bytes: Number
 
     def saved_bytes(self, share: Number, stash: Number) -> Number:
         """Returns the bytes kept from forward to backward pass on a device with a share of the repeats, for ``stash``
@@ -71,7 +82,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one chip before pipeline stages divide the layers: computed once, for any schedule.
 
     ``ends`` are embedding and head. ``shared_bytes`` are results of earlier stacks that layers read, with their
-    cotangents. ``chunk_bytes`` are the logits of one chunk of a chunked loss head, with their cotangent.
+    cotangents. ``chunk_bytes`` are the logits of one chunk of a chunked loss head, with their cotangent. ``tied_bytes``
+    are gradients of weights that several ends use, whole until the last of these has run.
     ``boundary_bytes`` are sent from stage to stage for one microbatch: (forward, backward). ``cache_bytes`` are keys
     and values of all layers, in a step that generates.
     """
@@ -82,6 +94,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[BlockMemory, ...]
     shared_bytes: Number
     chunk_bytes: Number
+    tied_bytes: Number
     boundary_bytes: tuple[Number, ...]
     cache_bytes: Number
 
@@ -117,41 +130,64 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         """
         state, several = STATE_BYTES[self.state], np.asarray(pipeline.microbatches) > 1
         narrow = state["gradients"] < DTYPE_BYTES["fp32"]
-        accumulated = DTYPE_BYTES["fp32"] * several * narrow
-        single = np.where(pipeline.in_lockstep & ~pipeline.is_one & (accumulated > 0), 0.0, state["gradients"])
-        share, stash = pipeline.share(self.num_layers), pipeline.stash + pipeline.running_stash
+        in_stages = pipeline.in_lockstep & ~pipeline.is_one
+        accumulated = DTYPE_BYTES["fp32"] * (several | in_stages) * narrow
+        single = np.where(in_stages & (accumulated > 0), 0.0, state["gradients"])
+        share, stash = pipeline.share(self.num_layers), pipeline.stash
         optimizer = self.optimizer_bytes(pipeline)
         at_once = pipeline.in_lockstep & pipeline.is_one & ~several
         gradients = np.where(at_once, self.elements("optimizer", pipeline), self.elements("gradients", pipeline))
-        saved = total(layer.saved_bytes(share, stash) for layer in self.layers)
+        saved, running = (
+            total(layer.saved_bytes(share, count) for layer in self.layers) for count in (stash, pipeline.running_stash)
+        )
         if "activations" in offload:
             saved = np.minimum(saved, BUFFERED_REPEATS * self.moved_bytes(pipeline))
         if "optimizer" in offload:
             optimizer = np.minimum(1.0, BUFFERED_REPEATS / pipeline.layers_held(self.num_layers)) * optimizer
         waiting = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
-        again = (layer.segment_bytes(share) for layer in self.layers)
         ends = self.shared_bytes + total(end.kept_bytes for end in self.ends)
         streams = largest(layer.stream_bytes for layer in self.layers)
         messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
-        logits, gathered, workspace = self.at_peak(pipeline)
+        gradients = gradients * (single + accumulated)
+        retiled = total(layer.retiled_bytes for layer in self.layers) * share
+        kept, again = saved + waiting + ends, total(layer.segment_bytes(share) for layer in self.layers)
+        logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
+        alone = pipeline.in_lockstep & pipeline.is_one
+        none, head, embed = 0.0 * logits, _most(self.ends[1:]), _most(self.ends[:1])
+        whole = gradients + np.where(alone, self.tied_bytes, 0.0)
+        # activations, gradients, logits, gathered weights and temporary results while the head, layers or embedding run
+        of_head = (kept, np.where(at_once, 0.0, gradients), logits, *head)
+        gathered, working = _most(self.layers)
+        of_layers = (kept + again + running, whole, none, gathered, working + self._chunk_copies(pipeline))
+        of_embedding = (np.where(alone, ends, kept), whole, none, *embed)
+        activations, gradients, logits, gathered, workspace = functools.reduce(
+            _fuller, (of_head, of_layers, of_embedding)
+        )
         return {
             "weights": self.elements("weights", pipeline) * state["weights"],
-            "gradients": gradients * (single + accumulated),
+            "gradients": gradients,
             "optimizer": optimizer,
-            "activations": sum(again, start=saved + waiting + ends),
+            "activations": activations,
             "logits": logits,
             "kv_cache": self.cache_bytes + 0.0 * workspace,
             "communication": sum((count * size for count, size in messages), start=gathered),
-            "workspace": workspace,
+            "workspace": workspace + retiled,
         }
 
-    def at_peak(self, pipeline: PipelineCost) -> tuple[Number, Number, Number]:
-        """Returns bytes of the block that needs most while it runs: (logits, gathered weights, temporary results)."""
-        logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
-        layer, end = _most(self.layers), _most(self.ends)
-        in_end = logits + sum(end) > sum(layer)
-        most = (np.where(in_end, of_end, of_layer) for of_end, of_layer in zip(end, layer, strict=True))
-        return np.where(in_end, logits, 0.0 * logits), *most
+    def _chunk_copies(self, pipeline: PipelineCost) -> Number:
+        """Returns the bytes of a run's weights, where a device has several, and of its gradients before they are added.
+        One program of all stages holds them besides the whole arrays."""
+        chunks, width = np.asarray(pipeline.chunks), STATE_BYTES[self.state]["weights"]
+        parts = {part: total(one.elements[part] for one in self.layers) for part in ("weights", "gradients")}
+        copies = parts["weights"] * (chunks > 1) + parts["gradients"]
+        share = pipeline.share(self.num_layers) / chunks
+        return np.where(pipeline.is_one | (not pipeline.in_lockstep), 0.0, copies * share * width)
+
+
+def _fuller(one: tuple[Number, ...], other: tuple[Number, ...]) -> tuple[Number, ...]:
+    """Returns the figures with the larger sum."""
+    more = sum(other) > sum(one)
+    return tuple(np.where(more, theirs, ours) for ours, theirs in zip(one, other, strict=True))
 
 
 def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
@@ -178,6 +214,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
         ends=tuple(found for block, found in blocks if not block.is_layer),
         shared_bytes=total(sizes.total(one.given, one.cotangent) for one in shared),
         chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local),
+        tied_bytes=_tied_bytes(derived, sizes),
         boundary_bytes=tuple(
             total(sizes.bytes(s.result) for s in derived.boundary if s.op == "permute" and s.phase == phase)
             for phase in ("forward", "backward")
@@ -231,6 +268,13 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     return found
 
 
+def _tied_bytes(derived: Derived, sizes: OpSizes) -> Number:
+    ends = (block for block in derived.blocks if not block.is_layer)
+    used = Counter(name for block in ends for name in weights_of(derived, block) if name in derived.weights)
+    gradients = gradient_arrays(derived)
+    return total(sizes.elements(gradients[name]) * sizes.width for name, count in used.items() if count > 1)
+
+
 def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
     is_layer, trains = block.is_layer, _trains(derived)
     kept, logits = _kept_bytes(block, derived, sizes)
@@ -249,6 +293,19 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
         gathered_bytes=total(gathered.values()) + _turned_bytes(gathers, gathered, sizes),
         working_bytes=_working_set(block, derived, sizes),
+        retiled_bytes=block.repeat * _retiled_bytes(block, derived, sizes)
+        if sizes.tile_rows > STORED_ROWS and trains
+        else 0.0,
+    )
+
+
+def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
+    """Returns the bytes of a layer's weights that no device gathers: loops read them in other tiles than their own."""
+    gathers = {s.result.name: s for s in block.forward if s.op == "all_gather" and _is_weight(s.result, derived)}
+    names = (name for name in weights_of(derived, block) if _role(derived.declared[name], derived) == "weight")
+    return total(
+        sizes.bytes(derived.declared[name]) * (1 - _moves(gathers[name], sizes) if name in gathers else 1)
+        for name in names
     )
 
 
@@ -328,18 +385,19 @@ class _Life(msgspec.Struct):
 def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the most bytes, at any step of the backward pass, of live results that no other item counts.
 
-    Without a backward pass the forward pass counts. A result lives from the step that makes it to its last use; only
-    the cotangent of the logits is taken to be made in place. Scratch memory (attention's scores) counts at its step.
+    Without a backward pass the forward pass counts. A result lives from the step that makes it to its last use. Scratch
+    memory (attention's scores) counts at its step.
     """
     steps = block.backward if _trains(derived) else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
     lives = _lives(steps, block, derived)
-    for step in steps:
-        if not step.is_collective and kind_of(step).in_place and step.inputs[0].name == "logits":
-            lives.pop(step.result)  # it takes the memory of the logits, which nothing reads afterwards
+    logits = next(
+        (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
+    )
     for array, life in lives.items():
+        held = _held_cotangent(logits, sizes) if logits and array == logits.result else 1
         for number, amount in _comes_and_goes(array, life, lives, sizes):
-            changes[number].append(amount)
+            changes[number].append(amount * held)
     alive: Number = 0.0
     most: Number = 0.0
     for step, amounts in zip(steps, changes, strict=False):
@@ -348,6 +406,17 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         scratch = 0.0 if step.is_collective else kind_of(step).scratch_bytes(step, sizes)
         most = np.maximum(most, alive + scratch)
     return most
+
+
+def _held_cotangent(step: Step, sizes: OpSizes) -> Number:
+    """Returns 1 where the cotangent of the logits is held beside them, else 0.
+
+    As wide as they are, it takes their memory. TPUs make it inside the products that read it, but where a device has
+    only one sequence.
+    """
+    if sizes.width == DTYPE_BYTES["fp32"]:
+        return 0.0
+    return np.where(sizes.local(step.inputs[0])["B"] > 1, 0.0, 1.0) if sizes.tile_rows else 1.0
 
 
 def _comes_and_goes(

@@ -84,8 +84,10 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def running_stash(self) -> Number:
-        """Results that one program keeps besides the stash, of the running pass; 1 is one microbatch in all layers."""
-        return np.where(self.is_one | (not self.in_lockstep), 0.0, 1 / np.asarray(self.chunks))
+        """Results that one program keeps besides the stash, of the running pass; 1 is one microbatch in all layers. A
+        stash of one slot is used as it is."""
+        slots = np.round(self.stash * np.asarray(self.chunks))
+        return np.where(self.is_one | (not self.in_lockstep) | (slots == 1), 0.0, 1 / np.asarray(self.chunks))
 
     @property
     def pending_stash(self) -> Number:

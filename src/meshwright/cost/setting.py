@@ -13,13 +13,14 @@ from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import layer_names, transformer
 from meshwright.core.fields import Checked
-from meshwright.cost.memory import memory_limit, memory_parts
+from meshwright.cost.memory import MEMORY_MARGINS, memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
 from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import StepRates, attention_scores, has_grouped_kernels, step_rates
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.calibration import Calibration, datasheet_calibration
+from meshwright.spec.chip import catalogued
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -64,6 +65,16 @@ class Setting(Checked, frozen=True, dict=True):
         """Bytes of a chip that programs may fill; infinity for this machine if unknown."""
         return memory_limit(self.cluster, self.calibration)
 
+    @property
+    def memory_margin(self) -> float:
+        """Share of a chip's memory that listed plans leave free."""
+        return MEMORY_MARGINS[self.cluster.kind]
+
+    @property
+    def memory_room(self) -> float:
+        """Bytes of a chip that a listed plan may need by its prediction."""
+        return self.memory_limit * (1 - self.memory_margin)
+
     def derived(self, strategy: Strategy) -> Derived:
         """Returns the job's steps under a strategy, as its software runs them. Raises InputError for unknown axes."""
         make_mesh(strategy.mesh)
@@ -85,7 +96,7 @@ class Setting(Checked, frozen=True, dict=True):
         ``mesh`` and ``microbatch_seqs`` replace the strategy's; their sizes may be arrays. In decode no key is skipped:
         a query is multiplied with every slot of a cache.
         """
-        job = self.job
+        job, target = self.job, catalogued(self.cluster.chip, "libtpu")
         found = op_sizes(
             self.model,
             seq_len=job.step_len,
@@ -98,7 +109,7 @@ class Setting(Checked, frozen=True, dict=True):
             assumptions=self.assumptions,
         )
         if job.trains:
-            return found
+            return replace(found, tile_rows=target.tile_rows if target else 0)
         cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=self.storage)
         causal = found.causal and job.kind != "decode"
         return replace(found, dims={**found.dims, **cache}, causal=causal)

@@ -13,6 +13,9 @@ from meshwright.algebra.rewrites.torus import Legs, crossed_legs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
+LANES, ROWS = 128, 8
+"""Numbers in the innermost and the next dim of a TPU's tile."""
+
 
 def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
     """Runs a collective or slice step on this device's block, which has ``leading`` more dims before the step's."""
@@ -54,10 +57,32 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
     value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
     value = value.reshape(*legs.sizes, *value.shape[len(legs.parts) :])
-    value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
+    rest = list(range(len(legs.sizes), value.ndim))
+    if value.shape[-1] < LANES:
+        # the longest dim fills the lanes of tiles: parts of two rows would be padded 64 times
+        rest.append(rest.pop(max(range(len(rest)), key=lambda place: value.shape[rest[place]])))
+    value = with_layout_constraint(value, Layout(major_to_minor=(*range(len(legs.sizes)), *rest)))
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
     return value
+
+
+def _tiled(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
+
+
+def as_stored(value: Array) -> Array:
+    """Returns a value in the layout in which arrays are stored, so that no loop over arrays of all layers copies them
+    into another one.
+
+    The last dim is the innermost; on TPUs the last but one if fewer numbers are added to fill tiles then.
+    """
+    order = list(range(value.ndim))
+    if default_platform() == "tpu" and value.ndim > 1:
+        rows, last = value.shape[-2:]
+        if _tiled(last, LANES) * _tiled(rows, ROWS) > _tiled(rows, LANES) * _tiled(last, ROWS):
+            order[-2:] = reversed(order[-2:])
+    return with_layout_constraint(value, Layout(major_to_minor=tuple(order)))
 
 
 def _gather_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:

@@ -5,12 +5,14 @@ second part all others (weight gradients). The first part hands operands to the 
 so that no collective runs twice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from meshwright.algebra.derived import BlockSteps, Derived
@@ -25,7 +27,8 @@ from meshwright.algebra.rewrites.split_backward import (
     weights_of,
 )
 from meshwright.algebra.steps import Step
-from meshwright.nn.collectives import communicate
+from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.collectives import as_stored, communicate
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
@@ -120,6 +123,8 @@ class BlockPasses:
             env[self.derived.declared[self.entering]] = stream
         env = self._run(self.steps.forward, env, ready)
         saved = tuple(env[array] for array in self.steps.kept)
+        if _has_one_layout():
+            saved = jax.tree.map(as_stored, saved)
         return env[self.steps.forward[-1].result], self._moved(saved, jax.memory.Space.Host)
 
     def backward(
@@ -136,7 +141,8 @@ class BlockPasses:
         `weight_backward` instead of gradients."""
         steps, shared = self.steps, self.derived.shared
         env = self._environment(weights, inputs)
-        env |= zip(steps.kept, self._moved(saved, jax.memory.Space.Device), strict=True)
+        saved = self._moved(saved, jax.memory.Space.Device)
+        env |= zip(steps.kept, jax.tree.map(as_stored, saved) if _has_one_layout() else saved, strict=True)
         whole = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
         sums = {name: shared[name].cotangent for name in self.further}
         env |= {whole: cotangents.stream} | {sums[name]: value for name, value in cotangents.further.items()}
@@ -174,8 +180,62 @@ class BlockPasses:
         return self._gradients(self._run(self._backward_at(self._split.weights), env, None))
 
 
+def _has_one_layout() -> bool:
+    """True if saved activations keep the layout of stored arrays.
+
+    GPUs would transpose those of all layers where the two passes use them in other layouts. On TPUs one layout serves
+    both, in which fewer rows are padded.
+    """
+    return default_platform() in ("cuda", "rocm")
+
+
+def never(arrays: Iterable[Array]) -> Array:
+    """Returns False once the arrays exist, which no compiler knows beforehand."""
+    one = sum((array.reshape(-1)[0].astype(jnp.float32) for array in arrays), start=jnp.zeros(()))
+    return jnp.isnan(one) & jnp.isinf(one)
+
+
 def apply_collectives(steps: Sequence[Step], value: Array, *, leading: int = 0) -> Array:
     """Returns a value after a sequence of collectives and slices."""
     for step in steps:
         value = communicate(step, value, leading=leading)
     return value
+
+
+PIECES = 8
+"""Parts in which an updated matrix outside the layers is gathered."""
+
+
+def moved_in_pieces(
+    moves: Mapping[str, Sequence[Step]], shards: Params, into: Params, *, stacked: frozenset[str]
+) -> Params:
+    """Returns shards of weights after their collectives, written ``into`` the old weights by layer or in `PIECES`.
+
+    Gathered at once, GPUs hold all of them beside the weights, once more in the layout of a gather, and libtpu copies
+    the old weights. The layout that a piece is gathered into does not reach the whole weight.
+    """
+    found = {name: shard for name, shard in shards.items() if not moves[name]}
+    cuts = {
+        name: (0, shards[name].shape[0]) if name in stacked else cut(shards[name].shape, into[name].shape)
+        for name in shards
+        if name not in found
+    }
+    for count in {count for _, count in cuts.values()}:
+        own = {name: dim for name, (dim, number) in cuts.items() if number == count}
+
+        def one_piece(number: Array, whole: Params, own: dict[str, int] = own, count: int = count) -> Params:
+            for name, dim in own.items():
+                size = shards[name].shape[dim] // count
+                piece = lax.dynamic_slice_in_dim(shards[name], number * size, size, dim)
+                part = as_stored(apply_collectives(moves[name], piece, leading=int(name in stacked)))
+                whole = whole | {name: lax.dynamic_update_slice_in_dim(whole[name], part, number * size, dim)}
+            return whole
+
+        found |= lax.fori_loop(0, count, one_piece, {name: into[name] for name in own})
+    return {name: found[name] for name in shards}
+
+
+def cut(shard: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
+    """Returns a dim that the collectives from one shape to the other leave alone, and the number of pieces along it."""
+    sizes = list(zip(shard, whole, strict=True))
+    return next(((dim, PIECES) for dim, (own, full) in enumerate(sizes) if own == full and own % PIECES == 0), (0, 1))

@@ -6,6 +6,7 @@ gradients, but already summed over devices.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.split_backward import step_steps
 from meshwright.core.labels import AT_MOST_ONCE
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
+from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives, never
 from meshwright.parallel.passes import Passes
 from meshwright.spec.strategy import Strategy
 
@@ -48,9 +49,21 @@ def microbatch_gradients(
     """
     results, saved = _forward(passes, params, inputs)
     cotangents, ends, of_layers = dict(dloss), Params(), Params()
+    used = Counter(name for stack in passes.stacks for block in stack.ends for name in block.weights)
+    # gradients of embeddings come last, and those of weights that several ends use
+    first = {name for stack in passes.stacks if stack.stack.first for name in stack.embed.weights}
+    waiting = {name for name, count in used.items() if count > 1} | first
     for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, saved, strict=True))):
-        of_result = Cotangents(cotangents[stack.head.result], {})
+        # else compilers keep logits until they compute the loss, which no layer needs, and exponentials for both passes
+        cotangent = jnp.where(never([results[stack.head.result]]), 0, cotangents[stack.head.result])
+        cotangent, head_saved = lax.optimization_barrier((cotangent, head_saved))
+        of_result = Cotangents(cotangent, {})
         (cotangent, _), of_head = stack.head.backward(params, results, head_saved, of_result)
+        if overlapped:
+            once = {n: g for n, g in of_head.items() if n not in waiting}
+            of_head |= once_per_step(passes.derived, _with_earlier(once, earlier), stacked=frozenset())
+        # else compilers put the products off until all layers have run, and hold the cotangent of the logits for them
+        cotangent = jnp.where(never(of_head.values()), 0, cotangent)
         # Layers add to the cotangents of the results of earlier stacks.
         further = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
         (cotangent, further), grads = stack.layers_backward(
@@ -63,9 +76,13 @@ def microbatch_gradients(
         cotangents = summed(cotangents, further)
         ends, of_layers = summed(ends, of_head, of_embed), of_layers | grads
     if overlapped:
-        ends = summed(ends, {n: g for n, g in (earlier or {}).items() if n in ends})
-        ends = once_per_step(passes.derived, ends, stacked=frozenset())
+        last = {n: g for n, g in ends.items() if n in waiting}
+        ends |= once_per_step(passes.derived, _with_earlier(last, earlier), stacked=frozenset())
     return {name: results[name] for name in dloss}, summed(ends, of_layers)
+
+
+def _with_earlier(grads: Params, earlier: Params | None) -> Params:
+    return summed(grads, {name: grad for name, grad in (earlier or {}).items() if name in grads})
 
 
 def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> Array:
@@ -157,8 +174,6 @@ def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
     Compilers unroll a loop over one microbatch before the last, and drop barriers before they schedule instructions.
     They would then allocate the last microbatch's activations while those of the previous one are still live.
     """
-    one = sum(grad.reshape(-1)[0].astype(jnp.float32) for grad in grads.values())
-    never = (jnp.isnan(one) & jnp.isinf(one)).astype(jnp.int32)
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, given))
 
     def once(number: Array, _: Any) -> Any:
@@ -166,7 +181,7 @@ def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
         return run(lax.optimization_barrier((given, number))[0])
 
     with jax.named_scope(AT_MOST_ONCE):
-        return lax.fori_loop(0, 1 - never, once, empty)
+        return lax.fori_loop(0, 1 - never(list(grads.values())).astype(jnp.int32), once, empty)
 
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:

@@ -23,23 +23,28 @@ from meshwright.algebra.program import Stack
 from meshwright.algebra.rewrites.split_backward import step_steps
 from meshwright.algebra.transformer import Span, spans
 from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.collectives import as_stored
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, apply_collectives
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, apply_collectives, never
 
 IterationParams = tuple[Params, ...]
 """Weights or gradients of one iteration of a loop: a dict for each of its layers."""
 
+ReadRows = Callable[[Any], Any]
+"""The weights of an iteration by its number, or gradients of earlier microbatches. They are read from the arrays of all
+layers where they are used: a loop over a part of these would need a copy of it."""
+
 SpanCotangents = tuple[Cotangents, IterationParams]
 """Cotangents of the inputs of iterations, and their gradients."""
 
-Finish = Callable[[IterationParams, IterationParams | None], IterationParams]
-"""(gradients of an iteration, those of earlier microbatches or None) -> gradients that the loop returns."""
+Finish = Callable[[Params, Params | None], Params]
+"""(gradients of a layer, those of earlier microbatches or None) -> gradients that the loop returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoop:
-    """Runs all iterations of a span and saves the activations of each. Iterations are the first dim of every array.
+    """Runs all iterations of a span and saves the activations of each, with iterations as the first dim.
 
     The compiled loop has ``unroll`` iterations in its body. With ``split``, `backward` returns the operands of
     `weight_backward` instead of gradients.
@@ -78,36 +83,63 @@ class LayerLoop:
         """Returns the cotangents of the inputs of one iteration, and its gradients."""
         found: tuple[Any, ...] = ()
         for number, kind in reversed(list(enumerate(self.span.pattern))):
+            if found:
+                # else compilers hold the gradients of all layers of an iteration, and send them at its end
+                stream = jnp.where(never(jax.tree.leaves(found[0])), 0, cotangent.stream)
+                cotangent = cotangent._replace(stream=stream)
             own, at_hand = weights[number], ready[number] if ready else None
             cotangent, left = self.blocks[kind].backward(
                 own, self.inputs, saved[number], cotangent, ready=at_hand, split=self.split
             )
+            if not self.split:
+                left = self.finish(left, earlier[number] if earlier else None) if self.finish else left
+                left = jax.tree.map(as_stored, left)
             found = (left, *found)
-        return cotangent, self.finish(found, earlier) if self.finish else found
+        return cotangent, found
 
-    def forward(self, weights: IterationParams, stream: Array) -> tuple[Array, Any]:
+    @property
+    def numbers(self) -> Array:
+        """The numbers of all iterations."""
+        return jnp.arange(self.span.repeats)
+
+    def forward(self, weights: ReadRows, stream: Array) -> tuple[Array, Any]:
         """Returns the stream after the span, and what the backward pass needs."""
-        return lax.scan(lambda x, own: self.iteration(own, x), stream, weights, unroll=self.unroll)
+        return self.forward_over(self.numbers, weights, stream)
 
-    def backward(
-        self, weights: IterationParams, saved: Any, cotangent: Cotangents, earlier: IterationParams | None
-    ) -> SpanCotangents:
+    def forward_over(self, numbers: Array, weights: ReadRows, stream: Array) -> tuple[Array, Any]:
+        """Returns the stream after some iterations, and what their backward pass needs."""
+        return lax.scan(lambda x, number: self.iteration(weights(number), x), stream, numbers, unroll=self.unroll)
+
+    def backward(self, weights: ReadRows, saved: Any, cotangent: Cotangents, earlier: ReadRows) -> SpanCotangents:
         """Returns the cotangents of the inputs of the span, and its gradients."""
+        return self.backward_over(self.numbers, weights, saved, cotangent, earlier)
+
+    def backward_over(
+        self, numbers: Array, weights: ReadRows, saved: Any, cotangent: Cotangents, earlier: ReadRows
+    ) -> SpanCotangents:
+        """Returns the cotangents of the inputs of some iterations, and their gradients."""
 
         def back(cotangent: Cotangents, given: Any) -> SpanCotangents:
-            own, kept, before = given
-            return self.iteration_back(own, kept, cotangent, before)
+            number, kept = given
+            kept, cotangent = self._apart((kept, cotangent))
+            return self.iteration_back(weights(number), kept, cotangent, earlier(number))
 
-        return lax.scan(back, cotangent, (weights, saved, earlier), reverse=True, unroll=self.unroll)
+        return lax.scan(back, cotangent, (numbers, saved), reverse=True, unroll=self.unroll)
 
-    def weight_backward(self, weights: IterationParams, handed: tuple[Any, ...]) -> IterationParams:
+    def _apart(self, given: Any) -> Any:
+        """Returns the same values, which depend on each other where the loop has one iteration: compilers drop such a
+        loop, and would keep what the forward pass computed in place of computing it again."""
+        return lax.optimization_barrier(given) if self.span.repeats == 1 else given
+
+    def weight_backward(self, weights: ReadRows, handed: tuple[Any, ...]) -> IterationParams:
         """Returns gradients from what `backward` returned with ``split``."""
 
         def iteration(_: None, given: Any) -> tuple[None, IterationParams]:
-            layers = zip(self.span.pattern, *given, strict=True)
+            number, left = given
+            layers = zip(self.span.pattern, weights(number), left, strict=True)
             return None, tuple(self.blocks[kind].weight_backward(own, self.inputs, left) for kind, own, left in layers)
 
-        return lax.scan(iteration, None, (weights, handed))[1]
+        return lax.scan(iteration, None, (self.numbers, handed))[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,82 +148,70 @@ class SegmentLoop(LayerLoop):
 
     layers: int
 
-    def forward(self, weights: IterationParams, stream: Array) -> tuple[Array, Any]:
-        def segment(stream: Array, own: IterationParams) -> tuple[Array, Array]:
-            return lax.scan(lambda x, w: (self.iteration(w, x)[0], None), stream, own)[0], stream
+    def forward(self, weights: ReadRows, stream: Array) -> tuple[Array, Any]:
+        def segment(stream: Array, numbers: Array) -> tuple[Array, Array]:
+            return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], stream
 
         saved = []
-        for part in self._cut(weights):
+        for part in self._cut():
             stream, kept = lax.scan(segment, stream, part)
             saved.append(kept)
         return stream, saved
 
-    def backward(
-        self, weights: IterationParams, saved: Any, cotangent: Cotangents, earlier: IterationParams | None
-    ) -> SpanCotangents:
+    def backward(self, weights: ReadRows, saved: Any, cotangent: Cotangents, earlier: ReadRows) -> SpanCotangents:
         def segment(cotangent: Cotangents, given: Any) -> SpanCotangents:
-            own, stream, before = given
-            _, kept = LayerLoop.forward(self, own, stream)
-            return LayerLoop.backward(self, own, kept, cotangent, before)
+            numbers, stream = given
+            stream, cotangent = self._apart((stream, cotangent))
+            _, kept = self.forward_over(numbers, weights, stream)
+            return self.backward_over(numbers, weights, kept, cotangent, earlier)
 
         found: list[IterationParams] = []
-        for given in reversed(list(zip(self._cut(weights), saved, self._cut(earlier), strict=True))):
+        for given in reversed(list(zip(self._cut(), saved, strict=True))):
             cotangent, grads = lax.scan(segment, cotangent, given, reverse=True)
             found = [jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), grads), *found]
         return cotangent, jax.tree.map(lambda *grads: jnp.concatenate(grads), *found)
 
-    def _cut(self, weights: IterationParams | None) -> list[Any]:
-        """Returns whole segments, [segments, iterations, ...], and a shorter last one for the remainder."""
+    def _cut(self) -> list[Array]:
+        """Returns numbers of whole segments, [segments, iterations], and of a shorter last one for the remainder."""
         iterations = max(1, self.layers // len(self.span.pattern))
-        whole = self.span.repeats // iterations
-        cuts = [(0, whole, iterations), (whole * iterations, 1, self.span.repeats - whole * iterations)]
-        return [
-            jax.tree.map(lambda w, a=a, n=n, t=t: w[a : a + n * t].reshape(n, t, *w.shape[1:]), weights)
-            for a, n, t in cuts
-            if n * t
-        ]
+        whole = self.span.repeats // iterations * iterations
+        parts = self.numbers[:whole].reshape(-1, iterations), self.numbers[whole:].reshape(1, -1)
+        return [part for part in parts if part.size]
 
 
 class AheadLoop(LayerLoop):
     """Gathers weights one iteration ahead, and keeps those of the last iteration until its backward pass."""
 
-    def forward(self, weights: IterationParams, stream: Array) -> tuple[Array, Any]:
-        def iteration(carry: Any, given: Any) -> tuple[Any, Any]:
+    def forward(self, weights: ReadRows, stream: Array) -> tuple[Array, Any]:
+        def iteration(carry: Any, number: Array) -> tuple[Any, Any]:
             stream, ready = carry
-            own, following = given
-            coming = self.gather(following)
-            stream, saved = self.iteration(own, stream, ready)
+            coming = self.gather(weights(number + 1))
+            stream, saved = self.iteration(weights(number), stream, ready)
             return (stream, coming), saved
 
-        ready = self.gather(_at(weights, 0))
-        rest = _at(weights, slice(None, -1)), _at(weights, slice(1, None))
-        (stream, ready), saved = lax.scan(iteration, (stream, ready), rest)
-        stream, kept = self.iteration(_at(weights, -1), stream, ready)
+        (stream, ready), saved = lax.scan(iteration, (stream, self.gather(weights(0))), self.numbers[:-1])
+        stream, kept = self.iteration(weights(self.span.repeats - 1), stream, ready)
         return stream, (saved, kept, ready)
 
-    def backward(
-        self, weights: IterationParams, saved: Any, cotangent: Cotangents, earlier: IterationParams | None
-    ) -> SpanCotangents:
+    def backward(self, weights: ReadRows, saved: Any, cotangent: Cotangents, earlier: ReadRows) -> SpanCotangents:
         def back(carry: Any, given: Any) -> tuple[Any, IterationParams]:
             cotangent, ready = carry
-            own, previous, kept, before = given
-            coming = self.gather(previous)
-            cotangent, grads = self.iteration_back(own, kept, cotangent, before, ready)
+            number, kept = given
+            coming = self.gather(weights(number - 1))
+            cotangent, grads = self.iteration_back(weights(number), kept, cotangent, earlier(number), ready)
             return (cotangent, coming), grads
 
         others, kept, ready = saved
-        count, middle = self.span.repeats, slice(1, -1)
-        coming = self.gather(_at(weights, -2)) if count > 1 else ready
-        cotangent, last = self.iteration_back(_at(weights, -1), kept, cotangent, _at(earlier, -1), ready)
+        count = self.span.repeats
+        coming = self.gather(weights(count - 2)) if count > 1 else ready
+        cotangent, last = self.iteration_back(weights(count - 1), kept, cotangent, earlier(count - 1), ready)
         found = [_at(last, None)]
         if count > 2:
-            before = _at(weights, slice(None, -2)), _at(others, slice(1, None)), _at(earlier, middle)
-            (cotangent, coming), grads = lax.scan(
-                back, (cotangent, coming), (_at(weights, middle), *before), reverse=True
-            )
+            given = self.numbers[1:-1], _at(others, slice(1, None))
+            (cotangent, coming), grads = lax.scan(back, (cotangent, coming), given, reverse=True)
             found = [grads, *found]
         if count > 1:
-            cotangent, grads = self.iteration_back(_at(weights, 0), _at(others, 0), cotangent, _at(earlier, 0), coming)
+            cotangent, grads = self.iteration_back(weights(0), _at(others, 0), cotangent, earlier(0), coming)
             found = [_at(grads, None), *found]
         return cotangent, jax.tree.map(lambda *grads: jnp.concatenate(grads), *found)
 
@@ -246,6 +266,11 @@ class Passes:
     def head(self) -> BlockPasses:
         """The last block: the stream to the loss, or to what later stacks read."""
         return self._blocks[self.stack.last]
+
+    @property
+    def ends(self) -> tuple[BlockPasses, ...]:
+        """The first block, if the stack has one, and the last."""
+        return (self.embed, self.head) if self.stack.first else (self.head,)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -328,34 +353,28 @@ class Passes:
         """Returns the cotangents, and for each span gradients or the operands of `weight_backward`."""
         found: tuple[Any, ...] = ()
         for span, kept in reversed(list(zip(self.spans, saved, strict=True))):
-            before = None if earlier is None else self._iterations(span, earlier)
+            before = (lambda number: None) if earlier is None else self._iterations(span, earlier)
             loop = self._loop(span, inputs, **choices)
             cotangents, left = loop.backward(self._iterations(span, params), kept, cotangents, before)
             found = (left, *found)
         return cotangents, found
 
-    def _finish(self, grads: IterationParams, earlier: IterationParams | None) -> IterationParams:
+    def _finish(self, grads: Params, earlier: Params | None) -> Params:
         steps = step_steps(self.derived)
         total = grads if earlier is None else jax.tree.map(jnp.add, earlier, grads)
-        return tuple({name: apply_collectives(steps.get(name, ()), g) for name, g in layer.items()} for layer in total)
+        return {name: apply_collectives(steps.get(name, ()), grad) for name, grad in total.items()}
 
-    def _iterations(self, span: Span, params: Params) -> IterationParams:
-        """Returns the weights of a span, [repeats, ...], a dict for each layer of its pattern."""
-        return tuple(self._of_layer(span, i, params) for i in range(len(span.pattern)))
+    def _iterations(self, span: Span, params: Params) -> ReadRows:
+        """Returns the weights of a span by iteration, a dict for each layer of its pattern."""
+        return lambda number: tuple(self._of_layer(span, i, number, params) for i in range(len(span.pattern)))
 
-    def _of_layer(self, span: Span, position: int, params: Params) -> Params:
+    def _of_layer(self, span: Span, position: int, number: Any, params: Params) -> Params:
         kind = span.pattern[position]
         place, per_iteration = span.place(position)
-        start, count = span.starts[kind], per_iteration * span.repeats
-
-        def part(array: Array) -> Array:
-            if start == 0 and count == array.shape[0] and per_iteration == 1:
-                return array
-            own = lax.slice_in_dim(array, start, start + count)
-            return own.reshape(span.repeats, per_iteration, *array.shape[1:])[:, place]
-
+        row = span.starts[kind] + number * per_iteration + place
         block = self._blocks[kind]
-        return {name: part(params[name]) for name in (*block.weights, *block.counts) if name in params}
+        names = (name for name in (*block.weights, *block.counts) if name in params)
+        return {name: as_stored(lax.dynamic_index_in_dim(params[name], row, keepdims=False)) for name in names}
 
 
 def _stacked(spans: Sequence[IterationParams]) -> Params:

@@ -1,7 +1,7 @@
 """The training step of a strategy: derived steps inside `shard_map`, or the GSPMD form for comparison."""
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from meshwright.nn.context import Context
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.quantisation import quantise_base
 from meshwright.nn.weights import Params, init_params, param_shapes
-from meshwright.parallel.blocks import Inputs, apply_collectives
+from meshwright.parallel.blocks import Inputs, apply_collectives, moved_in_pieces
 from meshwright.parallel.gradients import Losses, microbatch_loss, once_per_step, squared_norm, step_gradients
 from meshwright.parallel.held import resized, without_split
 from meshwright.parallel.mesh import compiler_options, lower, named_sharding, partition_spec, shardings, strategy_mesh
@@ -402,10 +402,11 @@ class TrainStep:
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        shards = self._moved(self.trained(state.params), before=True)
+        trained = self.trained(state.params)
+        shards = self._moved(trained)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
-        params = state.params | self._moved(shards, before=False)
+        params = state.params | self._moved(shards, into=trained)
         params |= {name: params[name] + jnp.where(finite, move, 0.0) for name, move in moves.items()}
         extras = (self.pipeline.counted(extras) if self.pipeline else extras) | losses
         return State(params, opt_state), Metrics(loss, norm, extras)
@@ -423,9 +424,9 @@ class TrainStep:
             shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (shards, before))
         return shards, jax.device_put(opt_state, jax.memory.Space.Host) if offloaded else opt_state
 
-    def _moved(self, params: Params, *, before: bool) -> Params:
-        """Reshards weights as the optimizer's state before its update, or back after it (ZeRO-1 and 2)."""
-        specs = self.trained(self.param_specs)
+    def _moved(self, params: Params, *, into: Params | None = None) -> Params:
+        """Reshards weights as the optimizer's state before its update, or back ``into`` the old ones after it."""
+        specs, before = self.trained(self.param_specs), into is None
         if specs == self.shard_specs or self.form == "gspmd":
             return params
         moves: dict[str, list[Step]] = {name: [] for name in params}
@@ -436,12 +437,14 @@ class TrainStep:
                 done.add(name)
             elif name in moves and (name not in done) == before:
                 moves[name].append(step)
+        if into is None:
 
-        def body(params: Params) -> Params:
-            return {n: apply_collectives(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
+            def body(params: Params) -> Params:
+                return {n: apply_collectives(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
 
-        source, target = (specs, self.shard_specs)[:: 1 if before else -1]
-        return self._mapped(body, (source,), target)(params)
+            return self._mapped(body, (specs,), self.shard_specs)(params)
+        gather = partial(moved_in_pieces, moves, stacked=self.stacked)
+        return self._mapped(gather, (self.shard_specs, specs), specs)(params, into)
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
 

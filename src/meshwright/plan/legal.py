@@ -212,7 +212,8 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
 
 
 def microbatches_that_fit(setting: Setting, strategy: Strategy) -> dict[int, float]:
-    """Maps each number of microbatches with which a strategy runs and fits, ascending, to its bytes per chip.
+    """Maps each number of microbatches with which a strategy runs and fits with the margin, ascending, to its bytes per
+    chip.
 
     The strategy's own number is ignored. {} if it breaks another rule.
     """
@@ -230,7 +231,7 @@ def microbatches_that_fit(setting: Setting, strategy: Strategy) -> dict[int, flo
     parts = memory_parts(derived, setting.sizes(strategy, microbatch_seqs=batch / counts))
     pipeline = msgspec.structs.replace(setting.pipeline(strategy), microbatches=counts)
     need = np.broadcast_to(total_bytes(parts.items(pipeline, strategy.offload)), counts.shape)
-    fits = need <= setting.memory_limit
+    fits = need <= setting.memory_room
     return dict(zip(counts[fits].tolist(), need[fits].tolist(), strict=True))
 
 

@@ -153,6 +153,11 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(setting.memory_limit):
         notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
+    elif margin := setting.memory_margin:
+        notes.append(
+            f"listed plans leave {margin:.0%} of a chip's memory free: compiled steps may need that much more than is "
+            f"predicted (docs/proof.md)"
+        )
     if setting.job.seq_len > setting.model.max_positions:
         notes.append(f"the model's config has {setting.model.max_positions:,} positions, and the sequences are longer")
     notes += slots_note(setting, space.template)
@@ -175,7 +180,7 @@ def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
 
 def _largest_part(space: Space, top: int) -> SearchOutcome:
     """Returns the outcome on the most chips, fewer than all, on which the job runs. Raises CannotRunError for none."""
-    cluster, job, limit = space.setting.cluster, space.setting.job, space.setting.memory_limit
+    cluster, job, limit = space.setting.cluster, space.setting.job, space.setting.memory_room
     needs = memory_of_any_mesh(space, job.batch_seqs)
     counts = [n for n in sorted(needs, reverse=True) if n < cluster.num_chips and needs[n] <= limit]
     for part in islice((part for count in counts for part in parts_of(cluster, count)[:1]), MAX_PARTS):
@@ -249,7 +254,7 @@ def broken_rule(space: Space) -> Refusal | None:
 def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
     """Says why no strategy runs, and names the fewest chips that would hold one."""
     setting = space.setting
-    cluster, job, limit = setting.cluster, setting.job, setting.memory_limit
+    cluster, job, limit = setting.cluster, setting.job, setting.memory_room
     what = f"{setting.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
     if space.fixed:
         what += " and " + " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
@@ -270,9 +275,10 @@ def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
         if enough is not None
         else "No number of chips would hold it: use shorter sequences, or leave axes, remat and microbatches open."
     )
+    kept = f" beside the {setting.memory_margin:.0%} that stay free" * bool(setting.memory_margin)
     remats = {pattern.strategy.remat for pattern in space.patterns}
     tried = "any remat policy" if len(remats) > 1 else f"remat={next(iter(remats))}"
     return (
         f"{what} does not fit {cluster.short_name}: the best mesh ({count} chips, {tried}) needs "
-        f"{format_bytes(here[count])} per chip, but a chip has {format_bytes(limit)}. {advice}"
+        f"{format_bytes(here[count])} per chip, but a chip has {format_bytes(limit)}{kept}. {advice}"
     )

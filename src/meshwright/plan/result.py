@@ -87,6 +87,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
             "cluster": self.cluster.short_name,
             "job": msgspec.to_builtins(self.job),
             "strategies": [one.to_json() for one in self.strategies],
+            "memory_margin": self.setting.memory_margin,
             "notes": [*self.shortfall, *self.notes],
             "nearest_batch": None
             if near is None

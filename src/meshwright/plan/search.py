@@ -195,7 +195,7 @@ class _Pricer:
                     continue
                 moved = offloaded(memory, self.rates.pcie_bytes_per_s, pipeline, offload)
                 need = total_bytes(memory.items(pipeline, offload))
-                fits = np.flatnonzero(need <= self.setting.memory_limit)
+                fits = np.flatnonzero(need <= self.setting.memory_room)
                 step_s = np.full(len(chosen), np.inf)
                 if len(fits):
                     # what never fits is never priced: pricing it would take most of the time of a refusal

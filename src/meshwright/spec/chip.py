@@ -33,10 +33,13 @@ OptionValue = bool | int | str
 
 class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A TPU as libtpu knows it: a topology's text is ``name``, a colon and sizes. ``note`` says what a program compiled
-    for it cannot show."""
+    for it cannot show. A chip is ``devices`` to the compiler; ``tile_rows`` are the rows of the tiles from which
+    products take 16-bit numbers, which are stored in tiles of 8."""
 
     name: str
     chip_config_name: str = ""
+    devices: int = 1
+    tile_rows: int = 8
     note: str = ""
 
 

@@ -11,14 +11,16 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.dispatch import ROOM, is_bounded
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.rewrites.pipeline import stage_layers
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
-from meshwright.algebra.rewrites.split_backward import counts_of, meetings
+from meshwright.algebra.rewrites.split_backward import counts_of, meetings, weights_of
 from meshwright.algebra.rewrites.torus import CrossedLeg, crossed_legs
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
@@ -28,6 +30,7 @@ from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import SlotSizes, slot_sizes
 from meshwright.nn.experts.slots import expert_capacity
+from meshwright.parallel.blocks import cut
 from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.strategy import Strategy, held_dims
 from meshwright.verify.request import Request
@@ -66,15 +69,33 @@ def expected_collectives(
     names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
     """
     sizes = _sizes(derived, dims, mesh, num_microbatches)
+    pieces = _pieces(derived, sizes)
 
     def counted() -> Iterator[_Counted]:
         for step, times in derived.steps(num_microbatches):
-            if step.is_collective:
+            if step.is_collective and step.phase == "update":
+                # weights are gathered in pieces; an optimizer's own collectives take all layers at once
+                yield step, pieces.get(step.result.name, int(times)) if step.op == "all_gather" else 1, int(times)
+            elif step.is_collective:
                 runs = int(times) * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
-                stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
+                stacked = step.scope == "step" and not layer_by_layer
                 yield step, 1 if stacked else runs * int(num_ways(step, sizes)), runs
 
     return _expected(counted(), sizes, num_microbatches=num_microbatches, width=width)
+
+
+def _pieces(derived: Derived, sizes: OpSizes) -> dict[str, int]:
+    """Maps each weight outside the layers to the number of pieces in which it is gathered after an update."""
+    ends = {name for block in derived.blocks if not block.is_layer for name in weights_of(derived, block)}
+
+    def shape(array: ShardedArray) -> list[int]:
+        return [int(sizes.local(array)[dim]) for dim in array.dims]
+
+    return {
+        name: cut(shape(weight.shard), shape(derived.declared[name]))[1]
+        for name, weight in derived.weights.items()
+        if name in ends
+    }
 
 
 _Counted = tuple[Step, int, int]
@@ -133,10 +154,12 @@ def expected_of_pipeline(
     """
     count = tables.schedule.num_microbatches
     sizes = _sizes(derived, dims, mesh, count)
-    return _expected(_counted_in_text(derived, tables), sizes, num_microbatches=count, width=width)
+    return _expected(
+        _counted_in_text(derived, tables, _pieces(derived, sizes)), sizes, num_microbatches=count, width=width
+    )
 
 
-def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[_Counted]:
+def _counted_in_text(derived: Derived, tables: TickTables, pieces: Mapping[str, int]) -> Iterator[_Counted]:
     used = ((block, name) for block in derived.blocks for name in block.block.reads)
     counted = ((block, name) for block in derived.blocks for name in counts_of(block))
     rows = {name: _rows(derived, block, tables) for block, name in (*used, *counted)}
@@ -154,7 +177,8 @@ def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[_Counted]
         yield from ((step, 1, rows[step.result.name.removeprefix("d")]) for step in meetings(derived))
     for step in (*derived.ends, *derived.update):
         if step.is_collective:
-            yield step, 1, rows.get(step.result.name, 1)
+            times = rows.get(step.result.name, 1)
+            yield step, pieces.get(step.result.name, times) if step.op == "all_gather" else 1, times
 
 
 def runs_in_text(derived: Derived, step: Step, block: BlockSteps, tables: TickTables) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from meshwright.hlo.collectives import collectives
+from meshwright.spec.chip import catalogued
 from meshwright.verify.differences import TrafficComparison, compare_traffic
 from meshwright.verify.expected import StepDerivation
 from meshwright.verify.flops import Products, compare_products
@@ -92,7 +93,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
             temporaries=found.temporaries + found.outputs,
             needed=found.needed,
             peak=found.peak,
-            available=offered or request.setting.memory_limit,
+            available=(offered or 0) * _devices(request) or request.setting.memory_limit,
         )
         refusal = refusal or _does_not_fit(request, memory)
     traffic, trouble, overlap = None, "", tuple[OverlapRow, ...]()
@@ -114,6 +115,12 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
         overlap=overlap,
         products=compare_products(outcome.program, derivation.products()) if counts_products else None,
     )
+
+
+def _devices(request: Request) -> int:
+    """Returns how many devices of the compiler a chip is."""
+    target = catalogued(request.setting.cluster.chip, "libtpu")
+    return target.devices if target else 1
 
 
 def _refusal(request: Request, outcome: CompileOutcome) -> str:

@@ -6,6 +6,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
+from meshwright.core.dims import DTYPE_BYTES
 
 
 def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
@@ -46,11 +47,16 @@ def backward_bytes(step: Step, sizes: OpSizes) -> Number:
     return sizes.total(*step.inputs, step.result) + 2 * sizes.bytes(step.inputs[1])
 
 
+def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Returns the bytes of the sum over rows, in float32 before it is rounded to a narrower gradient."""
+    return DTYPE_BYTES["fp32"] * sizes.elements(step.result) * (sizes.width < DTYPE_BYTES["fp32"])
+
+
 OP = OpKind(
     forward=forward,
     backward=backward,
     steps={
         "embed": StepKind(hbm_bytes=row_bytes, group="embedding"),
-        "embed_backward": StepKind(hbm_bytes=backward_bytes, group="embedding"),
+        "embed_backward": StepKind(hbm_bytes=backward_bytes, group="embedding", scratch_bytes=scratch_bytes),
     },
 )

@@ -101,11 +101,13 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
         return tuple(one.reshape(-1, size).tolist() for one, size in zip(moved, self.sizes, strict=True))
 
 
-def group_legs(strategy: Strategy, axes: tuple[str, ...]) -> Legs | None:
+def group_legs(strategy: Strategy, axes: tuple[str, ...], *, scatters: bool = False) -> Legs | None:
     """Returns the legs of a group of mesh axes; None if no part of it is on a torus, or the strategy's placement is not
     of its mesh.
 
-    Each torus axis is a leg, the longest first, if the group fills a slice; else all of them are one. Slices follow.
+    Each torus axis is a leg, the longest first, if the group fills a slice, or if it ``scatters`` over two whole axes
+    and every other chip of the third, which libtpu sums whole too (half of v5p:16x16x16 and tpu7x:4x4x8). Else all of
+    them are one. Slices follow.
     """
     placed = [(axis, part) for axis in axes for part in parts_of(strategy.placement, axis)]
     parts = [part for _, part in placed]
@@ -113,7 +115,8 @@ def group_legs(strategy: Strategy, axes: tuple[str, ...]) -> Legs | None:
     if not any(part.on_torus for part in parts) or math.prod(part.size for part in parts) != whole:
         return None
     outside = {axis for axis in strategy.mesh if axis not in axes}
-    fills = not any(part.on_torus for axis in outside for part in parts_of(strategy.placement, axis))
+    used = {part.link for axis in outside for part in parts_of(strategy.placement, axis) if part.on_torus}
+    fills = not used or (scatters and len({part.link for part in parts if part.on_torus} - used) > 1)
     legs: dict[str, tuple[int, ...]] = {}
     for index, part in enumerate(parts):
         name = part.link if fills or not part.on_torus else TORUS_AXES
@@ -128,7 +131,7 @@ def group_legs(strategy: Strategy, axes: tuple[str, ...]) -> Legs | None:
 def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:
     """Returns steps whose gathers and reduce-scatters have their `Legs` as details."""
     return tuple(
-        msgspec.structs.replace(step, details=group_legs(strategy, step.axes))
+        msgspec.structs.replace(step, details=group_legs(strategy, step.axes, scatters=step.op == "reduce_scatter"))
         if step.op in ("all_gather", "reduce_scatter")
         else step
         for step in steps

@@ -146,7 +146,8 @@ class Pipeline:
             return passes.embed.backward(ends, inputs, saved, Cotangents(dx, {}))[1]
 
         def head_backward(ends: Params, inputs: Inputs, saved: tuple[Array, ...]) -> tuple[Stream, Params]:
-            cotangents, grads = passes.head.backward(ends, inputs, saved, Cotangents(dloss, {}))
+            dy, saved = lax.optimization_barrier((dloss, saved))  # else exponentials are kept for both passes
+            cotangents, grads = passes.head.backward(ends, inputs, saved, Cotangents(dy, {}))
             return cotangents.stream, grads
 
         def of_stream(back: Callable[..., tuple[Cotangents, Tree]]) -> Callable[..., tuple[Stream, Tree]]:

@@ -50,7 +50,7 @@ def estimate_in(setting: Setting, strategy: Strategy) -> Estimate | None:
         found = estimate_step(setting, strategy)
     except (InputError, CannotRunError):
         return None
-    return found if found.hbm_bytes_per_chip <= setting.memory_limit else None
+    return found if found.hbm_bytes_per_chip <= setting.memory_room else None
 
 
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
