@@ -29,7 +29,7 @@ def request_for(
     platform = target_of(cluster).platform
     if not is_installed(platform):
         pytest.skip(f'the compiler for {platform} is not installed: pip install "meshwright[{PLUGINS[platform][1]}]"')
-    strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", **(choices or {}))
+    strategy = Strategy(mesh=make_mesh(axes), **({"state": "bf16-adam"} | (choices or {})))
     stored = Storage(cache_dtype=asked.pop("cache_dtype", "bf16"), quantised=weights == "int8")
     job = job_of_step(Job(batch_seqs=seqs, seq_len=length), step)
     setting = Setting(given, cluster, job, storage=stored)

@@ -302,7 +302,7 @@ class _Table:
         parts = [(kind, key[1]) for kind in ("reduce_scatter", "all_gather")]
         if all(self.left.get(part, NOTHING).wire > 0 for part in parts):
             found = {part: self.left[part] for part in parts}
-            if sum(found.values(), NOTHING).wire <= (1 + TOLERANCE) * -left.wire:
+            if (sum(found.values(), NOTHING) + left).wire <= TOLERANCE * self.rows.derived[key].wire:
                 self._name("scattered all-reduce", _words(key), {key: -left}, found)
             return
         for whole in [other for other in self.left if other[0] == "all_reduce" and set(key[1]) < set(other[1])]:
