@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from meshwright.core.labels import OPTIMIZER, StepLabel
+from meshwright.core.labels import StepLabel
 from meshwright.cost.network.collectives import received_share
 from meshwright.hlo.collectives import CompiledCollective
 from meshwright.hlo.shapes import ELEMENT_BITS, parse_shapes
@@ -23,12 +23,10 @@ CLASSES: dict[str, str] = {
     "scattered all-reduce": "sums sent as a reduce-scatter, and gathered where they are used",
     "joined": "sums over some axes and then over others, sent as one over all of them",
     "float32": "sent in float32 where two bytes are derived",
-    "narrowed": "sent in fewer bytes than derived",
     "padding": "rows or columns added to fill tiles or to make equal parts",
     "repeated": "done again, to keep less in memory",
     "shared": "done once for several uses, or for several contributions to one gradient",
     "dropped": "sends of a ring that are not there: nothing uses the block any more, or it is there already",
-    "optimizer": "the optimizer's own, on whole matrices",
     "involuntary rematerialisation": "arrays copied whole by the partitioner to bring them to another sharding",
 }
 """Name of a difference -> its explanation."""
@@ -367,8 +365,6 @@ def _words(key: TrafficKey) -> str:
 
 def _name_of(label: StepLabel | None, sides: _Sides) -> str:
     """Returns the name of a step's difference; empty if one side is missing or no name matches."""
-    if str(label) == OPTIMIZER:
-        return "optimizer"
     if label is None or not sides.derived or not sides.compiled:
         return ""
     if sides.windowed:
@@ -386,9 +382,7 @@ def _name_of(label: StepLabel | None, sides: _Sides) -> str:
 def _of_size(derived: Amount, compiled: Amount, kinds: set[str]) -> str:
     """Returns the name of a difference in bytes alone, where kinds and axes agree."""
     if _same(derived.elements, compiled.elements):
-        if _same(compiled.wire, 2 * derived.wire):
-            return "float32"
-        return "narrowed" if compiled.wire < derived.wire else ""
+        return "float32" if _same(compiled.wire, 2 * derived.wire) else ""
     if derived.arrays == compiled.arrays:
         of_numbers = _same(compiled.elements, LANES * derived.elements)
         return "padding" if of_numbers or derived.elements < compiled.elements < 1.5 * derived.elements else ""

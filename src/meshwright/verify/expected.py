@@ -147,7 +147,8 @@ def expected_of_pipeline(
     """
     count = tables.schedule.num_microbatches
     sizes = _sizes(derived, dims, mesh, count)
-    return _expected(_counted_in_text(derived, tables, sizes), sizes, num_microbatches=count, width=width)
+    # stages sum gradients in float32, also those of one microbatch
+    return _expected(_counted_in_text(derived, tables, sizes), sizes, num_microbatches=max(count, 2), width=width)
 
 
 def _counted_in_text(derived: Derived, tables: TickTables, sizes: SlotSizes) -> Iterator[_Counted]:
