@@ -203,6 +203,7 @@ def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """Returns the parts of a chip's memory that do not depend on the schedule."""
+    sizes = msgspec.structs.replace(sizes, padded=sizes.tile_rows > 0, cache={})
     elements = _state_elements(derived, sizes)
     blocks = [(block, _block_memory(block, derived, sizes, elements[block.name])) for block in derived.blocks]
     shared = (derived.shared[name] for name in dict.fromkeys(n for one in derived.program.stacks for n in one.inputs))
