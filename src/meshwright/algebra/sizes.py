@@ -70,8 +70,10 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.cache[array]
 
     def _padding(self, array: ShardedArray) -> Number:
-        """Returns the numbers of whole tiles over those of an array: products and attention have widths in the lanes, but
-        not widths that fill less than half of them."""
+        """Returns the numbers of whole tiles over those of an array: products and attention have widths in the lanes.
+
+        That is not so of widths that fill less than half of them.
+        """
         if not self.padded or array.dims[-1:] not in WIDTHS:
             return 1.0
         last = self.local(array)[array.dims[-1]]
