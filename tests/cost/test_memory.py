@@ -114,11 +114,23 @@ def test_the_cotangent_of_logits_is_beside_them():
 
 
 def test_weights_that_stay_whole_have_a_second_copy_in_the_tiles_of_tpu7x():
+    model = msgspec.structs.replace(SMALL_HEAD, d_ff=1024)
     for axes, zero, count in (({"fsdp": 8}, 1, 1), ({"fsdp": 8}, 3, 0), ({"tensor": 2}, 3, 0.5)):
-        held = {"assignment": standard_assignment(zero=zero), "model": SMALL_HEAD}
+        held = {"assignment": standard_assignment(zero=zero), "model": model}
         plain, tiled = (memory(axes, cluster=where, **held)["workspace"] for where in ("v5p:2x2x2", "tpu7x:2x2x2"))
-        matrices = layer_params(SMALL_HEAD) - 16 * 256
+        matrices = layer_params(model) - 16 * 256
         assert tiled - plain == 2 * matrices * count
+
+
+def test_widths_fill_the_tiles_of_tpus():
+    """Heads of 64 take 128 lanes, a hidden layer of 704 takes 768; heads of 32 have another dim there."""
+    for change, kept in (({"head_dim": 64}, 8 * 2 * (8 + 8 + 4 + 4) * 64), ({"d_ff": 704}, 0)):
+        model = msgspec.structs.replace(SMALL_HEAD, **change)
+        gpu, tpu = (
+            memory({}, model=model, remat="none", cluster=where)["activations"] for where in ("h100:1x1", "v5e:1x1")
+        )
+        hidden = 8 * 2 * 3 * (768 - 704)
+        assert tpu - gpu >= 32 * 512 * (hidden + kept * 0.9)
 
 
 def test_stages_hold_a_run_of_weights_and_its_gradients_twice():
@@ -335,7 +347,7 @@ def test_sends_between_stages_have_buffers():
 def test_what_waits_for_the_gradients_of_weights_is_held():
     """zb-h1 on two stages in lockstep holds, for two microbatches, what the products of four layers' weight gradients
     take: two normed streams, the gate and what it meets, attention's result, and the cotangents of all products."""
-    fields = {"axes": {"pipeline": 2}, "num_microbatches": 4, "remat": "block"}
+    fields = {"axes": {"pipeline": 2}, "num_microbatches": 4, "remat": "block", "cluster": "h100:8x1"}
     both, once = (memory(schedule=schedule, **fields)["activations"] for schedule in ("zb-h1", "1f1b"))
     d, f, heads, kv = 256, 704, 8 * 32, 4 * 32
     operands, cotangents = 2 * d + 2 * f + heads, 2 * d + 2 * f + heads + 2 * kv
