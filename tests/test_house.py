@@ -17,7 +17,7 @@ TOO_MANY = {
 """Functions of before the rule. None may join, and one that is mended leaves the list."""
 
 BUDGETS = {
-    "core": 1_119, "spec": 3_000, "algebra": 6_737, "cost": 5_032, "plan": 3_350, "nn": 5_526, "parallel": 2_787,
+    "core": 1_119, "spec": 3_000, "algebra": 6_737, "cost": 5_032, "plan": 3_350, "nn": 5_526, "parallel": 2_789,
     "hlo": 1_925, "train": 4_338, "serve": 500, "verify": 1_517, "profile": 1_800, "accuracy": 1_361, "bench": 2_300,
     "report": 2_956, "api": 650, "cli": 3_921, "calculators": 9_000,
 }  # fmt: skip
