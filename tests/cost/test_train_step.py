@@ -13,8 +13,8 @@ from meshwright.cost.formulas import limits
 from meshwright.cost.network.placement import place_axes
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import collective_groups, op_sizes
-from meshwright.cost.step_rates import attention_scores, step_rates, strategy_placements
+from meshwright.cost.step_costs import collective_groups
+from meshwright.cost.step_rates import step_rates, strategy_placements
 from meshwright.cost.train_step import PricedStep, estimate_step, predict, price_strategy
 from meshwright.cost.work.ops import model_flops
 from meshwright.report.answer import utilisation_rows
@@ -165,10 +165,8 @@ def _compare_scalars(cluster, remat, found):
     derived = derive(transformer(TINY), strategy, symbolic=True, without=() if split else ("tensor",))
     rates = step_rates(laid, placements, collective_groups(derived), strategy, calibration=CLUSTERS[cluster])
     mesh = {axis: np.array([float(axes.get(axis, 1)) for axes, *_ in found]) for axis in MESH_AXES}
-    sizes = op_sizes(
-        TINY, seq_len=512, microbatch_seqs=256 / counts, mesh=mesh, strategy=strategy, scores=attention_scores(laid)
-    )
     job = Job(batch_seqs=256, seq_len=512)
+    sizes = Setting(TINY, laid, job).sizes(strategy, mesh=mesh, microbatch_seqs=256 / counts)
     many = PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=PipelineCost(microbatches=counts))
     estimates = predict(many, Setting(TINY, laid, job, CLUSTERS[cluster]), batch_seqs=256.0)
     for index, (axes, count, _) in enumerate(found):

@@ -31,7 +31,7 @@ def make() -> Golden:
 
 
 def make_proofs() -> Golden:
-    """The plans of ``benchmarks/verify.py``, compiled for their chips."""
+    """The plans of ``cases/proofs.txt``, compiled for their chips."""
     with empty_folder(), as_shipped():
         return each("proofs.txt", said_by)
 

@@ -160,12 +160,13 @@ def test_memory_of_any_mesh_falls_with_chips_that_shard():
     "choices", [PLAIN, Choices(offloads=((), ("optimizer", "activations")))], ids=["plain", "offload"]
 )
 def test_memory_of_any_mesh_is_the_least_of_all_strategies(choices):
-    """Only the fewest and the most microbatches are tried, and that loses nothing."""
-    where = space(LLAMA8B, choices=choices)
-    needs = memory_of_any_mesh(where, 64)
-    assert search(where, parse_cluster("v5p:4x4x4"), 64, exhaustive=True).least_bytes == pytest.approx(
-        needs[64], rel=1e-9
-    )
+    """Only the fewest and the most microbatches are tried, and that loses nothing; on TPUs, which hold more of the loss
+    head for one sequence at a time than for two, a little."""
+    for on, more in (("h100:8x8", 1e-9), ("v5p:4x4x4", 0.002)):
+        # with stages it counts 1F1B, and other schedules may keep less
+        where = msgspec.structs.replace(space(LLAMA8B, choices=choices, on=on), schedules=("1f1b",))
+        least = search(where, parse_cluster(on), 64, exhaustive=True).least_bytes
+        assert least * (1 - 1e-9) <= memory_of_any_mesh(where, 64)[64] <= least * (1 + more)
 
 
 @pytest.mark.parametrize(

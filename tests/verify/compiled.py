@@ -34,7 +34,7 @@ def request_for(
     """The request of `proof_of`; skips where the compiler for it is not installed."""
     cluster = parse_cluster(on)
     need_compiler(target_of(cluster))
-    strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", **(choices or {}))
+    strategy = Strategy(mesh=make_mesh(axes), **({"state": "bf16-adam"} | (choices or {})))
     stored = Storage(cache_dtype=asked.pop("cache_dtype", "bf16"), quantised=weights == "int8")
     job = job_of_step(Job(batch_seqs=seqs, seq_len=length), step)
     setting = Setting(given, cluster, job, storage=stored)

@@ -5,6 +5,7 @@ import pytest
 
 from meshwright.api.proving import PROGRAM
 from meshwright.spec.catalogue import load_model
+from meshwright.spec.strategy import standard_assignment
 from meshwright.verify.differences import TOLERANCE
 from meshwright.verify.proof import Proof, prove
 from meshwright.verify.running import python_program
@@ -35,7 +36,7 @@ EXPERTS = msgspec.structs.replace(
     gates_sum_to_one=True,
 )
 
-NAMED = {"windowed matmul", "full all-reduce", "scattered all-reduce", "padding", "repeated", "shared", "optimizer"}
+NAMED = {"full all-reduce", "scattered all-reduce", "joined", "padding", "repeated", "shared"}
 """Differences that these compilers make in plans without fault."""
 
 
@@ -109,10 +110,53 @@ def test_one_sum_over_a_whole_torus_is_a_full_all_reduce():
     request = request_for(SMALL, "v5e:4x4", {"fsdp": 16}, seqs=64)
     strategy = msgspec.structs.replace(request.strategy, placement={})
     at_once = msgspec.structs.replace(request, strategy=strategy)
-    sent = bytes_by_kind(prove(at_once, program=python_program(PROGRAM), timeout_s=120))
-    derived, compiled = sent["reduce_scatter"]
+    found = prove(at_once, program=python_program(PROGRAM), timeout_s=120)
+    derived, compiled = bytes_by_kind(found)["reduce_scatter"]
     assert compiled < 0.1 * derived
-    assert sent["all_reduce"][1] > 1.8 * derived
+    assert bytes_by_kind(found)["all_reduce"][1] > 1.8 * derived
+    assert "full all-reduce" in {one.name for one in found.traffic.differences}
+
+
+def test_a_sum_over_two_whole_axes_and_every_other_chip_of_the_third_runs_axis_by_axis():
+    """tensor takes every other chip of z; at once libtpu would send the scatters over all others whole."""
+    choices = {"placement": {}}
+    found = proof_of(SMALL, "v5p:4x4x4", {"fsdp": 16, "context": 2, "tensor": 2}, seqs=64, choices=choices)
+    derived, compiled = bytes_by_kind(found)["reduce_scatter"]
+    assert compiled == pytest.approx(derived, rel=0.02)
+    assert "full all-reduce" not in {one.name for one in found.traffic.differences}
+
+
+TIED = msgspec.structs.replace(SMALL, name="tied", tied_embeddings=True)
+CAUSES = {
+    # inside a slice scattered and gathered, between slices summed
+    "scattered all-reduce": (SMALL, "2*v5e:2x2", {"data": 4, "fsdp": 2}, {"zero": 1}),
+    # gradients of the ends, summed over data and then over stages
+    "joined": (SMALL, "h100:8x1", {"pipeline": 2, "data": 4}, {"num_microbatches": 4}),
+    # weights of slots: rows of one number
+    "padding": (EXPERTS, "v5e:2x2", {"expert": 4}, {}),
+    # no room for the gathered weights
+    "repeated": (load_model("llama3-8b"), "v5e:2x2", {"fsdp": 4}, {"remat": "full"}),
+    # one table of both ends
+    "shared": (TIED, "h100:8x1", {"fsdp": 8}, {}),
+    # nothing uses the last block of a ring
+    "dropped": (SMALL, "h100:8x1", {"context": 8}, {"context_attention": "ring"}),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_difference_has_its_name_where_its_cause_is_built(name):
+    given, on, axes, choices = CAUSES[name]
+    if "zero" in choices:
+        choices = {"assignment": standard_assignment(zero=choices["zero"])}
+    found = proof_of(given, on, axes, seqs=32, length=2048 if name == "repeated" else 1024, choices=choices)
+    named = [one for one in found.traffic.differences if one.name == name]
+    assert abs(sum(one.extra_bytes for one in named)) > 1e6
+    assert found.traffic.remainder <= TOLERANCE
+
+
+def test_sixteen_bits_are_float32_for_a_compiler_that_lacks_them():
+    found = proof_of(SMALL, "v5e:2x2", {"fsdp": 2, "tensor": 2}, platform="cpu")
+    assert "float32" in {one.name for one in found.traffic.differences}
 
 
 @pytest.mark.parametrize(

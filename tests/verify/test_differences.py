@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from meshwright.core.labels import OPTIMIZER, find_label
+from meshwright.core.labels import find_label
 from meshwright.cost.network.collectives import received_share
 from meshwright.hlo.collectives import CompiledCollective
 from meshwright.verify.differences import CLASSES, TOLERANCE, TrafficComparison, compare_traffic
@@ -73,7 +73,6 @@ CASES = {
         [compiled(SUM, kind="reduce_scatter"), compiled(SUM)],
     ),
     "float32": ([derived()], [compiled(dtype="f32")]),
-    "narrowed": ([derived(width=4)], [compiled()]),
     "padding": ([derived()], [compiled(elements=round(ELEMENTS * 1.1))]),
     "repeated": ([derived()], [compiled(), compiled(name="two")]),
     "shared": ([derived(arrays=3)], [compiled()]),
@@ -82,7 +81,10 @@ CASES = {
         [derived("layer:forward:k_passing=permute", kind="permute", arrays=3)],
         [compiled("layer:forward:o=attention", kind="permute", trips=2)],
     ),
-    "optimizer": ([derived()], [compiled(), compiled(OPTIMIZER)]),
+    "joined": (
+        [derived(SUM, kind="all_reduce"), derived("stage:backward:dz=all_reduce", kind="all_reduce", axes=("data",))],
+        [compiled("", kind="all_reduce", axes=("data", "fsdp"))],
+    ),
     "involuntary rematerialisation": (
         [derived()],
         [compiled(), compiled("", elements=ELEMENTS)],
@@ -105,7 +107,7 @@ def test_a_difference_has_its_name_and_nothing_is_left(name):
     assert extra == pytest.approx(comparison.compiled_bytes - comparison.derived_bytes)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"windowed matmul", "narrowed", "shared", "dropped"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"windowed matmul", "shared", "dropped", "joined"}))
 def test_what_a_name_stands_for_is_more_bytes(name):
     comparison = compare_traffic(*CASES[name][:2], MESH, remarks=CASES[name][2:])
     extra = sum(one.extra_bytes for one in comparison.differences)
@@ -140,6 +142,11 @@ def test_a_gather_over_another_axis_stays():
     comparison = compare_traffic([derived()], [compiled(axes=("tensor",))], MESH)
     assert comparison.differences == ()
     assert comparison.remainder > 0.9
+
+
+def test_fewer_bytes_of_an_element_stay():
+    """No compiler narrows what it sends: it would be a fault."""
+    assert compare_traffic([derived(width=4)], [compiled()], MESH).remainder == 0.5
 
 
 def test_both_signs_of_a_remainder_count():
@@ -189,6 +196,27 @@ def test_a_sum_of_other_size_is_no_scattered_one():
     other = compare_traffic(expected, [compiled("", kind="all_reduce", elements=ELEMENTS // 2)], MESH)
     assert names(other) == set()
     assert other.remainder > 0.5
+
+
+def test_a_scatter_without_a_label_that_is_sent_whole_is_known_by_its_elements():
+    """Padding of other scatters over the same axes hides how many elements the row lacks."""
+    padded = compiled("layer:backward:dw_gate=reduce_scatter", kind="reduce_scatter", elements=round(1.2 * ELEMENTS))
+    expected = [derived(SCATTER, kind="reduce_scatter"), derived(str(padded.label), kind="reduce_scatter")]
+    found = compare_traffic(expected, [padded, compiled("", kind="all_reduce")], MESH)
+    assert names(found) == {"full all-reduce", "padding"}
+    assert found.remainder == 0
+    other = compare_traffic(expected, [padded, compiled("", kind="all_reduce", elements=ELEMENTS // 2)], MESH)
+    assert "full all-reduce" not in names(other)
+
+
+def test_a_sum_between_slices_may_be_scattered_and_gathered_inside_them():
+    """libtpu scatters inside a slice, sums between slices, and gathers: together the bytes of the sum."""
+    expected = [derived(SUM, kind="all_reduce", axes=("fsdp",), arrays=2)]
+    parts = [compiled("", kind=kind) for kind in ("reduce_scatter", "all_gather")]
+    found = compare_traffic(expected, [compiled(SUM, kind="all_reduce"), *parts], MESH)
+    assert (names(found), found.remainder) == ({"scattered all-reduce"}, 0)
+    more = compare_traffic(expected, [compiled(SUM, kind="all_reduce"), *parts, *parts], MESH)
+    assert more.remainder > 0.3
 
 
 # -- combined, and over slices ------------------------------------------------------------------------

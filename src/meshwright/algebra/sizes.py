@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from meshwright.algebra.notation import ShardedArray, Sizes, local_elements, product
 from meshwright.core.dims import DTYPE_BYTES
@@ -14,6 +15,13 @@ Number = Any
 
 Scores = Literal["on_chip", "in_memory", "in_memory_16"]
 """Scores of attention: never written, written in float32, or written in 16 bits (as Megatron-LM of 2021 does)."""
+
+
+WIDTHS = (("D",), ("F",), ("Fe",), ("Fs",), ("H",), ("Hv",))
+"""Last dims of arrays that TPUs have in the lanes of tiles, whatever that adds; of others the compiler chooses."""
+
+LANES = 128
+"""Numbers in the innermost dim of a TPU's tile."""
 
 
 def moment_bytes(state: str) -> float:
@@ -33,7 +41,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     chip, or a chain of products and a softmax that writes them to memory. With ``causal`` attention skips masked keys,
     about half of them; else every key is counted. ``turns_gathers``: the compiler gathers along another dim than the
     first into an array that it then transposes. ``tile_rows`` are the rows of the tiles from which products on TPUs
-    take 16-bit numbers, 0 on other chips. ``cache`` remembers bytes of arrays.
+    take 16-bit numbers, 0 on other chips; with ``padded`` bytes of arrays are those of whole tiles. ``cache`` remembers
+    bytes of arrays.
     """
 
     dims: Mapping[str, Number]
@@ -43,6 +52,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     causal: bool = False
     turns_gathers: bool = False
     tile_rows: int = 0
+    padded: bool = False
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
 
     @property
@@ -58,8 +68,18 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of one device's block: in the array's dtype if it has one, else the width of the state."""
         if array not in self.cache:
             width = DTYPE_BYTES[array.dtype] if array.dtype else self.width
-            self.cache[array] = self.elements(array) * width
+            self.cache[array] = self.elements(array) * width * self._padding(array)
         return self.cache[array]
+
+    def _padding(self, array: ShardedArray) -> Number:
+        """Returns the numbers of whole tiles over those of an array: products and attention have widths in the lanes.
+
+        That is not so of widths that fill less than half of them.
+        """
+        if not self.padded or array.dims[-1:] not in WIDTHS:
+            return 1.0
+        last = self.local(array)[array.dims[-1]]
+        return np.where(2 * last < LANES, 1.0, np.ceil(last / LANES) * LANES / last)
 
     def total(self, *arrays: ShardedArray) -> Number:
         """Returns the bytes of several blocks."""

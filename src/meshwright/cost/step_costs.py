@@ -138,6 +138,8 @@ def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
 def price_steps(derived: Derived, sizes: SlotSizes, rates: StepRates, pipeline: PipelineCost) -> Priced:
     """Prices every step of a derivation."""
     num_microbatches = pipeline.microbatches
+    # one program of all stages sums gradients in float32, also those of one microbatch
+    summands = np.where(pipeline.in_lockstep & ~pipeline.is_one, np.maximum(num_microbatches, 2), num_microbatches)
     shares, owners, kept = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
     # gradients of weights as each microbatch leaves them, to be added to the sum of earlier microbatches
     summed = {array.name: array for array in gradient_arrays(derived).values()}
@@ -150,7 +152,7 @@ def price_steps(derived: Derived, sizes: SlotSizes, rates: StepRates, pipeline: 
         elif block and step.scope == "step":
             share = share * pipeline.sums
         held = kept.get((step.block, step.phase), frozenset())
-        cost = price_step(step, sizes, rates, num_microbatches=num_microbatches, kept=held)
+        cost = price_step(step, sizes, rates, num_microbatches=summands, kept=held)
         for made in (step, *step.parts):
             if made.result.name in summed and not made.is_collective and kind_of(made).is_einsum:
                 cost = _with_sum(cost, sizes.elements(summed[made.result.name]), rates, num_microbatches)

@@ -31,7 +31,7 @@ from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, a
 IterationParams = tuple[Params, ...]
 """Weights or gradients of one iteration of a loop: a dict for each of its layers."""
 
-ReadRows = Callable[[Any], Any]
+LayerWeights = Callable[[Any], Any]
 """The weights of an iteration by its number, or gradients of earlier microbatches. They are read from the arrays of all
 layers where they are used: a loop over a part of these would need a copy of it."""
 
@@ -102,20 +102,22 @@ class LayerLoop:
         """The numbers of all iterations."""
         return jnp.arange(self.span.repeats)
 
-    def forward(self, weights: ReadRows, stream: Array) -> tuple[Array, Any]:
+    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
         """Returns the stream after the span, and what the backward pass needs."""
         return self.forward_over(self.numbers, weights, stream)
 
-    def forward_over(self, numbers: Array, weights: ReadRows, stream: Array) -> tuple[Array, Any]:
+    def forward_over(self, numbers: Array, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
         """Returns the stream after some iterations, and what their backward pass needs."""
         return lax.scan(lambda x, number: self.iteration(weights(number), x), stream, numbers, unroll=self.unroll)
 
-    def backward(self, weights: ReadRows, saved: Any, cotangent: Cotangents, earlier: ReadRows) -> SpanCotangents:
+    def backward(
+        self, weights: LayerWeights, saved: Any, cotangent: Cotangents, earlier: LayerWeights
+    ) -> SpanCotangents:
         """Returns the cotangents of the inputs of the span, and its gradients."""
         return self.backward_over(self.numbers, weights, saved, cotangent, earlier)
 
     def backward_over(
-        self, numbers: Array, weights: ReadRows, saved: Any, cotangent: Cotangents, earlier: ReadRows
+        self, numbers: Array, weights: LayerWeights, saved: Any, cotangent: Cotangents, earlier: LayerWeights
     ) -> SpanCotangents:
         """Returns the cotangents of the inputs of some iterations, and their gradients."""
 
@@ -131,7 +133,7 @@ class LayerLoop:
         loop, and would keep what the forward pass computed in place of computing it again."""
         return lax.optimization_barrier(given) if self.span.repeats == 1 else given
 
-    def weight_backward(self, weights: ReadRows, handed: tuple[Any, ...]) -> IterationParams:
+    def weight_backward(self, weights: LayerWeights, handed: tuple[Any, ...]) -> IterationParams:
         """Returns gradients from what `backward` returned with ``split``."""
 
         def iteration(_: None, given: Any) -> tuple[None, IterationParams]:
@@ -148,7 +150,7 @@ class SegmentLoop(LayerLoop):
 
     layers: int
 
-    def forward(self, weights: ReadRows, stream: Array) -> tuple[Array, Any]:
+    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
         def segment(stream: Array, numbers: Array) -> tuple[Array, Array]:
             return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], stream
 
@@ -158,7 +160,9 @@ class SegmentLoop(LayerLoop):
             saved.append(kept)
         return stream, saved
 
-    def backward(self, weights: ReadRows, saved: Any, cotangent: Cotangents, earlier: ReadRows) -> SpanCotangents:
+    def backward(
+        self, weights: LayerWeights, saved: Any, cotangent: Cotangents, earlier: LayerWeights
+    ) -> SpanCotangents:
         def segment(cotangent: Cotangents, given: Any) -> SpanCotangents:
             numbers, stream = given
             stream, cotangent = self._apart((stream, cotangent))
@@ -182,7 +186,7 @@ class SegmentLoop(LayerLoop):
 class AheadLoop(LayerLoop):
     """Gathers weights one iteration ahead, and keeps those of the last iteration until its backward pass."""
 
-    def forward(self, weights: ReadRows, stream: Array) -> tuple[Array, Any]:
+    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
         def iteration(carry: Any, number: Array) -> tuple[Any, Any]:
             stream, ready = carry
             coming = self.gather(weights(number + 1))
@@ -193,7 +197,9 @@ class AheadLoop(LayerLoop):
         stream, kept = self.iteration(weights(self.span.repeats - 1), stream, ready)
         return stream, (saved, kept, ready)
 
-    def backward(self, weights: ReadRows, saved: Any, cotangent: Cotangents, earlier: ReadRows) -> SpanCotangents:
+    def backward(
+        self, weights: LayerWeights, saved: Any, cotangent: Cotangents, earlier: LayerWeights
+    ) -> SpanCotangents:
         def back(carry: Any, given: Any) -> tuple[Any, IterationParams]:
             cotangent, ready = carry
             number, kept = given
@@ -364,7 +370,7 @@ class Passes:
         total = grads if earlier is None else jax.tree.map(jnp.add, earlier, grads)
         return {name: apply_collectives(steps.get(name, ()), grad) for name, grad in total.items()}
 
-    def _iterations(self, span: Span, params: Params) -> ReadRows:
+    def _iterations(self, span: Span, params: Params) -> LayerWeights:
         """Returns the weights of a span by iteration, a dict for each layer of its pattern."""
         return lambda number: tuple(self._of_layer(span, i, number, params) for i in range(len(span.pattern)))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from meshwright.core.labels import OPTIMIZER, StepLabel
+from meshwright.core.labels import StepLabel
 from meshwright.cost.network.collectives import received_share
 from meshwright.hlo.collectives import CompiledCollective
 from meshwright.hlo.shapes import ELEMENT_BITS, parse_shapes
@@ -21,13 +21,12 @@ CLASSES: dict[str, str] = {
     "windowed matmul": "gathers and scatters cut into permutes that run beside the blocks of a product",
     "full all-reduce": "sums of which a device keeps a part, sent whole: twice the bytes of a reduce-scatter",
     "scattered all-reduce": "sums sent as a reduce-scatter, and gathered where they are used",
+    "joined": "sums over some axes and then over others, sent as one over all of them",
     "float32": "sent in float32 where two bytes are derived",
-    "narrowed": "sent in fewer bytes than derived",
     "padding": "rows or columns added to fill tiles or to make equal parts",
     "repeated": "done again, to keep less in memory",
     "shared": "done once for several uses, or for several contributions to one gradient",
     "dropped": "sends of a ring that are not there: nothing uses the block any more, or it is there already",
-    "optimizer": "the optimizer's own, on whole matrices",
     "involuntary rematerialisation": "arrays copied whole by the partitioner to bring them to another sharding",
 }
 """Name of a difference -> its explanation."""
@@ -145,9 +144,11 @@ def compare_traffic(
     shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
     copied = max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
     table = _Table(expected, found, mesh, copied * math.prod(mesh.values()))
+    table.take_tied()
     for key in table.rows.derived:
         table.take_joined(key)
-    for label, sides in table.labels.items():
+    for label, sides in list(table.labels.items()):
+        table.take_unlabelled(label, sides)
         table.take_label(label, sides)
     table.pair_rows()
     return table.result()
@@ -208,12 +209,37 @@ class _Table:
         """True if the row's unnamed difference is negligible."""
         return abs(self.left[key].wire) <= TOLERANCE / 4 * self.rows.derived[key].wire
 
+    def take_unlabelled(self, label: StepLabel | None, sides: _Sides) -> None:
+        """Names a step's scatter that is not there, where a sum without a label has all of its elements."""
+        if label is None or sides.compiled or len(sides.derived) != 1:
+            return
+        ((kind, axes), derived), nobody = *sides.derived.items(), self.labels[None].compiled
+        whole = nobody.get(("all_reduce", axes), NOTHING)
+        if kind == "reduce_scatter" and _same(whole.elements, derived.elements) and not self.is_even((kind, axes)):
+            self.taken.add(label)
+            self._name("full all-reduce", str(label), sides.derived, {("all_reduce", axes): whole})
+            nobody.pop(("all_reduce", axes))
+
     def take_label(self, label: StepLabel | None, sides: _Sides) -> None:
         """Names a step's difference, unless its rows are even already."""
         if label in self.taken or all(self.is_even(key) for key in (*sides.derived, *sides.compiled)):
             return
         if name := _name_of(label, sides):
             self._name(name, str(label), sides.derived, sides.compiled)
+
+    def take_tied(self) -> None:
+        """Names what one end of the program does not send of a weight because the other end sends it."""
+        for label, sides in self.labels.items():
+            if label is None or sides.compiled or label.block.startswith("layer"):
+                continue
+            others = [
+                other
+                for at, other in self.labels.items()
+                if at is not None and (at.result, at.op) == (label.result, label.op) and at.block != label.block
+            ]
+            if any(other.derived == sides.derived and other.compiled for other in others):
+                self.taken.add(label)
+                self._name("shared", str(label), sides.derived, {})
 
     def take_joined(self, key: TrafficKey) -> None:
         """Names the common difference of several steps that the compiler combined under the label of one."""
@@ -250,6 +276,8 @@ class _Table:
             same = (other for other in whole if _same(self.left[other].elements, -self.left[key].elements))
             if found := next(same, None):
                 self._pair(key, found)
+        for key in [key for key in self.left if key[0] == "all_reduce"]:
+            self._pair_sums(key)
         for key, left in list(self.left.items()):
             if self.is_even(key):
                 continue
@@ -262,6 +290,27 @@ class _Table:
                 self._name("dropped", _words(key), {key: -left}, {})
             elif self._is_of_a_tied_weight(key, left):
                 self._name("shared", _words(key), {key: -left}, {})
+
+    def _pair_sums(self, key: TrafficKey) -> None:
+        """Names sums over the axes of a row that were sent in another form: as a scatter and a gather, or together with
+        the sums over further axes that follow."""
+        left = self.left[key]
+        if left.wire >= 0 or self.is_even(key):
+            return
+        parts = [(kind, key[1]) for kind in ("reduce_scatter", "all_gather")]
+        if all(self.left.get(part, NOTHING).wire > 0 for part in parts):
+            found = {part: self.left[part] for part in parts}
+            if (sum(found.values(), NOTHING) + left).wire <= TOLERANCE * self.rows.derived[key].wire:
+                self._name("scattered all-reduce", _words(key), {key: -left}, found)
+            return
+        for whole in [other for other in self.left if other[0] == "all_reduce" and set(key[1]) < set(other[1])]:
+            rest = "all_reduce", tuple(axis for axis in whole[1] if axis not in key[1])
+            alike = all(_same(-self.left.get(one, NOTHING).elements, self.left[whole].elements) for one in (key, rest))
+            if alike and self.left[whole].wire > 0:
+                self._name(
+                    "joined", _words(whole), {one: -self.left[one] for one in (key, rest)}, {whole: self.left[whole]}
+                )
+                return
 
     def _is_of_a_tied_weight(self, key: TrafficKey, left: Amount) -> bool:
         """True if a row lacks what one end of the program sends of an array that embedding and head both gather or
@@ -316,8 +365,6 @@ def _words(key: TrafficKey) -> str:
 
 def _name_of(label: StepLabel | None, sides: _Sides) -> str:
     """Returns the name of a step's difference; empty if one side is missing or no name matches."""
-    if str(label) == OPTIMIZER:
-        return "optimizer"
     if label is None or not sides.derived or not sides.compiled:
         return ""
     if sides.windowed:
@@ -335,9 +382,7 @@ def _name_of(label: StepLabel | None, sides: _Sides) -> str:
 def _of_size(derived: Amount, compiled: Amount, kinds: set[str]) -> str:
     """Returns the name of a difference in bytes alone, where kinds and axes agree."""
     if _same(derived.elements, compiled.elements):
-        if _same(compiled.wire, 2 * derived.wire):
-            return "float32"
-        return "narrowed" if compiled.wire < derived.wire else ""
+        return "float32" if _same(compiled.wire, 2 * derived.wire) else ""
     if derived.arrays == compiled.arrays:
         of_numbers = _same(compiled.elements, LANES * derived.elements)
         return "padding" if of_numbers or derived.elements < compiled.elements < 1.5 * derived.elements else ""

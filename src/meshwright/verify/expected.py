@@ -154,19 +154,20 @@ def expected_of_pipeline(
     """
     count = tables.schedule.num_microbatches
     sizes = _sizes(derived, dims, mesh, count)
-    return _expected(
-        _counted_in_text(derived, tables, _pieces(derived, sizes)), sizes, num_microbatches=count, width=width
-    )
+    # stages sum gradients in float32, also those of one microbatch
+    return _expected(_counted_in_text(derived, tables, sizes), sizes, num_microbatches=max(count, 2), width=width)
 
 
-def _counted_in_text(derived: Derived, tables: TickTables, pieces: Mapping[str, int]) -> Iterator[_Counted]:
+def _counted_in_text(derived: Derived, tables: TickTables, sizes: SlotSizes) -> Iterator[_Counted]:
+    pieces = _pieces(derived, sizes)
     used = ((block, name) for block in derived.blocks for name in block.block.reads)
     counted = ((block, name) for block in derived.blocks for name in counts_of(block))
     rows = {name: _rows(derived, block, tables) for block, name in (*used, *counted)}
     for block in derived.blocks:
         for step in (*block.forward, *block.backward):
             if step.is_collective:
-                times = runs_in_text(derived, step, block, tables)
+                moves = int(num_moves(step, sizes)) if step.op == "permute" else 1
+                times = runs_in_text(derived, step, block, tables) * moves
                 yield (step, 1, _rows(derived, block, tables)) if step.scope == "step" else (step, times, times)
     ways = {"forward": tables.x_channels, "backward": tables.dx_channels}
     for step in derived.boundary:

@@ -7,6 +7,7 @@ from meshwright.algebra.einsum import align, local_product
 from meshwright.algebra.kinds import OpKind, StepKind, row_stream
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.remat import keeps_logits
+from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
 from meshwright.core.errors import InputError
@@ -105,13 +106,18 @@ def backward(tape: Tape) -> None:
     tape.contribute(tape.op.inputs[0], dx)
 
 
+def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Returns the bytes by which capped logits, which the statistics make in float32, exceed the cotangent."""
+    return sizes.bytes(step.inputs[0]) - sizes.bytes(step.result) if step.details and step.details.softcap else 0.0
+
+
 OP = OpKind(
     forward=forward,
     backward=backward,
     steps={
         # the steps in chunks are in `fused_head`
         "logits_statistics": StepKind(hbm_bytes=row_stream),
-        "logits_backward": StepKind(in_place=True),
+        "logits_backward": StepKind(in_place=True, scratch_bytes=scratch_bytes),
         "rescale": StepKind(),
         "sum_loss": StepKind(),
         "sum_loss_backward": StepKind(),
