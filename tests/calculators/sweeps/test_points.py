@@ -115,9 +115,9 @@ def test_memory_is_of_the_software_that_is_assumed():
 
 
 def test_tensor_takes_from_fsdp():
-    """The state stays, what a sequence leaves behind is shared by more chips."""
-    points = given("tensor")
-    assert [point.values for point in points] == [{"tensor": size} for size in "1248"]
+    """The state stays, what a sequence leaves behind is shared by more chips. All are fullest in the loss head."""
+    points = given("tensor", "seq_len=32Ki")
+    assert [point.values["tensor"] for point in points] == list("1248")
     assert [point.best.strategy.mesh["fsdp"] for point in points] == [8, 4, 2, 1]
     assert [point.setting.job.batch_seqs for point in points] == [8, 4, 2, 1]
     for before, after in pairwise(point.best.estimate.memory for point in points):
