@@ -17,9 +17,9 @@ TOO_MANY = {
 """Functions of before the rule. None may join, and one that is mended leaves the list."""
 
 BUDGETS = {
-    "core": 1_119, "spec": 2_997, "algebra": 6_700, "cost": 4_947, "plan": 3_350, "nn": 5_501, "parallel": 2_683,
+    "core": 1_119, "spec": 2_997, "algebra": 6_702, "cost": 4_985, "plan": 3_350, "nn": 5_634, "parallel": 2_684,
     "hlo": 1_925, "train": 4_338, "serve": 500, "verify": 1_500, "profile": 1_800, "accuracy": 1_361, "bench": 2_300,
-    "report": 2_956, "api": 650, "cli": 3_921, "calculators": 9_000,
+    "report": 2_956, "api": 650, "cli": 3_924, "calculators": 9_000,
 }  # fmt: skip
 """Lines of each package at most; a larger number needs an entry in docs/decisions.md."""
 
