@@ -164,6 +164,16 @@ def test_gathered_weights_are_those_of_the_largest_block():
     assert memory({"data": 2, "tensor": 2})["communication"] == 0
 
 
+def test_a_gathered_weight_of_experts_is_there_twice_on_gpus():
+    """Experts are the first dim and fsdp splits the second: a matrix of 8 experts is transposed after its gather."""
+    model, strategy = catalogue.load_model("mixtral-8x7b"), Strategy(mesh=make_mesh({"fsdp": 32}))
+    gpus, tpus = (
+        Setting(model, parse_cluster(on), Job(batch_seqs=64, seq_len=4096)).memory(strategy)["communication"]
+        for on in ("h100:8x4", "v5p:2x4x4")
+    )
+    assert gpus - tpus == 8 * 4096 * 14336 * 2
+
+
 def test_microbatches_divide_activations_and_add_a_float32_sum_of_gradients():
     one, four = (memory({"fsdp": 2}, num_microbatches=count, software="eager") for count in (1, 4))
     for item in ("activations", "logits"):

@@ -6,9 +6,11 @@ import msgspec
 import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_seconds
 from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import price_strategy
 from meshwright.plan.legal import legal
-from meshwright.plan.planner import rank_plans
+from meshwright.plan.planner import UNEVEN, rank_plans
 from meshwright.plan.space import EMULATED
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
@@ -243,6 +245,18 @@ def test_experts_are_split_over_their_axis():
     assert planned(model, "h100:8x8", 64).strategies
     split = planned(model, "h100:8x8", 64, axes={"expert": 8}, top=2)
     assert {one.strategy.mesh["expert"] for one in split.strategies} == {8}
+
+
+def test_a_plan_says_what_an_uneven_load_of_experts_would_cost():
+    """The step of the first plan at 1.25 times the mean, in words; nothing where a device has all experts."""
+    setting = Setting(catalogue.load_model("mixtral-8x7b"), parse_cluster("h100:8x4"), Job(batch_seqs=64, seq_len=4096))
+    first = rank_plans(setting, axes={"expert": 8}, top=1)
+    assumed = msgspec.structs.replace(setting.assumptions, imbalance=UNEVEN)
+    uneven = price_strategy(msgspec.structs.replace(setting, assumptions=assumed), first.strategies[0].strategy)
+    assert uneven.estimate.step_s > first.strategies[0].estimate.step_s
+    assert first.notes[-1].endswith(f"with 1.25 times a step would take {format_seconds(uneven.estimate.step_s)}")
+    alone = rank_plans(setting, axes={"expert": 1}, top=1)
+    assert alone.notes[-1].endswith("takes more in further rounds")
 
 
 def test_top_is_a_number_of_strategies():

@@ -13,6 +13,7 @@ from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import Refusal, legal
@@ -25,6 +26,9 @@ from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_word
 
 NEAREST_BATCH_SHARE = 0.25
 """Share of the wanted batch by which a batch that uses all chips may differ from it."""
+
+UNEVEN = 1.25
+"""Load of the busiest device of experts over the mean, for which the step is priced as well."""
 
 MAX_PARTS = 20
 """Number of smaller clusters that are searched before the job is said not to run."""
@@ -61,13 +65,15 @@ def rank_plans(
         )
     space = space_of(setting, axes or {}, overrides or {}, choices)
     outcome = search(space, cluster, job.batch_seqs, top=top, exhaustive=exhaustive)
-    notes = _notes(space, setting)
     whole = outcome.found[0] if outcome.found else None
     if not outcome.found:
         if not outcome.num_legal:
             refuse_given(space)
         outcome = _largest_part(space, top)
     outcome = _without_stages(space, top, outcome)
+    best = outcome.found[0]
+    of_best = msgspec.structs.replace(setting.on(best.cluster), job=best.job)
+    notes = (*_notes(space, setting), *imbalance_notes(of_best, best.strategy))
     near = None
     shortfall: tuple[str, ...] = ()
     if outcome.found[0].cluster != cluster:
@@ -160,7 +166,6 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
         )
     if setting.job.seq_len > setting.model.max_positions:
         notes.append(f"the model's config has {setting.model.max_positions:,} positions, and the sequences are longer")
-    notes += slots_note(setting, space.template)
     notes.append(f"training state {space.template.state}{optimizer_words(setting.job)}")
     return tuple(notes)
 
@@ -173,6 +178,16 @@ def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
         f"the busiest device of experts is counted with {setting.assumptions.imbalance:g} times the mean of rows "
         f"(assumptions.imbalance); it has room for {ROOM:g} times, and takes more in further rounds"
     ]
+
+
+def imbalance_notes(setting: Setting, strategy: Strategy) -> list[str]:
+    """Returns `slots_note`, with the step at a load of `UNEVEN` where devices have a part of the experts."""
+    notes = slots_note(setting, strategy)
+    if not notes or strategy.mesh["expert"] == 1 or setting.assumptions.imbalance >= UNEVEN:
+        return notes
+    assumptions = msgspec.structs.replace(setting.assumptions, imbalance=UNEVEN)
+    uneven = price_strategy(msgspec.structs.replace(setting, assumptions=assumptions), strategy).estimate.step_s
+    return [f"{notes[0]}; with {UNEVEN:g} times a step would take {format_seconds(uneven)}"]
 
 
 # -- when the chips do not divide the work -------------------------------------------------------------

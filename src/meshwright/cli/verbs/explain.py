@@ -21,7 +21,9 @@ from meshwright.cli.verbs.plan_words import (
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.breakdown import Term, term_words
 from meshwright.cost.formulas.limit_table import Letters, Limit
+from meshwright.cost.setting import setting_of
 from meshwright.cost.work.ops import mfu_words
+from meshwright.plan.planner import imbalance_notes
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
 from meshwright.spec.job import optimizer_words, require_training
@@ -87,6 +89,7 @@ def _text(told: Explanation) -> Iterator[Piece]:
     yield Fact("batch", _batch_words(told))
     yield Fact("placement", placement_words(plan.strategy.placement))
     yield Fact("times rest on", plan.calibration.describe())
+    yield from (Fact("load of experts", note) for note in imbalance_notes(setting_of(plan), plan.strategy))
     yield ""
     yield from _lead_text(told)
     for block in told.blocks:
