@@ -17,6 +17,14 @@ LANES, ROWS = 128, 8
 """Numbers in the innermost and the next dim of a TPU's tile."""
 
 
+MOST_PADDED = 7 / 6
+"""Numbers of whole tiles over those of a shard up to which a shard keeps its dims."""
+
+PADDED_BYTES = 2**28
+"""Bytes from which arrays get the rows and columns that fill tiles. libtpu 0.0.42 scatters smaller ones as they are
+(115 MB), and sums larger ones whole (1.16 and 1.41 GB, 2026-11-25)."""
+
+
 def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
     """Runs a collective or slice step on this device's block, which has ``leading`` more dims before the step's."""
     with jax.named_scope(str(step.label)):
@@ -31,9 +39,7 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
             return _gather_leg_by_leg(value, step.details, axes=axes, dim=dim)
         return lax.all_gather(value, axes, axis=dim, tiled=True)
     if step.op == "reduce_scatter":
-        if step.details is not None:
-            return _scatter_leg_by_leg(value, step.details, axes=axes, dim=dim)
-        return lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
+        return scatter_sum(step, value, dim=dim)
     if step.op == "all_reduce":
         if step.reduction == "max":
             return lax.pmax(lax.stop_gradient(value), axes)
@@ -47,24 +53,51 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
     raise AssertionError(f"{step.op} is not a collective")
 
 
+def scatter_sum(step: Step, value: Array, *, dim: int) -> Array:
+    """Returns this device's part, along ``dim``, of the sum that a reduce-scatter step makes."""
+    if step.details is not None:
+        return _scatter_leg_by_leg(value, step.details, axes=step.axes, dim=dim)
+    return lax.psum_scatter(value, step.axes, scatter_dimension=dim, tiled=True)
+
+
 def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:
     """Returns the shard that one tiled scatter over the whole group would leave.
 
-    The dim is split into the legs, which become the outermost dims in memory. In any other layout libtpu pads the
-    scatter, or replaces it by an all-reduce of the whole array: for shards thinner than a tile, and where the product
-    that makes the array has another outermost dim (libtpu 0.0.51, v5e:8x8 and v5p:16x16x16, 2026-11-24).
+    The dim is split into the legs, which become the outermost dims in memory, and shards become whole tiles. In any
+    other layout libtpu pads the scatter, or replaces it by an all-reduce of the whole array: where shards end within a
+    tile, and where what makes the array has another outermost dim (v5e:8x8 and v5p:16x16x16, 2026-11-24; v4p:4x8x8 and
+    tpu7x:4x4x8, libtpu 0.0.42, 2026-11-25).
     """
     shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
     value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
-    value = value.reshape(*legs.sizes, *value.shape[len(legs.parts) :])
-    rest = list(range(len(legs.sizes), value.ndim))
-    if value.shape[-1] < LANES:
-        # the longest dim fills the lanes of tiles: parts of two rows would be padded 64 times
-        rest.append(rest.pop(max(range(len(rest)), key=lambda place: value.shape[rest[place]])))
-    value = with_layout_constraint(value, Layout(major_to_minor=(*range(len(legs.sizes)), *rest)))
+    shard = value.shape[len(legs.parts) :]
+    lanes = -1 if shard[-1] >= LANES else max(range(len(shard)), key=shard.__getitem__) - len(shard)
+    value = jnp.moveaxis(value, lanes, -1)
+    moved = value.shape[len(legs.parts) :]
+    value = value.reshape(*legs.sizes, *moved)
+    given, sent = _whole_tiles(moved, value.nbytes)
+    added = [(0, size - less) for less, size in zip(given, sent, strict=True)]
+    value = jnp.pad(value.reshape(*legs.sizes, *given), [(0, 0)] * len(legs.sizes) + added)
+    if len(sent) == 1:
+        value = value.reshape(*legs.sizes, -1, LANES)
     for groups in legs.groups:
-        value = lax.psum_scatter(value, axes, axis_index_groups=groups)
-    return value
+        value = lax.psum_scatter(_row_major(value), axes, axis_index_groups=groups)
+    value = value.reshape(sent)[tuple(slice(size) for size in given)]
+    return jnp.moveaxis(value.reshape(moved), -1, lanes)
+
+
+def _whole_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the dims as which a shard of an array of so many bytes is scattered, and their sizes with what is added
+    to fill tiles: its own dims, or one where these would grow by more than `MOST_PADDED`."""
+    tiles = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
+    if len(shard) == 1 or math.prod(tiles) > MOST_PADDED * math.prod(shard):
+        count = math.prod(shard)
+        return (count,), (_tiled(count, ROWS * LANES),)
+    return shard, tiles if num_bytes >= PADDED_BYTES else shard
+
+
+def _row_major(value: Array) -> Array:
+    return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
 
 
 def _tiled(size: int, tile: int) -> int:

@@ -88,6 +88,11 @@ class BlockPasses:
         return counts_of(self.steps)
 
     @cached_property
+    def computes_again(self) -> bool:
+        """True if the backward pass computes activations again from those that are saved."""
+        return any(step.phase == "recompute" for step in self.steps.backward)
+
+    @cached_property
     def gathers(self) -> tuple[Step, ...]:
         """Forward steps that only gather weights, and so can run before the stream arrives."""
         return tuple(s for s in self.steps.forward if s.result.name in self.weights)
@@ -195,6 +200,15 @@ def never(arrays: Iterable[Array]) -> Array:
     whole = lax.optimization_barrier(list(arrays))
     one = sum((array.reshape(-1)[0].astype(jnp.float32) for array in whole), start=jnp.zeros(()))
     return jnp.isnan(one) & jnp.isinf(one)
+
+
+def after(values: Any, arrays: Iterable[Array]) -> Any:
+    """Returns the same values, from which nothing is computed before the arrays exist.
+
+    Barriers do not order anything: compilers drop them before they schedule instructions.
+    """
+    no = never(arrays)
+    return jax.tree.map(lambda value: jnp.where(no, jnp.zeros_like(value), value), values)
 
 
 def apply_collectives(steps: Sequence[Step], value: Array, *, leading: int = 0) -> Array:

@@ -22,7 +22,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.split_backward import step_steps
 from meshwright.core.labels import AT_MOST_ONCE
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives, never
+from meshwright.parallel.blocks import Cotangents, Inputs, after, apply_collectives, never
 from meshwright.parallel.passes import Passes
 from meshwright.spec.strategy import Strategy
 
@@ -55,7 +55,7 @@ def microbatch_gradients(
     waiting = {name for name, count in used.items() if count > 1} | first
     for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, saved, strict=True))):
         # else compilers keep logits until they compute the loss, which no layer needs, and exponentials for both passes
-        cotangent = jnp.where(never([results[stack.head.result]]), 0, cotangents[stack.head.result])
+        cotangent = after(cotangents[stack.head.result], [results[stack.head.result]])
         cotangent, head_saved = lax.optimization_barrier((cotangent, head_saved))
         of_result = Cotangents(cotangent, {})
         (cotangent, _), of_head = stack.head.backward(params, results, head_saved, of_result)
@@ -63,7 +63,7 @@ def microbatch_gradients(
             once = {n: g for n, g in of_head.items() if n not in waiting}
             of_head |= once_per_step(passes.derived, _with_earlier(once, earlier), stacked=frozenset())
         # else compilers put the products off until all layers have run, and hold the cotangent of the logits for them
-        cotangent = jnp.where(never(of_head.values()), 0, cotangent)
+        cotangent = after(cotangent, of_head.values())
         # Layers add to the cotangents of the results of earlier stacks.
         further = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
         (cotangent, further), grads = stack.layers_backward(
@@ -94,10 +94,13 @@ def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, li
     """Returns the inputs with the results of all stacks added, and the activations that each stack saves."""
     results, saved = dict(inputs), []
     for stack in passes.stacks:
-        has_first = bool(stack.stack.first)
-        stream, of_embed = stack.embed.forward(params, results, None) if has_first else (results[stack.stack.carry], ())
+        first, last = stack.stack.first, stack.head
+        stream, of_embed = stack.embed.forward(params, results, None) if first else (results[stack.stack.carry], ())
         stream, of_layers = stack.layers_forward(params, results, stream)
-        results[stack.head.result], of_head = stack.head.forward(params, results, stream)
+        # else compilers keep a table that both ends gather whole through all layers
+        tied = {step.result.name for step in last.gathers} & {*stack.embed.weights} if first else ()
+        params = params | after({name: params[name] for name in tied}, [stream])
+        results[last.result], of_head = last.forward(params, results, stream)
         saved.append((of_embed, of_layers, of_head))
     return results, saved
 

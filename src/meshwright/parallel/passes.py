@@ -26,7 +26,7 @@ from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import as_stored
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, apply_collectives, never
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, after, apply_collectives
 
 IterationParams = tuple[Params, ...]
 """Weights or gradients of one iteration of a loop: a dict for each of its layers."""
@@ -83,17 +83,17 @@ class LayerLoop:
         """Returns the cotangents of the inputs of one iteration, and its gradients."""
         found: tuple[Any, ...] = ()
         for number, kind in reversed(list(enumerate(self.span.pattern))):
-            if found:
-                # else compilers hold the gradients of all layers of an iteration, and send them at its end
-                stream = jnp.where(never(jax.tree.leaves(found[0])), 0, cotangent.stream)
-                cotangent = cotangent._replace(stream=stream)
+            block, kept = self.blocks[kind], saved[number]
+            if block.computes_again:
+                # else compilers compute several layers again before the first runs backward, or keep what they computed
+                kept = after(kept, [cotangent.stream])
             own, at_hand = weights[number], ready[number] if ready else None
-            cotangent, left = self.blocks[kind].backward(
-                own, self.inputs, saved[number], cotangent, ready=at_hand, split=self.split
-            )
+            cotangent, left = block.backward(own, self.inputs, kept, cotangent, ready=at_hand, split=self.split)
             if not self.split:
                 left = self.finish(left, earlier[number] if earlier else None) if self.finish else left
                 left = jax.tree.map(as_stored, left)
+            # else they hold what the gradients of several layers are computed from, and send them together
+            cotangent = cotangent._replace(stream=after(cotangent.stream, jax.tree.leaves(left)))
             found = (left, *found)
         return cotangent, found
 
@@ -123,15 +123,9 @@ class LayerLoop:
 
         def back(cotangent: Cotangents, given: Any) -> SpanCotangents:
             number, kept = given
-            kept, cotangent = self._apart((kept, cotangent))
             return self.iteration_back(weights(number), kept, cotangent, earlier(number))
 
         return lax.scan(back, cotangent, (numbers, saved), reverse=True, unroll=self.unroll)
-
-    def _apart(self, given: Any) -> Any:
-        """Returns the same values, which depend on each other where the loop has one iteration: compilers drop such a
-        loop, and would keep what the forward pass computed in place of computing it again."""
-        return lax.optimization_barrier(given) if self.span.repeats == 1 else given
 
     def weight_backward(self, weights: LayerWeights, handed: tuple[Any, ...]) -> IterationParams:
         """Returns gradients from what `backward` returned with ``split``."""
@@ -165,8 +159,7 @@ class SegmentLoop(LayerLoop):
     ) -> SpanCotangents:
         def segment(cotangent: Cotangents, given: Any) -> SpanCotangents:
             numbers, stream = given
-            stream, cotangent = self._apart((stream, cotangent))
-            _, kept = self.forward_over(numbers, weights, stream)
+            _, kept = self.forward_over(numbers, weights, after(stream, [cotangent.stream]))
             return self.backward_over(numbers, weights, kept, cotangent, earlier)
 
         found: list[IterationParams] = []
@@ -303,7 +296,7 @@ class Passes:
         False where layers are recomputed: in an unrolled loop the compiler merges both computations, and a program of
         ten layers needs four times the memory of the loop.
         """
-        again = any(step.phase == "recompute" for block in self.derived.blocks for step in block.backward)
+        again = any(block.computes_again for block in self._blocks.values())
         return default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1 and not again
 
     def layers_forward(self, params: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Any, ...]]:

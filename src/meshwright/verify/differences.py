@@ -37,6 +37,9 @@ TOLERANCE = 0.02
 LANES = 128
 """Numbers in the last dim of a TPU's tile: rows of one number, such as weights of slots, are sent as so long rows."""
 
+MOST_PADDING = 0.5
+"""Share of its own numbers that is added to an array at most: what grows by more has another cause."""
+
 _Axes = tuple[str, ...]
 TrafficKey = tuple[str, _Axes]
 """(kind, mesh axes in the mesh's order)."""
@@ -290,6 +293,13 @@ class _Table:
                 self._name("dropped", _words(key), {key: -left}, {})
             elif self._is_of_a_tied_weight(key, left):
                 self._name("shared", _words(key), {key: -left}, {})
+            if self._is_padded(key):
+                self._name("padding", _words(key), {}, {key: self.left[key]})
+
+    def _is_padded(self, key: TrafficKey) -> bool:
+        """True if a row has as many arrays as derived, of up to half as many more elements."""
+        left, derived = self.left[key], self.rows.derived[key]
+        return left.arrays == 0 and 0 < left.elements < MOST_PADDING * derived.elements and not self.is_even(key)
 
     def _pair_sums(self, key: TrafficKey) -> None:
         """Names sums over the axes of a row that were sent in another form: as a scatter and a gather, or together with
@@ -300,7 +310,8 @@ class _Table:
         parts = [(kind, key[1]) for kind in ("reduce_scatter", "all_gather")]
         if all(self.left.get(part, NOTHING).wire > 0 for part in parts):
             found = {part: self.left[part] for part in parts}
-            if (sum(found.values(), NOTHING) + left).wire <= TOLERANCE * self.rows.derived[key].wire:
+            # parts of small arrays are padded
+            if (sum(found.values(), NOTHING) + left).wire <= MOST_PADDING * -left.wire:
                 self._name("scattered all-reduce", _words(key), {key: -left}, found)
             return
         for whole in [other for other in self.left if other[0] == "all_reduce" and set(key[1]) < set(other[1])]:
@@ -385,7 +396,8 @@ def _of_size(derived: Amount, compiled: Amount, kinds: set[str]) -> str:
         return "float32" if _same(compiled.wire, 2 * derived.wire) else ""
     if derived.arrays == compiled.arrays:
         of_numbers = _same(compiled.elements, LANES * derived.elements)
-        return "padding" if of_numbers or derived.elements < compiled.elements < 1.5 * derived.elements else ""
+        more = compiled.elements - derived.elements
+        return "padding" if of_numbers or 0 < more < MOST_PADDING * derived.elements else ""
     # combined arrays carry one label: their mean size then differs from that of the step's own
     if not _same(compiled.elements / max(compiled.arrays, 1), derived.elements / max(derived.arrays, 1)):
         return ""

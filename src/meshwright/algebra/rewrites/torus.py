@@ -2,8 +2,8 @@
 
 A reduce-scatter over a whole slice is compiled as an all-reduce of the whole array on TPUs, which sends twice the
 bytes; one for each physical axis stays a reduce-scatter, and sends (n - 1)/n of the array in all. So are gathers of
-small arrays, and of all arrays where two mesh axes share physical axes. Over parts of a slice both stay what they are,
-and use all axes at once.
+small arrays, and of all arrays over several whole slices or where two mesh axes share physical axes. Over parts of a
+slice both stay what they are, and use all axes at once.
 """
 
 import math
@@ -23,7 +23,8 @@ from meshwright.spec.strategy import Strategy
 SMALL_GATHER_BYTES = 2**25
 """Arrays of fewer bytes are gathered leg by leg. libtpu 0.0.51 compiles one gather over a whole v5e:8x8 or v5e:16x16 as
 an all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24). On v5p:4x4x4 all sizes are an all-reduce if the
-group's order of chips interleaves a physical axis with others, else none."""
+group's order of chips interleaves a physical axis with others, else none. Over two whole slices of v4p or v5p all sizes
+are (libtpu 0.0.42, 2026-11-25), of v5e, v6e and tpu7x none."""
 
 _PLACED = re.compile(r"(?:(\d+) of )?(\S+) \((\d+)\)")
 
@@ -70,12 +71,14 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
     """The legs that a collective crosses one after the other: physical axes, or all torus axes together.
 
     ``parts`` are the factors of its group, major to minor, of the mesh ``axes``; ``order`` has for each leg, in the
-    order in which a sum crosses them, the indices of its parts. Gathers cross them in reverse.
+    order in which a sum crosses them, the indices of its parts. Gathers cross them in reverse. ``fills_slices``: the
+    group is several whole slices.
     """
 
     parts: tuple[int, ...]
     axes: tuple[str, ...]
     order: tuple[tuple[int, ...], ...]
+    fills_slices: bool = False
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -124,7 +127,10 @@ def group_legs(strategy: Strategy, axes: tuple[str, ...], *, scatters: bool = Fa
     sizes = {name: math.prod(parts[index].size for index in leg) for name, leg in legs.items()}
     order = sorted(legs, key=lambda name: (name not in TORUS_AXES, -sizes[name]))
     return Legs(
-        tuple(part.size for part in parts), tuple(axis for axis, _ in placed), tuple(legs[name] for name in order)
+        parts=tuple(part.size for part in parts),
+        axes=tuple(axis for axis, _ in placed),
+        order=tuple(legs[name] for name in order),
+        fills_slices=not used and not all(part.on_torus for part in parts),
     )
 
 
@@ -165,7 +171,8 @@ def crossed_legs(step: Step, full_bytes: int) -> tuple[CrossedLeg, ...]:
     legs = step.details if step.op in ("all_gather", "reduce_scatter") else None
     if not isinstance(legs, Legs) or len(legs.order) == 1:
         return ()
-    if step.op == "all_gather" and full_bytes >= SMALL_GATHER_BYTES and not legs.is_interleaved:
+    in_turn = full_bytes < SMALL_GATHER_BYTES or legs.is_interleaved or legs.fills_slices
+    if step.op == "all_gather" and not in_turn:
         return ()
     sizes = legs.sizes
     return tuple(

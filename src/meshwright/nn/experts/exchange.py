@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.collectives import scatter_sum
 from meshwright.nn.experts.slots import Delivery, Ragged, SlotRows
 
 
@@ -43,7 +44,7 @@ def move_packed(step: Step, slots: Ragged) -> Ragged:
         return replace(slots, rows=rows, sizes=sizes)
     pieces = slots.sizes.shape[0] // lax.axis_size(step.axes)
     sizes = lax.dynamic_slice_in_dim(slots.sizes, lax.axis_index(step.axes) * pieces, pieces)
-    return replace(slots, rows=lax.psum_scatter(slots.rows, step.axes, tiled=True), sizes=sizes)
+    return replace(slots, rows=scatter_sum(step, slots.rows, dim=0), sizes=sizes)
 
 
 def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
