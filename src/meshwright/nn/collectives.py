@@ -78,26 +78,25 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     given, sent = _whole_tiles(moved, value.nbytes)
     added = [(0, size - less) for less, size in zip(given, sent, strict=True)]
     value = jnp.pad(value.reshape(*legs.sizes, *given), [(0, 0)] * len(legs.sizes) + added)
-    if len(sent) == 1:
+    if len(given) < len(moved):
         value = value.reshape(*legs.sizes, -1, LANES)
+    value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
-        value = lax.psum_scatter(_row_major(value), axes, axis_index_groups=groups)
+        value = lax.psum_scatter(value, axes, axis_index_groups=groups)
     value = value.reshape(sent)[tuple(slice(size) for size in given)]
     return jnp.moveaxis(value.reshape(moved), -1, lanes)
 
 
 def _whole_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the dims as which a shard of an array of so many bytes is scattered, and their sizes with what is added
-    to fill tiles: its own dims, or one where these would grow by more than `MOST_PADDED`."""
+    to fill a TPU's tiles: its own dims, or one where these would grow by more than `MOST_PADDED`."""
+    if default_platform() != "tpu":
+        return shard, shard
     tiles = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
-    if len(shard) == 1 or math.prod(tiles) > MOST_PADDED * math.prod(shard):
+    if math.prod(tiles) > MOST_PADDED * math.prod(shard):
         count = math.prod(shard)
         return (count,), (_tiled(count, ROWS * LANES),)
     return shard, tiles if num_bytes >= PADDED_BYTES else shard
-
-
-def _row_major(value: Array) -> Array:
-    return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
 
 
 def _tiled(size: int, tile: int) -> int:

@@ -19,6 +19,7 @@ from meshwright.algebra.rewrites.torus import (
     parts_of,
 )
 from meshwright.cost.network.placement import place_axes
+from meshwright.nn import collectives
 from meshwright.nn.collectives import communicate
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.cluster import parse_cluster
@@ -39,7 +40,7 @@ NODES = ({"fsdp": 8}, {"fsdp": "domain (4) x nodes (2)"})
         (PARTS, ("fsdp",), Legs((2, 2), ("fsdp", "fsdp"), ((0, 1),))),
         (PARTS, ("fsdp", "tensor"), Legs((2, 2, 2), ("fsdp", "fsdp", "tensor"), ((1, 2), (0,)))),
         (TWO_AXES, ("data", "fsdp"), Legs((2, 2, 2), ("data", "fsdp", "fsdp"), ((0, 2), (1,)))),
-        (SLICES, ("fsdp",), Legs((2, 2, 2), ("fsdp",) * 3, ((1,), (2,), (0,)))),
+        (SLICES, ("fsdp",), Legs((2, 2, 2), ("fsdp",) * 3, ((1,), (2,), (0,)), fills_slices=True)),
         (NODES, ("fsdp",), None),
         (({"fsdp": 8}, {}), ("fsdp",), None),
         (({"fsdp": 8}, {"fsdp": "x (4) x y (4)"}), ("fsdp",), None),
@@ -103,6 +104,20 @@ def test_values_and_shards_are_those_of_one_collective(case, dim):
     for body, out in ((scattered, spec), (both, PartitionSpec())):
         run = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=out, check_vma=False)
         np.testing.assert_array_equal(jax.jit(run)(given), values.sum(axis=0))
+
+
+@pytest.mark.parametrize("shape", [(16, 5, 130), (16, 9, 40), (16, 7), (16,), (16, 3, 2, 70)], ids=str)
+def test_shards_that_end_within_a_tile_come_back_whole(shape, monkeypatch):
+    """Rows and columns that fill tiles are added and taken away, and the longest dim changes places with the last."""
+    monkeypatch.setattr(collectives, "PADDED_BYTES", 0)
+    monkeypatch.setattr(collectives, "default_platform", lambda: "tpu")
+    mesh, dims = device_mesh(WHOLE[0]), tuple("DFGH"[: len(shape)])
+    partial = ShardedArray("W", dims, ((),) * len(shape), ("fsdp",))
+    (scatter,) = steps_of(partial, ShardedArray("W", dims, ((),) * len(shape)).resharded({"D": ("fsdp",)}), WHOLE)
+    values = np.arange(8 * np.prod(shape), dtype=np.float32).reshape(8, *shape)
+    specs = {"in_specs": PartitionSpec("fsdp"), "out_specs": PartitionSpec("fsdp"), "check_vma": False}
+    run = jax.shard_map(lambda value: communicate(scatter, value[0]), mesh=mesh, **specs)
+    np.testing.assert_array_equal(jax.jit(run)(jnp.asarray(values)), values.sum(axis=0))
 
 
 def test_legs_send_in_all_what_one_scatter_sends():
