@@ -75,28 +75,27 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     value = jnp.moveaxis(value, lanes, -1)
     moved = value.shape[len(legs.parts) :]
     value = value.reshape(*legs.sizes, *moved)
-    given, sent = _whole_tiles(moved, value.nbytes)
-    added = [(0, size - less) for less, size in zip(given, sent, strict=True)]
-    value = jnp.pad(value.reshape(*legs.sizes, *given), [(0, 0)] * len(legs.sizes) + added)
-    if len(given) < len(moved):
-        value = value.reshape(*legs.sizes, -1, LANES)
+    if (dims := _in_tiles(moved, value.nbytes)) is not None:
+        value = value.reshape(*legs.sizes, *dims[:-1], -1)
+        last = value.shape[-1]
+        value = jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, dims[-1] - last)]).reshape(*legs.sizes, -1, LANES)
     value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
-    value = value.reshape(sent)[tuple(slice(size) for size in given)]
+    if dims is not None:
+        value = value.reshape(dims)[..., :last]
     return jnp.moveaxis(value.reshape(moved), -1, lanes)
 
 
-def _whole_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the dims as which a shard of an array of so many bytes is scattered, and their sizes with what is added
-    to fill a TPU's tiles: its own dims, or one where these would grow by more than `MOST_PADDED`."""
-    if default_platform() != "tpu":
-        return shard, shard
-    tiles = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
-    if math.prod(tiles) > MOST_PADDED * math.prod(shard):
-        count = math.prod(shard)
-        return (count,), (_tiled(count, ROWS * LANES),)
-    return shard, tiles if num_bytes >= PADDED_BYTES else shard
+def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[int, ...] | None:
+    """Returns the dims of a shard, or one dim in their place, with so many columns that all fill a TPU's tiles if they
+    are sent in rows of `LANES`. None for whole tiles and, up to `MOST_PADDED`, for arrays of few bytes."""
+    full, count = ROWS * LANES, math.prod(shard)
+    tiles = math.prod(shard[:-2]) * math.prod(map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
+    if default_platform() != "tpu" or tiles == count or (tiles <= MOST_PADDED * count and num_bytes < PADDED_BYTES):
+        return None
+    columns = _tiled(shard[-1], full // math.gcd(count // shard[-1], full))
+    return (*shard[:-1], columns) if columns <= MOST_PADDED * shard[-1] else (_tiled(count, full),)
 
 
 def _tiled(size: int, tile: int) -> int:
