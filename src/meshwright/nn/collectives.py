@@ -35,8 +35,9 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
     axes = step.axes
     dim = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     if step.op == "all_gather":
-        if step.details is not None and crossed_legs(step, value.nbytes * lax.axis_size(axes)):
-            return _gather_leg_by_leg(value, step.details, axes=axes, dim=dim)
+        full_bytes = value.nbytes * lax.axis_size(axes)
+        if crossed_legs(step, full_bytes):
+            return _gather_leg_by_leg(value, step.details.of(step.op, full_bytes), axes=axes, dim=dim)
         return lax.all_gather(value, axes, axis=dim, tiled=True)
     if step.op == "reduce_scatter":
         return scatter_sum(step, value, dim=dim)
@@ -56,7 +57,7 @@ def _communicate(step: Step, value: Array, leading: int) -> Array:
 def scatter_sum(step: Step, value: Array, *, dim: int) -> Array:
     """Returns this device's part, along ``dim``, of the sum that a reduce-scatter step makes."""
     if step.details is not None:
-        return _scatter_leg_by_leg(value, step.details, axes=step.axes, dim=dim)
+        return _scatter_leg_by_leg(value, step.details.of(step.op, value.nbytes), axes=step.axes, dim=dim)
     return lax.psum_scatter(value, step.axes, scatter_dimension=dim, tiled=True)
 
 
@@ -83,7 +84,8 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
     if dims is not None:
-        value = value.reshape(dims)[..., :last]
+        # libtpu 0.0.42 takes the tiles away again, and fails, if it sees at once that they are added and taken away
+        value = lax.optimization_barrier(value).reshape(dims)[..., :last]
     return jnp.moveaxis(value.reshape(moved), -1, lanes)
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.torus import (
-    SMALL_GATHER_BYTES,
+    SMALL_BYTES,
     Legs,
     PlacedPart,
     crossed_legs,
@@ -130,8 +130,8 @@ def test_legs_send_in_all_what_one_scatter_sends():
 def test_only_small_gathers_over_a_whole_slice_run_leg_by_leg():
     split, whole = ShardedArray("W", ("D",), (("fsdp",),)), ShardedArray("W", ("D",), ((),))
     (gather,) = steps_of(split, whole, WHOLE)
-    assert crossed_legs(gather, SMALL_GATHER_BYTES - 1) == ((4, ("fsdp",), 1), (2, ("fsdp",), 4))
-    assert crossed_legs(gather, SMALL_GATHER_BYTES) == ()
+    assert crossed_legs(gather, SMALL_BYTES - 1) == ((4, ("fsdp",), 1), (2, ("fsdp",), 4))
+    assert crossed_legs(gather, SMALL_BYTES) == ()
     (gather,) = steps_of(split, whole, PARTS)
     assert crossed_legs(gather, 1) == ()
 

@@ -1,9 +1,9 @@
 """Sums over a whole torus run along one physical axis after the other, the longest first.
 
-A reduce-scatter over a whole slice is compiled as an all-reduce of the whole array on TPUs, which sends twice the
-bytes; one for each physical axis stays a reduce-scatter, and sends (n - 1)/n of the array in all. So are gathers of
-small arrays, and of all arrays over several whole slices or where two mesh axes share physical axes. Over parts of a
-slice both stay what they are, and use all axes at once.
+A reduce-scatter over a whole slice, and one of a small array over any part of it, is compiled as an all-reduce of the
+whole array on TPUs, which sends twice the bytes; one for each physical axis stays a reduce-scatter, and sends (n - 1)/n
+of the array in all. So are gathers of small arrays over a whole slice, and of all arrays over several whole slices or
+where two mesh axes share physical axes. Others stay what they are, and use all axes at once.
 """
 
 import math
@@ -20,9 +20,10 @@ from meshwright.algebra.steps import Step
 from meshwright.spec.cluster_shapes import SLICES, TORUS_AXES
 from meshwright.spec.strategy import Strategy
 
-SMALL_GATHER_BYTES = 2**25
-"""Arrays of fewer bytes are gathered leg by leg. libtpu 0.0.51 compiles one gather over a whole v5e:8x8 or v5e:16x16 as
-an all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24). On v5p:4x4x4 all sizes are an all-reduce if the
+SMALL_BYTES = 2**25
+"""Arrays of fewer bytes go leg by leg. libtpu 0.0.51 compiles one gather over a whole v5e:8x8 or v5e:16x16 as an
+all-reduce up to 17 MB, and as a gather from 34 MB (2026-11-24); 0.0.42 one scatter over 8 x 8 x 8 of v5p:16x16x16 as an
+all-reduce up to 10 MB, and as a scatter from 94 MB (2026-11-25). On v5p:4x4x4 all sizes are an all-reduce if the
 group's order of chips interleaves a physical axis with others, else none. Over two whole slices of v4p or v5p all sizes
 are (libtpu 0.0.42, 2026-11-25), of v5e, v6e and tpu7x none."""
 
@@ -71,14 +72,21 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
     """The legs that a collective crosses one after the other: physical axes, or all torus axes together.
 
     ``parts`` are the factors of its group, major to minor, of the mesh ``axes``; ``order`` has for each leg, in the
-    order in which a sum crosses them, the indices of its parts. Gathers cross them in reverse. ``fills_slices``: the
-    group is several whole slices.
+    order in which a sum crosses them, the indices of its parts. Gathers cross them in reverse. ``at_once`` is the order
+    of gathers, and of sums of large arrays, if it is another. ``fills_slices``: the group is several whole slices.
     """
 
     parts: tuple[int, ...]
     axes: tuple[str, ...]
     order: tuple[tuple[int, ...], ...]
+    at_once: tuple[tuple[int, ...], ...] = ()
     fills_slices: bool = False
+
+    def of(self, op: str, full_bytes: int) -> "Legs":
+        """Returns the legs with the order in which a collective crosses them with an array of so many bytes."""
+        if self.at_once and (op == "all_gather" or full_bytes >= SMALL_BYTES):
+            return msgspec.structs.replace(self, order=self.at_once, at_once=())
+        return self
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -108,9 +116,9 @@ def group_legs(strategy: Strategy, axes: tuple[str, ...], *, scatters: bool = Fa
     """Returns the legs of a group of mesh axes; None if no part of it is on a torus, or the strategy's placement is not
     of its mesh.
 
-    Each torus axis is a leg, the longest first, if the group fills a slice, or if it ``scatters`` over two whole axes
-    and every other chip of the third, which libtpu sums whole too (half of v5p:16x16x16 and tpu7x:4x4x8). Else all of
-    them are one. Slices follow.
+    Each torus axis is a leg, the longest first, and slices follow. If the group does not fill a slice, all torus axes
+    can be crossed at once, but not if it ``scatters`` over two whole axes and every other chip of the third, which
+    libtpu sums whole too (half of v5p:16x16x16 and tpu7x:4x4x8).
     """
     placed = [(axis, part) for axis in axes for part in parts_of(strategy.placement, axis)]
     parts = [part for _, part in placed]
@@ -120,18 +128,25 @@ def group_legs(strategy: Strategy, axes: tuple[str, ...], *, scatters: bool = Fa
     outside = {axis for axis in strategy.mesh if axis not in axes}
     used = {part.link for axis in outside for part in parts_of(strategy.placement, axis) if part.on_torus}
     fills = not used or (scatters and len({part.link for part in parts if part.on_torus} - used) > 1)
-    legs: dict[str, tuple[int, ...]] = {}
-    for index, part in enumerate(parts):
-        name = part.link if fills or not part.on_torus else TORUS_AXES
-        legs[name] = (*legs.get(name, ()), index)
-    sizes = {name: math.prod(parts[index].size for index in leg) for name, leg in legs.items()}
-    order = sorted(legs, key=lambda name: (name not in TORUS_AXES, -sizes[name]))
+    one_by_one, at_once = _order(parts, {}), _order(parts, dict.fromkeys(TORUS_AXES, "torus"))
     return Legs(
         parts=tuple(part.size for part in parts),
         axes=tuple(axis for axis, _ in placed),
-        order=tuple(legs[name] for name in order),
+        order=one_by_one,
+        at_once=() if fills or at_once == one_by_one else at_once,
         fills_slices=not used and not all(part.on_torus for part in parts),
     )
+
+
+def _order(parts: Sequence[PlacedPart], names: Mapping[str, str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the indices of the parts of each leg, torus axes first and longer ones before shorter; links of one name
+    are one leg."""
+    legs: dict[tuple[bool, str], tuple[int, ...]] = {}
+    for index, part in enumerate(parts):
+        name = (not part.on_torus, names.get(part.link, part.link))
+        legs[name] = (*legs.get(name, ()), index)
+    sizes = {name: math.prod(parts[index].size for index in leg) for name, leg in legs.items()}
+    return tuple(legs[name] for name in sorted(legs, key=lambda name: (name[0], -sizes[name])))
 
 
 def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:
@@ -168,10 +183,12 @@ def crossed_legs(step: Step, full_bytes: int) -> tuple[CrossedLeg, ...]:
 
     ``full_bytes`` are those of the step's whole array.
     """
-    legs = step.details if step.op in ("all_gather", "reduce_scatter") else None
-    if not isinstance(legs, Legs) or len(legs.order) == 1:
+    if step.op not in ("all_gather", "reduce_scatter") or not isinstance(step.details, Legs):
         return ()
-    in_turn = full_bytes < SMALL_GATHER_BYTES or legs.is_interleaved or legs.fills_slices
+    legs = step.details.of(step.op, full_bytes)
+    if len(legs.order) == 1:
+        return ()
+    in_turn = full_bytes < SMALL_BYTES or legs.is_interleaved or legs.fills_slices
     if step.op == "all_gather" and not in_turn:
         return ()
     sizes = legs.sizes
