@@ -5,13 +5,12 @@ second part all others (weight gradients). The first part hands operands to the 
 so that no collective runs twice.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -192,23 +191,6 @@ def _has_one_layout() -> bool:
     both, in which fewer rows are padded.
     """
     return default_platform() in ("cuda", "rocm")
-
-
-def never(arrays: Iterable[Array]) -> Array:
-    """Returns False once the arrays exist, which no compiler knows beforehand."""
-    # without the barrier libtpu sends a scatter of which one number is read as a whole all-reduce
-    whole = lax.optimization_barrier(list(arrays))
-    one = sum((array.reshape(-1)[0].astype(jnp.float32) for array in whole), start=jnp.zeros(()))
-    return jnp.isnan(one) & jnp.isinf(one)
-
-
-def after(values: Any, arrays: Iterable[Array]) -> Any:
-    """Returns the same values, from which nothing is computed before the arrays exist.
-
-    Barriers do not order anything: compilers drop them before they schedule instructions.
-    """
-    no = never(arrays)
-    return jax.tree.map(lambda value: jnp.where(no, jnp.zeros_like(value), value), values)
 
 
 def apply_collectives(steps: Sequence[Step], value: Array, *, leading: int = 0) -> Array:

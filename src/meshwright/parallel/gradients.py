@@ -21,8 +21,9 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.split_backward import step_steps
 from meshwright.core.labels import AT_MOST_ONCE
+from meshwright.nn.order import after, never
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Cotangents, Inputs, after, apply_collectives, never
+from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
 from meshwright.spec.strategy import Strategy
 

@@ -25,8 +25,9 @@ from meshwright.algebra.transformer import Span, spans
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import as_stored
 from meshwright.nn.context import Context
+from meshwright.nn.order import after
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, after, apply_collectives
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, apply_collectives
 
 IterationParams = tuple[Params, ...]
 """Weights or gradients of one iteration of a loop: a dict for each of its layers."""

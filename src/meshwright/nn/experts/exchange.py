@@ -17,6 +17,7 @@ from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import scatter_sum
 from meshwright.nn.experts.slots import Delivery, Ragged, SlotRows
+from meshwright.nn.order import zeros_after
 
 
 def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -> Ragged:
@@ -79,9 +80,7 @@ def _of_device(array: Int[Array, "n E"], device: Array) -> Int[Array, "n e"]:
 def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tuple[str, ...]) -> SlotRows:
     """Runs `jax.lax.ragged_all_to_all` with the offsets and sizes of slices, in its order, and returns the rows that
     a device receives; on CPUs, which lack it, every device gathers all rows and takes its own."""
-    # zeros that depend on the rows: of constant ones compilers make one array, and hold it through all layers
-    zero = jnp.minimum(jnp.abs(rows.reshape(-1)[0]), 0)
-    received = jnp.full((num_received, *rows.shape[1:]), zero)
+    received = zeros_after((num_received, *rows.shape[1:]), rows.dtype, rows)
     at, sizes, to, expected = (array.astype(jnp.int32) for array in slices)
     if default_platform() != "cpu":
         return lax.ragged_all_to_all(rows, received, at, sizes, to, expected, axis_name=axes)

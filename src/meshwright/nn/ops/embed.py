@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import first_index, own_entries
 from meshwright.nn.context import Context
+from meshwright.nn.order import zeros_after
 from meshwright.spec.model import Model
 
 
@@ -37,7 +38,7 @@ def embed_backward(
     """Returns the gradient of this part of the table: cotangents times ``scale``, summed per row in float32."""
     # An index past the end is dropped; a negative one would count from the end.
     at, _ = own_entries(tokens, first_row, num_rows, elsewhere=num_rows)
-    table = jnp.zeros((num_rows, dout.shape[-1]), jnp.float32)
+    table = zeros_after((num_rows, dout.shape[-1]), jnp.float32, dout)
     return (table.at[at].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)
 
 

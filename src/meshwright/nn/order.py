@@ -1,0 +1,28 @@
+"""Orders what compilers would run, or allocate, whenever they like: they drop barriers before they schedule."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+def never(arrays: Iterable[Array]) -> Array:
+    """Returns False once the arrays exist, which no compiler knows beforehand."""
+    # without the barrier libtpu sends a scatter of which one number is read as a whole all-reduce
+    whole = lax.optimization_barrier(list(arrays))
+    one = sum((array.reshape(-1)[0].astype(jnp.float32) for array in whole), start=jnp.zeros(()))
+    return jnp.isnan(one) & jnp.isinf(one)
+
+
+def after(values: Any, arrays: Iterable[Array]) -> Any:
+    """Returns the same values, from which nothing is computed before the arrays exist."""
+    no = never(arrays)
+    return jax.tree.map(lambda value: jnp.where(no, jnp.zeros_like(value), value), values)
+
+
+def zeros_after(shape: tuple[int, ...], dtype: Any, array: Array) -> Array:
+    """Returns zeros that are made once the array exists: constant ones are made early, and held through all layers."""
+    return jnp.full(shape, never([array]), dtype)
