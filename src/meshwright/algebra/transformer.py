@@ -4,6 +4,7 @@ encoder if it has one. Dims of weights are read off the weight table."""
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -214,10 +215,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         """Layers of the whole span."""
         return len(self.pattern) * self.repeats
 
-    def place(self, position: int) -> tuple[int, int]:
-        """Returns how many layers of its kind precede a layer of the pattern, and how many the whole pattern has."""
+    def row(self, position: int, number: Any) -> Any:
+        """Returns the index, among all layers of its kind, of a layer of the pattern in an iteration."""
         kind = self.pattern[position]
-        return self.pattern[:position].count(kind), self.pattern.count(kind)
+        return self.starts[kind] + number * self.pattern.count(kind) + self.pattern[:position].count(kind)
 
 
 def spans(names: Sequence[str]) -> tuple[Span, ...]:

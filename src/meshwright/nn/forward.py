@@ -89,8 +89,7 @@ def run_stack(
     def iteration(span: Span, carry: tuple[Array, _State], number: Array) -> tuple[Any, None]:
         stream, state = carry
         for position, kind in enumerate(span.pattern):
-            place, per_iteration = span.place(position)
-            index = span.starts[kind] + number * per_iteration + place
+            index = span.row(position, number)
             own = {
                 name: lax.dynamic_index_in_dim(params[name], index, keepdims=False)
                 for name in blocks[kind].block.reads

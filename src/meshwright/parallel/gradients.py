@@ -178,14 +178,15 @@ def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
     Compilers unroll a loop over one microbatch before the last, and drop barriers before they schedule instructions.
     They would then allocate the last microbatch's activations while those of the previous one are still live.
     """
-    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, given))
+    no = never(list(grads.values()))
+    empty = jax.tree.map(lambda s: jnp.full(s.shape, no, s.dtype), jax.eval_shape(run, given))
 
     def once(number: Array, _: Any) -> Any:
         # Depends on the iteration: XLA moves loop invariants out of the loop.
         return run(lax.optimization_barrier((given, number))[0])
 
     with jax.named_scope(AT_MOST_ONCE):
-        return lax.fori_loop(0, 1 - never(list(grads.values())).astype(jnp.int32), once, empty)
+        return lax.fori_loop(0, 1 - no.astype(jnp.int32), once, empty)
 
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:

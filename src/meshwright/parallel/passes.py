@@ -8,9 +8,10 @@ first.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from meshwright.algebra.transformer import Span, spans
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import as_stored
 from meshwright.nn.context import Context
-from meshwright.nn.order import after
+from meshwright.nn.order import after, zeros_after
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, apply_collectives
 
@@ -36,8 +37,9 @@ LayerWeights = Callable[[Any], Any]
 """The weights of an iteration by its number, or gradients of earlier microbatches. They are read from the arrays of all
 layers where they are used: a loop over a part of these would need a copy of it."""
 
-SpanCotangents = tuple[Cotangents, IterationParams]
-"""Cotangents of the inputs of iterations, and their gradients."""
+Carry = tuple[Cotangents, Params]
+"""What loops run backward hand on: cotangents, and gradients of all layers, stacked as the weights are. An iteration
+writes its own rows: gradients stacked by iteration would have to be copied into the order of the layers."""
 
 Finish = Callable[[Params, Params | None], Params]
 """(gradients of a layer, those of earlier microbatches or None) -> gradients that the loop returns."""
@@ -47,8 +49,8 @@ Finish = Callable[[Params, Params | None], Params]
 class LayerLoop:
     """Runs all iterations of a span and saves the activations of each, with iterations as the first dim.
 
-    The compiled loop has ``unroll`` iterations in its body. With ``split``, `backward` returns the operands of
-    `weight_backward` instead of gradients.
+    The compiled loop has ``unroll`` iterations in its body. With ``split``, `backward` writes no gradients, and returns
+    the operands of `weight_backward` with the carry.
     """
 
     span: Span
@@ -80,7 +82,7 @@ class LayerLoop:
         cotangent: Cotangents,
         earlier: IterationParams | None,
         ready: tuple[Ready, ...] | None = None,
-    ) -> SpanCotangents:
+    ) -> tuple[Cotangents, IterationParams]:
         """Returns the cotangents of the inputs of one iteration, and its gradients."""
         found: tuple[Any, ...] = ()
         for number, kind in reversed(list(enumerate(self.span.pattern))):
@@ -111,32 +113,55 @@ class LayerLoop:
         """Returns the stream after some iterations, and what their backward pass needs."""
         return lax.scan(lambda x, number: self.iteration(weights(number), x), stream, numbers, unroll=self.unroll)
 
-    def backward(
-        self, weights: LayerWeights, saved: Any, cotangent: Cotangents, earlier: LayerWeights
-    ) -> SpanCotangents:
-        """Returns the cotangents of the inputs of the span, and its gradients."""
-        return self.backward_over(self.numbers, weights, saved, cotangent, earlier)
+    def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
+        """Returns the carry after all iterations, and with ``split`` the operands of `weight_backward`."""
+        return self.backward_over(self.numbers, weights, saved, carry, earlier)
 
     def backward_over(
-        self, numbers: Array, weights: LayerWeights, saved: Any, cotangent: Cotangents, earlier: LayerWeights
-    ) -> SpanCotangents:
-        """Returns the cotangents of the inputs of some iterations, and their gradients."""
+        self, numbers: Array, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights
+    ) -> tuple[Carry, Any]:
+        """Returns the carry after some iterations, and with ``split`` the operands of `weight_backward`."""
 
-        def back(cotangent: Cotangents, given: Any) -> SpanCotangents:
+        def back(carry: Carry, given: Any) -> tuple[Carry, Any]:
             number, kept = given
-            return self.iteration_back(weights(number), kept, cotangent, earlier(number))
+            return self.carried_back(number, weights, kept, carry, earlier)
 
-        return lax.scan(back, cotangent, (numbers, saved), reverse=True, unroll=self.unroll)
+        return lax.scan(back, carry, (numbers, saved), reverse=True, unroll=self.unroll)
 
-    def weight_backward(self, weights: LayerWeights, handed: tuple[Any, ...]) -> IterationParams:
-        """Returns gradients from what `backward` returned with ``split``."""
+    def carried_back(
+        self,
+        number: Any,
+        weights: LayerWeights,
+        saved: tuple[Any, ...],
+        carry: Carry,
+        earlier: LayerWeights,
+        ready: tuple[Ready, ...] | None = None,
+    ) -> tuple[Carry, Any]:
+        """Returns the carry after one iteration, and with ``split`` the operands of `weight_backward`."""
+        cotangent, grads = carry
+        cotangent, left = self.iteration_back(weights(number), saved, cotangent, earlier(number), ready)
+        return ((cotangent, grads), left) if self.split else ((cotangent, self.written(grads, number, left)), None)
 
-        def iteration(_: None, given: Any) -> tuple[None, IterationParams]:
+    def written(self, grads: Params, number: Any, found: IterationParams) -> Params:
+        """Returns the gradients of all layers with those of one iteration."""
+        for position, of_layer in enumerate(found):
+            row = self.span.row(position, number)
+            grads = grads | {n: lax.dynamic_update_index_in_dim(grads[n], one, row, 0) for n, one in of_layer.items()}
+        return grads
+
+    def weight_backward(self, weights: LayerWeights, handed: tuple[Any, ...], grads: Params) -> Params:
+        """Returns the gradients of all layers with those of the span, from what `backward` returned with ``split``."""
+
+        def iteration(grads: Params, given: Any) -> tuple[Params, None]:
             number, left = given
-            layers = zip(self.span.pattern, weights(number), left, strict=True)
-            return None, tuple(self.blocks[kind].weight_backward(own, self.inputs, left) for kind, own, left in layers)
+            return self.written(grads, number, self.weights_back(weights(number), left)), None
 
-        return lax.scan(iteration, None, (self.numbers, handed))[1]
+        return lax.scan(iteration, grads, (self.numbers, handed))[0]
+
+    def weights_back(self, weights: IterationParams, handed: tuple[Any, ...]) -> IterationParams:
+        """Returns the gradients of one iteration from the operands that its backward pass left."""
+        layers = zip(self.span.pattern, weights, handed, strict=True)
+        return tuple(self.blocks[kind].weight_backward(own, self.inputs, left) for kind, own, left in layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,19 +180,15 @@ class SegmentLoop(LayerLoop):
             saved.append(kept)
         return stream, saved
 
-    def backward(
-        self, weights: LayerWeights, saved: Any, cotangent: Cotangents, earlier: LayerWeights
-    ) -> SpanCotangents:
-        def segment(cotangent: Cotangents, given: Any) -> SpanCotangents:
+    def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
+        def segment(carry: Carry, given: Any) -> tuple[Carry, Any]:
             numbers, stream = given
-            _, kept = self.forward_over(numbers, weights, after(stream, [cotangent.stream]))
-            return self.backward_over(numbers, weights, kept, cotangent, earlier)
+            _, kept = self.forward_over(numbers, weights, after(stream, [carry[0].stream]))
+            return self.backward_over(numbers, weights, kept, carry, earlier)
 
-        found: list[IterationParams] = []
         for given in reversed(list(zip(self._cut(), saved, strict=True))):
-            cotangent, grads = lax.scan(segment, cotangent, given, reverse=True)
-            found = [jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), grads), *found]
-        return cotangent, jax.tree.map(lambda *grads: jnp.concatenate(grads), *found)
+            carry, _ = lax.scan(segment, carry, given, reverse=True)
+        return carry, None
 
     def _cut(self) -> list[Array]:
         """Returns numbers of whole segments, [segments, iterations], and of a shorter last one for the remainder."""
@@ -191,29 +212,27 @@ class AheadLoop(LayerLoop):
         stream, kept = self.iteration(weights(self.span.repeats - 1), stream, ready)
         return stream, (saved, kept, ready)
 
-    def backward(
-        self, weights: LayerWeights, saved: Any, cotangent: Cotangents, earlier: LayerWeights
-    ) -> SpanCotangents:
-        def back(carry: Any, given: Any) -> tuple[Any, IterationParams]:
-            cotangent, ready = carry
+    def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
+        def back(state: Any, given: Any) -> tuple[Any, Any]:
+            carry, ready = state
             number, kept = given
             coming = self.gather(weights(number - 1))
-            cotangent, grads = self.iteration_back(weights(number), kept, cotangent, earlier(number), ready)
-            return (cotangent, coming), grads
+            carry, left = self.carried_back(number, weights, kept, carry, earlier, ready)
+            return (carry, coming), left
 
         others, kept, ready = saved
         count = self.span.repeats
         coming = self.gather(weights(count - 2)) if count > 1 else ready
-        cotangent, last = self.iteration_back(weights(count - 1), kept, cotangent, earlier(count - 1), ready)
+        carry, last = self.carried_back(count - 1, weights, kept, carry, earlier, ready)
         found = [_at(last, None)]
         if count > 2:
             given = self.numbers[1:-1], _at(others, slice(1, None))
-            (cotangent, coming), grads = lax.scan(back, (cotangent, coming), given, reverse=True)
-            found = [grads, *found]
+            (carry, coming), between = lax.scan(back, (carry, coming), given, reverse=True)
+            found = [between, *found]
         if count > 1:
-            cotangent, grads = self.iteration_back(weights(0), _at(others, 0), cotangent, earlier(0), coming)
-            found = [_at(grads, None), *found]
-        return cotangent, jax.tree.map(lambda *grads: jnp.concatenate(grads), *found)
+            carry, first = self.carried_back(0, weights, _at(others, 0), carry, earlier, coming)
+            found = [_at(first, None), *found]
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
 def _at(tree: Any, index: int | slice | None) -> Any:
@@ -325,39 +344,64 @@ class Passes:
         collectives of scope "step" as soon as it has computed them.
         """
         finish = self._finish if overlapped else None
-        cotangents, found = self._backward(params, inputs, saved, cotangents, earlier, finish=finish)
-        return cotangents, _stacked(found)
+
+        def iteration(_: int, loop: LayerLoop) -> IterationParams:
+            weights, before = self._iterations(loop.span, params)(0), self._earlier(loop.span, earlier)(0)
+            return loop.iteration_back(weights, loop.iteration(weights, cotangents.stream)[1], cotangents, before)[1]
+
+        grads = self._zeros(inputs, iteration, cotangents.stream, finish=finish)
+        return self._backward(params, inputs, saved, (cotangents, grads), earlier, finish=finish)[0]
 
     def input_backward(
         self, params: Params, inputs: Inputs, saved: Sequence[Any], cotangents: Cotangents
     ) -> tuple[Cotangents, tuple[Any, ...]]:
         """Returns the cotangents of the stream that entered the first layer, and the operands of `weight_backward`."""
-        return self._backward(params, inputs, saved, cotangents, None, split=True)
+        (cotangents, _), handed = self._backward(params, inputs, saved, (cotangents, {}), None, split=True)
+        return cotangents, handed
 
     def weight_backward(self, params: Params, inputs: Inputs, handed: Sequence[Any]) -> Params:
         """Returns gradients stacked as the weights are."""
-        parts = zip(self.spans, handed, strict=True)
-        return _stacked(
-            [self._loop(span, inputs).weight_backward(self._iterations(span, params), left) for span, left in parts]
-        )
+
+        def iteration(number: int, loop: LayerLoop) -> IterationParams:
+            return loop.weights_back(self._iterations(loop.span, params)(0), _at(handed[number], 0))
+
+        grads = self._zeros(inputs, iteration, jax.tree.leaves(handed)[0])
+        for span, left in zip(self.spans, handed, strict=True):
+            grads = self._loop(span, inputs).weight_backward(self._iterations(span, params), left, grads)
+        return grads
 
     def _backward(
         self,
         params: Params,
         inputs: Inputs,
         saved: Sequence[Any],
-        cotangents: Cotangents,
+        carry: Carry,
         earlier: Params | None,
         **choices: Any,
-    ) -> tuple[Cotangents, tuple[Any, ...]]:
-        """Returns the cotangents, and for each span gradients or the operands of `weight_backward`."""
+    ) -> tuple[Carry, tuple[Any, ...]]:
+        """Returns the carry after all layers, and for each span, with ``split``, the operands of `weight_backward`."""
         found: tuple[Any, ...] = ()
         for span, kept in reversed(list(zip(self.spans, saved, strict=True))):
-            before = (lambda number: None) if earlier is None else self._iterations(span, earlier)
             loop = self._loop(span, inputs, **choices)
-            cotangents, left = loop.backward(self._iterations(span, params), kept, cotangents, before)
+            carry, left = loop.backward(self._iterations(span, params), kept, carry, self._earlier(span, earlier))
             found = (left, *found)
-        return cotangents, found
+        return carry, found
+
+    def _zeros(
+        self, inputs: Inputs, iteration: Callable[[int, LayerLoop], IterationParams], array: Array, **choices: Any
+    ) -> Params:
+        """Returns zeros for the gradients of all layers, made after an array. ``iteration`` returns those of one
+        iteration of the loop over a span, by the span's number."""
+        rows = Counter(kind for span in self.spans for kind in span.pattern * span.repeats)
+        found = Params()
+        for number, span in enumerate(self.spans):
+            shapes = jax.eval_shape(partial(iteration, number, self._loop(span, inputs, **choices)))
+            for kind, of_layer in zip(span.pattern, shapes, strict=True):
+                found |= {n: zeros_after((rows[kind], *one.shape), one.dtype, array) for n, one in of_layer.items()}
+        return found
+
+    def _earlier(self, span: Span, earlier: Params | None) -> LayerWeights:
+        return (lambda number: None) if earlier is None else self._iterations(span, earlier)
 
     def _finish(self, grads: Params, earlier: Params | None) -> Params:
         steps = step_steps(self.derived)
@@ -370,20 +414,6 @@ class Passes:
 
     def _of_layer(self, span: Span, position: int, number: Any, params: Params) -> Params:
         kind = span.pattern[position]
-        place, per_iteration = span.place(position)
-        row = span.starts[kind] + number * per_iteration + place
-        block = self._blocks[kind]
+        row, block = span.row(position, number), self._blocks[kind]
         names = (name for name in (*block.weights, *block.counts) if name in params)
         return {name: as_stored(lax.dynamic_index_in_dim(params[name], row, keepdims=False)) for name in names}
-
-
-def _stacked(spans: Sequence[IterationParams]) -> Params:
-    """Returns the gradients of all spans, stacked as the weights are: the layers of a kind in order, [layers, ...]."""
-    found: dict[str, list[Array]] = {}
-    for iterations in reversed(spans):
-        names = dict.fromkeys(name for grads in iterations for name in grads)
-        for name in names:
-            parts = [grads[name] for grads in iterations if name in grads]
-            whole = parts[0] if len(parts) == 1 else jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
-            found[name] = [whole, *found.get(name, [])]
-    return {name: parts[0] if len(parts) == 1 else jnp.concatenate(parts) for name, parts in found.items()}
