@@ -72,7 +72,9 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
     value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
     shard = value.shape[len(legs.parts) :]
-    lanes = -1 if shard[-1] >= LANES else max(range(len(shard)), key=shard.__getitem__) - len(shard)
+    # a dim that fills the lanes, where the last one does not
+    added = [_added(size, LANES) for size in shard]
+    lanes = -1 if added[-1] <= MOST_PADDED else added.index(min(added)) - len(shard)
     value = jnp.moveaxis(value, lanes, -1)
     moved = value.shape[len(legs.parts) :]
     value = value.reshape(*legs.sizes, *moved)
@@ -108,14 +110,19 @@ def as_stored(value: Array) -> Array:
     """Returns a value in the layout in which arrays are stored, so that no loop over arrays of all layers copies them
     into another one.
 
-    The last dim is the innermost; on TPUs the last but one if fewer numbers are added to fill tiles then.
+    Dims are in order; on TPUs the innermost two are those to which fewest numbers are added to fill tiles.
     """
     order = list(range(value.ndim))
     if default_platform() == "tpu" and value.ndim > 1:
-        rows, last = value.shape[-2:]
-        if _tiled(last, LANES) * _tiled(rows, ROWS) > _tiled(rows, LANES) * _tiled(last, ROWS):
-            order[-2:] = reversed(order[-2:])
+        pairs = [(rows, last) for last in reversed(order) for rows in reversed(order) if rows != last]
+        inner = min(pairs, key=lambda pair: _added(value.shape[pair[0]], ROWS) * _added(value.shape[pair[1]], LANES))
+        order = [*(dim for dim in order if dim not in inner), *inner]
     return with_layout_constraint(value, Layout(major_to_minor=tuple(order)))
+
+
+def _added(size: int, tile: int) -> float:
+    """Returns the numbers of whole tiles over those of a dim; tiles have fewer rows where a dim has 1, 2 or 4."""
+    return _tiled(size, min(tile, 1 << (size - 1).bit_length()) if tile == ROWS else tile) / size
 
 
 def _gather_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim: int) -> Array:

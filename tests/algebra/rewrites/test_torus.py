@@ -37,7 +37,7 @@ NODES = ({"fsdp": 8}, {"fsdp": "domain (4) x nodes (2)"})
     ("case", "axes", "expected"),
     [
         (WHOLE, ("fsdp",), Legs((4, 2), ("fsdp", "fsdp"), ((0,), (1,)))),
-        (PARTS, ("fsdp",), Legs((2, 2), ("fsdp", "fsdp"), ((0, 1),))),
+        (PARTS, ("fsdp",), Legs((2, 2), ("fsdp", "fsdp"), ((0,), (1,)), ((0, 1),))),
         (PARTS, ("fsdp", "tensor"), Legs((2, 2, 2), ("fsdp", "fsdp", "tensor"), ((1, 2), (0,)))),
         (TWO_AXES, ("data", "fsdp"), Legs((2, 2, 2), ("data", "fsdp", "fsdp"), ((0, 2), (1,)))),
         (SLICES, ("fsdp",), Legs((2, 2, 2), ("fsdp",) * 3, ((1,), (2,), (0,)), fills_slices=True)),
