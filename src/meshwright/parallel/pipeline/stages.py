@@ -21,6 +21,7 @@ from meshwright.algebra.schedules.ticks import TickTables, forward_tables, tick_
 from meshwright.algebra.steps import Phase
 from meshwright.core.errors import CannotRunError
 from meshwright.nn.context import Context
+from meshwright.nn.order import zeros_after
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
@@ -111,7 +112,7 @@ class Pipeline:
             if (self._rows_of[name] >= 0).all():
                 return grad
             rows = jnp.asarray(self._rows_of[name].reshape(self.schedule.num_devices, -1) >= 0)[lax.axis_index(AXIS)]
-            return jnp.where(rows.reshape(-1, *[1] * (grad.ndim - 1)), grad, 0)
+            return jnp.where(rows.reshape(-1, *[1] * (grad.ndim - 1)), grad, zeros_after((), grad.dtype, grad))
 
         return {name: own(name, grad) for name, grad in grads.items()}
 
