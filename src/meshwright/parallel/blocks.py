@@ -226,10 +226,10 @@ def moved_in_pieces(
                 size = shards[name].shape[dim] // count
                 piece = lax.dynamic_slice_in_dim(shards[name], number * size, size, dim)
                 part = as_stored(apply_collectives(moves[name], piece, leading=int(name in stacked)))
-                whole = whole | {name: lax.dynamic_update_slice_in_dim(whole[name], part, number * size, dim)}
+                whole |= {name: as_stored(lax.dynamic_update_slice_in_dim(whole[name], part, number * size, dim))}
             return whole
 
-        found |= lax.fori_loop(0, count, one_piece, {name: into[name] for name in own})
+        found |= lax.fori_loop(0, count, one_piece, {name: as_stored(into[name]) for name in own})
     return {name: found[name] for name in shards}
 
 
