@@ -311,9 +311,31 @@ def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
 
 
 def _turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray, Number], sizes: OpSizes) -> Number:
-    """Returns the bytes of the largest weight of experts that exists twice while it is transposed after its gather."""
+    """Returns the bytes of the largest weight that exists twice after its gather: one of experts while GPUs transpose
+    it, and on TPUs one whose shards end within a tile."""
+    if sizes.tile_rows:
+        return largest(
+            size * _ends_within_tiles(gathers[array].inputs[0], gathers[array], sizes)
+            for array, size in gathered.items()
+        )
     turned = (size for array, size in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
     return largest(turned) if sizes.turns_gathers else 0.0
+
+
+def _ends_within_tiles(shard: ShardedArray, step: Step, sizes: OpSizes) -> Any:
+    """True if a shard along the dim of a collective is no whole number of a TPU's tiles."""
+    return sizes.local(shard)[step.dim] % STORED_ROWS != 0
+
+
+def _scratch_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Returns the bytes of temporary memory of a step: its own, or copies of an array that TPUs scatter in whole tiles.
+    A sum of scope "step" has a second one, its operand, which no step holds until then."""
+    if not step.is_collective:
+        return kind_of(step).scratch_bytes(step, sizes)
+    if step.op != "reduce_scatter" or not sizes.tile_rows:
+        return 0.0
+    copied = sizes.bytes(step.inputs[0]) * _ends_within_tiles(step.result, step, sizes) * _moves(step, sizes)
+    return copied * (1 + (step.scope == "step"))
 
 
 def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
@@ -404,8 +426,7 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     for step, amounts in zip(steps, changes, strict=False):
         for amount in amounts:
             alive = alive + amount
-        scratch = 0.0 if step.is_collective else kind_of(step).scratch_bytes(step, sizes)
-        most = np.maximum(most, alive + scratch)
+        most = np.maximum(most, alive + _scratch_bytes(step, sizes))
     return most
 
 
