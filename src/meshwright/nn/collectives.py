@@ -78,28 +78,32 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     value = jnp.moveaxis(value, lanes, -1)
     moved = value.shape[len(legs.parts) :]
     value = value.reshape(*legs.sizes, *moved)
-    if (dims := _in_tiles(moved, value.nbytes)) is not None:
-        value = value.reshape(*legs.sizes, *dims[:-1], -1)
-        last = value.shape[-1]
-        value = jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, dims[-1] - last)]).reshape(*legs.sizes, -1, LANES)
+    given, filled = _in_tiles(moved, value.nbytes)
+    extra = [(0, size - less) for less, size in zip(given, filled, strict=True)]
+    value = jnp.pad(value.reshape(*legs.sizes, *given), [(0, 0)] * len(legs.sizes) + extra)
+    if filled != moved and (len(filled) == 1 or filled[-2] % ROWS):
+        value = value.reshape(*legs.sizes, -1, LANES)
     value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
-    if dims is not None:
+    if filled != moved:
         # libtpu 0.0.42 takes the tiles away again, and fails, if it sees at once that they are added and taken away
-        value = lax.optimization_barrier(value).reshape(dims)[..., :last]
-    return jnp.moveaxis(value.reshape(moved), -1, lanes)
+        value = lax.optimization_barrier(value).reshape(filled)[tuple(slice(size) for size in given)].reshape(moved)
+    return jnp.moveaxis(value, -1, lanes)
 
 
-def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[int, ...] | None:
-    """Returns the dims of a shard, or one dim in their place, with so many columns that all fill a TPU's tiles if they
-    are sent in rows of `LANES`. None for whole tiles and, up to `MOST_PADDED`, for arrays of few bytes."""
+def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the dims of a shard, or one dim in their place, and these with what is added so that a TPU's tiles are
+    full: rows and columns or, where these would add more than `MOST_PADDED`, as many columns as fill rows of `LANES`.
+    Nothing is added to arrays of few bytes up to `MOST_PADDED`."""
     full, count = ROWS * LANES, math.prod(shard)
-    tiles = math.prod(shard[:-2]) * math.prod(map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
-    if default_platform() != "tpu" or tiles == count or (tiles <= MOST_PADDED * count and num_bytes < PADDED_BYTES):
-        return None
+    tiles = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
+    if default_platform() != "tpu" or tiles == shard:
+        return shard, shard
+    if math.prod(tiles) <= MOST_PADDED * count:
+        return shard, tiles if num_bytes >= PADDED_BYTES else shard
     columns = _tiled(shard[-1], full // math.gcd(count // shard[-1], full))
-    return (*shard[:-1], columns) if columns <= MOST_PADDED * shard[-1] else (_tiled(count, full),)
+    return (shard, (*shard[:-1], columns)) if columns <= MOST_PADDED * shard[-1] else ((count,), (_tiled(count, full),))
 
 
 def _tiled(size: int, tile: int) -> int:
