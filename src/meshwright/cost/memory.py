@@ -414,6 +414,8 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     steps = block.backward if _trains(derived) else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
     lives = _lives(steps, block, derived)
+    if sizes.tile_rows:
+        _until_rows_are_back(lives, steps, derived)
     logits = next(
         (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
     )
@@ -428,6 +430,18 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
             alive = alive + amount
         most = np.maximum(most, alive + _scratch_bytes(step, sizes))
     return most
+
+
+def _until_rows_are_back(lives: dict[ShardedArray, "_Life"], steps: tuple[Step, ...], derived: Derived) -> None:
+    """Extends the lives of what experts' gradients are computed from to the last exchange of rows, which TPUs run
+    first."""
+    exchanges = [number for number, step in enumerate(steps) if step.op == "all_to_all"]
+    gradients = {array.name for array in gradient_arrays(derived).values()}
+    for step in steps[: exchanges[-1]] if exchanges else ():
+        if step.result.name in gradients and not step.is_collective:
+            for array in step.inputs:
+                if array in lives:
+                    lives[array].end = max(lives[array].end, exchanges[-1])
 
 
 def _held_cotangent(step: Step, sizes: OpSizes) -> Number:
