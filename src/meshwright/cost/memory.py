@@ -419,10 +419,14 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     logits = next(
         (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
     )
+    held = _held_cotangent(logits, sizes) if logits else 1
     for array, life in lives.items():
-        held = _held_cotangent(logits, sizes) if logits and array == logits.result else 1
+        share = held if logits and array == logits.result else 1
         for number, amount in _comes_and_goes(array, life, lives, sizes):
-            changes[number].append(amount * held)
+            changes[number].append(amount * share)
+    if logits:
+        # which another item counts; their cotangent takes their place
+        changes[steps.index(logits) + 1].append(-sizes.bytes(logits.inputs[0]) * held)
     alive: Number = 0.0
     most: Number = 0.0
     for step, amounts in zip(steps, changes, strict=False):
