@@ -57,6 +57,8 @@ def test_pairs_and_slices():
     assert as_sets(slice_groups('_xla_megascale_target="{1,2}x{0:3}"')) == COLUMNS
     listed = "{" + ",".join(f"{{10000{n},20000{n}}}" for n in range(4)) + "}"
     assert as_sets(slice_groups(f"_xla_megascale_target={listed}")) == COLUMNS
+    pairs = "{{100000->200000},{100001->200001},{100002->200002},{100003->200003}}"
+    assert as_sets(slice_groups(f"_xla_megascale_target={pairs}")) == COLUMNS
     assert slice_groups("no target") == ()
 
 

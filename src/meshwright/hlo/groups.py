@@ -19,7 +19,7 @@ _AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _REORDERED = re.compile(r"\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[0-9,{} ]*\})\}")
 _SLICES = re.compile(r'_xla_megascale_target="\{([0-9,]+)\}x\{(\d+):(\d+)\}"')
-_DEVICES = re.compile(r'_xla_megascale_target="?\{(\{[0-9,{} ]*\})\}')
+_DEVICES = re.compile(r'_xla_megascale_target="?\{(\{[0-9,{} >-]*\})\}')
 _SLICE_STRIDE = 100_000
 
 
@@ -50,7 +50,8 @@ def slice_groups(text: str) -> Groups:
     """Parses the groups of a transfer between slices, whose devices are numbered slice by slice.
 
     XLA counts slices from 1: ``{1,2}x{0:3}`` is each of four devices with its twin in the other slice, and a list of
-    devices has numbers such as 200003, device 3 of slice 2. Empty if the text names no target.
+    devices, or of sends ``{100003->200003}``, has numbers such as 200003, device 3 of slice 2. Empty if the text names no
+    target.
     """
     if whole := _SLICES.search(text):
         slices, per_slice = np.array(_ints(whole[1])), int(whole[3]) + 1
@@ -89,7 +90,7 @@ def _lists(text: str) -> Groups:
     """Parses ``{0,1},{2,3}`` into one array for each size of group."""
     by_size: dict[int, list[Any]] = {}
     for group in re.findall(r"\{([^{}]*)\}", text):
-        members = np.array([int(n) for n in group.split(",") if n.strip()], np.int64)
+        members = np.array([int(n) for n in group.replace("->", ",").split(",") if n.strip()], np.int64)
         if members.size:
             by_size.setdefault(members.size, []).append(members)
     return tuple(np.stack(groups) for groups in by_size.values())

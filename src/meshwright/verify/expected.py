@@ -122,7 +122,7 @@ def _expected(
         # sums and gathers of an update overlap with the next forward pass, sends of a pipeline with the passes
         hides = cost.hides or cost.in_ring_loop or step.phase == "update" or step.block == "stage"
         at_once = CrossedLeg(math.prod(sizes.mesh[axis] for axis in axes), axes, 1)
-        for leg in crossed_legs(step, whole) or (at_once,):
+        for leg in crossed_legs(step, whole * times // arrays) or (at_once,):
             yield Expected(
                 label=step.label,
                 kind=step.op,
