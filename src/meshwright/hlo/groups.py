@@ -50,8 +50,8 @@ def slice_groups(text: str) -> Groups:
     """Parses the groups of a transfer between slices, whose devices are numbered slice by slice.
 
     XLA counts slices from 1: ``{1,2}x{0:3}`` is each of four devices with its twin in the other slice, and a list of
-    devices, or of sends ``{100003->200003}``, has numbers such as 200003, device 3 of slice 2. Empty if the text names no
-    target.
+    devices, or of sends such as ``{100003->200003}``, has numbers: 200003 is device 3 of slice 2. Empty if the text
+    names no target.
     """
     if whole := _SLICES.search(text):
         slices, per_slice = np.array(_ints(whole[1])), int(whole[3]) + 1

@@ -38,7 +38,11 @@ LANES = 128
 """Numbers in the last dim of a TPU's tile: rows of one number, such as weights of slots, are sent as so long rows."""
 
 MOST_PADDING = 0.5
-"""Share of its own numbers that is added to an array at most: what grows by more has another cause."""
+"""Share of its own numbers that is added to an array at most, if its shards are no smaller than a tile: what grows by
+more has another cause."""
+
+TILE = 8 * LANES
+"""Numbers of a TPU's tile, of which a smaller shard becomes a whole one."""
 
 _Axes = tuple[str, ...]
 TrafficKey = tuple[str, _Axes]
@@ -191,8 +195,11 @@ class _Table:
         self.repeated_bytes: dict[TrafficKey, float] = defaultdict(float)
         self.differences: list[Difference] = []
         self.left: dict[TrafficKey, Amount] = defaultdict(Amount)
+        self.most_padding: dict[StepLabel | None, float] = defaultdict(lambda: MOST_PADDING)
         for e in expected:
             if e.axes:
+                shard = e.full_bytes / e.element_bytes / e.num_arrays / e.group_size
+                self.most_padding[e.label] = max(self.most_padding[e.label], TILE / shard)
                 share = received_share(e.kind, e.group_size)
                 amount = Amount(e.full_bytes / e.element_bytes, e.full_bytes * share, e.num_arrays)
                 for side in (self.labels[e.label].derived, self.rows.derived):
@@ -227,8 +234,15 @@ class _Table:
         """Names a step's difference, unless its rows are even already."""
         if label in self.taken or all(self.is_even(key) for key in (*sides.derived, *sides.compiled)):
             return
-        if name := _name_of(label, sides):
+        most = self.most_padding[label]
+        if name := _name_of(label, sides, most):
             self._name(name, str(label), sides.derived, sides.compiled)
+            return
+        for key in sides.derived.keys() & sides.compiled.keys() if label else ():
+            # a leg of several
+            one, other = {key: sides.derived[key]}, {key: sides.compiled[key]}
+            if not self.is_even(key) and (name := _of_size(one[key], other[key], {key[0]}, most_padding=most)):
+                self._name(name, str(label), one, other)
 
     def take_tied(self) -> None:
         """Names what one end of the program does not send of a weight because the other end sends it."""
@@ -374,7 +388,7 @@ def _words(key: TrafficKey) -> str:
     return f"{key[0]} over {','.join(key[1])}"
 
 
-def _name_of(label: StepLabel | None, sides: _Sides) -> str:
+def _name_of(label: StepLabel | None, sides: _Sides, most_padding: float) -> str:
     """Returns the name of a step's difference; empty if one side is missing or no name matches."""
     if label is None or not sides.derived or not sides.compiled:
         return ""
@@ -387,17 +401,19 @@ def _name_of(label: StepLabel | None, sides: _Sides) -> str:
         return "scattered all-reduce"
     if set(sides.derived) != set(sides.compiled):
         return ""
-    return _of_size(sum(sides.derived.values(), NOTHING), sum(sides.compiled.values(), NOTHING), derived)
+    return _of_size(
+        sum(sides.derived.values(), NOTHING), sum(sides.compiled.values(), NOTHING), derived, most_padding=most_padding
+    )
 
 
-def _of_size(derived: Amount, compiled: Amount, kinds: set[str]) -> str:
+def _of_size(derived: Amount, compiled: Amount, kinds: set[str], *, most_padding: float = MOST_PADDING) -> str:
     """Returns the name of a difference in bytes alone, where kinds and axes agree."""
     if _same(derived.elements, compiled.elements):
         return "float32" if _same(compiled.wire, 2 * derived.wire) else ""
     if derived.arrays == compiled.arrays:
         of_numbers = _same(compiled.elements, LANES * derived.elements)
         more = compiled.elements - derived.elements
-        return "padding" if of_numbers or 0 < more < MOST_PADDING * derived.elements else ""
+        return "padding" if of_numbers or 0 < more < most_padding * derived.elements else ""
     # combined arrays carry one label: their mean size then differs from that of the step's own
     if not _same(compiled.elements / max(compiled.arrays, 1), derived.elements / max(derived.arrays, 1)):
         return ""
