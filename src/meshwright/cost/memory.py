@@ -132,7 +132,9 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         narrow = state["gradients"] < DTYPE_BYTES["fp32"]
         in_stages = pipeline.in_lockstep & ~pipeline.is_one
         accumulated = DTYPE_BYTES["fp32"] * (several | in_stages) * narrow
-        single = np.where(in_stages & (accumulated > 0), 0.0, state["gradients"])
+        # the first of two is no loop: its gradients become the sum
+        of_two = pipeline.in_lockstep & pipeline.is_one & (np.asarray(pipeline.microbatches) == 2)
+        single = np.where((in_stages | of_two) & (accumulated > 0), 0.0, state["gradients"])
         share, stash = pipeline.share(self.num_layers), pipeline.stash
         optimizer = self.optimizer_bytes(pipeline)
         at_once = pipeline.in_lockstep & pipeline.is_one & ~several
