@@ -295,7 +295,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
         pending_bytes=_pending_bytes(block, sizes) if trains else 0.0,
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
         gathered_bytes=total(gathered.values()) + _turned_bytes(gathers, gathered, sizes),
-        working_bytes=_working_set(block, derived, sizes),
+        working_bytes=_working_set(block, derived, sizes) + _copied_experts(block, derived, sizes),
         retiled_bytes=block.repeat * _retiled_bytes(block, derived, sizes)
         if sizes.tile_rows > STORED_ROWS and trains
         else 0.0,
@@ -309,6 +309,22 @@ def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
     return total(
         sizes.bytes(derived.declared[name]) * (1 - _moves(gathers[name], sizes) if name in gathers else 1)
         for name in names
+    )
+
+
+def _copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
+    """Returns the bytes of a layer's experts that GPUs copy for their loops: matrices that no device gathers, and with
+    an exchange the gradients, to which those of further rounds are added."""
+    if not sizes.turns_gathers or not _trains(derived):
+        return 0.0
+    experts = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
+    moved = {s.result.name: _moves(s, sizes) for s in block.forward if s.op == "all_gather"}
+    exchanged = largest(_moves(step, sizes) for step in block.forward if step.op == "all_to_all")
+    gradients = gradient_arrays(derived)
+    return total(
+        sizes.bytes(derived.declared[name]) * (1 - moved.get(name, 0)) + sizes.bytes(gradients[name]) * exchanged
+        for name in experts
+        if name in gradients
     )
 
 

@@ -77,23 +77,27 @@ class LayerLoop:
 
     def iteration_back(
         self,
-        weights: IterationParams,
+        number: Any,
+        weights: LayerWeights,
         saved: tuple[Any, ...],
         cotangent: Cotangents,
-        earlier: IterationParams | None,
+        earlier: LayerWeights,
         ready: tuple[Ready, ...] | None = None,
     ) -> tuple[Cotangents, IterationParams]:
         """Returns the cotangents of the inputs of one iteration, and its gradients."""
         found: tuple[Any, ...] = ()
-        for number, kind in reversed(list(enumerate(self.span.pattern))):
-            block, kept = self.blocks[kind], saved[number]
+        for position, kind in reversed(list(enumerate(self.span.pattern))):
+            block, kept = self.blocks[kind], saved[position]
             if block.computes_again:
                 # else compilers compute several layers again before the first runs backward, or keep what they computed
                 kept = after(kept, [cotangent.stream])
-            own, at_hand = weights[number], ready[number] if ready else None
+            if found:
+                # else they copy the weights of all layers of the iteration at its start
+                number = after(jnp.asarray(number), [cotangent.stream])
+            own, before, at_hand = weights(number)[position], earlier(number), ready[position] if ready else None
             cotangent, left = block.backward(own, self.inputs, kept, cotangent, ready=at_hand, split=self.split)
             if not self.split:
-                left = self.finish(left, earlier[number] if earlier else None) if self.finish else left
+                left = self.finish(left, before[position] if before else None) if self.finish else left
                 left = jax.tree.map(as_stored, left)
             # else they hold what the gradients of several layers are computed from, and send them together
             cotangent = cotangent._replace(stream=after(cotangent.stream, jax.tree.leaves(left)))
@@ -139,7 +143,7 @@ class LayerLoop:
     ) -> tuple[Carry, Any]:
         """Returns the carry after one iteration, and with ``split`` the operands of `weight_backward`."""
         cotangent, grads = carry
-        cotangent, left = self.iteration_back(weights(number), saved, cotangent, earlier(number), ready)
+        cotangent, left = self.iteration_back(number, weights, saved, cotangent, earlier, ready)
         return ((cotangent, grads), left) if self.split else ((cotangent, self.written(grads, number, left)), None)
 
     def written(self, grads: Params, number: Any, found: IterationParams) -> Params:
@@ -346,8 +350,9 @@ class Passes:
         finish = self._finish if overlapped else None
 
         def iteration(_: int, loop: LayerLoop) -> IterationParams:
-            weights, before = self._iterations(loop.span, params)(0), self._earlier(loop.span, earlier)(0)
-            return loop.iteration_back(weights, loop.iteration(weights, cotangents.stream)[1], cotangents, before)[1]
+            weights, before = self._iterations(loop.span, params), self._earlier(loop.span, earlier)
+            kept = loop.iteration(weights(0), cotangents.stream)[1]
+            return loop.iteration_back(0, weights, kept, cotangents, before)[1]
 
         grads = self._zeros(inputs, iteration, cotangents.stream, finish=finish)
         return self._backward(params, inputs, saved, (cotangents, grads), earlier, finish=finish)[0]
