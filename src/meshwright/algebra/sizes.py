@@ -39,10 +39,9 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     ``state`` is the training state. ``scores`` says whether attention is one kernel that keeps its T x S scores on
     chip, or a chain of products and a softmax that writes them to memory. With ``causal`` attention skips masked keys,
-    about half of them; else every key is counted. ``turns_gathers``: the compiler gathers along another dim than the
-    first into an array that it then transposes. ``tile_rows`` are the rows of the tiles from which products on TPUs
-    take 16-bit numbers, 0 on other chips; with ``padded`` bytes of arrays are those of whole tiles. ``cache`` remembers
-    bytes of arrays.
+    about half of them; else every key is counted. ``on_gpus``: XLA compiles for GPUs. ``tile_rows`` are the rows of the
+    tiles from which products on TPUs take 16-bit numbers, 0 on other chips; with ``padded`` bytes of arrays are those
+    of whole tiles. ``cache`` remembers bytes of arrays.
     """
 
     dims: Mapping[str, Number]
@@ -50,7 +49,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     scores: Scores = "on_chip"
     causal: bool = False
-    turns_gathers: bool = False
+    on_gpus: bool = False
     tile_rows: int = 0
     padded: bool = False
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)

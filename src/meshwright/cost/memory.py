@@ -315,7 +315,7 @@ def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
 def _copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes of a layer's experts that GPUs copy for their loops: matrices that no device gathers, and with
     an exchange the gradients, to which those of further rounds are added."""
-    if not sizes.turns_gathers or not _trains(derived):
+    if not sizes.on_gpus or not _trains(derived):
         return 0.0
     experts = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
     moved = {s.result.name: _moves(s, sizes) for s in block.forward if s.op == "all_gather"}
@@ -337,7 +337,7 @@ def _turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray
             for array, size in gathered.items()
         )
     turned = (size for array, size in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
-    return largest(turned) if sizes.turns_gathers else 0.0
+    return largest(turned) if sizes.on_gpus else 0.0
 
 
 def _ends_within_tiles(shard: ShardedArray, step: Step, sizes: OpSizes) -> Any:

@@ -105,7 +105,7 @@ class Setting(Checked, frozen=True, dict=True):
             strategy=strategy,
             scores=attention_scores(self.cluster, self.assumptions),
             grouped=has_grouped_kernels(self.cluster),
-            turns_gathers=self.cluster.kind == "switched" and self.assumptions.software == "compiled",
+            on_gpus=self.cluster.kind == "switched" and self.assumptions.software == "compiled",
             assumptions=self.assumptions,
         )
         if job.trains:

@@ -93,13 +93,13 @@ def op_sizes(
     strategy: Strategy,
     scores: Scores = "on_chip",
     grouped: bool = False,
-    turns_gathers: bool = False,
+    on_gpus: bool = False,
     assumptions: Assumptions = AS_RUN,
 ) -> SlotSizes:
     """Returns the sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
 
     The strategy gives the training state and the bound on the slots of experts; `SlotSizes` has ``grouped`` and
-    ``turns_gathers``.
+    ``on_gpus``.
     A kernel that keeps its scores on chip also skips the keys that are masked.
     """
     known = held_dims(model.dims | layer_dims(model), mesh)
@@ -120,7 +120,7 @@ def op_sizes(
         room=1.0 if bound else min(most, ROOM) if holds else load,
         groups=(model.expert_groups, model.groups_per_token),
         grouped=grouped,
-        turns_gathers=turns_gathers,
+        on_gpus=on_gpus,
         by_device=assumptions.dispatch in ("devices", "nodes"),
         # 8 bits, and a scale of 32 for 128 of them
         sent_bytes=1 + 4 / 128
