@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,32 +79,45 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     value = jnp.moveaxis(value, lanes, -1)
     moved = value.shape[len(legs.parts) :]
     value = value.reshape(*legs.sizes, *moved)
-    given, filled = _in_tiles(moved, value.nbytes)
-    extra = [(0, size - less) for less, size in zip(given, filled, strict=True)]
-    value = jnp.pad(value.reshape(*legs.sizes, *given), [(0, 0)] * len(legs.sizes) + extra)
-    if filled != moved and (len(filled) == 1 or filled[-2] % ROWS):
+    tiles = _in_tiles(moved, value.nbytes)
+    value = value.reshape(*legs.sizes, *tiles.dims)
+    extra = [(0, size - less) for less, size in zip(tiles.dims, tiles.filled, strict=True)]
+    value = jnp.pad(value, [(0, 0)] * len(legs.sizes) + extra)
+    if tiles.in_rows:
         value = value.reshape(*legs.sizes, -1, LANES)
     value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
-    if filled != moved:
+    if tiles.filled != moved:
         # libtpu 0.0.42 takes the tiles away again, and fails, if it sees at once that they are added and taken away
-        value = lax.optimization_barrier(value).reshape(filled)[tuple(slice(size) for size in given)].reshape(moved)
-    return jnp.moveaxis(value, -1, lanes)
+        value = lax.optimization_barrier(value)
+    return jnp.moveaxis(value.reshape(tiles.filled)[tuple(map(slice, tiles.dims))].reshape(moved), -1, lanes)
 
 
-def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the dims of a shard, or one dim in their place, and these with what is added so that a TPU's tiles are
-    full: rows and columns or, where these would add more than `MOST_PADDED`, as many columns as fill rows of `LANES`.
-    Nothing is added to arrays of few bytes up to `MOST_PADDED`."""
+class _Tiles(NamedTuple):
+    """How a shard is scattered: its dims, their sizes with what is added, and whether it is sent as rows of `LANES`."""
+
+    dims: tuple[int, ...]
+    filled: tuple[int, ...]
+    in_rows: bool = False
+
+
+def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> _Tiles:
+    """Returns how a shard of an array of so many bytes fills a TPU's tiles.
+
+    As it is, if that adds at most `MOST_PADDED` and the array is small; with the rows and columns that are missing, if
+    the array is large; else as rows of `LANES`, of its own dims or of one dim in their place.
+    """
     full, count = ROWS * LANES, math.prod(shard)
     tiles = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
-    if default_platform() != "tpu" or tiles == shard:
-        return shard, shard
+    if default_platform() != "tpu":
+        return _Tiles(shard, shard)
     if math.prod(tiles) <= MOST_PADDED * count:
-        return shard, tiles if num_bytes >= PADDED_BYTES else shard
+        return _Tiles(shard, tiles if num_bytes >= PADDED_BYTES else shard)
     columns = _tiled(shard[-1], full // math.gcd(count // shard[-1], full))
-    return (shard, (*shard[:-1], columns)) if columns <= MOST_PADDED * shard[-1] else ((count,), (_tiled(count, full),))
+    if columns <= MOST_PADDED * shard[-1]:
+        return _Tiles(shard, (*shard[:-1], columns), in_rows=True)
+    return _Tiles((count,), (_tiled(count, full),), in_rows=True)
 
 
 def _tiled(size: int, tile: int) -> int:

@@ -41,8 +41,8 @@ MOST_PADDING = 0.5
 """Share of its own numbers that is added to an array at most, if its shards are no smaller than a tile: what grows by
 more has another cause."""
 
-TILE = 8 * LANES
-"""Numbers of a TPU's tile, of which a smaller shard becomes a whole one."""
+TILE_BYTES = 4096
+"""Bytes of a TPU's tile, of which a smaller shard becomes a whole one."""
 
 _Axes = tuple[str, ...]
 TrafficKey = tuple[str, _Axes]
@@ -198,8 +198,8 @@ class _Table:
         self.most_padding: dict[StepLabel | None, float] = defaultdict(lambda: MOST_PADDING)
         for e in expected:
             if e.axes:
-                shard = e.full_bytes / e.element_bytes / e.num_arrays / e.group_size
-                self.most_padding[e.label] = max(self.most_padding[e.label], TILE / shard)
+                shard_bytes = e.full_bytes / e.num_arrays / e.group_size
+                self.most_padding[e.label] = max(self.most_padding[e.label], TILE_BYTES / shard_bytes)
                 share = received_share(e.kind, e.group_size)
                 amount = Amount(e.full_bytes / e.element_bytes, e.full_bytes * share, e.num_arrays)
                 for side in (self.labels[e.label].derived, self.rows.derived):

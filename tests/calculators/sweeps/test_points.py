@@ -127,7 +127,8 @@ def test_tensor_takes_from_fsdp():
 
 
 def test_activations_grow_with_the_sequence():
-    short, long = (point.best.estimate.memory for point in given("seq_len=4Ki,8Ki"))
+    # both are fullest in the loss head
+    short, long = (point.best.estimate.memory for point in given("seq_len=16Ki,32Ki"))
     assert long["activations"] == pytest.approx(2 * short["activations"])
     assert long["weights"] == short["weights"]
     assert [point.setting.job.seq_len for point in given("seq_len")] == [1024 << power for power in range(8)]
@@ -140,7 +141,7 @@ def test_recomputation_keeps_less():
 
 
 def test_microbatches_are_as_many_as_asked_for():
-    one, four = sweep("micro=1,4", "remat=block")
+    one, four = sweep("micro=1,4", "remat=block", "seq_len=32Ki")
     assert four.setting.job.batch_seqs == 4 * one.setting.job.batch_seqs
     kept = [point.best.estimate.memory["activations"] for point in (one, four)]
     assert kept[1] == pytest.approx(4 * kept[0])
