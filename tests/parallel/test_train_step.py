@@ -23,7 +23,6 @@ from tests.parallel.cases import (
     run_step,
 )
 from tests.parallel.small import BATCH_SEQS, MODEL, POLICIES, SEQ_LEN, batch, meshes_of_eight, strategy
-from tests.traffic import Traffic
 
 
 def _case(number, axes):

@@ -347,13 +347,24 @@ def _ends_within_tiles(shard: ShardedArray, step: Step, sizes: OpSizes) -> Any:
 
 def _scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     """Returns the bytes of temporary memory of a step: its own, or copies of an array that TPUs scatter in whole tiles.
-    A sum of scope "step" has a second one, its operand, which no step holds until then."""
+    A sum of scope "step" has its operand besides, which no step holds until then."""
     if not step.is_collective:
         return kind_of(step).scratch_bytes(step, sizes)
     if step.op != "reduce_scatter" or not sizes.tile_rows:
         return 0.0
-    copied = sizes.bytes(step.inputs[0]) * _ends_within_tiles(step.result, step, sizes) * _moves(step, sizes)
-    return copied * (1 + (step.scope == "step"))
+    copies = _copies_of_scattered(step, sizes)
+    return sizes.bytes(step.inputs[0]) * _moves(step, sizes) * (copies + (step.scope == "step") * (copies > 0))
+
+
+def _copies_of_scattered(step: Step, sizes: OpSizes) -> Number:
+    """Returns how many copies of an array exist while TPUs scatter it: one where rows are added to its shards, one
+    where several mesh axes fill the chips and are put into the order of the links, and one for both where shards have
+    fewer rows than a tile."""
+    within = _ends_within_tiles(step.result, step, sizes)
+    counts = [np.asarray(sizes.mesh[axis]) for axis in step.axes]
+    several = sum(count > 1 for count in counts) > 1
+    fills = product(counts) == product(sizes.mesh.values())
+    return np.where(sizes.local(step.result)[step.dim] < STORED_ROWS, 1.0, 1.0 * within + several * fills)
 
 
 def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
