@@ -16,7 +16,6 @@ Number = Any
 Scores = Literal["on_chip", "in_memory", "in_memory_16"]
 """Scores of attention: never written, written in float32, or written in 16 bits (as Megatron-LM of 2021 does)."""
 
-
 WIDTHS = (("D",), ("F",), ("Fe",), ("Fs",), ("H",), ("Hv",))
 """Last dims of arrays that TPUs have in the lanes of tiles, whatever that adds; of others the compiler chooses."""
 
@@ -72,8 +71,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     def _padding(self, array: ShardedArray) -> Number:
         """Returns the numbers of whole tiles over those of an array: products and attention have widths in the lanes.
-
-        That is not so of widths that fill less than half of them.
+        They have not where these fill less than half of them.
         """
         if not self.padded or array.dims[-1:] not in WIDTHS:
             return 1.0
