@@ -9,6 +9,7 @@ from meshwright.spec.strategy import standard_assignment
 from meshwright.verify.differences import TOLERANCE
 from meshwright.verify.proof import Proof, prove
 from meshwright.verify.running import python_program
+from tests.parallel.plain_encoder_decoder import T5
 from tests.verify.compiled import proof_of, request_for
 
 pytestmark = pytest.mark.aot
@@ -55,7 +56,8 @@ def check(found: Proof, *, memory: float) -> None:
     ("on", "axes", "memory"),
     [
         ("v5e:2x2", {"fsdp": 2, "tensor": 2}, 0.2),
-        ("v4p:2x2x1", {"fsdp": 4}, 0.1),
+        # the cotangent of this small model's logits exists beside them: in drawn plans it does for one sequence alone
+        ("v4p:2x2x1", {"fsdp": 4}, 0.25),
         ("v5p:2x2x1", {"data": 2, "tensor": 2}, 0.2),
         ("v6e:2x2", {"fsdp": 2, "context": 2}, 0.2),
         ("2*v5e:2x2", {"data": 2, "fsdp": 4}, 0.2),
@@ -126,7 +128,7 @@ def test_a_sum_over_two_whole_axes_and_every_other_chip_of_the_third_runs_axis_b
     assert "full all-reduce" not in {one.name for one in found.traffic.differences}
 
 
-TIED = msgspec.structs.replace(SMALL, name="tied", tied_embeddings=True)
+STACKS = msgspec.structs.replace(T5, vocab_size=16384, d_model=1024)
 CAUSES = {
     # inside a slice scattered and gathered, between slices summed
     "scattered all-reduce": (SMALL, "2*v5e:2x2", {"data": 4, "fsdp": 2}, {"zero": 1}),
@@ -136,8 +138,8 @@ CAUSES = {
     "padding": (EXPERTS, "v5e:2x2", {"expert": 4}, {}),
     # no room for the gathered weights
     "repeated": (load_model("llama3-8b"), "v5e:2x2", {"fsdp": 4}, {"remat": "full"}),
-    # one table of both ends
-    "shared": (TIED, "h100:8x1", {"fsdp": 8}, {}),
+    # one table that both stacks gather before their first layers
+    "shared": (STACKS, "v5e:2x2", {"fsdp": 4}, {}),
     # nothing uses the last block of a ring
     "dropped": (SMALL, "h100:8x1", {"context": 8}, {"context_attention": "ring"}),
 }
