@@ -132,8 +132,9 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         narrow = state["gradients"] < DTYPE_BYTES["fp32"]
         in_stages = pipeline.in_lockstep & ~pipeline.is_one
         accumulated = DTYPE_BYTES["fp32"] * (several | in_stages) * narrow
-        # the first of two is no loop: its gradients become the sum
-        of_two = pipeline.in_lockstep & pipeline.is_one & (np.asarray(pipeline.microbatches) == 2)
+        # the first of two is no loop, and its gradients become the sum, if they are not scattered in every microbatch
+        unscattered = self.elements("gradients", pipeline) > self.elements("optimizer", pipeline)
+        of_two = pipeline.in_lockstep & pipeline.is_one & (np.asarray(pipeline.microbatches) == 2) & unscattered
         single = np.where((in_stages | of_two) & (accumulated > 0), 0.0, state["gradients"])
         share, stash = pipeline.share(self.num_layers), pipeline.stash
         optimizer = self.optimizer_bytes(pipeline)
