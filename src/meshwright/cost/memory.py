@@ -451,7 +451,8 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     )
     held = _held_cotangent(logits, sizes) if logits else 1
     for array, life in lives.items():
-        share = held if logits and array == logits.result else 1
+        # capped logits are made in float32, of which the cotangent is a part, wherever it is made
+        share = held if logits and array == logits.result and not logits.details.softcap else 1
         for number, amount in _comes_and_goes(array, life, lives, sizes):
             changes[number].append(amount * share)
     if logits:
