@@ -67,7 +67,7 @@ CASES = [
     (2, (*PLAN, "--axes", "fsdp=-1"), "size of mesh axis fsdp '-1' is below 0"),
     (3, (*PLAN, "--axes", "fsdp=7"), "fsdp=7 does not divide the 16 chips of v5e:4x4"),
     (3, (*PLAN, "--axes", "tensor=3"), "tensor=3 does not divide the 16 chips"),
-    (3, swapped(PLAN, "llama3-8b", "llama3-405b"), "At least 384 chips would hold it"),
+    (3, swapped(PLAN, "llama3-8b", "llama3-405b"), "At least 512 chips would hold it"),
     # fields
     (2, (*PLAN, "--set", "remat"), "--set 'remat' is not section.key=value"),
     (2, (*PLAN, "--set", "strategi.remat=block"), "there is no section 'strategi' here. Did you mean 'strategy'?"),

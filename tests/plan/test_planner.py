@@ -256,7 +256,7 @@ def test_a_plan_says_what_an_uneven_load_of_experts_would_cost():
     assert uneven.estimate.step_s > first.strategies[0].estimate.step_s
     assert first.notes[-1].endswith(f"with 1.25 times a step would take {format_seconds(uneven.estimate.step_s)}")
     alone = rank_plans(setting, axes={"expert": 1}, top=1)
-    assert alone.notes[-1].endswith("takes more in further rounds")
+    assert not any("busiest device" in note for note in alone.notes)
 
 
 def test_top_is_a_number_of_strategies():

@@ -24,7 +24,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan, load_plan
-from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh
+from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, require_runnable_assumptions
 
 RUN = ("train", "profile")
 """Verbs that run the plan."""
@@ -103,6 +103,7 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
     axes = take_axes(given.axes, fields["strategy"])
     if verb in RUN:
         require_runnable(model)
+        require_runnable_assumptions(assumed)
     if not job.trains:
         rates = rates_for(given.on, given.calibration, fitted=True) if verb in RUN else None
         strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam")

@@ -171,8 +171,9 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
 
 
 def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
-    """Returns a note if nothing bounds the slots of experts; [] if something does, or the model has no experts."""
-    if not setting.model.num_experts or strategy.capacity_factor or not setting.assumptions.holds_empty_slots:
+    """Returns a note if devices have a part of the experts, and nothing bounds their slots; else []."""
+    spread = setting.model.num_experts and strategy.mesh["expert"] > 1
+    if not spread or strategy.capacity_factor or not setting.assumptions.holds_empty_slots:
         return []
     return [
         f"the busiest device of experts is counted with {setting.assumptions.imbalance:g} times the mean of rows "
@@ -181,9 +182,9 @@ def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
 
 
 def imbalance_notes(setting: Setting, strategy: Strategy) -> list[str]:
-    """Returns `slots_note`, with the step at a load of `UNEVEN` where devices have a part of the experts."""
+    """Returns `slots_note`, with the step at a load of `UNEVEN`."""
     notes = slots_note(setting, strategy)
-    if not notes or strategy.mesh["expert"] == 1 or setting.assumptions.imbalance >= UNEVEN:
+    if not notes or setting.assumptions.imbalance >= UNEVEN:
         return notes
     assumptions = msgspec.structs.replace(setting.assumptions, imbalance=UNEVEN)
     uneven = price_strategy(msgspec.structs.replace(setting, assumptions=assumptions), strategy).estimate.step_s

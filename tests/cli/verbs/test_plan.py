@@ -72,7 +72,7 @@ def test_the_table(call):
     for width in (80, 120):
         said = call(*LLAMA, "--on", "v5p:16x16x32", width=width)
         text, found = said.out, said.printed("json").json["strategies"]
-        rows = [line for line in text.splitlines() if "%" in line]
+        rows = [line for line in text.splitlines() if "%  " in line]
         assert len(rows) == len(found) == 5
         for row, one in zip(rows, found, strict=True):
             words = ", ".join(f"{axis} {size}" for axis, size in one["axes"].items() if size > 1)
