@@ -386,3 +386,32 @@ def test_a_tied_table_is_held_once(software):
     ends = table + norm + (positions if software == "compiled" else 0)
     layers = num_params(model) - table - positions - norm
     assert memory({"pipeline": 2}, **fields)["weights"] == 2 * (layers / 2 + ends)
+
+
+def test_the_gradients_of_the_first_of_two_microbatches_become_the_sum():
+    """Six bytes a weight, two of a microbatch and four of the sum, but for two microbatches that scatter none."""
+    norms = params_by_part(SMALL_HEAD)["norm"]
+    for zero, count, width in ((1, 2, 4), (1, 3, 6), (3, 2, 6)):
+        assignment = standard_assignment(zero=zero)
+        found = memory({"fsdp": 4}, model=SMALL_HEAD, batch_seqs=48, num_microbatches=count, assignment=assignment)
+        matrices = (num_params(SMALL_HEAD) - norms) / (4 if zero == 3 else 1)
+        assert found["gradients"] == pytest.approx(width * (matrices + norms)), (zero, count)
+
+
+def test_tables_whose_shards_end_within_a_tile_exist_twice_on_tpus():
+    """256 columns over 16 devices are whole tiles of eight, over 64 they are not."""
+    wide = msgspec.structs.replace(TINY, vocab_size=65536)
+    table = 2 * 65536 * 256
+    fits, ends = (memory({"fsdp": size}, model=wide, batch_seqs=2 * size, cluster="v5e:8x8") for size in (16, 64))
+    assert (fits["communication"], ends["communication"]) == (table, 2 * table)
+    on_gpus = memory({"fsdp": 64}, model=wide, batch_seqs=128, cluster="h100:8x8")
+    assert on_gpus["communication"] == table
+
+
+def test_capped_logits_are_in_float32_beside_the_logits():
+    """As many bytes again, on TPUs with several sequences too, where no cotangent exists."""
+    wide = msgspec.structs.replace(TINY, vocab_size=65536)
+    capped = msgspec.structs.replace(wide, logit_softcap=30.0)
+    plain, more = (memory({"fsdp": 8}, model=one, cluster="v5e:2x4") for one in (wide, capped))
+    assert more["logits"] == plain["logits"] == 4 * 4 * 512 * 65536
+    assert more["workspace"] == pytest.approx(more["logits"], rel=1e-3)  # and numbers of each token

@@ -7,7 +7,7 @@ import pytest
 from meshwright.core.labels import find_label
 from meshwright.cost.network.collectives import received_share
 from meshwright.hlo.collectives import CompiledCollective
-from meshwright.verify.differences import CLASSES, TOLERANCE, TrafficComparison, compare_traffic
+from meshwright.verify.differences import CLASSES, TILE_BYTES, TOLERANCE, TrafficComparison, compare_traffic
 from meshwright.verify.expected import Expected
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
@@ -207,6 +207,29 @@ def test_a_scatter_without_a_label_that_is_sent_whole_is_known_by_its_elements()
     assert found.remainder == 0
     other = compare_traffic(expected, [padded, compiled("", kind="all_reduce", elements=ELEMENTS // 2)], MESH)
     assert "full all-reduce" not in names(other)
+
+
+@pytest.mark.parametrize(("growth", "named"), [(1.05, {"padding"}), (1.6, set())])
+def test_a_row_without_labels_may_be_padded(growth, named):
+    """Exchanges of experts carry no label: as many arrays of up to half as many more numbers are padded ones."""
+    expected = [derived("layer:forward:xe=all_to_all", kind="all_to_all", arrays=2)]
+    found = compare_traffic(
+        expected, [compiled("", kind="all_to_all", trips=2, elements=round(growth * ELEMENTS))], MESH
+    )
+    assert names(found) == named
+    assert (found.remainder == 0) == bool(named)
+
+
+def test_shards_smaller_than_a_tile_may_become_whole_ones():
+    """A shard of a quarter of a tile is four times as large as a whole one; of two tiles it has another cause."""
+    size = math.prod(MESH[axis] for axis in ("fsdp",))
+    for tiles, named in ((0.25, {"padding"}), (2, set())):
+        elements = round(tiles * TILE_BYTES / 2 * size)
+        expected = [derived(SCATTER, kind="reduce_scatter", elements=elements)]
+        found = compare_traffic(
+            expected, [compiled(SCATTER, kind="reduce_scatter", elements=round(3.9 * elements))], MESH
+        )
+        assert names(found) == named
 
 
 def test_a_sum_between_slices_may_be_scattered_and_gathered_inside_them():
