@@ -151,8 +151,9 @@ _PROGRESS = re.compile(r"^step \d+|compiled in|^mini on|predicted|^mini:|goes on
 def cases(folder: Path, count: int, seed: int) -> Iterator[tuple[Reader, str, str]]:
     """(reader, file, damage), so that every file of every reader comes with every damage before any comes again.
 
-    The first is a plan that is cut off, which is refused wherever it ends: which files a checkpoint has, and so what a
-    seed draws, differs from run to run, and a few cases may all be ones that change nothing.
+    The first is a plan that is not there, which is always refused (one that is cut off among its predictions is not):
+    which files a checkpoint has, and so what a seed draws, differs from run to run, and a few cases may all be ones that
+    change nothing.
     """
     chosen = random.Random(seed)
     each = []
@@ -161,7 +162,7 @@ def cases(folder: Path, count: int, seed: int) -> Iterator[tuple[Reader, str, st
         files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and _is_ours(path))
         each += [(reader, file, damage) for file in files for damage in DAMAGES]
     chosen.shuffle(each)
-    each.sort(key=lambda case: (case[0].name, case[2]) != ("plan", "cut"))
+    each.sort(key=lambda case: (case[0].name, case[2]) != ("plan", "delete"))
     yield from itertools.islice(itertools.cycle(each), count)
 
 
