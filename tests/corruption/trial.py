@@ -151,9 +151,9 @@ _PROGRESS = re.compile(r"^step \d+|compiled in|^mini on|predicted|^mini:|goes on
 def cases(folder: Path, count: int, seed: int) -> Iterator[tuple[Reader, str, str]]:
     """(reader, file, damage), so that every file of every reader comes with every damage before any comes again.
 
-    The first is a plan that is not there, which is always refused (one that is cut off among its predictions is not):
-    which files a checkpoint has, and so what a seed draws, differs from run to run, and a few cases may all be ones that
-    change nothing.
+    The first is a plan that is not there, which is always refused; one that is cut off among its predictions is not.
+    Which files a checkpoint has, and so what a seed draws, differs from run to run, and a few cases may all be ones
+    that change nothing.
     """
     chosen = random.Random(seed)
     each = []
