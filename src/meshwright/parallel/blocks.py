@@ -30,6 +30,7 @@ from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import as_stored, communicate
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
+from meshwright.nn.order import after
 from meshwright.nn.weights import Params
 
 Inputs = dict[str, Array]
@@ -146,6 +147,9 @@ class BlockPasses:
         steps, shared = self.steps, self.derived.shared
         env = self._environment(weights, inputs)
         saved = self._moved(saved, jax.memory.Space.Device)
+        if self.computes_again and self.steps.block.carry:
+            # else compilers compute several layers again before the first runs backward, or keep what they computed
+            saved = after(saved, [cotangents.stream])
         env |= zip(steps.kept, jax.tree.map(as_stored, saved) if _has_one_layout() else saved, strict=True)
         whole = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
         sums = {name: shared[name].cotangent for name in self.further}

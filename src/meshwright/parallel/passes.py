@@ -87,15 +87,14 @@ class LayerLoop:
         """Returns the cotangents of the inputs of one iteration, and its gradients."""
         found: tuple[Any, ...] = ()
         for position, kind in reversed(list(enumerate(self.span.pattern))):
-            block, kept = self.blocks[kind], saved[position]
-            if block.computes_again:
-                # else compilers compute several layers again before the first runs backward, or keep what they computed
-                kept = after(kept, [cotangent.stream])
+            block = self.blocks[kind]
             if found:
                 # else they copy the weights of all layers of the iteration at its start
                 number = after(jnp.asarray(number), [cotangent.stream])
             own, before, at_hand = weights(number)[position], earlier(number), ready[position] if ready else None
-            cotangent, left = block.backward(own, self.inputs, kept, cotangent, ready=at_hand, split=self.split)
+            cotangent, left = block.backward(
+                own, self.inputs, saved[position], cotangent, ready=at_hand, split=self.split
+            )
             if not self.split:
                 left = self.finish(left, before[position] if before else None) if self.finish else left
                 left = jax.tree.map(as_stored, left)
