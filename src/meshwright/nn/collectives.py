@@ -11,11 +11,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from meshwright.algebra.rewrites.torus import Legs, crossed_legs
+from meshwright.algebra.sizes import LANES
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
 
-LANES, ROWS = 128, 8
-"""Numbers in the innermost and the next dim of a TPU's tile."""
+ROWS = 8
+"""Numbers in the dim of a TPU's tile that is next to the innermost."""
 
 
 MOST_PADDED = 7 / 6

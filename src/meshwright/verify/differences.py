@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from meshwright.algebra.sizes import LANES
 from meshwright.core.labels import StepLabel
 from meshwright.cost.network.collectives import received_share
 from meshwright.hlo.collectives import CompiledCollective
@@ -33,9 +34,6 @@ CLASSES: dict[str, str] = {
 
 TOLERANCE = 0.02
 """Numbers this close count as equal; differences of a row below a quarter of this share of its bytes are ignored."""
-
-LANES = 128
-"""Numbers in the last dim of a TPU's tile: rows of one number, such as weights of slots, are sent as so long rows."""
 
 MOST_PADDING = 0.5
 """Share of its own numbers that is added to an array at most, if its shards are no smaller than a tile: what grows by
@@ -411,6 +409,7 @@ def _of_size(derived: Amount, compiled: Amount, kinds: set[str], *, most_padding
     if _same(derived.elements, compiled.elements):
         return "float32" if _same(compiled.wire, 2 * derived.wire) else ""
     if derived.arrays == compiled.arrays:
+        # rows of one number, such as weights of slots, are sent as rows that fill the lanes
         of_numbers = _same(compiled.elements, LANES * derived.elements)
         more = compiled.elements - derived.elements
         return "padding" if of_numbers or 0 < more < most_padding * derived.elements else ""
