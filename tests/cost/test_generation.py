@@ -16,7 +16,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 
 LLAMA = load_model("llama3-8b")
-INT8 = Storage(cache_dtype="int8", quantised=True)
+INT8 = Storage(cache_dtype="int8", weights="int8")
 
 
 def strategy_of(axes) -> Strategy:
@@ -76,7 +76,7 @@ def test_an_int8_cache_has_a_byte_an_element_and_its_scales():
 
 
 def test_an_int8_weight_has_a_byte_an_element_and_its_scales():
-    flops, moved = counted("q", storage=Storage(quantised=True))
+    flops, moved = counted("q", storage=Storage(weights="int8"))
     assert flops == 2 * 4 * 4096 * 4096
     assert moved == 4 * 4096 * 2 + 4096 * 4096 + 4 * 4096 + QUERIES == 16_859_136
     assert counted("q") == (flops, 4 * 4096 * 2 + 2 * 4096 * 4096 + QUERIES)
@@ -126,7 +126,7 @@ def test_the_least_time_is_weights_and_cache_over_the_bandwidth():
     for storage in (Storage(), INT8):
         found = priced(LLAMA, "v5e:2x4", decode(16, 8192), {"tensor": 8}, storage=storage)
         memory = found.estimate.memory
-        table = LLAMA.vocab_size * (LLAMA.d_model + 4 if storage.quantised else 2 * LLAMA.d_model) / 8
+        table = LLAMA.vocab_size * (LLAMA.d_model + 4 if storage.weights else 2 * LLAMA.d_model) / 8
         read = memory["weights"] - table + memory["kv_cache"]  # a few rows of the table are looked up
         groups = {"contraction": 0.0, "attention": 0.0}
         for cost in (cost for cost in found.costs.all if not cost.step.is_collective):

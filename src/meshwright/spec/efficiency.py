@@ -31,9 +31,9 @@ class FittedNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 @functools.cache
-def fitted_numbers() -> FittedNumbers:
-    """Returns the numbers shipped with the package."""
-    with FILE.open("rb") as file:
+def fitted_numbers(path: Path = FILE) -> FittedNumbers:
+    """Returns the numbers of a file shipped with the package."""
+    with path.open("rb") as file:
         return msgspec.convert(tomllib.load(file), FittedNumbers)
 
 
@@ -78,7 +78,8 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
     found |= {name: min(1.0, found[name]) for name in SHARES if name in found}
     ends = (f".{base}", f".{kind}")
     narrow = {key.split(".")[1]: v for key, v in values.items() if key.startswith("narrow.") and key.endswith(ends)}
-    return Efficiency(**found, narrow=narrow)
+    engines = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith("engine_s.")}
+    return Efficiency(**found, narrow=narrow, engine_s=engines)
 
 
 def _power_limit(chip: Chip, base: str) -> float:

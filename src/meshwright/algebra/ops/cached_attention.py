@@ -41,7 +41,7 @@ def forward(tape: Tape) -> None:
 
 def slots_kept(slots: Number, window: int | None) -> Number:
     """Returns the slots of one sequence that has ``slots`` positions: at most the window, if there is one."""
-    return slots if window is None else np.minimum(slots, window).item()
+    return slots if window is None else np.minimum(slots, window)
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:

@@ -17,7 +17,7 @@ from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.work.host_work import amounts_of, pace_of
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes, op_term
-from meshwright.cost.work.slots import SlotSizes, block_bytes, computed_share, slot_sizes
+from meshwright.cost.work.slots import SlotSizes, block_bytes, computed_share, slot_sizes, unread_bytes
 from meshwright.spec.calibration import (
     Calibration,
     Efficiency,
@@ -228,7 +228,7 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
 
 def moved_bytes(step: Step, sizes: SlotSizes) -> Number:
     """Returns the bytes that one execution of a local step moves, those for the slots of experts included."""
-    return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes)
+    return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes) - unread_bytes(step, sizes)
 
 
 def num_kernels(step: Step, sizes: SlotSizes) -> int:

@@ -1,0 +1,160 @@
+"""Published measurements of serving: each is a decode step and a prefill of this package, and the time per token that
+both make under a steady load."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.accuracy.batches import CaseBatch, batches, calibrations
+from meshwright.accuracy.cases import Case, Unpredicted, chip_of, model_of
+from meshwright.accuracy.records import Record
+from meshwright.algebra.generation import CacheDtype, Storage, WeightDtype
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.setting import Setting
+from meshwright.cost.step_rates import strategy_placements
+from meshwright.spec.chip import Chip
+from meshwright.spec.cluster import make_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, standard_assignment
+
+ENGINES: dict[str, Engine] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
+"""Backend of a record -> engine."""
+
+STORED: dict[str, tuple[WeightDtype, str]] = {
+    "unstated": ("", ""),
+    "bf16": ("", ""),
+    "fp8": ("fp8", "fp8"),
+    "fp8_block": ("fp8", "fp8"),
+    "nvfp4": ("fp4", "fp4"),
+    "int4_wo": ("int4", ""),
+}
+"""Precision of a record -> dtypes of weights and of products; where a chip has no such products they are in 16 bits."""
+
+NARROW_CACHES = ("trtllm",)
+"""Backends that keep keys and values in fp8 by default where products are narrow; the others keep 16 bits."""
+
+
+class ServedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One record: its prefill of one prompt on each replica of attention, its decode step, and what was measured.
+
+    A replica of attention serves ``batch`` sequences at a time.
+    """
+
+    record: Record
+    prefill: Case
+    decode: Case
+    batch: float
+    output_len: int
+    measured_s: float
+
+    @property
+    def chip(self) -> Chip:
+        """The chip that was measured."""
+        return self.decode.chip
+
+
+class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """All records with the batches that price them: ``prefill`` and ``decode`` index the cases of a record alike."""
+
+    cases: tuple[ServedCase, ...]
+    prefill: tuple[CaseBatch, ...]
+    decode: tuple[CaseBatch, ...]
+
+    def seconds(self, *points: Mapping[str, float]) -> np.ndarray:
+        """Returns predicted seconds per output token [points, cases] for several sets of numbers."""
+        tables = [calibrations([case.decode for case in self.cases], numbers) for numbers in points]
+        decode_s, prefill_s = (self._seconds(parts, tables) for parts in (self.decode, self.prefill))
+        batch = np.array([case.batch for case in self.cases])
+        length = np.array([case.output_len for case in self.cases])
+        mixing = np.array([[table[case.chip.name].efficiency.mixing for case in self.cases] for table in tables])
+        return decode_s + waiting_s(prefill_s, batch=batch, output_len=length, mixing=mixing)
+
+    def _seconds(self, parts: Sequence[CaseBatch], tables: Sequence[Any]) -> np.ndarray:
+        found = np.empty((len(tables), len(self.cases)))
+        for part in parts:
+            found[:, part.numbers] = part.seconds(*tables)
+        return found
+
+
+def waiting_s(prefill_s: Any, *, batch: Any, output_len: Any, mixing: Any) -> Any:
+    """Returns the seconds that each decode step waits for the prefill of new requests, in the mean.
+
+    Under a steady load each of ``batch`` sequences is replaced every ``output_len`` steps: while a sequence makes its
+    tokens the others' places are filled once, and it waits for the share ``mixing`` of these prefills.
+    """
+    return mixing * np.maximum(np.asarray(batch) - 1, 0) / output_len * prefill_s
+
+
+def served_batch(cases: Sequence[ServedCase]) -> ServedBatch:
+    """Returns the cases with their prefills and decode steps in batches of one pattern each."""
+    prefill, decode = (batches([getattr(case, kind) for case in cases]) for kind in ("prefill", "decode"))
+    return ServedBatch(cases=tuple(cases), prefill=prefill, decode=decode)
+
+
+def served_case(record: Record) -> ServedCase | Unpredicted:
+    """Returns the case of a record of serving, or the reason why it cannot be predicted."""
+    try:
+        return _served(record)
+    except (InputError, CannotRunError) as error:
+        return Unpredicted(record=record, reason=str(error))
+
+
+def _served(record: Record) -> ServedCase:
+    engine = ENGINES.get(record.backend)
+    if engine is None or not record.measured.tpot_ms or not record.isl or not record.osl:
+        raise InputError("no time per output token of an engine that is known")
+    if record.precision not in STORED:
+        raise InputError(f"precision {record.precision!r} is not known")
+    assert record.model is not None
+    chip, model = chip_of(record), model_of(record.model, record.isl + record.osl)
+    tensor, replicas = _degrees(record)
+    largest = chip.domain_chips or 8
+    if tensor * replicas > largest or model.num_heads % tensor:
+        raise InputError(f"{tensor * replicas} devices do not fit a domain of {largest}, or do not divide the heads")
+    cluster = make_cluster(chip, (tensor * replicas, 1))
+    weights, products = STORED[record.precision]
+    if products not in chip.peak_flops:
+        products = "fp8" if products == "fp4" and weights != "fp4" else ""
+    narrow = weights in ("fp8", "fp4") and record.backend in NARROW_CACHES
+    cache: CacheDtype = "fp8" if narrow and not model.latent_attention else "bf16"
+    strategy = Strategy(
+        mesh=make_mesh({"expert" if model.num_experts else "data": replicas, "tensor": tensor}),
+        assignment=standard_assignment(zero=0, sequence_parallel=False),
+        precision=products,
+    )
+    strategy = msgspec.structs.replace(strategy, placement=strategy_placements(cluster, strategy)[0].describe())
+    total = max(1, round(record.concurrency or record.global_batch_seqs or 1))
+    assumed = Assumptions(software="served", engine=engine, empty_slots=False)
+
+    def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
+        job = Job(kind=kind, batch_seqs=batch_seqs, seq_len=seq_len)
+        setting = Setting(model, cluster, job, storage=Storage(weights=weights, cache_dtype=cache), assumptions=assumed)
+        return Case(record=record, setting=setting, strategy=strategy, measured_s=math.nan)
+
+    return ServedCase(
+        record=record,
+        prefill=case("prefill", replicas, record.isl),
+        decode=case("decode", max(total, replicas), record.isl + record.osl // 2),
+        batch=max(total / replicas, 1.0),
+        output_len=record.osl,
+        measured_s=record.measured.tpot_ms / 1e3,
+    )
+
+
+def _degrees(record: Record) -> tuple[int, int]:
+    """Returns the devices that split a layer's attention, and its replicas.
+
+    Some records count chips once for each part of the experts: degrees (e x e, e, e) of attention, experts and tensor
+    parallelism inside experts are those of e chips, as equal measurements with e chips show. Pools that are listed as
+    one attention over more devices than a domain has are refused elsewhere.
+    """
+    given = record.parallelism
+    tensor, replicas, expert, inside = given.tp or 1, given.dp or 1, given.ep or 1, given.moe_tp or 1
+    if expert == inside > 1 and tensor * replicas == expert**2:
+        return (tensor // expert, 1) if tensor > 1 else (1, replicas // expert)
+    if (tensor, replicas, expert, inside) == (4, 4, 16, 1):
+        return 4, 1
+    return tensor, replicas
