@@ -179,15 +179,21 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
     By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
     Blocks of a collective matmul hide behind its own products; the remainder is exposed. A fitted exponent says how
-    complete overlap is: see `partly_hidden`. With eager dispatch, compute is no shorter than the starts of its kernels.
+    complete overlap is: see `partly_hidden`. With eager dispatch, a pass is no shorter than the starts of its kernels.
     Libraries add the exchanges of tokens that nothing hides.
     """
+    if rates.overlaps and rates.software not in WITHOUT_HOST:
+        starts = total(_host_starts(cost, rates) for cost in costs)
+        return np.maximum(_device_s(costs, rates), rates.chip.efficiency.host_kernel_s * starts)
+    return _device_s(costs, rates)
+
+
+def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
+    """Returns the seconds of one pass on the device: see `_pass_s`."""
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
     at = rates.chip.efficiency
     compute = total(cost.local_s for cost in costs) / rates.compute_share
-    if rates.software not in WITHOUT_HOST:
-        compute = np.maximum(compute, at.host_kernel_s * total(_host_starts(cost, rates) for cost in costs))
     if rates.software in IN_TURN:
         return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
     hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
@@ -209,9 +215,10 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
 
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
-    """Returns the kernels of a step that the host starts, a collective's too: none that a CUDA graph holds."""
+    """Returns the kernels of a step that the host starts: none that a CUDA graph holds, and no collective that hides,
+    as libraries move the weights and gradients of many matrices at once."""
     held = rates.software == "captured-layers" and not is_at_experts(cost.step)
-    sends = cost.step.is_collective and np.asarray(rates.groups[cost.group].size) > 1
+    sends = cost.step.is_collective and not cost.hides and np.asarray(rates.groups[cost.group].size) > 1
     return 0 if held else cost.num_kernels + sends
 
 
