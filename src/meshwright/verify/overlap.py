@@ -30,10 +30,6 @@ class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
     def overlapped_bytes(self) -> float:
         return sum(self.overlapped.values())
 
-    @property
-    def num_bytes(self) -> float:
-        return self.overlapped_bytes + self.exposed_bytes
-
 
 class OverlapComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Overlap as compiled, the most seconds first, and as priced.
@@ -71,7 +67,7 @@ def compare_overlap(
         for one in (derived.get((kind, axes)),)
     ]
     return OverlapComparison(
-        rows=tuple(sorted(rows, key=lambda row: (-row.alone_s, -row.num_bytes))),
+        rows=tuple(sorted(rows, key=lambda row: (-row.alone_s, -row.exposed_bytes))),
         beside_s=sum(row.alone_s * (1 - _exposed_share(rows, row.kind, row.axes)) for row in rows),
         priced=priced.overlap(lambda cost: _exposed_share(rows, cost.step.op, active_axes(cost.step.axes, mesh))),
     )
@@ -82,7 +78,8 @@ def _exposed_share(rows: Sequence[OverlapRow], kind: str, axes: tuple[str, ...])
 
     Where the compiler made another kind of it, or joined axes, all collectives that share an axis count.
     """
-    same = [row for row in rows if (row.kind, row.axes) == (kind, axes) and row.num_bytes]
-    near = same or [row for row in rows if set(row.axes) & set(axes)]
-    sent = sum(row.num_bytes for row in near)
-    return sum(row.exposed_bytes for row in near) / sent if sent else 1.0
+    sent = [row for row in rows if row.exposed_bytes or row.overlapped]
+    same = [row for row in sent if (row.kind, row.axes) == (kind, axes)]
+    near = same or [row for row in sent if set(row.axes) & set(axes)]
+    exposed = sum(row.exposed_bytes for row in near)
+    return exposed / (exposed + sum(row.overlapped_bytes for row in near)) if near else 1.0
