@@ -106,7 +106,7 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
         yield from _memory_text(proof)
     if proof.traffic is not None:
         yield from _traffic_text(proof)
-    if proof.overlap is not None:
+    if proof.overlap is not None and proof.overlap.rows:
         yield from _overlap_text(proof.overlap)
     if proof.products is not None:
         yield from _products_text(proof.products)
