@@ -48,14 +48,33 @@ def test_the_parts_add_up_to_the_step(name, rates):
 @pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize("name", ["fsdp x tensor", "pipeline", "zero 1", "in turn"])
 def test_collectives_share_what_is_exposed(name, rates):
-    at = priced(name, rates)
-    rows = Breakdown(at).traffic
-    parts = Breakdown(at)
-    sends = float(at.times.sends_s(at.pipeline))  # boundaries between stages are no step of a layer
-    assert parts.exposed_s - sends <= sum(row.exposed_s for row in rows) * (1 + 1e-6) + 1e-9
-    assert sum(row.exposed_s for row in rows) <= parts.exposed_s * (1 + 1e-6)
+    parts = Breakdown(priced(name, rates))
+    rows = parts.traffic
+    assert sum(row.exposed_s for row in rows) == pytest.approx(parts.exposed_s)
     assert [row.exposed_s for row in rows] == sorted((row.exposed_s for row in rows), reverse=True)
-    assert sum(row.alone_s for row in rows) == pytest.approx(sum(parts.alone.values()) - sends)
+    assert sum(row.alone_s for row in rows) == pytest.approx(sum(parts.alone.values()))
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_step_without_overlap(name, rates):
+    """All that is hidden comes back; stages wait for it too, so that their bubble grows. Steps in turn hide nothing."""
+    parts = Breakdown(priced(name, rates))
+    longer = parts.overlap().exposed_step_s
+    assert parts.overlap(lambda cost: 0.0).exposed_step_s == pytest.approx(parts.step_s)
+    half, rounding = parts.overlap(lambda cost: 0.5).exposed_step_s, 1e-9 * parts.step_s
+    assert parts.step_s - rounding <= half <= longer + rounding
+    slowdown = float(parts.priced.times.slowdown)
+    without_links = parts.step_s - parts.exposed_s
+    if name == "pipeline":
+        assert longer > without_links + sum(parts.alone.values())
+    else:
+        assert longer == pytest.approx(without_links + slowdown * sum(parts.alone.values()))
+
+
+def test_what_overlap_hides_in_words():
+    assert Breakdown(priced("fsdp x tensor", "fitted")).overlap().words.startswith("hides ")
+    assert Breakdown(priced("in turn")).overlap().words == ""
 
 
 def test_an_exponent_leaves_something_of_every_collective_standing():

@@ -54,11 +54,11 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
 class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of layers, of the ``ends`` (embedding and head) and of the rest of a step, for every schedule.
 
-    ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``exchange_parts_s`` is for
-    `Priced.exchanges`: (seconds by bytes of all layers, latency). ``after_s`` is the part of the update that belongs to
-    no block. ``microbatch_s`` is added by the host to each microbatch.
-    ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step by
-    ``slowdown`` and add ``straggler_s``.
+    ``send_s`` is for one microbatch over one boundary of stages, both directions together, ``exposed_send_s`` the part
+    that passes do not hide. ``exchange_parts_s`` is for `Priced.exchanges`: (seconds by bytes of all layers, latency).
+    ``after_s`` is the part of the update that belongs to no block. ``microbatch_s`` is added by the host to each
+    microbatch. ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step
+    by ``slowdown`` and add ``straggler_s``.
     """
 
     num_layers: int
@@ -66,6 +66,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[BlockSeconds, ...]
     send_s: Number
     after_s: Number
+    exposed_send_s: Number = 0.0
     exchange_parts_s: tuple[Number, Number] = (0.0, 0.0)
     microbatch_s: Number = 0.0
     overlap: Number | None = None
@@ -119,9 +120,10 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         a_layer = (forward + backward) / pipeline.layers_held(self.num_layers)
         ends = np.maximum(ends - pipeline.layers_beside_head(self.num_layers) * a_layer, 0.0)
         each = forward + backward + ends + self.microbatch_s
-        passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
+        passes, exposed_s = pipeline.microbatches * each, pipeline.num_sends * self.exposed_send_s / 2
+        sends = self.sends_s(pipeline) - exposed_s
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
-        busy = passes + self.once_s(pipeline) + self.after_s + offload.optimizer_s
+        busy = passes + exposed_s + self.once_s(pipeline) + self.after_s + offload.optimizer_s
         return StepSeconds(step_s=(busy + bubble) * self.slowdown + self.straggler_s, bubble_s=bubble * self.slowdown)
 
 
@@ -161,10 +163,11 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         num_layers=derived.num_layers,
         layers=tuple(layers),
         ends=tuple(ends),
-        send_s=total(cost.network_s for cost in priced.boundary),
+        send_s=total(cost.time_s for cost in priced.boundary),
+        exposed_send_s=total(cost.exposed_s for cost in priced.boundary),
         after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
         exchange_parts_s=(
-            total(cost.count * (cost.network_s - cost.latency_s) for cost in priced.exchanges),
+            total(cost.count * (cost.network_s + cost.exposed_s - cost.latency_s) for cost in priced.exchanges),
             total(cost.latency_s for cost in priced.exchanges),
         ),
         microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST),
@@ -194,14 +197,14 @@ def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
         return total(cost.time_s for cost in costs)
     at = rates.chip.efficiency
     compute = total(cost.local_s for cost in costs) / rates.compute_share
+    alone_s = total(cost.exposed_s for cost in costs)
     if rates.software in IN_TURN:
-        return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
+        return compute + alone_s + total(cost.network_s for cost in costs if cost.step.is_collective)
     hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
     waited = [cost for cost, hidden in zip(costs, hides, strict=True) if cost.step.is_collective and not hidden]
-    alone_s: Number = 0.0
     if rates.software != "compiled":
         # libraries overlap weights, gradients and tensor parallelism, but tokens wait for their exchange
-        alone_s = total(cost.network_s for cost in waited if exchanges_slots(cost.step))
+        alone_s = alone_s + total(cost.network_s for cost in waited if exchanges_slots(cost.step))
         waited = [cost for cost in waited if not exchanges_slots(cost.step)]
     rounds = [cost for cost in costs if cost.in_ring_loop]
     waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
@@ -265,7 +268,7 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
 
     The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives.
     """
-    local = total(cost.local_s for cost in costs)
+    local = total(cost.local_s + cost.exposed_s for cost in costs)
     if not rates.overlaps or rates.software in IN_TURN:
         return total(cost.time_s for cost in costs)
     both = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)

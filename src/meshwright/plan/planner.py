@@ -21,6 +21,7 @@ from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import Job, optimizer_words, require_training
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words
 
@@ -166,6 +167,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
         )
     if setting.job.seq_len > setting.model.max_positions:
         notes.append(f"the model's config has {setting.model.max_positions:,} positions, and the sequences are longer")
+    notes += power_notes(cluster.chip, setting.rates)
     notes.append(f"training state {space.template.state}{optimizer_words(setting.job)}")
     return tuple(notes)
 

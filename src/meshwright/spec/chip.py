@@ -20,6 +20,13 @@ CATALOGUE = Path(__file__).parent / "data" / "chips"
 _NOT_INHERITED = ("aliases", "family", "device_kind", "libtpu", "xla_gpu")
 """Fields that a chip does not inherit from its base: to compilers and measurements it may be other hardware."""
 
+_IN_PROGRAMS = (
+    *("topology", "num_ici_axes", "twists", "vmem_bytes", "l2_bytes", "num_cores", "mxus_per_core", "mxu_dim"),
+    *("vpu_lanes_per_core", "vpu_alus_per_lane", "sms_per_tpc", "num_tpcs", "num_sms", "l1_bytes_per_sm"),
+    *("register_bytes_per_sm", "fp32_lanes_per_sm", "tensor_cores_per_sm", "tensor_core_flops_per_cycle"),
+)
+"""Figures on which compiled programs depend: a chip whose base has others is not compiled for as the base."""
+
 PAID_FOR = ("price_usd_per_hour", "power_w")
 """Figures that only the book's variant of a chip inherits: other hardware has another price and another power."""
 
@@ -330,6 +337,20 @@ def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
     """
     found = chips().get(name or chip.name)
     return getattr(chip, field) or (getattr(found, field) if found else None)
+
+
+def catalogue_name(chip: Chip) -> str:
+    """Returns the name of a chip's base, else its own."""
+    # plan files of earlier versions say only by the name which chip theirs differs from
+    return chip.base or chip.name.removesuffix("-custom")
+
+
+def compiled_as(chip: Chip) -> Chip:
+    """Returns the chip for which programs of ``chip`` are compiled: its base, if that alone has a compiler and nothing
+    in programs depends on what differs; else the chip itself."""
+    base = chips().get(catalogue_name(chip), chip)
+    own = catalogued(chip, "libtpu") or catalogued(chip, "xla_gpu")
+    return chip if own or any(getattr(chip, name) != getattr(base, name) for name in _IN_PROGRAMS) else base
 
 
 def read_chip(path: Path) -> Chip:

@@ -6,7 +6,8 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import CannotRunError
-from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips
+from meshwright.core.units import format_bytes
+from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips, compiled_as
 from meshwright.spec.cluster import Cluster
 
 CompilerPlatform = Literal["tpu", "cuda", "cpu"]
@@ -61,16 +62,24 @@ def target_of(cluster: Cluster) -> Target:
 
     Raises CannotRunError for a chip without a known compiler.
     """
-    if libtpu := catalogued(cluster.chip, "libtpu"):
-        return _tpu(cluster, libtpu)
-    if gpu := catalogued(cluster.chip, "xla_gpu"):
+    own, chip = cluster.chip, compiled_as(cluster.chip)
+    note = "" if chip is own else f"compiled as for {chip.full_name or chip.name}: what differs is no part of programs"
+    if libtpu := catalogued(chip, "libtpu"):
+        if own.memory_bytes != chip.memory_bytes and chip.memory_bytes:
+            note += f", except that libtpu plans with {format_bytes(chip.memory_bytes)} of memory"
+        found = _tpu(cluster, libtpu)
+        return msgspec.structs.replace(found, note="; ".join(filter(None, (found.note, note))))
+    if gpu := catalogued(chip, "xla_gpu"):
+        if own.hbm_bytes and chip.hbm_bytes:  # the scheduler keeps within this capacity
+            size = round(gpu.device_memory_size * own.hbm_bytes / chip.hbm_bytes)
+            gpu = msgspec.structs.replace(gpu, device_memory_size=size)
         options = {"topology": f"1x{cluster.nodes}x{cluster.domain}", "target_config": target_config(gpu)}
-        return Target(platform="cuda", options=options, num_devices=cluster.num_chips)
+        return Target(platform="cuda", options=options, num_devices=cluster.num_chips, note=note)
     if cluster.kind == "host":
         return Target(platform="cpu", num_devices=cluster.num_chips)
     known = ", ".join(name for name, one in chips().items() if one.libtpu or one.xla_gpu)
     raise CannotRunError(
-        f"no compiler is known for {cluster.chip.full_name or cluster.chip.name}. Programs are compiled for {known} "
+        f"no compiler is known for {own.full_name or own.name}. Programs are compiled for {known} "
         f"and cpu; take --for cpu to see the collectives, without the memory."
     )
 

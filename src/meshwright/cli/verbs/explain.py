@@ -26,6 +26,7 @@ from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.planner import imbalance_notes
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
+from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import unmasked
 from meshwright.spec.strategy import mesh_words
@@ -89,6 +90,7 @@ def _text(told: Explanation) -> Iterator[Piece]:
     yield Fact("batch", _batch_words(told))
     yield Fact("placement", placement_words(plan.strategy.placement))
     yield Fact("times rest on", plan.calibration.describe())
+    yield from (Fact("power", note) for note in power_notes(plan.cluster.chip, plan.calibration))
     yield from (Fact("load of experts", note) for note in imbalance_notes(setting_of(plan), plan.strategy))
     yield ""
     yield from _lead_text(told)
@@ -164,6 +166,8 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         f"{estimate.bound_by}",
     )
     also = f", {without:.1%} without masked scores" if (without := unmasked(estimate)) else ""
+    if words := told.overlap.words:
+        yield Fact("overlap", words)
     yield Fact(
         "utilisation",
         f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}{also}; HFU {estimate.hfu:.1%}, recomputation counted",

@@ -199,6 +199,8 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     if same:
         yield Fact("all of them", ", ".join(filter(None, (words(strategies[0]) for words in same))))
     yield Fact("placement", f"of the best: {placement_words(best.strategy.placement)}")
+    if words := result.overlap.words:
+        yield Fact("overlap", f"of the best: {words}")
     budget = run_budget(result.plan(), step_s=best.estimate.step_s)
     if budget is not None:
         yield from budget_text(budget, best.num_chips)

@@ -80,7 +80,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     ``count`` is over all layers, ``here`` over those of the busiest device of a pipeline, which has the head.
     ``network_bytes`` are those of the full array of a collective, ``latency_s`` is the part of ``network_s`` that bytes
     do not explain, and ``level`` is the level of the network that binds. ``overlap`` is the exponent of
-    `partly_hidden` for compute and memory.
+    `partly_hidden` for compute and memory. ``exposed_s`` are seconds on the network beside which nothing runs.
     """
 
     step: Step
@@ -96,6 +96,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     network_bytes: Number = 0.0
     network_s: Number = 0.0
     latency_s: Number = 0.0
+    exposed_s: Number = 0.0
     level: Any = ""
 
     @property
@@ -106,7 +107,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def time_s(self) -> Number:
         """Seconds of one execution by itself."""
-        return self.local_s + self.network_s
+        return self.local_s + self.network_s + self.exposed_s
 
     @property
     def hides(self) -> bool:
