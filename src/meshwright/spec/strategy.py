@@ -177,8 +177,11 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for name in ("chunks", "bucket_bytes"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
-        if not 0 <= self.capacity_factor <= MAX_SEQUENCES:
-            raise InputError(f"strategy.capacity_factor={self.capacity_factor} must be at least 0 (0 sets no bound).")
+        if self.capacity_factor and not 1 <= self.capacity_factor <= MAX_SEQUENCES:
+            raise InputError(
+                f"strategy.capacity_factor={self.capacity_factor:g} leaves tokens without a slot even where all "
+                "experts get as many. Give at least 1, or 0 for no bound."
+            )
         if self.state not in STATE_BYTES:
             raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
