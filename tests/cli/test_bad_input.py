@@ -42,7 +42,7 @@ CASES = [
     (2, swapped(PLAN, "v5e:4x4", "v5e:0x4"), "Give positive whole numbers"),
     (2, swapped(PLAN, "v5e:4x4", "0*v5e:4x4"), "cluster 0*v5e:4x4 has a size below 1. Give positive whole numbers."),
     (2, (*PLAN, "--top", "0"), "--top '0' is below 1. Give a number of at least 1."),
-    (2, (*PLAN, "--set", "capacity_factor=0.1"), "leaves tokens without a slot even where all experts get as many"),
+    (2, (*PLAN, "--set", "capacity_factor=0.1"), "0.1 drops tokens however even the load is. Give at least 1, or 0"),
     (2, swapped(PLAN, "v5e:4x4", "v100:8"), "v100 has no bf16 matrix rate in its table; it has fp16, fp32."),
     (2, swapped(PLAN, "v5e:4x4", "trn3:4x4"), "nic_bytes_per_s of trn3 is not known"),
     (3, swapped(PLAN, "llama3-8b", "deepseek-v3"), "deepseek-v3 with 128 sequences of 4096 does not fit v5e:4x4"),

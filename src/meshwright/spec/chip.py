@@ -37,12 +37,14 @@ OptionValue = bool | int | str
 class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A TPU as libtpu knows it: a topology's text is ``name``, a colon and sizes. ``note`` says what a program compiled
     for it cannot show. A chip is ``devices`` to the compiler; ``tile_rows`` are the rows of the tiles from which
-    products take 16-bit numbers, which are stored in tiles of 8."""
+    products take 16-bit numbers, which are stored in tiles of 8. ``slices`` are the shapes that are offered; with three
+    axes whole cubes are too."""
 
     name: str
     chip_config_name: str = ""
     devices: int = 1
     tile_rows: int = 8
+    slices: tuple[str, ...] = ()
     note: str = ""
 
 
@@ -379,9 +381,7 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
         merged["name"] = table.get("name") or f"{base}-custom"
         merged["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(given) or 'name'}"
     elif not {"name", "topology"} <= table.keys():
-        raise InputError(
-            'a chip needs base = "h100" (a known chip) and what differs, or a name, a topology and figures.'
-        )
+        raise InputError('a chip needs base = "h100" (a known chip) and what differs, or name, topology and figures.')
     made = convert_fields(merged, Chip, section="chip")
     families = sorted({one.family for one in chips().values() if one.family})
     if made.family and made.family not in families:
