@@ -146,7 +146,7 @@ def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: KeyPath) -> li
         if isinstance(option, inspect.StructType) and isinstance(value, dict):
             fields = {field.encode_name: field for field in option.fields}
             missing = ((*at, name) for name, field in fields.items() if field.required and name not in value)
-            found = [*_key_problems(file, value, tuple(fields), at), *missing]
+            found: list[str | KeyPath] = [*_key_problems(file, value, tuple(fields), at), *missing]
             inside = [_problems(file, value[name], fields[name].type, (*at, name)) for name in fields if name in value]
             return [*found, *chain(*inside)]
         if isinstance(option, inspect.DictType) and isinstance(value, dict):

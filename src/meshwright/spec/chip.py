@@ -37,8 +37,7 @@ OptionValue = bool | int | str
 class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A TPU as libtpu knows it: a topology's text is ``name``, a colon and sizes. ``note`` says what a program compiled
     for it cannot show. A chip is ``devices`` to the compiler; ``tile_rows`` are the rows of the tiles from which
-    products take 16-bit numbers, which are stored in tiles of 8. ``slices`` are the shapes that are offered; with three
-    axes whole cubes are too."""
+    products take 16-bit numbers, which are stored in tiles of 8. ``slices`` are offered, on three axes cubes too."""
 
     name: str
     chip_config_name: str = ""
@@ -221,9 +220,8 @@ def peak(chip: Chip, dtype: str) -> float:
 
 def require_dtypes(dtypes: Iterable[str], where: str = "") -> None:
     """Raises InputError for a dtype in which no matrix product is computed; ``where`` begins the message."""
-    for dtype in dtypes:
-        if dtype not in MATMUL_DTYPES:
-            raise InputError(f"{where}{dtype!r} is not a dtype of matrix products.{nearest(dtype, MATMUL_DTYPES)}")
+    for dtype in (one for one in dtypes if one not in MATMUL_DTYPES):
+        raise InputError(f"{where}{dtype!r} is not a dtype of matrix products.{nearest(dtype, MATMUL_DTYPES)}")
 
 
 def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:

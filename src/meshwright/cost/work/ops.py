@@ -87,11 +87,12 @@ def mfu_words(model: Model) -> str:
     """Returns the formula of `model_flops` for a training step, in letters."""
     products = "4ND of frozen weights, 6ND of others" if has_frozen_matrices(model) else "6ND"
     heads = "6 B T N (H + Hv)" if model.latent_attention else "12 B T N H"
-    near, scores = len(model.sliding_layers), f"{heads.replace('T', 'T^2')} L"
+    near, layers = len(model.sliding_layers), "(L + 1)" if model.mtp_layers else "L"
+    scores = f"{heads.replace('T', 'T^2')} {layers}"
     if near:
         scores = f"{heads} ({model.num_layers - near} T + {near} W), W the window of {model.sliding_window:,} or T"
     chosen = "of chosen experts, " * bool(model.num_experts)
-    more = ", the encoder" * bool(model.encoder) + ", a second unembedding" * bool(model.mtp_layers)
+    more = ", the encoder" * bool(model.encoder) + ", with both unembeddings" * bool(model.mtp_layers)
     return f"{products} + {scores}, N {chosen}without the look-up{more}, no causal discount"
 
 
