@@ -12,6 +12,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.weights import num_params, weight_table
 
 LLAMA = load_model("llama3-8b")
 JOB = Job(batch_seqs=64, seq_len=4096)
@@ -171,3 +172,14 @@ def test_the_bubble_and_the_host_link():
 def test_words():
     assert term_words("fsdp,context") == "collectives over fsdp and context"
     assert term_words("bubble") == "pipeline bubble"
+
+
+def test_bytes_are_those_that_one_device_sends():
+    """ZeRO-3 of all weights over 16 chips gathers them twice and scatters their gradients: 15/16 of 2 bytes each."""
+    rows = {row.op: row for row in Breakdown(priced("fsdp")).traffic if row.axes == ("fsdp",)}
+    small = sum(row.num_params for row in weight_table(LLAMA) if row.kind != "matrix")
+    once = 15 / 16 * 2 * (num_params(LLAMA) - small)
+    assert rows["reduce_scatter"].num_bytes == pytest.approx(once, rel=1e-6)
+    table = 15 / 16 * 2 * LLAMA.vocab_size * LLAMA.d_model
+    assert once < rows["all_gather"].num_bytes <= 2 * once
+    assert (2 * once - rows["all_gather"].num_bytes) % table == pytest.approx(0.0, abs=1)

@@ -8,9 +8,11 @@ import msgspec
 from msgspec.structs import replace
 
 from meshwright.algebra.ops import kind_of
+from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.algebra.steps import Step
 from meshwright.core.labels import OPTIMIZER
 from meshwright.core.units import format_seconds
+from meshwright.cost.network.collectives import received_share
 from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pass_times import StepSeconds, block_times
 from meshwright.cost.train_step import PricedStrategy
@@ -62,7 +64,7 @@ def term_words(name: str) -> str:
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of collective over one group of mesh axes, in one training step of the busiest device.
 
-    ``num_bytes`` and ``alone_s`` (no overlap) are sums over all executions; bytes are those of the full arrays.
+    ``num_bytes`` and ``alone_s`` (no overlap) are sums over all executions; bytes are those that one device sends.
     ``exposed_s`` is its part of the exposed communication: collectives are made free one by one, from the longest to
     the shortest and in reverse order, and each gets the mean of its two savings. The parts add up.
     """
@@ -311,12 +313,14 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         alone = {key: sum(float(cost.network_s * cost.here) for cost in costs) for key, costs in found.items()}
         order = sorted(found, key=lambda key: -alone[key])
         saved = (self._saved_in_turn(order), self._saved_in_turn(order[::-1]))
+        sizes, groups = self.priced.sizes, self.priced.rates.groups
+        share = {key: float(received_share(key[0], groups[key[1]].size)) for key in found}
         rows = [
             Traffic(
                 op=key[0],
                 axes=costs[0].step.axes,
                 executions=sum(float(cost.here) for cost in costs),
-                num_bytes=sum(float(cost.network_bytes * cost.here) for cost in costs),
+                num_bytes=share[key] * sum(float(c.network_bytes * c.here * num_moves(c.step, sizes)) for c in costs),
                 alone_s=alone[key],
                 exposed_s=max(0.0, sum(one[key] for one in saved) / len(saved)),
             )

@@ -1,5 +1,6 @@
 """Proves a plan: compiles its real step for its target, and compares it with the derivation."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
             temporaries=found.temporaries + found.outputs,
             needed=found.needed,
             peak=found.peak,
-            available=(offered or 0) * _devices(request) or request.setting.memory_limit,
+            available=min((offered or math.inf) * _devices(request), request.setting.memory_limit),
         )
         refusal = refusal or _does_not_fit(request, memory)
     traffic, trouble, overlap = None, "", None

@@ -9,6 +9,8 @@ from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
 from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips, compiled_as
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster_shapes import times
+from meshwright.spec.slices import compiles, slice_note
 
 CompilerPlatform = Literal["tpu", "cuda", "cpu"]
 
@@ -117,8 +119,11 @@ def _stand_in(cluster: Cluster, why: str) -> Target:
 
 
 def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
-    sizes = "x".join(str(size) for size in cluster.shape)
-    options: dict[str, Any] = {}
+    note = slice_note(cluster)
+    if not compiles(cluster.shape):
+        raise CannotRunError(f"{'; '.join(note) or cluster.short_name}. Name another slice, or take --for cpu.")
+    sizes = times(cluster.shape)
+    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if cluster.num_chips == cluster.num_slices else {}
     if cluster.num_slices > 1:
         options["num_slices"] = cluster.num_slices
     if libtpu.chip_config_name:
@@ -133,7 +138,7 @@ def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
         topology=f"{libtpu.name}:{sizes}",
         options=options,
         num_devices=cluster.num_chips,
-        note=libtpu.note,
+        note="; ".join(filter(None, (libtpu.note, *note))),
     )
 
 

@@ -46,7 +46,7 @@ class Given(Options):
     tokens: Count | None = option("Tokens of the whole run, such as 15T: gives days and cost.")
     price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
     axes: MeshSizes | None = AXES
-    top: int = option("How many strategies to list.", default=5)
+    top: Count = option("How many strategies to list.", default=5)
     collective_matmul: str | None = option(
         "Hide collectives over tensor behind products.", type=click.Choice(COLLECTIVE_MATMULS)
     )
