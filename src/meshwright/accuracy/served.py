@@ -15,7 +15,7 @@ from meshwright.algebra.generation import CacheDtype, Storage, WeightDtype
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
-from meshwright.spec.chip import Chip
+from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import make_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, standard_assignment
@@ -79,6 +79,13 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+MOST_DEVICES = 16
+"""Devices of the largest engine that a record may have."""
+
+ROOM = 0.9
+"""Share of the memory that engines fill by default: vLLM's gpu_memory_utilization, TensorRT-LLM's free fraction."""
+
+
 def waiting_s(prefill_s: Any, *, batch: Any, output_len: Any, mixing: Any) -> Any:
     """Returns the seconds that each decode step waits for the prefill of new requests, in the mean.
 
@@ -111,9 +118,8 @@ def _served(record: Record) -> ServedCase:
     assert record.model is not None
     chip, model = chip_of(record), model_of(record.model, record.isl + record.osl)
     tensor, replicas = _degrees(record)
-    largest = chip.domain_chips or 8
-    if tensor * replicas > largest or model.num_heads % tensor:
-        raise InputError(f"{tensor * replicas} devices do not fit a domain of {largest}, or do not divide the heads")
+    if tensor * replicas > MOST_DEVICES:
+        raise InputError(f"attention over more than {MOST_DEVICES} devices is a whole pool, listed as one engine")
     cluster = make_cluster(chip, (tensor * replicas, 1))
     weights, products = STORED[record.precision]
     if products not in chip.peak_flops:
@@ -126,13 +132,18 @@ def _served(record: Record) -> ServedCase:
         precision=products,
     )
     strategy = msgspec.structs.replace(strategy, placement=strategy_placements(cluster, strategy)[0].describe())
-    total = max(1, round(record.concurrency or record.global_batch_seqs or 1))
+    storage = Storage(weights=weights, cache_dtype=cache)
     assumed = Assumptions(software="served", engine=engine, empty_slots=False)
+    full = Job(kind="decode", batch_seqs=replicas, seq_len=record.isl + record.osl)
+    at = Setting(model, cluster, full, storage=storage, assumptions=assumed)
+    fits = sequences_that_fit(at, strategy, replicas=replicas)
+    if fits < 1:
+        raise InputError("weights and one sequence do not fit the devices that are listed")
+    total = min(max(1, round(record.concurrency or record.global_batch_seqs or 1)), fits * replicas)
 
     def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
         job = Job(kind=kind, batch_seqs=batch_seqs, seq_len=seq_len)
-        setting = Setting(model, cluster, job, storage=Storage(weights=weights, cache_dtype=cache), assumptions=assumed)
-        return Case(record=record, setting=setting, strategy=strategy, measured_s=math.nan)
+        return Case(record=record, setting=msgspec.structs.replace(at, job=job), strategy=strategy, measured_s=math.nan)
 
     return ServedCase(
         record=record,
@@ -142,6 +153,13 @@ def _served(record: Record) -> ServedCase:
         output_len=record.osl,
         measured_s=record.measured.tpot_ms / 1e3,
     )
+
+
+def sequences_that_fit(setting: Setting, strategy: Strategy, *, replicas: int) -> int:
+    """Returns the sequences of the job's length that the caches of one replica of attention have room for, in the share
+    `ROOM` of the memory that weights leave. The job is decode of one sequence on each replica."""
+    found = setting.memory(strategy)
+    return int((ROOM * known(setting.cluster.chip, "hbm_bytes") - found["weights"]) / found["kv_cache"])
 
 
 def _degrees(record: Record) -> tuple[int, int]:
@@ -157,4 +175,6 @@ def _degrees(record: Record) -> tuple[int, int]:
         return (tensor // expert, 1) if tensor > 1 else (1, replicas // expert)
     if (tensor, replicas, expert, inside) == (4, 4, 16, 1):
         return 4, 1
+    if record.model and record.model.moe and expert * max(inside, 1) != tensor * replicas:
+        raise InputError("degrees of attention and experts disagree")
     return tensor, replicas

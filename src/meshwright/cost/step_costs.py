@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.dispatch import ROOM, exchanges_slots
+from meshwright.algebra.ops.dispatch import ROOM, exchanges_slots, has_slots
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.rewrites.rings import Round, num_moves
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
@@ -291,6 +291,9 @@ def price_step(
     sent = sizes.elements(step.full) * element * padding_factor(step, sizes)
     if exchanges_slots(step):
         sent = sent * sizes.load * _sent_share(step, sizes, rates)
+    if rates.software == "served" and step.op == "all_reduce" and has_slots(step.full):
+        # engines add up a token's experts first
+        sent = sent / sizes.dims["Ea"]
     rate = group[step.op]
     moves = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own
