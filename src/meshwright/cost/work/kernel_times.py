@@ -64,6 +64,13 @@ PASSES = {"forward": 1.0, "backward": 2.5}
 """Products of attention's pass, over those of its forward pass: scores are made again."""
 
 
+LATENT, LATENT_ROWS = (512, 64), 64
+"""Entries of a position in a latent cache, with and without rotation; heads in a tile of FlashMLA."""
+
+QUANTIZERS = 4
+"""Kernels more in a layer of experts whose rows get a scale for each block: two casts, two layouts of scales."""
+
+
 class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
     """A device's rates and the numbers that say how far its kernels stay behind its data sheet.
 
@@ -154,7 +161,7 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
         cores=cores or chip.num_cores or 1,
         exponentials=2.0 if chip.name in ULTRA else 1.0,
         half=0.0 if blackwell or kind == "tpu" else own.get("half", 0.0),
-        numbers={"quick": 1.0, "paged": 1.0} | own,
+        numbers={"quick": 1.0, "paged": 1.0, "latent": 1.0} | own,
     )
 
 
@@ -163,17 +170,22 @@ def padded(size: Number, unit: Number) -> Number:
     return np.ceil(size / unit) * unit if unit else size
 
 
-def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False) -> Number:
+def product_s(
+    shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False, blocks: bool = False
+) -> Number:
     """Returns the seconds of [M, K] x [K, N] in bf16, or in fp8 (``narrow``) with the cast of its rows before it.
 
-    The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1).
+    The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1). With a scale for each block of
+    entries (``blocks``) one kernel does both, and reads once. A tile on GPUs goes through K in ``step_s`` an entry at
+    least, however few its rows are.
     """
     rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
     moved = (1 if narrow else 2) * (rows * contracted + contracted * columns) + 2 * rows * columns
     seconds = at.product_s(2 * rows * contracted * columns, contracted) * at.waves(rows, columns, SPLITS)
     faster = at.narrow_flops_per_s / at.flops_per_s * at["narrow"] if narrow else 1
-    before = 5 * rows * contracted if narrow else 0
-    start = at.memory_s(before) + at["call_s" if narrow else "start_s"]
+    before = (3 if blocks else 5) * rows * contracted if narrow else 0
+    start = at.memory_s(before) + (2 * at["start_s"] if blocks else at["call_s" if narrow else "start_s"])
+    start = start if at.width else start + at["step_s"] * contracted
     found: Number = np.hypot(seconds / faster, at.memory_s(moved)) + start
     return found
 
@@ -271,4 +283,63 @@ def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
         in_switch = ramp + (members + 1) * chunk_s / NVLS[at.family]
         sent_s = np.where(reduced & (members == 8), np.minimum(sent_s, in_switch), sent_s)
     found: Number = sent_s + at["quick"] * (at["collective_s"] + at["member_s"] * steps)
+    return found
+
+
+def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+    """Returns the seconds in which B sequences' queries, one each, see their caches of T positions.
+
+    N heads and G kv heads have width H; ``bits`` are of an entry of the cache, and a ``window`` of 0 is none. A cache of
+    few blocks is read in parts by all SMs, and another kernel adds these up. Where sequences and kv heads are more than
+    SMs, each takes ``block_s`` at least.
+    """
+    length = np.where(shape["window"] > 0, np.minimum(shape["T"], shape["window"]), shape["T"])
+    blocks = shape["B"] * shape["G"]
+    moved = at.memory_s(blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"])
+    in_parts = (blocks < at.processors) & (length > 2 * NVIDIA_ROWS)
+    found: Number = np.hypot(moved, at["block_s"] * blocks / at.processors) + at["decode_s"] + in_parts * at["start_s"]
+    return found
+
+
+def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+    """Returns the seconds in which B queries of N heads see latent caches of T positions: 512 entries and 64 rotated.
+
+    All heads share the cache, whose ``bits`` are of an entry; products are in bf16.
+    """
+    entries = shape["B"] * shape["T"]
+    moved = at.memory_s(entries * sum(LATENT) * shape["bits"] / 8) / at["latent"]
+    math_s = 2 * entries * padded(shape["N"], LATENT_ROWS) * (sum(LATENT) + LATENT[0]) / at.flops_per_s
+    found: Number = np.hypot(math_s, moved) + at["decode_s"] + at["start_s"]
+    return found
+
+
+def experts_met(tokens: Number, chosen: int, experts: int) -> Number:
+    """Returns the experts that tokens choose at least once, with ``chosen`` of all each, evenly by chance."""
+    found: Number = experts * (1 - (1 - chosen / experts) ** tokens)
+    return found
+
+
+def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, blocks: bool = False) -> Number:
+    """Returns the seconds of gated experts for few tokens: M rows through G experts of K x N x 3 weights.
+
+    Weights of the experts that are met are read once, whatever their rows; each adds a tile of rows.
+    """
+    weights = 3 * shape["K"] * shape["N"]
+    moved = at.memory_s(shape["G"] * weights * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
+    faster = 1 if bits > 8 else at.narrow_flops_per_s / at.flops_per_s
+    math_s = at.product_s(2 * (shape["M"] + shape["G"] * NVIDIA_ROWS / 2) * weights) / faster
+    start = at["call_s"] if bits < 8 else at["experts_s"] + (QUANTIZERS * at["start_s"] if blocks else 0)
+    found: Number = np.hypot(math_s, moved) + start
+    return found
+
+
+def small_reduce_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+    """Returns the seconds of the sum of V bytes over n GPUs by one kernel of threads that read peers' memory.
+
+    One shot reads V of each peer; two shots reduce parts and gather them, with a barrier more. The sooner counts.
+    """
+    members, part_s = shape["n"], shape["bytes"] / shape["n"] / (at.link_bytes_per_s * at["peers"])
+    start = at["quick"] * at["reduce_s"]
+    one, two = members * (members - 1) * part_s, 2 * (members - 1) * part_s + start
+    found: Number = start + np.minimum(one, two)
     return found
