@@ -33,7 +33,7 @@ PRIORS = {
     **{"power": 0.6, "half": 100.0, "narrow": 0.9, "start_s": 4e-6, "call_s": 1.5e-5, "paged.h100": 0.9},
     **{"head_half": 30.0, "head_half_backward": 80.0, "grid_s": 2e-7, "softmax": 1500.0},
     **{"link": 0.9, "collective_s": 8e-6, "member_s": 1e-6, "ramp_s": 2e-5, "quick.h100": 0.65},
-    **{"step_s": 5e-10, "decode_s": 1e-5, "block_s": 4e-6, "block_s.blackwell": 2e-6, "latent.blackwell": 0.8},
+    **{"step_s": 5e-10, "decode_s": 1e-5, "block_s": 1.2e-6, "latent.blackwell": 0.8, "streams.a100": 0.8},
     **{"experts_s": 2.5e-5, "reduce_s": 4e-6, "peers": 0.4},
 }
 """Fitted number -> where the fit starts, and what weakly holds it."""
@@ -75,7 +75,12 @@ def _generated(name: str, source: str, dtype: str, of: Callable[..., Any], **how
     return name, source, table, {"dtype": dtype}, functools.partial(of, **how)
 
 
-_LATENT = {"chip": "h100_sxm h200_sxm b200_sxm gb200 b300_sxm gb300"}
+def _decode(name: str, source: str, chips: str, **where: str) -> Any:
+    table = ("generation_attention", CACHED | GROUPED)
+    return f"decode attention{name}", source, table, {"chip": chips, **where}, times.generation_attention_s
+
+
+_HOPPER, _BLACKWELL = "h100_sxm h200_sxm", "b200_sxm gb200 b300_sxm gb300"
 _GPU, _TPU, _LOSS = "pallas_mosaic_gpu_", "pallas_mosaic_tpu_", "linear_softmax_cross_entropy_loss"
 _backward = functools.partial(times.attention_s, phase="backward")
 _CHOSEN: tuple[tuple[str, str, tuple[str, dict[str, str]], dict[str, str], Callable[..., Any]], ...] = (
@@ -103,11 +108,14 @@ _CHOSEN: tuple[tuple[str, str, tuple[str, dict[str, str]], dict[str, str], Calla
     _generated("few rows", TENSORRT, "bf16", times.product_s),
     _generated("few rows, fp8", TENSORRT, "fp8", times.product_s, narrow=True),
     _generated("few rows, fp8 blocks", TENSORRT, "fp8_block", times.product_s, narrow=True, blocks=True),
-    ("decode attention", TENSORRT, ("generation_attention", CACHED | GROUPED), {"window": "0"},
-     times.generation_attention_s),
-    ("decode attention, window", TENSORRT, ("generation_attention", CACHED | GROUPED), {"window": "128"},
-     times.generation_attention_s),
-    ("latent attention", TENSORRT, ("generation_latent_attention", CACHED), _LATENT, times.latent_attention_s),
+    _decode("", VLLM, "a100_sxm", bits="16", window="0"),
+    _decode("", SGLANG, _HOPPER, bits="16", window="0"),
+    _decode("", TENSORRT, _BLACKWELL, bits="16", window="0"),
+    _decode(", fp8", TENSORRT, f"{_HOPPER} {_BLACKWELL}", bits="8", window="0"),
+    _decode(", window", SGLANG, _HOPPER, bits="16", window="128"),
+    _decode(", window", TENSORRT, _BLACKWELL, bits="16", window="128"),
+    ("latent attention", TENSORRT, ("generation_latent_attention", CACHED),
+     {"chip": f"{_HOPPER} {_BLACKWELL}"}, times.latent_attention_s),
     _generated("experts", TENSORRT, "bf16", times.experts_s),
     _generated("experts, fp8", TENSORRT, "fp8", times.experts_s, bits=8),
     _generated("experts, fp8 blocks", VLLM, "fp8_block", times.experts_s, bits=8, blocks=True),

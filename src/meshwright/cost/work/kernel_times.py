@@ -18,7 +18,7 @@ from meshwright.spec.chip import Chip, known, peak
 NVIDIA_TILE = (128, 128)
 """Rows and columns of the tile that one SM makes at a time: of the tiles of cuBLAS the one that fills SMs best."""
 
-SPLITS = (1, 2, 4)
+SPLITS = (1, 2, 4, 8)
 """Parts that a library may split K into, to fill the SMs."""
 
 PAIRED_ROWS = 256
@@ -65,7 +65,10 @@ PASSES = {"forward": 1.0, "backward": 2.5}
 
 
 LATENT, LATENT_ROWS = (512, 64), 64
-"""Entries of a position in a latent cache, with and without rotation; heads in a tile of FlashMLA."""
+"""Entries of a position in a latent cache, with and without rotation; heads, and positions, in a tile of FlashMLA."""
+
+MATRIX_ROWS = {"blackwell": 128}
+"""Rows of a matrix instruction (tcgen05 of one SM; 64 for wgmma and in tiles before it): the least for an expert."""
 
 QUANTIZERS = 4
 """Kernels more in a layer of experts whose rows get a scale for each block: two casts, two layouts of scales."""
@@ -161,7 +164,7 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
         cores=cores or chip.num_cores or 1,
         exponentials=2.0 if chip.name in ULTRA else 1.0,
         half=0.0 if blackwell or kind == "tpu" else own.get("half", 0.0),
-        numbers={"quick": 1.0, "paged": 1.0, "latent": 1.0} | own,
+        numbers={"quick": 1.0, "paged": 1.0, "latent": 1.0, "streams": 1.0} | own,
     )
 
 
@@ -186,7 +189,7 @@ def product_s(
     before = (3 if blocks else 5) * rows * contracted if narrow else 0
     start = at.memory_s(before) + (2 * at["start_s"] if blocks else at["call_s" if narrow else "start_s"])
     start = start if at.width else start + at["step_s"] * contracted
-    found: Number = np.hypot(seconds / faster, at.memory_s(moved)) + start
+    found: Number = np.hypot(seconds / faster, at.memory_s(moved) / at["streams"]) + start
     return found
 
 
@@ -297,6 +300,7 @@ def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     blocks = shape["B"] * shape["G"]
     moved = at.memory_s(blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"])
     in_parts = (blocks < at.processors) & (length > 2 * NVIDIA_ROWS)
+    moved = moved / at["streams"]
     found: Number = np.hypot(moved, at["block_s"] * blocks / at.processors) + at["decode_s"] + in_parts * at["start_s"]
     return found
 
@@ -304,12 +308,20 @@ def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
 def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     """Returns the seconds in which B queries of N heads see latent caches of T positions: 512 entries and 64 rotated.
 
-    All heads share the cache, whose ``bits`` are of an entry; products are in bf16.
+    All heads share the cache, whose ``bits`` are of an entry; products of 8-bit entries are narrow on Blackwell. Copies
+    and products overlap. A kernel before reads and writes queries to rotate them. Fewer tiles of 64 heads than SMs have their caches read in parts, and each SM writes a part of
+    the results in fp32, which another kernel reads.
     """
-    entries = shape["B"] * shape["T"]
+    entries, rows = shape["B"] * shape["T"], np.minimum(shape["N"], LATENT_ROWS)
     moved = at.memory_s(entries * sum(LATENT) * shape["bits"] / 8) / at["latent"]
-    math_s = 2 * entries * padded(shape["N"], LATENT_ROWS) * (sum(LATENT) + LATENT[0]) / at.flops_per_s
-    found: Number = np.hypot(math_s, moved) + at["decode_s"] + at["start_s"]
+    narrow = (shape["bits"] == 8) & (at.family == "blackwell")
+    faster = np.where(narrow, at.narrow_flops_per_s / at.flops_per_s, 1)
+    math_s = at.product_s(2 * entries * padded(shape["N"], LATENT_ROWS) * (sum(LATENT) + LATENT[0])) / faster
+    tiles = shape["B"] * np.ceil(shape["N"] / LATENT_ROWS)
+    parts = np.where(tiles < at.processors, np.minimum(tiles * np.ceil(shape["T"] / LATENT_ROWS), at.processors), 0)
+    ends = 2 * shape["B"] * shape["N"] * (3 * sum(LATENT) + LATENT[0]) + 8 * parts * rows * LATENT[0]
+    kernels = (parts > 0) & (shape["T"] > 2 * NVIDIA_ROWS) | (at.family != "blackwell")
+    found: Number = np.maximum(math_s, moved) + at.memory_s(ends) + at["decode_s"] + kernels * at["start_s"]
     return found
 
 
@@ -327,8 +339,9 @@ def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, bl
     weights = 3 * shape["K"] * shape["N"]
     moved = at.memory_s(shape["G"] * weights * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
     faster = 1 if bits > 8 else at.narrow_flops_per_s / at.flops_per_s
-    math_s = at.product_s(2 * (shape["M"] + shape["G"] * NVIDIA_ROWS / 2) * weights) / faster
-    start = at["call_s"] if bits < 8 else at["experts_s"] + (QUANTIZERS * at["start_s"] if blocks else 0)
+    rows = shape["M"] + shape["G"] * MATRIX_ROWS.get(at.family, 64)
+    math_s = 2 * rows * weights / at.flops_per_s / faster
+    start = at["call_s"] if bits < 8 else at["experts_s"] + (QUANTIZERS * at["start_s"] if blocks and at.family == "h100" else 0)
     found: Number = np.hypot(math_s, moved) + start
     return found
 
