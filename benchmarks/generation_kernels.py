@@ -70,7 +70,7 @@ def latent(row: Row) -> Row:
 
 
 def expert(row: Row) -> Row | None:
-    """Experts are split by width or by number, or neither. Which expert a token alone chooses is left to chance, so such
+    """Experts are split by width or by number, or neither. Which expert a token alone chooses is left to chance: such
     rows count where a device has all."""
     sizes = {"hidden": "hidden_size", "inner": "inter_size", "chosen": "topk", "experts": "num_experts"}
     found = {name: row[column] for name, column in sizes.items()}
@@ -162,7 +162,9 @@ def main(checkout: str) -> None:
                 at = f"{name}/{on_a100 if chip == 'a100_sxm' else version}"
                 libraries[name] = measured(checkout, f"{FOLDER}/{chip}/{made.source.format(at)}.parquet", made)
             for key, (sizes, _) in sorted(libraries["trtllm"].items()):
-                took = {f"seconds_{name}": f"{rows[key][1]:.4g}" if key in rows else "" for name, rows in libraries.items()}
+                took = {
+                    f"seconds_{name}": f"{rows[key][1]:.4g}" if key in rows else "" for name, rows in libraries.items()
+                }
                 written.append({"chip": chip} | sizes | took)
         with (TABLES / f"{made.name}.csv").open("w", encoding="utf-8", newline="") as file:
             table = csv.DictWriter(file, list(written[0]), lineterminator="\n")

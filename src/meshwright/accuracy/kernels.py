@@ -212,7 +212,7 @@ def _reason(row: Mapping[str, str]) -> str:
     if row.get("dtype") == "fp8_block" and "source" in row:
         return "fp8 with a scale for each block"
     if row.get("dtype") in ("nvfp4", "mxfp4"):
-        return "4-bit products and experts of software that is not priced"
+        return "4-bit weights that are not priced"
     if row.get("kernel", "").startswith("pallas_mosaic_gpu_flash") and row.get("pass") == "backward":
         return "attention backward with heads of 256 on h100"
     return "another kernel than the one chosen for the chip"

@@ -1,4 +1,5 @@
-"""Seconds of one kernel by itself on one device, from its shape: products, attention, losses, collectives of NVLink.
+"""Seconds of one kernel by itself on one device, from its shape: products, attention, losses, collectives of NVLink,
+and those of token generation on GPUs.
 
 Sizes may be NumPy arrays. What a kernel computes and what it moves meanwhile make the root of their squares; copies
 before and after it, and its start, add up. A plan prices the steps of a whole model (`kernels.local_cost`), which
@@ -64,14 +65,17 @@ PASSES = {"forward": 1.0, "backward": 2.5}
 """Products of attention's pass, over those of its forward pass: scores are made again."""
 
 
-LATENT, LATENT_ROWS = (512, 64), 64
-"""Entries of a position in a latent cache, with and without rotation; heads, and positions, in a tile of FlashMLA."""
+LATENT, LATENT_TILE = (512, 64), 64
+"""Entries of a position in a latent cache, without and with rotation; heads, and positions, in a tile of FlashMLA."""
+
+SHORT = 256
+"""Positions of a cache that are read in one part."""
 
 MATRIX_ROWS = {"blackwell": 128}
-"""Rows of a matrix instruction (tcgen05 of one SM; 64 for wgmma and in tiles before it): the least for an expert."""
+"""Rows of a matrix instruction, the least for an expert: of tcgen05 on one SM; elsewhere 64 (wgmma)."""
 
-QUANTIZERS = 4
-"""Kernels more in a layer of experts whose rows get a scale for each block: two casts, two layouts of scales."""
+QUANTIZERS = {"h100": 4}
+"""Kernels more in a layer of experts with a scale for each block: two casts and two layouts of scales (DeepGEMM)."""
 
 
 class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,9 +177,7 @@ def padded(size: Number, unit: Number) -> Number:
     return np.ceil(size / unit) * unit if unit else size
 
 
-def product_s(
-    shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False, blocks: bool = False
-) -> Number:
+def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False, blocks: bool = False) -> Number:
     """Returns the seconds of [M, K] x [K, N] in bf16, or in fp8 (``narrow``) with the cast of its rows before it.
 
     The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1). With a scale for each block of
@@ -290,69 +292,70 @@ def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
 
 
 def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
-    """Returns the seconds in which B sequences' queries, one each, see their caches of T positions.
+    """Returns the seconds of attention of B queries, one a sequence, to caches of T positions or a window of them.
 
-    N heads and G kv heads have width H; ``bits`` are of an entry of the cache, and a ``window`` of 0 is none. A cache of
-    few blocks is read in parts by all SMs, and another kernel adds these up. Where sequences and kv heads are more than
-    SMs, each takes ``block_s`` at least.
+    N heads and G kv heads have width H, entries of a cache ``bits``; a window of 0 is none. Bytes stream, and a kv head
+    of a sequence takes an SM ``block_s`` at least. Fewer of them than SMs are read in parts, which another kernel adds.
     """
     length = np.where(shape["window"] > 0, np.minimum(shape["T"], shape["window"]), shape["T"])
     blocks = shape["B"] * shape["G"]
-    moved = at.memory_s(blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"])
-    in_parts = (blocks < at.processors) & (length > 2 * NVIDIA_ROWS)
-    moved = moved / at["streams"]
-    found: Number = np.hypot(moved, at["block_s"] * blocks / at.processors) + at["decode_s"] + in_parts * at["start_s"]
+    moved = blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"]
+    merged = (blocks < at.processors) & (length > SHORT)
+    streamed = np.hypot(at.memory_s(moved) / at["streams"], at["block_s"] * blocks / at.processors)
+    found: Number = streamed + at["decode_s"] + merged * at["start_s"]
     return found
 
 
 def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
-    """Returns the seconds in which B queries of N heads see latent caches of T positions: 512 entries and 64 rotated.
+    """Returns the seconds of attention of B queries with N heads to latent caches of T positions, ``bits`` an entry.
 
-    All heads share the cache, whose ``bits`` are of an entry; products of 8-bit entries are narrow on Blackwell. Copies
-    and products overlap. A kernel before reads and writes queries to rotate them. Fewer tiles of 64 heads than SMs have their caches read in parts, and each SM writes a part of
-    the results in fp32, which another kernel reads.
+    All heads share a cache of 512 entries and 64 rotated ones. Its copies and the products overlap; these are narrow
+    for 8 bits on Blackwell. Queries are read and written once before, by another kernel until Blackwell. Fewer tiles of
+    heads than SMs have their caches read in parts: each SM writes an fp32 tile, which another kernel reads.
     """
-    entries, rows = shape["B"] * shape["T"], np.minimum(shape["N"], LATENT_ROWS)
-    moved = at.memory_s(entries * sum(LATENT) * shape["bits"] / 8) / at["latent"]
-    narrow = (shape["bits"] == 8) & (at.family == "blackwell")
-    faster = np.where(narrow, at.narrow_flops_per_s / at.flops_per_s, 1)
-    math_s = at.product_s(2 * entries * padded(shape["N"], LATENT_ROWS) * (sum(LATENT) + LATENT[0])) / faster
-    tiles = shape["B"] * np.ceil(shape["N"] / LATENT_ROWS)
-    parts = np.where(tiles < at.processors, np.minimum(tiles * np.ceil(shape["T"] / LATENT_ROWS), at.processors), 0)
-    ends = 2 * shape["B"] * shape["N"] * (3 * sum(LATENT) + LATENT[0]) + 8 * parts * rows * LATENT[0]
-    kernels = (parts > 0) & (shape["T"] > 2 * NVIDIA_ROWS) | (at.family != "blackwell")
-    found: Number = np.maximum(math_s, moved) + at.memory_s(ends) + at["decode_s"] + kernels * at["start_s"]
+    entries, width = shape["B"] * shape["T"], sum(LATENT)
+    moved = at.memory_s(entries * width * shape["bits"] / 8) / at["latent"]
+    blackwell = at.family == "blackwell"
+    faster = np.where(blackwell & (shape["bits"] == 8), at.narrow_flops_per_s / at.flops_per_s, 1)
+    math_s = at.product_s(2 * entries * padded(shape["N"], LATENT_TILE) * (width + LATENT[0])) / faster
+    tiles = shape["B"] * np.ceil(shape["N"] / LATENT_TILE)
+    parts = np.minimum(tiles * np.ceil(shape["T"] / LATENT_TILE), at.processors) * (tiles < at.processors)
+    ends = 2 * shape["B"] * shape["N"] * (3 * width + LATENT[0])
+    ends = ends + 8 * parts * np.minimum(shape["N"], LATENT_TILE) * LATENT[0]
+    more = not blackwell or (parts > 0) & (shape["T"] > SHORT)
+    found: Number = np.maximum(math_s, moved) + at.memory_s(ends) + at["decode_s"] + more * at["start_s"]
     return found
 
 
 def experts_met(tokens: Number, chosen: int, experts: int) -> Number:
-    """Returns the experts that tokens choose at least once, with ``chosen`` of all each, evenly by chance."""
+    """Returns the number of experts that any of the tokens chooses, where each chooses evenly at random."""
     found: Number = experts * (1 - (1 - chosen / experts) ** tokens)
     return found
 
 
 def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, blocks: bool = False) -> Number:
-    """Returns the seconds of gated experts for few tokens: M rows through G experts of K x N x 3 weights.
+    """Returns the seconds of a layer of gated experts: M rows in all through G experts of three weights [K, N] each.
 
-    Weights of the experts that are met are read once, whatever their rows; each adds a tile of rows.
+    The weights of the experts that are met are read once, with ``bits`` an entry; each has the rows of an instruction
+    more. Routing, sorting, gates and sums are kernels of their own in ``experts_s``; with 4 bits all are one call.
+    ``blocks`` of entries have scales, which other kernels find on Hopper.
     """
     weights = 3 * shape["K"] * shape["N"]
     moved = at.memory_s(shape["G"] * weights * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
-    faster = 1 if bits > 8 else at.narrow_flops_per_s / at.flops_per_s
     rows = shape["M"] + shape["G"] * MATRIX_ROWS.get(at.family, 64)
-    math_s = 2 * rows * weights / at.flops_per_s / faster
-    start = at["call_s"] if bits < 8 else at["experts_s"] + (QUANTIZERS * at["start_s"] if blocks and at.family == "h100" else 0)
-    found: Number = np.hypot(math_s, moved) + start
+    math_s = 2 * rows * weights / (at.flops_per_s if bits > 8 else at.narrow_flops_per_s)
+    casts_s = QUANTIZERS.get(at.family, 0) * blocks * at["start_s"]
+    found: Number = np.hypot(math_s, moved) + (at["experts_s"] + casts_s if bits >= 8 else at["call_s"])
     return found
 
 
 def small_reduce_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
-    """Returns the seconds of the sum of V bytes over n GPUs by one kernel of threads that read peers' memory.
+    """Returns the seconds of the sum of an array of V bytes over n GPUs by a kernel whose threads read peers' memory.
 
-    One shot reads V of each peer; two shots reduce parts and gather them, with a barrier more. The sooner counts.
+    One shot reads all of every peer. Two shots read a part, then the sums of the other parts after one barrier more.
+    The sooner counts.
     """
-    members, part_s = shape["n"], shape["bytes"] / shape["n"] / (at.link_bytes_per_s * at["peers"])
-    start = at["quick"] * at["reduce_s"]
-    one, two = members * (members - 1) * part_s, 2 * (members - 1) * part_s + start
-    found: Number = start + np.minimum(one, two)
+    members, start = shape["n"], at["quick"] * at["reduce_s"]
+    part_s = (members - 1) * shape["bytes"] / members / (at.link_bytes_per_s * at["peers"])
+    found: Number = start + np.minimum(members * part_s, 2 * part_s + start)
     return found
