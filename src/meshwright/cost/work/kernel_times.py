@@ -180,9 +180,9 @@ def padded(size: Number, unit: Number) -> Number:
 def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False, blocks: bool = False) -> Number:
     """Returns the seconds of [M, K] x [K, N] in bf16, or in fp8 (``narrow``) with the cast of its rows before it.
 
-    The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1). With a scale for each block of
-    entries (``blocks``) one kernel does both, and reads once. A tile on GPUs goes through K in ``step_s`` an entry at
-    least, however few its rows are.
+    The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1). With scales of rows or
+    ``blocks`` of entries one kernel does both, and reads once. A tile on GPUs goes through K in ``step_s`` an entry
+    besides, however few its rows are.
     """
     rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
     moved = (1 if narrow else 2) * (rows * contracted + contracted * columns) + 2 * rows * columns
