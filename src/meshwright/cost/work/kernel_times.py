@@ -69,13 +69,14 @@ LATENT, LATENT_TILE = (512, 64), 64
 """Entries of a position in a latent cache, without and with rotation; heads, and positions, in a tile of FlashMLA."""
 
 SHORT = 256
-"""Positions of a cache that are read in one part."""
+"""Positions of a cache that are read in one part: from measured times, which jump above it."""
 
 MATRIX_ROWS = {"blackwell": 128}
-"""Rows of a matrix instruction, the least for an expert: of tcgen05 on one SM; elsewhere 64 (wgmma)."""
+"""Rows of a matrix instruction, taken as the least for an expert: of tcgen05 on one SM; elsewhere 64 (wgmma)."""
 
 QUANTIZERS = {"h100": 4}
-"""Kernels more in a layer of experts with a scale for each block: two casts and two layouts of scales (DeepGEMM)."""
+"""Starts more in a layer of experts with a scale for each block: chosen by vLLM's times, whose experts are CUTLASS's or
+Triton's there and one fused kernel on Blackwell."""
 
 
 class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,8 +338,8 @@ def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, bl
     """Returns the seconds of a layer of gated experts: M rows in all through G experts of three weights [K, N] each.
 
     The weights of the experts that are met are read once, with ``bits`` an entry; each has the rows of an instruction
-    more. Routing, sorting, gates and sums are kernels of their own in ``experts_s``; with 4 bits all are one call.
-    ``blocks`` of entries have scales, which other kernels find on Hopper.
+    more. Routing, sorting, gates and sums are kernels of their own in ``experts_s``; with 4 bits all are one
+    call. ``blocks`` of entries have scales, for which Hopper has more kernels.
     """
     weights = 3 * shape["K"] * shape["N"]
     moved = at.memory_s(shape["G"] * weights * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
