@@ -145,7 +145,7 @@ def _pattern(case: Case) -> tuple[Any, ...]:
     assumed = setting.assumptions
     if not setting.job.trains:
         heads = strategy_of_heads(strategy, setting.model.num_kv_heads).assignment
-        choices = (setting.job.kind, setting.storage, heads, assumed.engine)
+        choices = (setting.job.kind, setting.storage, heads, assumed.engine, cluster.chip.name)
     how = (assumed.software, assumed.dispatch, assumed.exchange_overlap, gathers_narrow(strategy, assumed))
     return (shape, *map(str, choices), *how, narrow, fitted, cluster.kind, cluster.num_slices > 1, _left_out(case))
 
@@ -274,4 +274,5 @@ def _stacked_chips(chips: Sequence[ChipRates], efficiency: Any) -> ChipRates:
         by_expert=chips[0].by_expert,
         one_hot=chips[0].one_hot,
         efficiency=efficiency,
+        kernels=chips[0].kernels,
     )

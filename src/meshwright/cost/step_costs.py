@@ -19,8 +19,10 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.arrays import largest, total
+from meshwright.cost.network.collectives import GroupRates
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_rates import StepRates
+from meshwright.cost.work.kernel_times import KernelRates, collective_s, small_reduce_s
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
 from meshwright.cost.work.slots import SlotSizes, expert_slots, places_of_token, slot_sizes
 from meshwright.spec.model import Model
@@ -127,6 +129,19 @@ def op_sizes(
         if assumptions.dispatch == "nodes" and strategy.matmul_dtype == "fp8"
         else STATE_BYTES[strategy.state]["weights"],
     )
+
+
+def _reduced_by_engine(
+    step: Step, sent: Number, sizes: SlotSizes, group: GroupRates, kernels: KernelRates
+) -> StepCost:
+    """Prices a sum over the GPUs of a domain as engines make it: by a kernel that reads peers' memory, or by NCCL where
+    that is sooner. A token's experts are added up before."""
+    if has_slots(step.full):
+        sent = sent / sizes.dims["Ea"]
+    shape = {"n": np.maximum(group.size, 2), "bytes": sent, "op": "all_reduce"}
+    seconds = np.minimum(small_reduce_s(shape, kernels), collective_s(shape, kernels)) * (np.asarray(group.size) > 1)
+    by_bytes = group["all_reduce"].level
+    return StepCost(step=step, network_bytes=sent, network_s=seconds, level=by_bytes)
 
 
 def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
@@ -291,10 +306,9 @@ def price_step(
     sent = sizes.elements(step.full) * element * padding_factor(step, sizes)
     if exchanges_slots(step):
         sent = sent * sizes.load * _sent_share(step, sizes, rates)
-    if rates.software == "served" and step.op == "all_reduce" and has_slots(step.full):
-        # engines add up a token's experts first
-        sent = sent / sizes.dims["Ea"]
     rate = group[step.op]
+    if chip.kernels and step.op == "all_reduce":
+        return _reduced_by_engine(step, sent, sizes, group, chip.kernels)
     moves = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own
     both_ways = isinstance(step.details, Round) and step.details.ways == 2

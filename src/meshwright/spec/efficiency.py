@@ -17,6 +17,9 @@ from meshwright.spec.chip import Chip, catalogue_name, catalogued
 
 FILE = Path(__file__).parent / "data" / "efficiency.toml"
 
+KERNEL_NUMBERS = FILE.with_name("kernels.toml")
+"""Numbers of single kernels: `cost.work.kernel_times`."""
+
 BLACKWELL_WATTS_PER_FLOPS = 1000 / 2250e12
 """A B200's power over its dense bf16 peak. Power limits the products of Blackwell boards: a board with more peak for
 the same power reaches a smaller share of it."""
