@@ -1,0 +1,55 @@
+"""A clock whose times are worked out by hand, and the requests and bounds that tests draw."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from meshwright.batching.clock import Clock
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.batching.traffic import Traffic, traffic_of
+
+
+class AffineClock(Clock):
+    """Seconds that are a constant plus multiples of each load."""
+
+    def __init__(self, base: float, per_decode: float = 0.0, per_cached: float = 0.0, per_prefill: float = 0.0) -> None:
+        self.base, self.per_decode, self.per_cached, self.per_prefill = base, per_decode, per_cached, per_prefill
+
+    def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
+        return (
+            self.base
+            + self.per_decode * num_decode
+            + self.per_cached * cached_tokens
+            + self.per_prefill * prefill_tokens * (prefill_past + 1)
+        )
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> SchedulerLimits:
+    """Small bounds of any policy, with few pages, so that requests wait and are preempted."""
+    max_requests = draw(st.integers(1, 6))
+    return SchedulerLimits(
+        policy=draw(st.sampled_from(["static", "interleaved", "chunked"])),
+        max_requests=max_requests,
+        token_budget=max_requests + draw(st.integers(0, 20)),
+        page_len=draw(st.sampled_from([1, 3, 4, 16])),
+        num_pages=draw(st.integers(60, 100)),
+        watermark=draw(st.sampled_from([0.0, 0.05])),
+        prefix_cache=draw(st.booleans()),
+    )
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> Traffic:
+    """Up to 30 requests, many at the same time or just as a step ends, of at most 55 tokens."""
+    count = draw(st.integers(1, 30))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    span = draw(st.sampled_from([0, 20, 400]))
+    arrival_s = generator.integers(0, span, count, endpoint=True) * draw(st.sampled_from([1.0, 0.37]))
+    prompt = generator.integers(1, 30, count)
+    prefix_len = np.minimum(prompt, generator.integers(0, 20, count))
+    return traffic_of(arrival_s, prompt, generator.integers(1, 25, count), generator.integers(-1, 3, count), prefix_len)
+
+
+CLOCKS = st.sampled_from([AffineClock(1.0), AffineClock(0.9, 0.013, 0.0007, 0.011)])
