@@ -25,16 +25,21 @@ class AffineClock(Clock):
         )
 
 
+MOST_TOKENS = 53
+"""In the cache, of the longest request that is drawn."""
+
+
 @st.composite
 def limits(draw: st.DrawFn) -> SchedulerLimits:
     """Small bounds of any policy, with few pages, so that requests wait and are preempted."""
-    max_requests = draw(st.integers(1, 6))
+    max_requests, page_len = draw(st.integers(1, 6)), draw(st.sampled_from([1, 3, 4, 16]))
+    least_pages = -(-MOST_TOKENS // page_len)
     return SchedulerLimits(
         policy=draw(st.sampled_from(["static", "interleaved", "chunked"])),
         max_requests=max_requests,
         token_budget=max_requests + draw(st.integers(0, 20)),
-        page_len=draw(st.sampled_from([1, 3, 4, 16])),
-        num_pages=draw(st.integers(60, 100)),
+        page_len=page_len,
+        num_pages=draw(st.integers(least_pages, 2 * least_pages)),
         watermark=draw(st.sampled_from([0.0, 0.05])),
         prefix_cache=draw(st.booleans()),
     )
@@ -42,8 +47,8 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
 
 @st.composite
 def traffic(draw: st.DrawFn) -> Traffic:
-    """Up to 30 requests, many at the same time or just as a step ends, of at most 55 tokens."""
-    count = draw(st.integers(1, 30))
+    """Up to 30 requests, many at the same time or just as a step ends."""
+    count = draw(st.sampled_from([1, 4, 12, 30]))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     span = draw(st.sampled_from([0, 20, 400]))
     arrival_s = generator.integers(0, span, count, endpoint=True) * draw(st.sampled_from([1.0, 0.37]))

@@ -7,7 +7,9 @@ def serve(traffic, limits, clock):
     """First tokens and ends of all requests on one replica, chunked or interleaved, without a prefix cache."""
     state = [
         {"number": n, "arrival": a, "prompt": p, "output": o, "cached": 0, "made": 0, "known": p}
-        for n, (a, p, o) in enumerate(zip(traffic.arrival_s.tolist(), traffic.prompt.tolist(), traffic.output.tolist(), strict=True))
+        for n, (a, p, o) in enumerate(
+            zip(traffic.arrival_s.tolist(), traffic.prompt.tolist(), traffic.output.tolist(), strict=True)
+        )
     ]
     coming, waiting, running = list(state), [], []
     first, ended, now = {}, {}, 0.0

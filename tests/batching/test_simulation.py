@@ -17,12 +17,19 @@ def figures(record):
     for warm_up in (0.0, 0.1):
         summary = msgspec.to_builtins(record.summary(warm_up=warm_up))
         for value in (*summary.values(), *summary["pools"]):
-            numbers += list(value.values()) if isinstance(value, dict) else [value] if not isinstance(value, tuple) else []
+            numbers += (
+                list(value.values()) if isinstance(value, dict) else [value] if not isinstance(value, tuple) else []
+            )
     return np.concatenate([*rows, np.array(numbers, float)])
 
 
 @settings(max_examples=150, deadline=None)
-@given(traffic=traffic(), limits=limits(), clock=CLOCKS, routing=st.sampled_from(["round_robin", "least_loaded", "prefix_aware"]))
+@given(
+    traffic=traffic(),
+    limits=limits(),
+    clock=CLOCKS,
+    routing=st.sampled_from(["round_robin", "least_loaded", "prefix_aware"]),
+)
 def test_jumps_equal_single_steps(traffic, limits, clock, routing):
     pool = ReplicaPool(limits=limits, clock=clock, num_replicas=2, routing=routing)
     jumped = simulate(traffic, pool)

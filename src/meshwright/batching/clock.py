@@ -29,7 +29,7 @@ class Clock(Protocol):
         Every entry must equal `step_s` of that step to the last bit, for jumps to equal single steps.
         """
         cached = cached_tokens + num_decode * np.arange(num_steps)
-        return np.broadcast_to(np.asarray(self.step_s(num_decode, cached, 0, 0.0), float), cached.shape)
+        return np.zeros(num_steps) + self.step_s(num_decode, cached, 0, 0.0)
 
 
 def _grid(most: int, ratio: float) -> list[int]:
@@ -58,14 +58,20 @@ class TabledClock(Clock):
         self._rows: dict[int, Seconds] = {}
 
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
-        """Returns the seconds of one step, see `Clock`; only ``cached_tokens`` may be an array, without prefill."""
+        """Returns the seconds of one step, see `Clock`; takes numbers, not arrays."""
         if prefill_tokens:
             return float(self._blend((num_decode, cached_tokens, prefill_tokens, prefill_past)))
+        return self.steps_s(1, num_decode, cached_tokens)[0]
+
+    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> Seconds:
+        """Returns the seconds of each of a number of steps, see `Clock`."""
         if num_decode not in self._rows:
             self._rows[num_decode] = self._blend((num_decode,))[:, 0, 0]
-        if np.max(cached_tokens) > self._most[1]:
-            raise InputError(f"{np.max(cached_tokens):,} cached tokens are beyond the table's {self._most[1]:,}.")
-        return np.interp(cached_tokens, self._cached, self._rows[num_decode])
+        most = cached_tokens + num_decode * (num_steps - 1)
+        if most > self._most[1]:
+            raise InputError(f"{most:,} cached tokens are beyond the table's {self._most[1]:,}.")
+        cached = cached_tokens + num_decode * np.arange(num_steps)
+        return np.interp(cached, self._cached, self._rows[num_decode])
 
     def _blend(self, at: Sequence[float]) -> Any:
         """Returns the table interpolated in its first dims."""

@@ -25,7 +25,7 @@ class PagePool:
 
     def room_beside(self, prefix: int | None) -> int:
         """Returns the pages that can be taken while a prefix is in use."""
-        return self.room - (self._pages[prefix] if prefix in self._idle else 0)
+        return self.room - (self.kept(prefix) if prefix in self._idle else 0)
 
     def take(self, num_pages: int) -> None:
         """Takes pages, from idle prefixes if need be. The caller has checked `room`."""

@@ -7,8 +7,8 @@ import numpy as np
 
 from meshwright.batching.replica import RequestTimes
 from meshwright.batching.spans import SlotSpan
-from meshwright.batching.steps_log import Floats, StepsLog, TokenGaps, all_gaps
-from meshwright.batching.traffic import Traffic
+from meshwright.batching.steps_log import Floats, StepsLog, TokenGaps
+from meshwright.batching.traffic import Ints, Traffic
 from meshwright.core.errors import InputError
 
 WARM_UP = 0.1
@@ -75,23 +75,14 @@ class ServingSummary(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[PoolUse, ...]
 
 
-class ServingRecord:
-    """What happened to every request (`times`), in every slot (`spans`, for each pool) and in every step."""
+class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
+    """What happened to every request, in every step (`logs`) and in every slot (`spans`), these for each pool."""
 
-    def __init__(
-        self,
-        *,
-        traffic: Traffic,
-        times: RequestTimes,
-        page_len: int,
-        logs: tuple[tuple[StepsLog, ...], ...],
-        spans: tuple[tuple[SlotSpan, ...], ...] = (),
-    ) -> None:
-        self.traffic = traffic
-        self.times = times
-        self.spans = spans
-        self._page_len = page_len
-        self._logs = logs
+    traffic: Traffic
+    times: RequestTimes
+    page_len: int
+    logs: tuple[StepsLog, ...]
+    spans: tuple[tuple[SlotSpan, ...], ...]
 
     @property
     def ttft_s(self) -> Floats:
@@ -113,7 +104,12 @@ class ServingRecord:
     @cached_property
     def gaps(self) -> TokenGaps:
         """Gaps between tokens of all requests."""
-        return all_gaps(log for pool in self._logs for log in pool)
+        found = [log.gaps() for log in self.logs]
+        return TokenGaps(
+            gap_s=np.concatenate([one.gap_s for one in found]),
+            end_s=np.concatenate([one.end_s for one in found]),
+            num=np.concatenate([one.num for one in found]),
+        )
 
     def summary(self, targets: LatencyTargets | None = None, *, warm_up: float = WARM_UP) -> ServingSummary:
         """Returns the figures of the steady state.
@@ -153,7 +149,7 @@ class ServingRecord:
             met=float(met[arrived].mean()),
             num_preempted=int(self.times.num_preempted[arrived].sum()),
             page_waste=self._page_waste(),
-            pools=tuple(_use(pool, start_s, end_s) for pool in self._logs),
+            pools=tuple(_use(log, start_s, end_s) for log in self.logs),
         )
 
     def _page_waste(self) -> float:
@@ -163,20 +159,20 @@ class ServingRecord:
         taken = (self._slots_to(most) - self._slots_to(least)).sum()
         return float(1 - used / taken) if taken else 0.0
 
-    def _slots_to(self, most: Floats) -> Floats:
+    def _slots_to(self, most: Ints) -> Ints:
         """Returns the sum of the slots in the pages of 1, ..., most tokens."""
-        whole, rest = np.divmod(most, self._page_len)
-        return self._page_len * (self._page_len * _sum_to(whole) + rest * (whole + 1))
+        whole, rest = np.divmod(most, self.page_len)
+        return self.page_len * (self.page_len * _sum_to(whole) + rest * (whole + 1))
 
 
-def _sum_to(most: Floats) -> Floats:
-    return most * (most + 1) / 2
+def _sum_to(most: Ints) -> Ints:
+    return most * (most + 1) // 2
 
 
-def _use(logs: tuple[StepsLog, ...], start_s: float, end_s: float) -> PoolUse:
-    begins, ends, running, decoding = np.concatenate([log.runs() for log in logs]).T
+def _use(log: StepsLog, start_s: float, end_s: float) -> PoolUse:
+    begins, ends, running, decoding = log.runs().T
     inside = np.maximum(np.minimum(ends, end_s) - np.maximum(begins, start_s), 0)
-    total_s, decoding_s = len(logs) * (end_s - start_s), inside[decoding > 0].sum()
+    total_s, decoding_s = log.num_replicas * (end_s - start_s), inside[decoding > 0].sum()
     return PoolUse(
         utilisation=float(inside.sum() / total_s),
         mean_running=float((inside * running).sum() / total_s),

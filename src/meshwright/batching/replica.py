@@ -32,13 +32,15 @@ class Replica:
     meanwhile ends them with the step in which it arrives. One that arrives just as a step ends is in time for the next.
     """
 
-    def __init__(self, limits: SchedulerLimits, clock: Clock, times: RequestTimes, most_jump: int) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, clock: Clock, times: RequestTimes, log: StepsLog, most_jump: int
+    ) -> None:
         self.scheduler = Scheduler(limits)
-        self.log = StepsLog()
         self.end_s = inf  # of the run in progress; inf when idle
         self.recorder: SlotRecorder | None = None
         self._clock = clock
         self._times = times
+        self._log = log
         self._most_jump = most_jump
         self._step: EngineStep | None = None
         self._start_s = 0.0
@@ -104,7 +106,7 @@ class Replica:
 
     def _commit(self, step: EngineStep, now_s: float) -> None:
         """Counts what the run of steps has done, which ends now."""
-        scheduler, ends_s, log, times = self.scheduler, self._ends_s, self.log, self._times
+        scheduler, ends_s, log, times = self.scheduler, self._ends_s, self._log, self._times
         num_steps, num_live = len(ends_s), scheduler.num_live
         log.add_run(self._start_s, now_s, len(scheduler.running), num_live if step.decode else 0)
         if step.decode:

@@ -189,10 +189,10 @@ class Scheduler:
         """Spends what decoding leaves of the token budget on prompts, first those that have begun."""
         budget = self.limits.token_budget - len(self._decoding)
         chunks = []
-        for active in self._prefilling:
-            num = min(budget, active.uncached)
+        for begun in self._prefilling:
+            num = min(budget, begun.uncached)
             if num:
-                chunks.append((active, num))
+                chunks.append((begun, num))
                 budget -= num
         while may_admit and budget > 0 and (active := self._admit_next()):
             admitted.append(active)

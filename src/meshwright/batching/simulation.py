@@ -11,7 +11,8 @@ from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.record import ServingRecord
 from meshwright.batching.replica import Replica, RequestTimes
 from meshwright.batching.request import GenerationRequest
-from meshwright.batching.spans import SlotRecorder
+from meshwright.batching.spans import SlotRecorder, SlotSpan
+from meshwright.batching.steps_log import StepsLog
 from meshwright.batching.traffic import Traffic
 from meshwright.core.errors import InputError, nearest
 
@@ -43,32 +44,9 @@ class ReplicaPool(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"routing {self.routing!r} is not known.{nearest(self.routing, get_args(RoutingPolicy))}")
 
 
-class _Router:
-    def __init__(self, routing: RoutingPolicy, replicas: list[Replica]) -> None:
-        self._routing = routing
-        self._replicas = replicas
-        self._num_routed = 0
-        self._homes: dict[int, int] = {}
-
-    def replica(self, request: GenerationRequest, at_s: float) -> Replica:
-        """Returns the replica of a request that arrives now, run up to this time."""
-        if self._routing == "round_robin":
-            chosen = self._replicas[self._num_routed % len(self._replicas)]
-            self._num_routed += 1
-            chosen.advance(at_s)
-            return chosen
-        for one in self._replicas:
-            if one.end_s < at_s:
-                one.advance(at_s)
-        loads = [one.scheduler.load for one in self._replicas]
-        least = min(loads)
-        index = loads.index(least)
-        if self._routing == "prefix_aware" and request.prefix is not None:
-            highest = max(loads)
-            if not (highest - least > IMBALANCE and highest > IMBALANCE_RATIO * least):
-                index = self._homes.get(request.prefix, index)
-            self._homes[request.prefix] = index
-        return self._replicas[index]
+class _Served(msgspec.Struct, frozen=True):
+    log: StepsLog
+    spans: tuple[SlotSpan, ...]
 
 
 def _serve(
@@ -77,45 +55,52 @@ def _serve(
     times: RequestTimes,
     *,
     most_jump: int,
-    spans: bool = False,
-) -> list[Replica]:
+    spans: bool,
+) -> _Served:
     """Runs requests, in order of their arrival, through a pool until all have ended."""
-    replicas = [Replica(pool.limits, pool.clock, times, most_jump) for _ in range(pool.num_replicas)]
-    if spans:
-        for number, one in enumerate(replicas):
-            one.recorder = SlotRecorder(number, pool.limits.max_requests)
-    router = _Router(pool.routing, replicas)
-    for at_s, request in requests:
-        router.replica(request, at_s).submit(request, at_s)
+    pool.check()
+    log = StepsLog(pool.num_replicas)
+    replicas = [Replica(pool.limits, pool.clock, times, log, most_jump) for _ in range(pool.num_replicas)]
+    for number, one in enumerate(replicas if spans else ()):
+        one.recorder = SlotRecorder(number, pool.limits.max_requests)
+    homes: dict[int, int] = {}
+    for count, (at_s, request) in enumerate(requests):
+        if pool.routing == "round_robin":
+            chosen = replicas[count % pool.num_replicas]
+            chosen.advance(at_s)
+        else:
+            for one in replicas:
+                if one.end_s < at_s:
+                    one.advance(at_s)
+            chosen = replicas[_route([one.scheduler.load for one in replicas], pool.routing, request.prefix, homes)]
+        chosen.submit(request, at_s)
     for one in replicas:
         one.advance(np.inf)
-    return replicas
+    return _Served(log, tuple(span for one in replicas if one.recorder for span in one.recorder.spans))
 
 
-def _record(traffic: Traffic, times: RequestTimes, page_len: int, pools: list[list[Replica]]) -> ServingRecord:
-    return ServingRecord(
-        traffic=traffic,
-        times=times,
-        page_len=page_len,
-        logs=tuple(tuple(one.log for one in replicas) for replicas in pools),
-        spans=tuple(
-            tuple(span for one in replicas if one.recorder for span in one.recorder.spans) for replicas in pools
-        ),
-    )
+def _route(loads: list[int], routing: RoutingPolicy, prefix: int | None, homes: dict[int, int]) -> int:
+    """Returns the replica that a request goes to, and keeps it as the home of its prefix."""
+    least, most = min(loads), max(loads)
+    index = loads.index(least)
+    if routing == "prefix_aware" and prefix is not None:
+        if most - least <= IMBALANCE or most <= IMBALANCE_RATIO * least:
+            index = homes.get(prefix, index)
+        homes[prefix] = index
+    return index
 
 
-def simulate(
-    traffic: Traffic, pool: ReplicaPool, *, most_jump: int = MOST_JUMP, spans: bool = False
-) -> ServingRecord:
+def simulate(traffic: Traffic, pool: ReplicaPool, *, most_jump: int = MOST_JUMP, spans: bool = False) -> ServingRecord:
     """Returns what happens to traffic in a pool of replicas that prefill and decode.
 
     ``most_jump=1`` takes every step by itself, with the same result. ``spans`` keeps who held which slot, for small
     simulations. Raises InputError for bounds or requests that cannot run.
     """
-    pool.check()
     times = RequestTimes(len(traffic))
-    replicas = _serve(pool, traffic.requests(), times, most_jump=most_jump, spans=spans)
-    return _record(traffic, times, pool.limits.page_len, [replicas])
+    served = _serve(pool, traffic.requests(), times, most_jump=most_jump, spans=spans)
+    return ServingRecord(
+        traffic=traffic, times=times, page_len=pool.limits.page_len, logs=(served.log,), spans=(served.spans,)
+    )
 
 
 def simulate_disaggregated(
@@ -133,17 +118,21 @@ def simulate_disaggregated(
     request is queued in the second pool, which keeps its own pages; transfers do not wait for each other. A request
     that is preempted there is prefilled again there. Raises InputError as `simulate`.
     """
-    prefill.check()
-    decode.check()
     times = RequestTimes(len(traffic))
     asked = list(traffic.requests())
     first = [(at_s, msgspec.structs.replace(one, output=1)) for at_s, one in asked]
-    prefillers = _serve(prefill, first, times, most_jump=most_jump, spans=spans)
+    before = _serve(prefill, first, times, most_jump=most_jump, spans=spans)
     handed = [
         (float(times.first_token_s[one.number]) + transfer_s(one.prompt), msgspec.structs.replace(one, prefilled=True))
         for _, one in asked
         if one.output > 1
     ]
     handed.sort(key=lambda each: each[0])
-    decoders = _serve(decode, handed, times, most_jump=most_jump, spans=spans)
-    return _record(traffic, times, decode.limits.page_len, [prefillers, decoders])
+    after = _serve(decode, handed, times, most_jump=most_jump, spans=spans)
+    return ServingRecord(
+        traffic=traffic,
+        times=times,
+        page_len=decode.limits.page_len,
+        logs=(before.log, after.log),
+        spans=(before.spans, after.spans),
+    )

@@ -1,7 +1,6 @@
-"""What the steps of a replica were, in arrays that grow by a few bytes for each: gaps between tokens, busy time."""
+"""What the steps of a pool of replicas were, a few bytes for each: gaps between tokens, and who ran."""
 
 from array import array
-from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -19,14 +18,15 @@ class TokenGaps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepsLog:
-    """The steps of one replica, a run of equal steps at a time."""
+    """The steps of all replicas of a pool, a run of equal steps at a time."""
 
-    def __init__(self) -> None:
-        self._runs = array("d")  # start, end, requests that ran, requests that got a token in each step
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self._runs = array("d")
         self._ends = array("d")  # ends of all steps of runs that decode
         self._lengths = array("q")  # number of those ends in each run
         self._live = array("d")  # and requests that got a token at each of them
-        self._single = array("d")  # gap, end, requests
+        self._single = array("d")
 
     def add_run(self, start_s: float, end_s: float, running: int, decoding: int) -> None:
         """Counts a run of steps with ``running`` requests, of which ``decoding`` got a token in each."""
@@ -47,20 +47,13 @@ class StepsLog:
         ends, lengths = np.array(self._ends), np.array(self._lengths, dtype=np.int64)
         inside = np.ones(len(ends), dtype=bool)
         inside[np.cumsum(lengths) - lengths] = False
-        single = np.array(self._single).reshape(-1, 3)
+        gap_s, end_s, num = np.array(self._single).reshape(-1, 3).T
         return TokenGaps(
-            gap_s=np.concatenate([single[:, 0], np.diff(ends, prepend=0.0)[inside]]),
-            end_s=np.concatenate([single[:, 1], ends[inside]]),
-            num=np.concatenate([single[:, 2], np.repeat(np.array(self._live), lengths - 1)]),
+            gap_s=np.concatenate([gap_s, np.diff(ends, prepend=0.0)[inside]]),
+            end_s=np.concatenate([end_s, ends[inside]]),
+            num=np.concatenate([num, np.repeat(np.array(self._live), lengths - 1)]),
         )
 
     def runs(self) -> Floats:
-        """Returns a row of four for each run, see `add_run`."""
+        """Returns a row for each run, see `add_run`."""
         return np.array(self._runs).reshape(-1, 4)
-
-
-def all_gaps(logs: Iterable[StepsLog]) -> TokenGaps:
-    """Returns the gaps of several replicas."""
-    found = [log.gaps() for log in logs]
-    names = ("gap_s", "end_s", "num")
-    return TokenGaps(**{name: np.concatenate([getattr(one, name) for one in found]) for name in names})

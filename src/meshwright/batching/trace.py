@@ -30,7 +30,7 @@ def load_trace(path: Path) -> Traffic:
         for name, column in columns.items():
             found = row.get(name, defaults.get(name))
             try:
-                number = float(found)  # type: ignore[arg-type]
+                number = float(found)
                 if name != "arrival_s" and number != int(number):
                     raise ValueError
             except (TypeError, ValueError, OverflowError):

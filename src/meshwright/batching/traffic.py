@@ -18,7 +18,7 @@ LOGNORMAL_SIGMA = 1.0
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Requests in order of arrival: seconds, tokens of prompt and output, and the prefix that each shares (-1: none)."""
+    """Requests in order of arrival: seconds, tokens of prompt and output, the prefix that each shares (-1: none)."""
 
     arrival_s: NDArray[np.float64]
     prompt: Ints
@@ -52,22 +52,24 @@ def traffic_of(
     count = len(seconds)
     if not count:
         raise InputError("there is no request. Give at least one.")
-    columns = [
-        np.broadcast_to(np.asarray(one, np.int64), count)
-        for one in (prompt, output, -1 if prefix is None else prefix, 0 if prefix_len is None else prefix_len)
-    ]
     if not (np.isfinite(seconds).all() and seconds.min() >= 0):
         raise InputError("arrivals are seconds from the start. Give finite numbers, none negative.")
     order = np.argsort(seconds, kind="stable")
-    found = Traffic(arrival_s=seconds[order], **dict(zip(Traffic.__struct_fields__[1:], _taken(columns, order))))
+
+    def column(given: object) -> Ints:
+        return np.broadcast_to(np.asarray(given, np.int64), count)[order]
+
+    found = Traffic(
+        arrival_s=seconds[order],
+        prompt=column(prompt),
+        output=column(output),
+        prefix=column(-1 if prefix is None else prefix),
+        prefix_len=column(0 if prefix_len is None else prefix_len),
+    )
     wrong = (found.prompt < 1) | (found.output < 1) | (found.prefix_len < 0) | (found.prefix_len > found.prompt)
-    for number in np.flatnonzero(wrong)[:1].tolist():
-        next(one for _, one in found.requests() if one.number == number).check()
+    if wrong.any():
+        next(one for _, one in found.requests() if wrong[one.number]).check()
     return found
-
-
-def _taken(columns: list[Ints], order: Ints) -> list[Ints]:
-    return [one[order] for one in columns]
 
 
 def poisson(
