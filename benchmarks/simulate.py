@@ -3,8 +3,8 @@
 python benchmarks/simulate.py          every policy, with a table of step times in front of the clock
 python benchmarks/simulate.py --exact  the clock asked for every step
 
-Prompts have 500 tokens in the mean, outputs 250, both lognormal. A replica is llama3-70b in bfloat16 on four H100s, with
-a step as long as the longest of its loads: weights and cache at 3.35 TB/s, products at 60% of 989 TFLOP/s, and 1 ms.
+Prompts have 500 tokens in the mean, outputs 250, both lognormal. A replica is llama3-70b in bfloat16 on four H100s. Its
+step lasts 1 ms more than the longer of two times: weights and cache at 3.35 TB/s, products at 60% of 989 TFLOP/s.
 Run with OMP_NUM_THREADS=1 for one core.
 """
 
