@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from meshwright.batching.clock import Clock
 from meshwright.batching.limits import SchedulerLimits
+from meshwright.batching.scheduler import EngineStep
 from meshwright.batching.traffic import Traffic, traffic_of
 
 
@@ -58,3 +59,45 @@ def traffic(draw: st.DrawFn) -> Traffic:
 
 
 CLOCKS = st.sampled_from([AffineClock(1.0), AffineClock(0.9, 0.013, 0.0007, 0.011)])
+
+
+class MockEngine:
+    """Writes texts whose next token is a sum over the tokens in its cache, so that a wrong cache shows in the text."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.prompts = {}
+        for _, request in traffic.requests():
+            shared = [(request.prefix or 0) + at for at in range(request.prefix_len)]
+            own = [1000 * request.number + at for at in range(request.prompt - request.prefix_len)]
+            self.prompts[request.number] = shared + own
+        self.texts = {number: list(prompt) for number, prompt in self.prompts.items()}
+        self.caches: dict[int, list[int]] = {}
+        self.prefix_caches: dict[int, list[int]] = {}
+
+    @staticmethod
+    def next_token(cache: list[int]) -> int:
+        return sum((at + 1) * token for at, token in enumerate(cache)) % 97
+
+    def alone(self, number: int, output: int) -> list[int]:
+        """What a request gets that no other one disturbs."""
+        text = list(self.prompts[number])
+        for _ in range(output):
+            text.append(self.next_token(text))
+        return text
+
+    def run(self, step: EngineStep) -> None:
+        for active in step.preempted:
+            del self.caches[active.request.number]
+        for active in step.admitted:
+            found = self.prefix_caches[active.request.prefix][: active.cached] if active.cached else []
+            assert len(found) == active.cached
+            self.caches[active.request.number] = list(found)
+        assert sum(len(self.caches[active.request.number]) for active in step.decode) == step.cached_tokens
+        for active, num in (*((active, 1) for active in step.decode), *step.prefill):
+            number, request = active.request.number, active.request
+            text, cache = self.texts[number], self.caches[number]
+            cache += text[len(cache) : len(cache) + num]
+            if len(cache) == len(text):
+                text.append(self.next_token(cache))
+                if request.prefix is not None and len(self.prefix_caches.get(request.prefix, ())) < request.prefix_len:
+                    self.prefix_caches[request.prefix] = cache[: request.prefix_len]

@@ -7,7 +7,7 @@ from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.scheduler import Scheduler
 from meshwright.core.errors import InputError
-from tests.batching.mock import limits, traffic
+from tests.batching.mock import MockEngine, limits, traffic
 
 BOUNDS = SchedulerLimits(max_requests=4, token_budget=8, page_len=4, num_pages=100, watermark=0.0)
 
@@ -151,7 +151,7 @@ def test_a_static_batch_takes_no_prefilled_requests():
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(traffic=traffic(), limits=limits(), data=st.data())
 def test_no_bound_is_exceeded_and_every_page_comes_back(traffic, limits, data):
     scheduler = Scheduler(limits)
@@ -175,3 +175,26 @@ def test_no_bound_is_exceeded_and_every_page_comes_back(traffic, limits, data):
 def tokens_of(active, scheduler):
     """Tokens whose pages a request holds between two steps."""
     return active.num_known if active.joined < 0 else active.cached + scheduler.round - active.joined
+
+
+@settings(max_examples=100, deadline=None)
+@given(traffic=traffic(), limits=limits(), data=st.data())
+def test_an_engine_writes_what_each_request_alone_would_get(traffic, limits, data):
+    """Also if its text ends before the most tokens that it may have."""
+    scheduler, engine = Scheduler(limits), MockEngine(traffic)
+    outputs = {}
+    for _, request in traffic.requests():
+        scheduler.submit(request)
+        outputs[request.number] = data.draw(st.integers(1, request.output))
+    while (step := scheduler.plan()).repeats:
+        engine.run(step)
+        scheduler.commit(step)
+        for active in list(scheduler.running.values()):
+            number = active.request.number
+            if active.joined >= 0 and len(engine.texts[number]) - active.request.prompt == outputs[number]:
+                scheduler.stop(active)
+    for _, request in traffic.requests():
+        alone = engine.alone(request.number, request.output)
+        text = engine.texts[request.number]
+        assert text[: request.prompt + outputs[request.number]] == alone[: request.prompt + outputs[request.number]]
+    assert scheduler.pages.room == limits.num_pages

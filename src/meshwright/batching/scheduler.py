@@ -253,9 +253,9 @@ class Scheduler:
         needed = self.limits.pages(active.num_known)
         spare = int(self.limits.watermark * pool.num_pages) if self.running else 0
         if needed - hit + spare > pool.room_beside(prefix if hit else None):
-            if self.running or not hit:
+            if needed + spare > pool.room:
                 return None
-            hit = 0  # alone, it has room for all its pages, but perhaps not beside a longer prefix that it shares
+            hit = 0  # there is room if the prefix is evicted, which is longer than what this request shares of it
         if hit and prefix is not None:
             pool.pin(prefix)
             active.cached, active.shared_pages = hit * page_len, hit

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from meshwright.batching.request import GenerationRequest
 from meshwright.core.errors import InputError, nearest
@@ -45,7 +45,11 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def traffic_of(
-    arrival_s: object, prompt: object, output: object, prefix: object = None, prefix_len: object = None
+    arrival_s: ArrayLike,
+    prompt: ArrayLike,
+    output: ArrayLike,
+    prefix: ArrayLike | None = None,
+    prefix_len: ArrayLike | None = None,
 ) -> Traffic:
     """Returns traffic of columns of equal length, sorted by arrival. Raises InputError for values that cannot be."""
     seconds = np.asarray(arrival_s, float)
@@ -56,7 +60,7 @@ def traffic_of(
         raise InputError("arrivals are seconds from the start. Give finite numbers, none negative.")
     order = np.argsort(seconds, kind="stable")
 
-    def column(given: object) -> Ints:
+    def column(given: ArrayLike) -> Ints:
         return np.broadcast_to(np.asarray(given, np.int64), count)[order]
 
     found = Traffic(
@@ -117,7 +121,7 @@ def lognormal(mean: float, *, sigma: float = LOGNORMAL_SIGMA, most: int | None =
     return sample
 
 
-def empirical(lengths: object) -> LengthSampler:
+def empirical(lengths: ArrayLike) -> LengthSampler:
     """Samples from lengths that were observed, each with equal odds."""
     seen = np.asarray(lengths, np.int64)
     if not len(seen) or seen.min() < 1:
