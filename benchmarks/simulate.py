@@ -20,6 +20,7 @@ from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.record import LatencyTargets, ServingRecord
 from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
 from meshwright.batching.traffic import Traffic, lognormal, poisson
+from meshwright.core.units import format_seconds
 
 RATE_PER_S, HOUR_S = 10_000 / 60, 3600.0
 PARAMETERS, CACHE_BYTES, PAGES = 70.6e9, 327_680, 25_000
@@ -71,15 +72,16 @@ def main() -> None:
         "static of 16, 64": lambda: simulate(traffic, pool(clock, "static", 64, max_requests=16)),
         "disaggregated, 16 + 48": lambda: disaggregated(traffic, clock),
     }
-    print("replicas                CPU   requests/s  batch  TTFT p50     p99  TPOT p50     p99  ITL p99  good")
+    print("replicas                   CPU  requests/s  batch  TTFT p50       p99  TPOT p50       p99   ITL p99  good")
     for name, run in cases.items():
         started = time.process_time()
         found = run().summary(LatencyTargets(ttft_s=1.0, tpot_s=0.05))
         spent = time.process_time() - started
+        latencies = (found.ttft.p50, found.ttft.p99, found.tpot.p50, found.tpot.p99, found.itl.p99)
         print(
-            f"{name:22}  {spent:4.1f} s  {found.requests_per_s:6.1f}      {found.pools[-1].mean_batch:5.1f}"
-            f"  {1e3 * found.ttft.p50:5.0f} ms  {1e3 * found.ttft.p99:6.0f}  {1e3 * found.tpot.p50:5.1f} ms"
-            f"  {1e3 * found.tpot.p99:6.1f}  {1e3 * found.itl.p99:6.1f}  {100 * found.met:4.0f}%",
+            f"{name:22}  {spent:4.1f} s  {found.requests_per_s:10.1f}  {found.pools[-1].mean_batch:5.1f}"
+            + "".join(f"  {format_seconds(one):>8}" for one in latencies)
+            + f"  {100 * found.met:3.0f}%",
             flush=True,
         )
     print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:,.0f} MB at most")

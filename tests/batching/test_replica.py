@@ -6,9 +6,11 @@ from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.replica import Replica, RequestTimes
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.steps_log import StepsLog
+from meshwright.core.errors import InputError
 from tests.batching.mock import AffineClock
 
 INF = float("inf")
+NAN = float("nan")
 
 
 def served(clock, *requests, **bounds):
@@ -76,3 +78,10 @@ def test_tokens_that_a_static_batch_makes_beyond_the_end_are_not_counted():
     times, gaps = served(AffineClock(1.0), (0.0, 4, 2), (0.0, 4, 4), policy="static")
     assert times.ended_s.tolist() == [2.0, 4.0]
     assert gaps == [(1.0, 2.0, 1), (1.0, 2.0, 1), (1.0, 3.0, 1), (1.0, 4.0, 1)]
+
+
+@pytest.mark.parametrize(("base", "shown"), [(0.0, "0"), (NAN, "nan"), (-1.0, "-1"), (INF, "inf")])
+def test_a_clock_gives_positive_times(base, shown):
+    said = f"a step with 0 requests that decode and 4 tokens of prefill lasts {shown} s. Give a clock with"
+    with pytest.raises(InputError, match=said):
+        served(AffineClock(base), (0.0, 4, 2))

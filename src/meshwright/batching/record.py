@@ -4,6 +4,7 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.batching.replica import RequestTimes
 from meshwright.batching.spans import SlotSpan
@@ -180,7 +181,7 @@ def _use(log: StepsLog, start_s: float, end_s: float) -> PoolUse:
     )
 
 
-def percentiles(values: Floats, num: Floats | None = None) -> Percentiles:
+def percentiles(values: Floats, num: NDArray[np.int32] | None = None) -> Percentiles:
     """Returns mean and percentiles of values, each of which was observed ``num`` times, by default once.
 
     Percentiles are interpolated linearly between observations, as `numpy.percentile` does.
@@ -189,7 +190,7 @@ def percentiles(values: Floats, num: Floats | None = None) -> Percentiles:
         return Percentiles(mean=np.nan, p50=np.nan, p90=np.nan, p99=np.nan)
     order = np.argsort(values)
     ordered = values[order]
-    cumulative = np.arange(1, len(values) + 1) if num is None else np.cumsum(num[order])
+    cumulative = np.arange(1, len(values) + 1) if num is None else np.cumsum(num[order], dtype=np.int64)
     at = np.array([0.5, 0.9, 0.99]) * (cumulative[-1] - 1)
     low = ordered[np.searchsorted(cumulative, np.floor(at), side="right")]
     high = ordered[np.searchsorted(cumulative, np.ceil(at), side="right")]

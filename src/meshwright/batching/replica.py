@@ -10,6 +10,7 @@ from meshwright.batching.request import GenerationRequest
 from meshwright.batching.scheduler import EngineStep, Scheduler
 from meshwright.batching.spans import SlotRecorder
 from meshwright.batching.steps_log import Floats, StepsLog
+from meshwright.core.errors import InputError
 
 
 class RequestTimes:
@@ -103,6 +104,9 @@ class Replica:
             ends_s[0] += now_s
             self._ends_s = np.add.accumulate(ends_s)
             self.end_s = float(self._ends_s[-1])
+        if not now_s < self.end_s < inf:
+            load = f"{len(step.decode):,} requests that decode and {step.prefill_tokens:,} tokens of prefill"
+            raise InputError(f"a step with {load} lasts {self.end_s - now_s:g} s. Give a clock with positive times.")
 
     def _commit(self, step: EngineStep, now_s: float) -> None:
         """Counts what the run of steps has done, which ends now."""

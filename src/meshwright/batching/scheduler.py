@@ -88,11 +88,14 @@ class Scheduler:
         return active
 
     def stop(self, active: ActiveRequest) -> None:
-        """Ends a request before its last token: its text is complete, or nobody wants it. Call between steps."""
+        """Ends a request before its last token, as its text is complete or nobody wants it; one that has ended stays so.
+
+        Call it between `commit` and `plan`.
+        """
         if active.admission in self.running:
             self._leave(active, ended=active.end_round <= self.round)
             self._end_static_batch()
-        else:
+        elif active in self.waiting:
             self.waiting.remove(active)
 
     def plan(self) -> EngineStep:

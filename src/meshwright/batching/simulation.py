@@ -120,7 +120,7 @@ def simulate_disaggregated(
     """
     times = RequestTimes(len(traffic))
     asked = list(traffic.requests())
-    first = [(at_s, msgspec.structs.replace(one, output=1)) for at_s, one in asked]
+    first = ((at_s, msgspec.structs.replace(one, output=1)) for at_s, one in asked)
     before = _serve(prefill, first, times, most_jump=most_jump, spans=spans)
     handed = [
         (float(times.first_token_s[one.number]) + transfer_s(one.prompt), msgspec.structs.replace(one, prefilled=True))

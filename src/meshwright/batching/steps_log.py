@@ -14,7 +14,7 @@ class TokenGaps(msgspec.Struct, frozen=True, kw_only=True):
 
     gap_s: Floats
     end_s: Floats
-    num: Floats
+    num: NDArray[np.int32]
 
 
 class StepsLog:
@@ -25,7 +25,7 @@ class StepsLog:
         self._runs = array("d")
         self._ends = array("d")  # ends of all steps of runs that decode
         self._lengths = array("q")  # number of those ends in each run
-        self._live = array("d")  # and requests that got a token at each of them
+        self._live = array("i")  # and requests that got a token at each of them
         self._single = array("d")
 
     def add_run(self, start_s: float, end_s: float, running: int, decoding: int) -> None:
@@ -44,14 +44,14 @@ class StepsLog:
 
     def gaps(self) -> TokenGaps:
         """Returns all gaps, in no order."""
-        ends, lengths = np.array(self._ends), np.array(self._lengths, dtype=np.int64)
+        ends, lengths = np.array(self._ends), np.array(self._lengths)
         inside = np.ones(len(ends), dtype=bool)
         inside[np.cumsum(lengths) - lengths] = False
         gap_s, end_s, num = np.array(self._single).reshape(-1, 3).T
         return TokenGaps(
             gap_s=np.concatenate([gap_s, np.diff(ends, prepend=0.0)[inside]]),
             end_s=np.concatenate([end_s, ends[inside]]),
-            num=np.concatenate([num, np.repeat(np.array(self._live), lengths - 1)]),
+            num=np.concatenate([num.astype(np.int32), np.repeat(np.array(self._live), lengths - 1)]),
         )
 
     def runs(self) -> Floats:
