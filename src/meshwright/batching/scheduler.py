@@ -88,7 +88,7 @@ class Scheduler:
         return active
 
     def stop(self, active: ActiveRequest) -> None:
-        """Ends a request before its last token, as its text is complete or nobody wants it; one that has ended stays so.
+        """Ends a request before its last token, as its text is complete or nobody wants it; does nothing after it.
 
         Call it between `commit` and `plan`.
         """

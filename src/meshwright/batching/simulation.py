@@ -21,7 +21,7 @@ RoutingPolicy = Literal["round_robin", "least_loaded", "prefix_aware"]
 load is out of balance; requests without a prefix, and the first with one, go to the least loaded."""
 
 IMBALANCE, IMBALANCE_RATIO = 32, 1.5
-"""Loads are out of balance if the largest exceeds the least by both. Source: SGLang's cache-aware router."""
+"""Loads are out of balance if the largest exceeds the least by both: the rule and the difference of SGLang's router."""
 
 MOST_JUMP = 256
 """Steps that are priced in one call; beyond it the call costs more than it saves."""
