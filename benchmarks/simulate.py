@@ -19,7 +19,7 @@ from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.record import LatencyTargets, ServingRecord
 from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
-from meshwright.batching.traffic import Traffic, lognormal, poisson
+from meshwright.batching.traffic import RequestTraffic, lognormal, poisson
 from meshwright.core.units import format_seconds
 
 RATE_PER_S, HOUR_S = 10_000 / 60, 3600.0
@@ -43,7 +43,7 @@ def pool(clock: Clock, policy: Policy, num_replicas: int, **bounds: Any) -> Repl
     return ReplicaPool(limits=limits, clock=clock, num_replicas=num_replicas)
 
 
-def disaggregated(traffic: Traffic, clock: Clock) -> ServingRecord:
+def disaggregated(traffic: RequestTraffic, clock: Clock) -> ServingRecord:
     """16 replicas prefill one prompt after the other and send the cache at 50 GB/s, 48 decode."""
     return simulate_disaggregated(
         traffic,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from meshwright.batching.clock import Clock
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.scheduler import EngineStep
-from meshwright.batching.traffic import Traffic, traffic_of
+from meshwright.batching.traffic import RequestTraffic, traffic_of
 
 
 class AffineClock(Clock):
@@ -47,7 +47,7 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
 
 
 @st.composite
-def traffic(draw: st.DrawFn) -> Traffic:
+def traffic(draw: st.DrawFn) -> RequestTraffic:
     """Up to 30 requests, many at the same time or just as a step ends."""
     count = draw(st.sampled_from([1, 4, 12, 30]))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -64,7 +64,7 @@ CLOCKS = st.sampled_from([AffineClock(1.0), AffineClock(0.9, 0.013, 0.0007, 0.01
 class MockEngine:
     """Writes texts whose next token is a sum over the tokens in its cache, so that a wrong cache shows in the text."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: RequestTraffic) -> None:
         self.prompts = {}
         for _, request in traffic.requests():
             shared = [(request.prefix or 0) + at for at in range(request.prefix_len)]

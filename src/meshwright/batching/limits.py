@@ -19,7 +19,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     ``max_requests``: requests that run at once, the slots. ``token_budget``: tokens in a step, decoded ones included; a
     prompt beyond it is prefilled in a step of its own by ``interleaved``, and ``static`` ignores it. ``num_pages`` of
     ``page_len`` tokens hold the KV cache. ``watermark``: share of the pages that stays free when a request is admitted,
-    so that it is not preempted at once (by default 0.01 in vLLM V0, 0 in V1). ``prefix_cache``: pages of shared prefixes
+    so that it is not preempted at once (vLLM: 0.01 in V0, 0 in V1). ``prefix_cache``: pages of shared prefixes
     are kept after their requests end, until the room is needed.
     """
 

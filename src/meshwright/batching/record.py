@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from meshwright.batching.replica import RequestTimes
 from meshwright.batching.spans import SlotSpan
 from meshwright.batching.steps_log import Floats, StepsLog, TokenGaps
-from meshwright.batching.traffic import Ints, Traffic
+from meshwright.batching.traffic import Ints, RequestTraffic
 from meshwright.core.errors import InputError
 
 WARM_UP = 0.1
@@ -79,7 +79,7 @@ class ServingSummary(msgspec.Struct, frozen=True, kw_only=True):
 class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """What happened to every request, in every step (`logs`) and in every slot (`spans`), these for each pool."""
 
-    traffic: Traffic
+    traffic: RequestTraffic
     times: RequestTimes
     page_len: int
     logs: tuple[StepsLog, ...]

@@ -13,7 +13,7 @@ from meshwright.batching.replica import Replica, RequestTimes
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.spans import SlotRecorder, SlotSpan
 from meshwright.batching.steps_log import StepsLog
-from meshwright.batching.traffic import Traffic
+from meshwright.batching.traffic import RequestTraffic
 from meshwright.core.errors import InputError, nearest
 
 RoutingPolicy = Literal["round_robin", "least_loaded", "prefix_aware"]
@@ -90,7 +90,9 @@ def _route(loads: list[int], routing: RoutingPolicy, prefix: int | None, homes: 
     return index
 
 
-def simulate(traffic: Traffic, pool: ReplicaPool, *, most_jump: int = MOST_JUMP, spans: bool = False) -> ServingRecord:
+def simulate(
+    traffic: RequestTraffic, pool: ReplicaPool, *, most_jump: int = MOST_JUMP, spans: bool = False
+) -> ServingRecord:
     """Returns what happens to traffic in a pool of replicas that prefill and decode.
 
     ``most_jump=1`` takes every step by itself, with the same result. ``spans`` keeps who held which slot, for small
@@ -104,7 +106,7 @@ def simulate(traffic: Traffic, pool: ReplicaPool, *, most_jump: int = MOST_JUMP,
 
 
 def simulate_disaggregated(
-    traffic: Traffic,
+    traffic: RequestTraffic,
     *,
     prefill: ReplicaPool,
     decode: ReplicaPool,

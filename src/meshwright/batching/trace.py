@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.batching.traffic import Traffic, traffic_of
+from meshwright.batching.traffic import RequestTraffic, traffic_of
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.files import read_text
 
@@ -15,7 +15,7 @@ OPTIONAL = ("prefix", "prefix_len")
 MOST_TRACE_BYTES = 2**30
 
 
-def load_trace(path: Path) -> Traffic:
+def load_trace(path: Path) -> RequestTraffic:
     """Returns the requests of a JSONL file of objects, or of a CSV file with a header.
 
     Columns: ``arrival_s``, ``prompt`` and ``output`` in tokens; ``prefix`` (a whole number) and ``prefix_len`` if

@@ -17,7 +17,7 @@ LOGNORMAL_SIGMA = 1.0
 """Standard deviation of the logarithm of a length, where none is given."""
 
 
-class Traffic(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class RequestTraffic(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Requests in order of arrival: seconds, tokens of prompt and output, the prefix that each shares (-1: none)."""
 
     arrival_s: NDArray[np.float64]
@@ -50,7 +50,7 @@ def traffic_of(
     output: ArrayLike,
     prefix: ArrayLike | None = None,
     prefix_len: ArrayLike | None = None,
-) -> Traffic:
+) -> RequestTraffic:
     """Returns traffic of columns of equal length, sorted by arrival. Raises InputError for values that cannot be."""
     seconds = np.asarray(arrival_s, float)
     count = len(seconds)
@@ -63,7 +63,7 @@ def traffic_of(
     def column(given: ArrayLike) -> Ints:
         return np.broadcast_to(np.asarray(given, np.int64), count)[order]
 
-    found = Traffic(
+    found = RequestTraffic(
         arrival_s=seconds[order],
         prompt=column(prompt),
         output=column(output),
@@ -78,7 +78,7 @@ def traffic_of(
 
 def poisson(
     rate_per_s: float, *, duration_s: float, prompt: LengthSampler, output: LengthSampler, seed: int = 0
-) -> Traffic:
+) -> RequestTraffic:
     """Returns requests that arrive independently of each other, ``rate_per_s`` in the mean, for ``duration_s``."""
     if not (0 < rate_per_s < np.inf and 0 < duration_s < np.inf):
         raise InputError(f"a rate of {rate_per_s:g} requests/s for {duration_s:g} s. Give positive, finite numbers.")
@@ -88,7 +88,7 @@ def poisson(
     return traffic_of(arrival_s, prompt(generator, count), output(generator, count))
 
 
-def with_prefixes(traffic: Traffic, *, num_prefixes: int, prefix_len: int, seed: int = 0) -> Traffic:
+def with_prefixes(traffic: RequestTraffic, *, num_prefixes: int, prefix_len: int, seed: int = 0) -> RequestTraffic:
     """Returns the traffic with one of ``num_prefixes`` shared texts, of equal odds, before every prompt."""
     if num_prefixes < 1 or prefix_len < 0:
         raise InputError(f"{num_prefixes:,} prefixes of {prefix_len:,} tokens. Give at least one, of 0 tokens or more.")
