@@ -175,7 +175,7 @@ def _use(log: StepsLog, start_s: float, end_s: float) -> PoolUse:
     inside = np.maximum(np.minimum(ends, end_s) - np.maximum(begins, start_s), 0)
     total_s, decoding_s = log.num_replicas * (end_s - start_s), inside[decoding > 0].sum()
     return PoolUse(
-        utilisation=float(inside.sum() / total_s),
+        utilisation=min(float(inside.sum() / total_s), 1.0),
         mean_running=float((inside * running).sum() / total_s),
         mean_batch=float((inside * decoding).sum() / decoding_s) if decoding_s else 0.0,
     )
