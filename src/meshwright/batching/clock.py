@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from meshwright.core.errors import InputError
 
-StepSeconds = NDArray[np.float64]
+SecondsArray = NDArray[np.float64]
 
 
 class Clock(Protocol):
@@ -23,7 +23,7 @@ class Clock(Protocol):
         before one of them in its text (`EngineStep`), 0 without prefill. Arguments may be arrays that broadcast.
         """
 
-    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> StepSeconds:
+    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> SecondsArray:
         """Returns the seconds of each of a number of steps that only decode; each step caches ``num_decode`` tokens.
 
         Every entry must equal `step_s` of that step to the last bit, for jumps to equal single steps.
@@ -55,7 +55,7 @@ class TabledClock(Clock):
         full = np.broadcast_to(clock.step_s(*mesh), tuple(map(len, self._grids)))
         self._table = np.ascontiguousarray(full, dtype=float)
         self._cached = np.asarray(self._grids[1], float)
-        self._rows: dict[int, StepSeconds] = {}
+        self._rows: dict[int, SecondsArray] = {}
 
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
         """Returns the seconds of one step, see `Clock`; takes numbers, not arrays."""
@@ -63,7 +63,7 @@ class TabledClock(Clock):
             return float(self._blend((num_decode, cached_tokens, prefill_tokens, prefill_past)))
         return self.steps_s(1, num_decode, cached_tokens)[0]
 
-    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> StepSeconds:
+    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> SecondsArray:
         """Returns the seconds of each of a number of steps, see `Clock`."""
         if num_decode not in self._rows:
             self._rows[num_decode] = self._blend((num_decode,))[:, 0, 0]
