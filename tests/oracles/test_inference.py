@@ -4,14 +4,13 @@ from meshwright.cost.formulas.accounting import attention_work
 from meshwright.cost.formulas.roofline import critical_batch
 from meshwright.cost.formulas.serving import (
     DecodeStep,
+    WeightStationary,
     decode_max_tensor,
     free_bytes,
     hbm_over_link,
     largest_batch,
     uncached_share,
     weight_bytes,
-    weight_stationary_best_size,
-    weight_stationary_comms_s,
 )
 from tests.oracles.worked import Answers, Inputs
 
@@ -20,7 +19,11 @@ def load_s(i: Inputs) -> float:
     """Seconds to read the row's weights from the memories of all chips."""
     stored = weight_bytes(i["params"], i["bytes"])
     return DecodeStep(
-        batch_seqs=0, kv_bytes=0, weight_bytes=stored, num_chips=i["chips"], hbm_bytes_per_s=i.get("hbm_bw", i.get("bw"))
+        batch_seqs=0,
+        kv_bytes=0,
+        weight_bytes=stored,
+        num_chips=i["chips"],
+        hbm_bytes_per_s=i.get("hbm_bw", i.get("bw")),
     ).weights_s
 
 
@@ -58,16 +61,18 @@ def critical(i: Inputs, **experts: int) -> float:
     return critical_batch(i["crit"], 1, weight_bytes=i["weight_bytes"], **experts)
 
 
+def split(i: Inputs, chips: int) -> WeightStationary:
+    """A layer of the row's F over D, with D = 1."""
+    return WeightStationary(d_model=1, d_ff=i["F_over_D"], num_chips=chips)
+
+
 CACHES, BATCHES = ("6.7", "1.34"), (1, 8, 16, 32, 64, 240)
 TABLE = {f"{cache}-{batch}" for cache in CACHES for batch in BATCHES}
 """The columns of section 7.1.7's tables."""
 
 ANSWERS: Answers = {
     **{f"book-7.1.7-t-{at}": lambda i: shortest(i).time_s for at in TABLE - {"1.34-64"}},
-    **{
-        f"book-7.1.7-tp-{at}": lambda i: shortest(i).tokens_per_s
-        for at in TABLE - {"6.7-64", "6.7-240", "1.34-16"}
-    },
+    **{f"book-7.1.7-tp-{at}": lambda i: shortest(i).tokens_per_s for at in TABLE - {"6.7-64", "6.7-240", "1.34-16"}},
     "book-7.1.3-bcrit": lambda i: critical_batch(i["peak"], i["bw"], weight_bytes=i["weight_bytes"]),
     "book-7.1.4-gen": lambda i: attention_intensity(i, 1),
     "book-7.1.4-prefill": lambda i: attention_intensity(i, i["T"]),
@@ -82,13 +87,6 @@ ANSWERS: Answers = {
     "book-ex2.1-load": load_s,
     "book-ex4.8-deepseek": lambda i: critical(i, num_experts=i["E"], active_experts=i["k"]),
     "book-ex4.8-ratio": critical,
-    "book-ex7.7-X": lambda i: weight_stationary_best_size(i["N"], d_model=1, d_ff=i["F_over_D"]),
-    "book-ex7.7-const": lambda i: weight_stationary_comms_s(
-        1,
-        d_model=1,
-        d_ff=i["F_over_D"],
-        num_chips=1,
-        over_d=weight_stationary_best_size(1, d_model=1, d_ff=i["F_over_D"]),
-        axis_bytes_per_s=1,
-    ),
+    "book-ex7.7-X": lambda i: split(i, i["N"]).best_size,
+    "book-ex7.7-const": lambda i: split(i, 1).comms_s(1, over_d=split(i, 1).best_size, axis_bytes_per_s=1),
 }

@@ -75,7 +75,11 @@ def queries_per_chip(i: Inputs) -> float:
 def product(i: Inputs) -> TensorProduct:
     """The row's matmul over its chips."""
     return TensorProduct(
-        batch_seqs=i["B"], d_model=i["D"], d_ff=i.get("F", 0), tensor=i.get("chips", 1), element_bytes=i.get("bytes", 2)
+        batch_seqs=i["B"],
+        d_model=i["D"],
+        d_ff=i.get("F", 0),
+        tensor=i.get("chips", 1),
+        activation_bytes=i.get("bytes", 2),
     )
 
 
@@ -96,9 +100,7 @@ ANSWERS: Answers = {
     "book-8.1.1-19ms": reading_s,
     "book-8.1.1-4.42": lambda i: requests(i).per_s,
     "book-8.1.1-56": lambda i: decode_max_tensor(i["F"], i["B"], beta=i["beta"]),
-    "book-8.1.1-9s": lambda i: RequestStream(
-        batch_seqs=1, step_s=i["t_step"], output_len=i["tokens"]
-    ).generation_s,
+    "book-8.1.1-9s": lambda i: RequestStream(batch_seqs=1, step_s=i["t_step"], output_len=i["tokens"]).generation_s,
     "book-8.1.1-Tici": lambda i: product(i).link_s(i["w"]),
     "book-8.1.1-Tmath": lambda i: product(i).math_s(i["peak"]),
     "book-8.1.1-bf16-kvtok": token_bytes,

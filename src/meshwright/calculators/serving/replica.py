@@ -1,11 +1,11 @@
 """One copy of a model on a cluster that serves: bytes of weights and caches, steps of any batch, limits of sharding."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from meshwright.calculators.training.kv_cache import cache_designs
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.formulas import serving
 from meshwright.cost.formulas.accounting import kv_cache_bytes
@@ -52,6 +52,11 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return known(self.cluster.chip, "memory_bytes")
 
     @property
+    def hbm_bytes_per_s(self) -> float:
+        """Memory bandwidth of a chip."""
+        return known(self.cluster.chip, "hbm_bytes_per_s")
+
+    @property
     def free_bytes(self) -> float:
         """Bytes that weights leave to caches."""
         chips = self.cluster.num_chips
@@ -60,8 +65,9 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def critical_batch(self) -> float:
         """Sequences from which products with weights are bound by FLOPs."""
-        rates, width = (self.peak_flops, known(self.cluster.chip, "hbm_bytes_per_s")), dtype_bytes(self.weights)
-        return critical_batch(*rates, weight_bytes=width, num_experts=sparsity(self.model) if self.model else 1)
+        experts = sparsity(self.model) if self.model else 1
+        width = dtype_bytes(self.weights)
+        return critical_batch(self.peak_flops, self.hbm_bytes_per_s, weight_bytes=width, num_experts=experts)
 
     def kv_bytes(self, num_positions: Any) -> Any:
         """Returns the bytes of one cache of that many positions."""
@@ -89,7 +95,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
             active_params=self.active_params,
             num_chips=self.cluster.num_chips,
             peak_flops=self.peak_flops,
-            hbm_bytes_per_s=known(self.cluster.chip, "hbm_bytes_per_s"),
+            hbm_bytes_per_s=self.hbm_bytes_per_s,
         )
 
     def _read_share(self, batch_seqs: Any) -> Any:
@@ -99,64 +105,49 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         unread = 1 - serving.experts_read(batch_seqs, num_experts=count, active_experts=each) / count
         return 1 - params_by_part(self.model)["experts"] / num_params(self.model) * unread
 
-    def points(self, num_positions: int, most: int) -> dict[str, Any]:
-        """Returns every batch up to the largest that fits, at most ``most``: time split in three, and throughput.
+    def points(self, batches: Sequence[int], kv_bytes: float) -> dict[str, Any]:
+        """Returns an array for each figure of a step, with an entry for every batch.
 
         Source: How to Scale Your Model, section 8.2, whose interactive figures these are.
         """
-        kv_bytes = self.kv_bytes(num_positions)
-        step = self.step(np.arange(1, min(self.batch_that_fits(kv_bytes), most) + 1), kv_bytes)
-        names = ("weights_s", "kv_s", "flops_s", "time_s", "tokens_per_s_per_chip")
-        return {"context": num_positions, "batch": step.batch_seqs, "longest": step.longest} | {
-            name: np.broadcast_to(getattr(step, name), step.batch_seqs.shape) for name in names
-        }
-
-    def designs(self, num_positions: int) -> list[dict[str, Any]]:
-        """Returns each design of the cache: bytes, the largest batch, and its step; none without a model."""
-        found = []
-        for design in cache_designs(self.model) if self.model else ():
-            each = design.elements(num_positions) * dtype_bytes(self.kv)
-            batch = int(serving.largest_batch(self.free_bytes, each))
-            # layers that share a cache each read it
-            step = self.step(batch, each * design.layers_per_cache) if batch else None
-            found.append(
-                {"design": design.name, "own": design.own, "kv_bytes": each, "largest_batch": batch,
-                 "step_s": step and step.time_s, "tokens_per_s_per_chip": step and step.tokens_per_s_per_chip}
-            )  # fmt: skip
-        return found
+        step = self.step(np.asarray(batches), kv_bytes)
+        names = ("weights_s", "kv_s", "flops_s", "time_s", "tokens_per_s", "tokens_per_s_per_chip", "longest")
+        every = {name: np.broadcast_to(getattr(step, name), step.batch_seqs.shape) for name in names}
+        return {"batch": step.batch_seqs, **every, "fits": step.batch_seqs <= self.batch_that_fits(kv_bytes)}
 
     def sharding(self, batch_seqs: int) -> dict[str, Any] | None:
-        """Returns the limits of tensor parallelism, and sizes of arrays bound by latency; None without links."""
-        width, chip = torus_width(self.cluster), self.cluster.chip
-        rate = width.bytes_per_s if width else chip.nvlink_bytes_per_s
-        if self.model is None or rate is None or self.cluster.num_chips == 1:
+        """Returns bounds on sharding, and seconds of one product and of a layer's collectives; None without links.
+
+        W is a torus axis as in `limits`, or a chip's own link in a switched domain.
+        """
+        width, chip, chips = torus_width(self.cluster), self.cluster.chip, self.cluster.num_chips
+        link, hop_s = chip.nvlink_bytes_per_s, chip.nvlink_hop_s
+        if width:
+            link, hop_s = chip.ici_link_bytes_per_s, chip.ici_hop_s
+        if self.model is None or link is None or chips == 1:
             return None
-        axes = sum(width.axes) if width else 1
-        one_way = chip.ici_link_bytes_per_s if width else rate
-        hop_s = chip.ici_hop_s if width else chip.nvlink_hop_s
-        d_model, d_ff = self.model.d_model, feed_forward_width(self.model)
-        beta = serving.hbm_over_link(known(chip, "hbm_bytes_per_s"), rate)
-        chips, x = self.cluster.num_chips, serving.weight_stationary_best_size
-        product = serving.TensorProduct(batch_seqs=batch_seqs, d_model=d_model, d_ff=d_ff, tensor=chips)
-        best = x(chips, d_model=d_model, d_ff=d_ff)
-        layer = {"d_model": d_model, "d_ff": d_ff, "num_chips": chips, "axis_bytes_per_s": rate}
-        return {
-            "prefill_max_tensor": tensor_max_size(d_ff, ici_intensity(self.peak_flops, rate), axes),
-            "beta": beta,
-            "decode_max_tensor": serving.decode_max_tensor(
-                d_ff, batch_seqs, beta=beta, weight_element_bytes=dtype_bytes(self.weights)
-            ),
-            "product": {
-                "link_s": product.link_s(rate),
-                "hbm_s": product.hbm_s(known(chip, "hbm_bytes_per_s")) * dtype_bytes(self.weights) / 2,
-                "math_s": product.math_s(self.peak_flops),
-            },
-            "two_dims": {
-                "best_x": best,
-                "min_chips": serving.weight_stationary_min_chips(d_model, d_ff, num_axes=axes),
-                "comms_s": serving.weight_stationary_comms_s(batch_seqs, over_d=best, **layer),
-                "tensor_comms_s": serving.tensor_comms_s(batch_seqs, d_model, num_axes=axes, axis_bytes_per_s=rate),
-            },
-            "latency_bound_bytes": latency_bound_bytes(one_way, hop_s=hop_s, num_shards=chips),
-            "latency_bound_shards": serving.latency_bound_shards(2 * batch_seqs * d_model, one_way, hop_s=hop_s),
+        rate, axes, hbm = width.bytes_per_s if width else link, sum(width.axes) if width else 1, self.hbm_bytes_per_s
+        d_model, d_ff, width_bytes = self.model.d_model, feed_forward_width(self.model), dtype_bytes(self.weights)
+        product = serving.TensorProduct(
+            batch_seqs=batch_seqs, d_model=d_model, d_ff=d_ff, tensor=chips, weight_element_bytes=width_bytes
+        )
+        layer = serving.WeightStationary(d_model=d_model, d_ff=d_ff, num_chips=chips, num_axes=axes)
+        beta, best = serving.hbm_over_link(hbm, rate), layer.best_size
+        most = serving.decode_max_tensor(d_ff, batch_seqs, beta=beta, weight_element_bytes=width_bytes)
+        shards = serving.latency_bound_shards(2 * batch_seqs * d_model, link, hop_s=hop_s)
+        rows = {
+            "tensor, prefill": ("< M F / alpha", tensor_max_size(d_ff, ici_intensity(self.peak_flops, rate), axes)),
+            "tensor, generation": ("< w F / (2 B beta)", most),
+            "chips, two dims send less": ("> 4 M^2 F / (G D)", layer.min_chips),
+            "shards over D, two dims": ("= sqrt(N D / (G F))", best),
+            "shards, gather not by latency": ("< 2 B D / (W hop)", shards),
         }
+        return {
+            "beta": beta,
+            "bounds": [{"name": name, "formula": formula, "bound": bound} for name, (formula, bound) in rows.items()],
+            "product": {"links_s": product.link_s(rate), "hbm_s": product.hbm_s(hbm),
+                        "math_s": product.math_s(self.peak_flops)},
+            "layer": {"tensor_s": layer.tensor_comms_s(batch_seqs, axis_bytes_per_s=rate),
+                      "two_dims_s": layer.comms_s(batch_seqs, over_d=best, axis_bytes_per_s=rate)},
+            "latency_bound_bytes": latency_bound_bytes(link, hop_s=hop_s, num_shards=chips),
+        }  # fmt: skip

@@ -1,5 +1,6 @@
 """`meshwright limits`: the closed forms of a model, a cluster and a batch, whether a plan divides the work or not."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.sweeps.crossover import mlp_work
@@ -8,10 +9,10 @@ from meshwright.cli.shared import BATCH, SEQ_NEEDED
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.cli.verbs.explain import legend, limit_tables
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_count
+from meshwright.core.units import format_count, format_seconds
 from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import Letters, limits_at
-from meshwright.cost.formulas.limits import ici_intensity
+from meshwright.cost.formulas.limits import MixedLayer, ici_intensity
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
 from meshwright.report.answer import Answer
@@ -49,16 +50,34 @@ def command(given: Given) -> Answer:
         f"{name} on {cluster.short_name} ({cluster.num_chips:,} chips), {format_count(job.tokens_per_step)} "
         f"tokens a step = {job.batch_seqs:,} sequences of {job.seq_len:,}"
     )
+    layer = _layer(given.model, at)
     return Answer(
-        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
+        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found, "layer": layer},
         [
             heading,
             *limit_tables(found).values(),
             *(f"{limit.name}: {limit.note}" for limit in found if limit.note),
+            *_layer_text(layer),
             legend(at, "chips / tensor"),
         ],
         raw=[found],
     )
+
+
+def _layer(text: str, at: Letters) -> dict[str, float] | None:
+    """Returns the seconds of two matrices with the tensor size that is given, in a dense model on a torus; or None."""
+    if at.tensor is None or at.mixed_alpha is None:
+        return None
+    work, axes = mlp_work(text), {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
+    d_model = work.dims["D"] if work else load_model(text).d_model
+    layer = MixedLayer(batch_tokens=at.batch_tokens, d_model=d_model, d_ff=at.d_ff, fsdp=at.data_ways, tensor=at.tensor)
+    return {"math_s": layer.math_s(at.peak_flops), "comms_s": layer.comms_s(at.peak_flops / at.mixed_alpha, **axes)}
+
+
+def _layer_text(layer: dict[str, float] | None) -> Iterator[str]:
+    if layer is not None:
+        math, comms = (format_seconds(layer[name]) for name in ("math_s", "comms_s"))
+        yield f"two matrices D x F forward: T_math {math}, T_comms {comms} (weights and activations sent at once)"
 
 
 def layer_letters(text: str, state: str) -> tuple[str, dict[str, Any]]:

@@ -1,29 +1,28 @@
 """`meshwright serving`: what a replica of a model serves, in closed form: steps, batches, slices, requests, dollars."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from meshwright.calculators.serving.replica import Replica
 from meshwright.cli.fields import parse_fields, split_values, with_fields
 from meshwright.cli.output import four_digits, three_digits
-from meshwright.cli.shared import SET
 from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_params, format_seconds, parse_count
 from meshwright.cost.formulas import serving
-from meshwright.cost.formulas.roofline import dtype_bytes
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, peak
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.cluster_shapes import times
 from meshwright.spec.slices import slice_shapes
 
-POSITIVE, SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0, 1)
+POSITIVE, SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0, 1, min_open=True)
 MOST_BATCH = 8192
 """Largest batch of the points of --contexts."""
 PARTS = {"weights_s": "weights", "kv_s": "KV cache", "flops_s": "FLOPs"}
@@ -41,26 +40,22 @@ class Given(Options):
     dtype: str = option("Dtype of the products: their peak is C.", default="bf16")
     params: Count | None = option("Parameters, such as 70B, in place of the model's.")
     kv_token_bytes: Bytes | None = option("Cache of a token, such as 100kB, in place of the model's.", "--kv-per-token")
-    mfu: float = option("Share of the peak that prefill reaches.", type=click.FloatRange(0, 1, True), default=0.4)
+    mfu: float = option("Share of the peak that prefill reaches.", type=SHARE, default=0.4)
     price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE)
-    fields: tuple[str, ...] = SET
-    designs: bool = option("Designs of the cache beside the model's own: all heads, one head, shared layers, windows.")
+    fields: tuple[str, ...] = option("A field of the model: num_kv_heads=1.", "--set", metavar="KEY=VALUE")
     contexts: str | None = option("Latency against throughput at each context: 2048,8192 or 2Ki..64Ki.")
     accept: float | None = option("Speculation: the probability that a drafted token is right.", type=SHARE)
     draft_cost: float = option(
-        "Time of a draft's step over one of the model.", default=0.05, needs={"speculates": "--accept"}
+        "Time of a draft's step over one of the model.", default=0.05, needs={"accept": "--accept"}
     )
-    prefixes: Count | None = option("Prefix cache: how many prompts come again and again.")
+    prefixes: int | None = option("Prefix cache: how many prompts come again and again.", type=click.IntRange(1, 10**7))
     prefix_cache: Bytes | None = option(
         "Its size [default: what weights leave free].", "--cache", needs={"prefixes": "--prefixes"}
     )
-    zipf: float = option("Their popularity: 1 / rank^Z.", default=0.0, needs={"prefixes": "--prefixes"})
+    zipf: float = option(
+        "Their popularity: 1 / rank^Z.", type=click.FloatRange(0, 10), default=0.0, needs={"prefixes": "--prefixes"}
+    )
     png: Path | None = option("Draw the time of a step by batch, or --contexts, to this file (.png or .svg).")
-
-    @property
-    def speculates(self) -> bool:
-        """True if there is a draft model."""
-        return self.accept is not None
 
 
 @verb(Given)
@@ -74,7 +69,9 @@ def command(given: Given) -> Answer:
     context = given.context or given.prompt + given.output
     kv_bytes = at.kv_bytes(context)
     largest = at.batch_that_fits(kv_bytes)
-    batches = _batches(given.batch) or _doubling(largest)
+    doubling = (1 << power for power in range(largest.bit_length()))
+    batches = _counts(given.batch, "--batch") or [*(batch for batch in doubling if batch < largest), largest]
+    steps = {name: column.tolist() for name, column in at.points(batches, kv_bytes).items()}
     facts: dict[str, Any] = {
         **{name: getattr(given, name) for name in ("prompt", "output", "weights", "kv", "dtype", "mfu")},
         "model": at.model.name if at.model else None,
@@ -88,13 +85,12 @@ def command(given: Given) -> Answer:
         "free_bytes": at.free_bytes,
         "largest_batch": largest,
         "critical_batch": at.critical_batch,
-        "steps": [_step(at, batch, kv_bytes, largest) for batch in batches],
+        "steps": [dict(zip(steps, row, strict=True)) for row in zip(*steps.values(), strict=True)],
         "requests": _requests(at, given, batches[-1], kv_bytes),
         "slices": _slices(at, given, kv_bytes),
         "sharding": at.sharding(batches[-1]),
-        "designs": at.designs(context) if given.designs else None,
-        "contexts": [at.points(length, MOST_BATCH) for length in _contexts(given.contexts)],
-        "speculation": _speculation(given, at.step(batches[-1], kv_bytes)) if given.accept is not None else None,
+        "contexts": [_context(at, length) for length in _counts(given.contexts, "--contexts")],
+        "speculation": _speculation(given, at.step(batches[-1], kv_bytes)) if given.accept else None,
         "prefixes": _prefixes(at, given) if given.prefixes else None,
     }
     return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
@@ -107,10 +103,12 @@ def _replica(given: Given) -> Replica:
     model = load_model(given.model_name) if given.model_name else None
     if model is None and (given.params is None or given.kv_token_bytes is None):
         raise InputError("there is no model. Name one, or give --params 30B and --kv-per-token 100kB.")
-    if given.fields:
-        if model is None:
-            raise InputError("--set changes a field of a model. Name one.")
+    if model is None and given.fields:
+        raise InputError("--set changes a field of a model. Name one.")
+    if model is not None:
         model = with_fields(model, "model", parse_fields(given.fields, sections=("model",))["model"])
+        if model.encoder:
+            raise InputError(f"{model.name} has an encoder, whose keys and values are not counted here.")
     whole = ":" in given.on or given.on.endswith(".toml")
     cluster = parse_cluster(given.on) if whole else serving.smallest_slice(chip(given.on), 1)
     at = Replica(
@@ -119,52 +117,33 @@ def _replica(given: Given) -> Replica:
     )  # fmt: skip
     if whole:
         return at
-    batch = max(_batches(given.batch), default=1)
+    batch = max(_counts(given.batch, "--batch"), default=1)
     num_bytes = at.weight_bytes + batch * at.kv_bytes(given.context or given.prompt + given.output)
     return replace(at, cluster=serving.smallest_slice(cluster.chip, num_bytes))
 
 
-def _batches(text: str | None) -> list[int]:
-    found = split_values(f"B={text}", what="--batch", form="B") if text else ()
-    counts = sorted(parse_count(one, what="--batch") for one in found)
+def _counts(text: str | None, flag: str) -> list[int]:
+    found = split_values(f"={text}", what=flag, form="N,N or N..N") if text else ()
+    counts = sorted(parse_count(one, what=flag) for one in found)
     if counts and counts[0] < 1:
-        raise InputError("--batch 0 generates nothing. Give at least 1.")
+        raise InputError(f"{flag} {text}: each must be at least 1.")
     return counts
-
-
-def _doubling(largest: int) -> list[int]:
-    return [*(1 << power for power in range(largest.bit_length()) if 1 << power < largest), largest]
-
-
-def _contexts(text: str | None) -> list[int]:
-    found = split_values(f"S={text}", what="--contexts", form="S") if text else ()
-    return [max(1, parse_count(one, what="--contexts")) for one in found]
 
 
 # -- facts ----------------------------------------------------------------------------------------------
 
 
 def _memory(at: Replica, kv_bytes: float, batch: int) -> list[dict[str, Any]]:
-    rows = {"weights": at.weight_bytes, "a cache": kv_bytes, f"{batch:,} caches": kv_bytes * batch,
-            "weights and caches": at.weight_bytes + kv_bytes * batch}  # fmt: skip
-    return [
-        {"what": what, "bytes": size, "chips": serving.fractional_chips(size, at.memory_bytes),
-         "smallest_slice": _smallest(at, size)}
-        for what, size in rows.items()
-    ]  # fmt: skip
-
-
-def _smallest(at: Replica, num_bytes: float) -> str | None:
-    try:
-        return times(serving.smallest_slice(at.cluster.chip, num_bytes).shape)
-    except CannotRunError:
-        return None
-
-
-def _step(at: Replica, batch: int, kv_bytes: float, largest: int) -> dict[str, Any]:
-    step = at.step(batch, kv_bytes)
-    names = ("weights_s", "kv_s", "flops_s", "time_s", "tokens_per_s", "tokens_per_s_per_chip", "longest")
-    return {"batch": batch, **{name: getattr(step, name) for name in names}, "fits": batch <= largest}
+    """Returns bytes, chips that they fill, and the smallest slice on offer, None beyond a pod."""
+    rows = {"weights": at.weight_bytes, f"{batch:,} cache{'s' * (batch > 1)}": kv_bytes * batch,
+            "both": at.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
+    found = []
+    for what, size in rows.items():
+        row = {"what": what, "bytes": size, "chips": serving.fractional_chips(size, at.memory_bytes)}
+        found.append(row | {"smallest_slice": None})
+        with suppress(CannotRunError):
+            found[-1]["smallest_slice"] = times(serving.smallest_slice(at.cluster.chip, size).shape)
+    return found
 
 
 def _requests(at: Replica, given: Given, batch: int, kv_bytes: float) -> dict[str, Any]:
@@ -177,8 +156,8 @@ def _requests(at: Replica, given: Given, batch: int, kv_bytes: float) -> dict[st
         given.prompt, at.active_params, num_chips=chips, peak_flops=at.peak_flops, mfu=given.mfu
     )
     price = unit.price_usd_per_hour if given.price is None else given.price
-    rate = unit.dcn_bytes_per_s if unit.topology == "torus" else unit.nic_bytes_per_s
     cost = {"num_chips": chips, "price_usd_per_hour": price}
+    link, cache = unit.dcn_bytes_per_s if unit.topology == "torus" else unit.nic_bytes_per_s, at.kv_bytes(given.prompt)
     return {
         "batch": batch,
         "ttft_s": prefill,
@@ -190,17 +169,17 @@ def _requests(at: Replica, given: Given, batch: int, kv_bytes: float) -> dict[st
         "finished_per_step": stream.finished_per_step,
         "evicted_per_step": stream.evicted_per_step,
         "prefill_servers": stream.prefill_servers(prefill),
-        "kv_transfer_s": rate
-        and serving.kv_transfer_s(at.kv_bytes(given.prompt), num_links=chips, link_bytes_per_s=rate),
+        "kv_transfer_s": link and serving.kv_transfer_s(cache, num_links=chips, link_bytes_per_s=link),
         "usd_per_million_input": price and serving.usd_per_million_tokens(given.prompt / prefill, **cost),
         "usd_per_million_output": price and serving.usd_per_million_tokens(batch / stream.step_s, **cost),
     }
 
 
 def _slices(at: Replica, given: Given, kv_bytes: float) -> list[dict[str, Any]]:
-    """Returns this cluster and twice its chips, each at the largest batch that fits."""
-    clusters = [at.cluster, slice_shapes(at.cluster.chip, 2 * at.cluster.num_chips)[0]]
-    found = []
+    """Returns this cluster and, where it exists, one of twice the chips, each at the largest batch that fits."""
+    clusters, found = [at.cluster], []
+    with suppress(CannotRunError):
+        clusters.append(slice_shapes(at.cluster.chip, 2 * at.cluster.num_chips)[0])
     for one in (replace(at, cluster=cluster) for cluster in clusters):
         batch = one.batch_that_fits(kv_bytes)
         asked = _requests(one, given, batch, kv_bytes)
@@ -210,19 +189,20 @@ def _slices(at: Replica, given: Given, kv_bytes: float) -> list[dict[str, Any]]:
     return found
 
 
+def _context(at: Replica, num_positions: int) -> dict[str, Any]:
+    kv_bytes = at.kv_bytes(num_positions)
+    most = min(at.batch_that_fits(kv_bytes), MOST_BATCH)
+    return {"context": num_positions, **at.points(range(1, most + 1), kv_bytes)}
+
+
 def _speculation(given: Given, step: serving.DecodeStep) -> dict[str, Any]:
-    """Returns drafts, tokens and speed-up; a step that checks K + 1 tokens takes the FLOPs of as many."""
+    """Returns tokens and speed-up by drafts; a step that checks K + 1 tokens takes the FLOPs of as many."""
     checks = replace(step, active_params=step.active_params * (serving.DRAFTS + 1)).time_s / step.time_s
-    best = serving.best_num_drafts(given.accept or 0.0, draft_cost=given.draft_cost, verify_cost=checks)
+    costs = {"draft_cost": given.draft_cost, "verify_cost": checks}
     tokens = serving.expected_tokens(given.accept, serving.DRAFTS)
-    faster = serving.speculation_speedup(
-        given.accept, serving.DRAFTS, draft_cost=given.draft_cost, verify_cost=checks
-    )
-    rows = [
-        {"drafts": k, "tokens": tokens[k], "check_cost": checks[k], "speedup": faster[k]}
-        for k in sorted({0, 1, 2, 3, 4, 6, 8, best})
-    ]
-    return {"best": best, "rows": rows, "tpot_s": step.time_s / faster[best]}
+    faster = serving.speculation_speedup(given.accept, serving.DRAFTS, **costs)
+    best = serving.best_num_drafts(given.accept or 0, **costs)
+    return {"best": best, "tokens": tokens, "speedup": faster, "tpot_s": step.time_s / faster[best]}
 
 
 def _prefixes(at: Replica, given: Given) -> dict[str, Any]:
@@ -236,104 +216,90 @@ def _prefixes(at: Replica, given: Given) -> dict[str, Any]:
 # -- text -----------------------------------------------------------------------------------------------
 
 WIDE = 16
-STEPS: dict[str, Any] = {
-    "batch": ("batch", "{:,}".format),
-    **{words: (name, format_seconds) for name, words in PARTS.items()},
-    "step": ("time_s", format_seconds),
-    "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
-    "longest": ("longest", lambda part: part.replace("_", " ")),
-    "fits": ("fits", lambda fits: "yes" if fits else "no"),
-}
+BYTES, SECONDS, THREE = format_bytes, format_seconds, "{:.3g}".format
 
 
 def _dollars(value: float | None) -> str | None:
     return None if value is None else f"${value:.3g}"
 
 
+MEMORY: TableColumns = {"memory": "what", "bytes": ("bytes", BYTES), "chips": ("chips", THREE),
+                        "smallest slice": "smallest_slice"}  # fmt: skip
+STEPS: TableColumns = {
+    "batch": "batch",
+    **{words: (name, SECONDS) for name, words in PARTS.items()},
+    "step": ("time_s", SECONDS),
+    "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
+    "longest": ("longest", lambda part: part.replace("_", " ")),
+    "fits": ("fits", lambda fits: "yes" if fits else "no"),
+}
+BOUNDS: TableColumns = {"sharding": "name", "formula": "formula", "bound": ("bound", three_digits)}
+SLICES: TableColumns = {
+    "largest batch": "cluster", "free": ("free_bytes", BYTES), "batch": "largest_batch", "step": ("tpot_s", SECONDS),
+    "requests/s": ("per_s", THREE), "a chip": ("per_s_per_chip", THREE),
+    "$/M output": ("usd_per_million_output", _dollars),
+}  # fmt: skip
+CONTEXTS: TableColumns = {
+    "context": "context",
+    "fastest": (lambda one: one["time_s"][0], SECONDS, "fastest_s"),
+    "largest batch": (lambda one: one["batch"][-1], None, "batch"),
+    "its step": (lambda one: one["time_s"][-1], SECONDS, "step_s"),
+    "tokens/s/chip": (lambda one: one["tokens_per_s_per_chip"][-1], four_digits, "tokens_per_s_per_chip"),
+    "longest": (lambda one: str(one["longest"][-1]).replace("_", " "), None, "longest"),
+}
+
+
 def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     yield (
         f"{facts['model'] or 'a model'} on {facts['cluster']} ({facts['num_chips']:,} chips): "
-        f"{format_params(facts['params'])} parameters in {facts['weights']}, {format_bytes(facts['kv_bytes_per_token'])} "
-        f"of cache a token in {facts['kv']}, products in {facts['dtype']}; prompts of {facts['prompt']:,}, "
+        f"{format_params(facts['params'])} parameters in {facts['weights']}, {BYTES(facts['kv_bytes_per_token'])} of "
+        f"cache a token in {facts['kv']}, products in {facts['dtype']}; prompts of {facts['prompt']:,}, "
         f"{facts['output']:,} generated"
     )
-    sizes = {"memory": "what", "bytes": ("bytes", format_bytes), "chips": ("chips", "{:.3g}".format)}
-    yield Table.of(facts["memory"], {**sizes, "smallest slice": "smallest_slice"})
-    yield Fact(
-        "fits", f"{facts['largest_batch']:,} caches of {facts['context']:,} in the "
-        f"{format_bytes(facts['free_bytes'])} that weights leave", WIDE,
-    )  # fmt: skip
+    yield Table.of(facts["memory"], MEMORY)
+    free, most = BYTES(facts["free_bytes"]), facts["largest_batch"]
+    yield Fact("fits", f"{most:,} caches of {facts['context']:,} in the {free} that weights leave", WIDE)
     yield Table.of(facts["steps"], STEPS, "A step: caches, then weights or FLOPs, whichever takes longer")
     yield Fact("bound by FLOPs", f"products with weights, from {four_digits(facts['critical_batch'])} sequences", WIDE)
-    yield from _requests_text(facts["requests"], facts)
-    yield from _sharding_text(facts["sharding"])
-    slices = {"largest batch": "cluster", "free": ("free_bytes", format_bytes), "batch": "largest_batch",
-              "step": ("tpot_s", format_seconds), "requests/s": ("per_s", "{:.3g}".format),
-              "a chip": ("per_s_per_chip", "{:.3g}".format), "$/M output": ("usd_per_million_output", _dollars)}  # fmt: skip
-    yield Table.of(facts["slices"], slices)
-    yield from _more_text(facts)
+    yield from _requests_text(facts["requests"], facts["mfu"])
+    if facts["sharding"]:
+        yield from _sharding_text(facts["sharding"])
+    yield Table.of(facts["slices"], SLICES)
+    if facts["contexts"]:
+        yield Table.of(facts["contexts"], CONTEXTS, "Latency against throughput: batch 1, and the largest that fits")
+    if spec := facts["speculation"]:
+        gain = (
+            f"{THREE(spec['tokens'][spec['best']])} tokens a step, {THREE(spec['speedup'][spec['best']])} times faster"
+        )
+        yield Fact("speculation", f"best with {spec['best']} drafts: {gain}, TPOT {SECONDS(spec['tpot_s'])}", WIDE)
+    if kept := facts["prefixes"]:
+        found = f"{kept['hit_share']:.1%} of prompts found, {three_digits(kept['room'])} fit into"
+        left = f"{BYTES(kept['cache_bytes'])}; {kept['prefill_left']:.1%} of prefill is left"
+        yield Fact("prefix cache", f"{found} {left}", WIDE)
 
 
-def _requests_text(at: dict[str, Any], facts: dict[str, Any]) -> Iterator[Piece]:
-    yield Fact("TTFT", f"{format_seconds(at['ttft_s'])}: the prompt's FLOPs at {facts['mfu']:.0%} of the peak", WIDE)
-    yield Fact(
-        "TPOT", f"{format_seconds(at['tpot_s'])} at batch {at['batch']:,}, {format_seconds(at['generation_s'])} a "
-        f"request; {format_seconds(at['tpot_interleaved_s'])} if the same chips prefill in between", WIDE,
-    )  # fmt: skip
-    yield Fact(
-        "requests", f"{at['per_s']:.3g} a second, {at['per_s_per_chip']:.3g} a chip; each step "
-        f"{at['finished_per_step']:.3g} finish and free {four_digits(at['evicted_per_step'])} cached tokens", WIDE,
-    )  # fmt: skip
-    moved = at["kv_transfer_s"] and f"; a cache is sent in {format_seconds(at['kv_transfer_s'])}"
-    yield Fact("prefill", f"{at['prefill_servers']:.3g} such slices keep one generating slice busy{moved or ''}", WIDE)
+def _requests_text(at: dict[str, Any], mfu: float) -> Iterator[Piece]:
+    yield Fact("TTFT", f"{SECONDS(at['ttft_s'])}: the prompt's FLOPs at {mfu:.0%} of the peak", WIDE)
+    alone, mixed = SECONDS(at["tpot_s"]), SECONDS(at["tpot_interleaved_s"])
+    whole = f"{SECONDS(at['generation_s'])} a request"
+    yield Fact("TPOT", f"{alone} at batch {at['batch']:,}, {whole}; {mixed} if the same chips prefill", WIDE)
+    step = f"{THREE(at['finished_per_step'])} finish and free {four_digits(at['evicted_per_step'])} cached tokens"
+    rate = f"{THREE(at['per_s'])} a second, {THREE(at['per_s_per_chip'])} a chip"
+    yield Fact("requests", f"{rate}; each step {step}", WIDE)
+    sent = f"; a cache is sent in {SECONDS(at['kv_transfer_s'])}" if at["kv_transfer_s"] else ""
+    yield Fact("prefill", f"{THREE(at['prefill_servers'])} such slices keep one generating slice busy{sent}", WIDE)
     if at["usd_per_million_input"]:
         prices = (_dollars(at[f"usd_per_million_{side}"]) for side in ("input", "output"))
         yield Fact("cost", "{} a million tokens of input, {} of output".format(*prices), WIDE)
 
 
-def _sharding_text(at: dict[str, Any] | None) -> Iterator[Piece]:
-    if at is None:
-        return
-    two, product = at["two_dims"], at["product"]
-    yield Fact(
-        "tensor", f"up to {three_digits(at['prefill_max_tensor'])} in prefill (M F / alpha), "
-        f"{three_digits(at['decode_max_tensor'])} in generation (F / (B beta), beta {at['beta']:.3g}); a product over "
-        f"all chips: links {format_seconds(product['link_s'])}, memory {format_seconds(product['hbm_s'])}, FLOPs "
-        f"{format_seconds(product['math_s'])}", WIDE,
-    )  # fmt: skip
-    yield Fact(
-        "two dims", f"weights split over D and F send less from {three_digits(two['min_chips'])} chips: here "
-        f"{format_seconds(two['comms_s'])} a layer with {two['best_x']:.3g} over D, "
-        f"{format_seconds(two['tensor_comms_s'])} with tensor alone", WIDE,
-    )  # fmt: skip
-    yield Fact(
-        "latency", f"binds gathers of less than {format_bytes(at['latency_bound_bytes'])} over all chips, and of this "
-        f"batch over more than {three_digits(at['latency_bound_shards'])}", WIDE,
-    )  # fmt: skip
-
-
-def _more_text(facts: dict[str, Any]) -> Iterator[Piece]:
-    if facts["designs"]:
-        columns = {"cache": lambda row: f"{row['design']}{' *' * row['own']}", "bytes": ("kv_bytes", format_bytes),
-                   "batch": "largest_batch", "step": ("step_s", lambda s: s and format_seconds(s)),
-                   "tokens/s/chip": ("tokens_per_s_per_chip", lambda rate: rate and four_digits(rate))}  # fmt: skip
-        yield Table.of(facts["designs"], columns, f"Designs of a cache of {facts['context']:,} (* the model's)")
-    if facts["contexts"]:
-        ends = {"fastest": ("time_s", 0), "largest batch": ("batch", -1), "its step": ("time_s", -1),
-                "tokens/s/chip": ("tokens_per_s_per_chip", -1), "longest": ("longest", -1)}  # fmt: skip
-        shows = {"time_s": format_seconds, "tokens_per_s_per_chip": four_digits, "longest": str, "batch": str}
-        rows = [[f"{one['context']:,}", *(shows[name](one[name][end]) for name, end in ends.values())]
-                for one in facts["contexts"]]  # fmt: skip
-        yield Table(["context", *ends], rows, "Latency against throughput: batch 1, and the largest that fits")
-    if spec := facts["speculation"]:
-        columns = {"drafts": "drafts", "tokens a step": ("tokens", "{:.3g}".format),
-                   "time of a check": ("check_cost", "{:.3g}x".format), "faster": ("speedup", "{:.3g}x".format)}  # fmt: skip
-        yield Table.of(spec["rows"], columns, f"Speculation: best with {spec['best']}, TPOT {format_seconds(spec['tpot_s'])}")
-    if kept := facts["prefixes"]:
-        yield Fact(
-            "prefix cache", f"{kept['hit_share']:.1%} of prompts found: {three_digits(kept['room'])} fit into "
-            f"{format_bytes(kept['cache_bytes'])}; {kept['prefill_left']:.1%} of prefill is left", WIDE,
-        )  # fmt: skip
+def _sharding_text(at: dict[str, Any]) -> Iterator[Piece]:
+    yield Table.of(at["bounds"], BOUNDS)
+    links, memory, flops = map(SECONDS, at["product"].values())
+    yield Fact("a product", f"over all chips: links {links}, memory {memory}, FLOPs {flops}", WIDE)
+    tensor, two = map(SECONDS, at["layer"].values())
+    yield Fact("a layer", f"its collectives: {tensor} with tensor, {two} with weights over D and F", WIDE)
+    yield Fact("latency", f"binds gathers of less than {BYTES(at['latency_bound_bytes'])} over all chips", WIDE)
 
 
 def _figure(facts: dict[str, Any]) -> Any:

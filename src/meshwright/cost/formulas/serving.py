@@ -159,64 +159,66 @@ def decode_max_tensor(
 
 
 class TensorProduct(msgspec.Struct, frozen=True, kw_only=True):
-    """One matmul of [B, D] with [D, F] over a tensor axis: its links, memory and FLOPs. Source: section 8.1.1."""
+    """One matmul of [B, D] with [D, F] over a tensor axis of size Y: its links, memory and FLOPs. Source: 8.1.1."""
 
     batch_seqs: Number
     d_model: Number
     d_ff: Number
     tensor: Number = 1
-    element_bytes: Number = 2
+    weight_element_bytes: Number = 2
+    activation_bytes: Number = 2
 
     def link_s(self, axis_bytes_per_s: Number) -> Number:
-        """Returns the seconds of its result on the links: 2 B D / W_ici, whatever the size of the axis."""
-        return self.element_bytes * self.batch_seqs * self.d_model / axis_bytes_per_s
+        """Returns the seconds of its result on the links: a B D / W_ici, whatever the size of the axis."""
+        return self.activation_bytes * self.batch_seqs * self.d_model / axis_bytes_per_s
 
     def hbm_s(self, hbm_bytes_per_s: Number) -> Number:
-        """Returns the seconds to read its weights: 2 D F / (Y W_hbm)."""
-        return self.element_bytes * self.d_model * self.d_ff / (self.tensor * hbm_bytes_per_s)
+        """Returns the seconds to read its weights: w D F / (Y W_hbm)."""
+        return self.weight_element_bytes * self.d_model * self.d_ff / (self.tensor * hbm_bytes_per_s)
 
     def math_s(self, peak_flops: Number) -> Number:
         """Returns the seconds of its FLOPs: 2 B D F / (Y C)."""
         return 2 * self.batch_seqs * self.d_model * self.d_ff / (self.tensor * peak_flops)
 
 
-def tensor_comms_s(batch_seqs: Number, d_model: Number, *, num_axes: Number = 3, axis_bytes_per_s: Number) -> Number:
-    """Returns the seconds of a layer's gather and scatter in 16 bits under tensor parallelism: 4 B D / (M W). 7.7."""
-    return 4 * batch_seqs * d_model / (num_axes * axis_bytes_per_s)
+class WeightStationary(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer whose weights stay, split over D (X chips on one axis) and over F (N / X chips) on M torus axes.
 
-
-def weight_stationary_best_size(num_chips: Number, *, d_model: Number, d_ff: Number) -> Number:
-    """Returns the chips X over D that communicate least if weights are split over D and F: sqrt(N D / (2 F)).
-
-    N / X chips split F; it is sqrt(N / 8) for F = 4 D. Source: exercise 7.7.
+    In 16 bits: a gather and a scatter of [B, D] over F's axes, an AllReduce of [B, F] over D's. A switch counts as
+    one axis for both. Source: exercise 7.7 and section 7.6.2.
     """
-    return (num_chips * d_model / (2 * d_ff)) ** 0.5
 
+    d_model: Number
+    d_ff: Number
+    num_chips: Number
+    num_axes: Number = 3
 
-def weight_stationary_comms_s(
-    batch_seqs: Number,
-    *,
-    d_model: Number,
-    d_ff: Number,
-    num_chips: Number,
-    over_d: Number,
-    axis_bytes_per_s: Number,
-) -> Number:
-    """Returns the seconds of a layer's collectives if weights are split over D (X chips) and F (N / X) and stay.
+    @property
+    def wide_axes(self) -> Number:
+        """Axes that split F: G = M - 1, at least 1."""
+        return np.maximum(self.num_axes - 1, 1)
 
-    2 B D / (X W) + 4 B F X / (N W): a gather and a scatter over two axes, and an AllReduce over one. At the best X it
-    is sqrt(32 D F / N) B / W. Source: exercise 7.7 and section 7.6.2.
-    """
-    wide, narrow = 2 * d_model / over_d, 4 * d_ff * over_d / num_chips
-    return batch_seqs * (wide + narrow) / axis_bytes_per_s
+    @property
+    def best_size(self) -> Number:
+        """The X that communicates least: sqrt(N D / (G F)), which is sqrt(N / 8) for F = 4 D on three axes."""
+        return (self.num_chips * self.d_model / (self.wide_axes * self.d_ff)) ** 0.5
 
+    def comms_s(self, batch_seqs: Number, *, over_d: Number, axis_bytes_per_s: Number) -> Number:
+        """Returns the seconds of the collectives: 4 B D / (G X W) + 4 B F X / (N W), 8 sqrt(D F / (G N)) B / W at best.
 
-def weight_stationary_min_chips(d_model: Number, d_ff: Number, *, num_axes: Number = 3) -> Number:
-    """Returns the chips above which splitting weights in two dims communicates less than a tensor axis: 2 M^2 F / D.
+        Three axes and F = 4 D give sqrt(128 / N) B D / W.
+        """
+        wide, narrow = self.d_model / (self.wide_axes * over_d), self.d_ff * over_d / self.num_chips
+        return 4 * batch_seqs * (wide + narrow) / axis_bytes_per_s
 
-    18 F / D on three axes: 72 for F = 4 D, where the book prints 81. Source: exercise 7.7.
-    """
-    return 2 * num_axes**2 * d_ff / d_model
+    def tensor_comms_s(self, batch_seqs: Number, *, axis_bytes_per_s: Number) -> Number:
+        """Returns the seconds of the gather and scatter if F alone is split, over all axes: 4 B D / (M W)."""
+        return 4 * batch_seqs * self.d_model / (self.num_axes * axis_bytes_per_s)
+
+    @property
+    def min_chips(self) -> Number:
+        """Chips from which this beats splitting F alone: 4 M^2 F / (G D), 72 for F = 4 D (the book prints 81)."""
+        return 4 * self.num_axes**2 * self.d_ff / (self.wide_axes * self.d_model)
 
 
 def latency_bound_shards(array_bytes: Number, link_bytes_per_s: Number, *, hop_s: Number = 1e-6) -> Number:
@@ -306,7 +308,7 @@ def speculation_speedup(
 
 
 def best_num_drafts(acceptance: float, *, draft_cost: float, verify_cost: Number = 1.0) -> int:
-    """Returns the K with the largest `speculation_speedup`; ``verify_cost`` may have an entry for each of ``DRAFTS``."""
+    """Returns the K of ``DRAFTS`` with the largest `speculation_speedup`; ``verify_cost`` may be an array over them."""
     return int(np.argmax(speculation_speedup(acceptance, DRAFTS, draft_cost=draft_cost, verify_cost=verify_cost)))
 
 
