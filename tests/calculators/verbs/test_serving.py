@@ -6,14 +6,14 @@ import pytest
 from meshwright.cost.formulas.limits import MixedLayer
 
 ARGS = ("serving", "llama3-70b", "--on", "v5e-book:4x2", "--context", "8192", "--weights", "int8", "--kv", "int8")
-FIGURES = ("serving", "--params", "70B", "--kv-per-token", "163840", "--weights", "int8", "--kv", "int8",
+FIGURES = ("serving", "--params", "70B", "--kv-per-token", "163840", "--weights", "int8",
            "--on", "v5e-book-section1:4x4", "--contexts", "2048..65536")  # fmt: skip
 DIGITS = 1e-12
 
 
 @pytest.fixture
 def contexts(call):
-    return {one["context"]: one for one in call(*FIGURES, "--json").json["contexts"]}
+    return {one["context"]: one["points"] for one in call(*FIGURES, "--json").json["contexts"]}
 
 
 # -- figures of the book: points read off the files of its page (pareto.html, latency_breakdown_log.html) ----------
@@ -126,6 +126,7 @@ def test_pictures(call, tmp_path):
         (("--on", "v5e:4x4"), 2, "there is no model. Name one, or give --params 30B and --kv-per-token 100kB."),
         (("llama3-70b", "--on", "v5e-book:2x2"), 3, "do not fit v5e-book:2x2. Use v5e-book:4x4, fewer positions"),
         (("llama3-8b", "--on", "v5e:4x4", "--batch", "0"), 2, "--batch 0: each must be at least 1."),
+        (("llama3-8b", "--on", "v5e:4x4", "--kv-per-token", "1kB", "--kv", "int8"), 2, "for caches without --kv-per-"),
         (("llama3-8b", "--on", "v5e:4x4", "--zipf", "1"), 2, "--zipf changes nothing here: it is for --prefixes"),
     ],
 )  # fmt: skip

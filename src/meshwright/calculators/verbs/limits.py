@@ -1,6 +1,5 @@
 """`meshwright limits`: the closed forms of a model, a cluster and a batch, whether a plan divides the work or not."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.sweeps.crossover import mlp_work
@@ -23,6 +22,8 @@ from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_params
+
+LAYER = "two matrices D x F forward: T_math {}, T_comms {} (weights and activations sent at once)"
 
 
 class Given(Options):
@@ -57,7 +58,7 @@ def command(given: Given) -> Answer:
             heading,
             *limit_tables(found).values(),
             *(f"{limit.name}: {limit.note}" for limit in found if limit.note),
-            *_layer_text(layer),
+            *([LAYER.format(*map(format_seconds, layer.values()))] if layer else []),
             legend(at, "chips / tensor"),
         ],
         raw=[found],
@@ -72,12 +73,6 @@ def _layer(text: str, at: Letters) -> dict[str, float] | None:
     d_model = work.dims["D"] if work else load_model(text).d_model
     layer = MixedLayer(batch_tokens=at.batch_tokens, d_model=d_model, d_ff=at.d_ff, fsdp=at.data_ways, tensor=at.tensor)
     return {"math_s": layer.math_s(at.peak_flops), "comms_s": layer.comms_s(at.peak_flops / at.mixed_alpha, **axes)}
-
-
-def _layer_text(layer: dict[str, float] | None) -> Iterator[str]:
-    if layer is not None:
-        math, comms = (format_seconds(layer[name]) for name in ("math_s", "comms_s"))
-        yield f"two matrices D x F forward: T_math {math}, T_comms {comms} (weights and activations sent at once)"
 
 
 def layer_letters(text: str, state: str) -> tuple[str, dict[str, Any]]:

@@ -36,7 +36,7 @@ class Given(Options):
     batch: str | None = option("Sequences at once: 32, 1,8,64 or 1..256 [default: as many as fit].")
     context: Count | None = option("Positions of each cache [default: prompt + output].")
     weights: str = option("Dtype of stored weights: bf16, int8, int4, fp8.", default="bf16")
-    kv: str = option("Dtype of the caches.", default="bf16")
+    kv: str = option("Dtype of the caches.", default="bf16", needs={"counts_caches": "caches without --kv-per-token"})
     dtype: str = option("Dtype of the products: their peak is C.", default="bf16")
     params: Count | None = option("Parameters, such as 70B, in place of the model's.")
     kv_token_bytes: Bytes | None = option("Cache of a token, such as 100kB, in place of the model's.", "--kv-per-token")
@@ -57,6 +57,11 @@ class Given(Options):
     )
     png: Path | None = option("Draw the time of a step by batch, or --contexts, to this file (.png or .svg).")
 
+    @property
+    def counts_caches(self) -> bool:
+        """True if the bytes of a token's cache follow from the model."""
+        return self.kv_token_bytes is None
+
 
 @verb(Given)
 def command(given: Given) -> Answer:
@@ -73,7 +78,8 @@ def command(given: Given) -> Answer:
     batches = _counts(given.batch, "--batch") or [*(batch for batch in doubling if batch < largest), largest]
     steps = {name: column.tolist() for name, column in at.points(batches, kv_bytes).items()}
     facts: dict[str, Any] = {
-        **{name: getattr(given, name) for name in ("prompt", "output", "weights", "kv", "dtype", "mfu")},
+        **{name: getattr(given, name) for name in ("prompt", "output", "weights", "dtype", "mfu")},
+        "kv": given.kv if given.counts_caches else None,
         "model": at.model.name if at.model else None,
         "cluster": at.cluster.short_name,
         "num_chips": at.cluster.num_chips,
@@ -190,9 +196,13 @@ def _slices(at: Replica, given: Given, kv_bytes: float) -> list[dict[str, Any]]:
 
 
 def _context(at: Replica, num_positions: int) -> dict[str, Any]:
+    """Returns both ends of latency against throughput, batch 1 and the largest that fits, and every batch between."""
     kv_bytes = at.kv_bytes(num_positions)
-    most = min(at.batch_that_fits(kv_bytes), MOST_BATCH)
-    return {"context": num_positions, **at.points(range(1, most + 1), kv_bytes)}
+    largest = min(at.batch_that_fits(kv_bytes), MOST_BATCH)
+    points = at.points(range(1, largest + 1), kv_bytes)
+    last = {name: points[name][-1].item() for name in ("time_s", "tokens_per_s_per_chip", "longest")}
+    ends = {"context": num_positions, "fastest_s": points["time_s"][0].item(), "largest_batch": largest, **last}
+    return {**ends, "points": points}
 
 
 def _speculation(given: Given, step: serving.DecodeStep) -> dict[str, Any]:
@@ -240,21 +250,18 @@ SLICES: TableColumns = {
     "$/M output": ("usd_per_million_output", _dollars),
 }  # fmt: skip
 CONTEXTS: TableColumns = {
-    "context": "context",
-    "fastest": (lambda one: one["time_s"][0], SECONDS, "fastest_s"),
-    "largest batch": (lambda one: one["batch"][-1], None, "batch"),
-    "its step": (lambda one: one["time_s"][-1], SECONDS, "step_s"),
-    "tokens/s/chip": (lambda one: one["tokens_per_s_per_chip"][-1], four_digits, "tokens_per_s_per_chip"),
-    "longest": (lambda one: str(one["longest"][-1]).replace("_", " "), None, "longest"),
-}
+    "context": "context", "fastest": ("fastest_s", SECONDS), "largest batch": "largest_batch",
+    "its step": ("time_s", SECONDS), "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
+    "longest": ("longest", lambda part: part.replace("_", " ")),
+}  # fmt: skip
 
 
 def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     yield (
         f"{facts['model'] or 'a model'} on {facts['cluster']} ({facts['num_chips']:,} chips): "
         f"{format_params(facts['params'])} parameters in {facts['weights']}, {BYTES(facts['kv_bytes_per_token'])} of "
-        f"cache a token in {facts['kv']}, products in {facts['dtype']}; prompts of {facts['prompt']:,}, "
-        f"{facts['output']:,} generated"
+        f"cache a token{f' in {kv}' if (kv := facts['kv']) else ''}, products in {facts['dtype']}; prompts of "
+        f"{facts['prompt']:,}, {facts['output']:,} generated"
     )
     yield Table.of(facts["memory"], MEMORY)
     free, most = BYTES(facts["free_bytes"]), facts["largest_batch"]
@@ -309,7 +316,9 @@ def _figure(facts: dict[str, Any]) -> Any:
     title = f"{facts['model'] or 'A model'} on {facts['cluster']}, weights in {facts['weights']}"
     if facts["contexts"]:
         curves = {
-            f"{one['context']:,}": list(zip(one["time_s"] * 1e3, one["tokens_per_s_per_chip"], strict=True))
+            f"{one['context']:,} positions": list(
+                zip(one["points"]["time_s"] * 1e3, one["points"]["tokens_per_s_per_chip"], strict=True)
+            )
             for one in facts["contexts"]
         }
         return curves_figure(curves, x_title="ms a token", y_title="tokens/s/chip", title=title)

@@ -53,21 +53,17 @@ def largest_batch(free_bytes: Number, kv_bytes: Number) -> Number:
 def smallest_slice(chip: Chip, num_bytes: float) -> Cluster:
     """Returns the smallest cluster on offer that holds these bytes: a power of two of chips, or of whole domains.
 
-    Of several shapes it is the one with the most links across its middle. Raises CannotRunError if a pod is too small.
-    Source: section 8.1.1.
+    Raises CannotRunError if a pod is too small. Source: section 8.1.1.
     """
     fewest = max(1, min_chips(num_bytes, known(chip, "memory_bytes")))
-    if chip.topology == "torus":
-        count = 2 ** math.ceil(math.log2(fewest))
-        if chip.max_chips is not None and count > chip.max_chips:
-            raise CannotRunError(
-                f"{num_bytes:.3g} bytes need {fewest:,} chips; a pod of {chip.name} has {chip.max_chips:,}."
-            )
-        return slice_shapes(chip, count)[0]
-    domain = chip.domain_chips or fewest
-    if fewest <= domain:
-        return make_cluster(chip, (min(domain, 2 ** math.ceil(math.log2(fewest))),))
-    return make_cluster(chip, (domain, 2 ** math.ceil(math.log2(fewest / domain))))
+    count, most, domain = 2 ** math.ceil(math.log2(fewest)), chip.max_chips, chip.domain_chips
+    if chip.topology != "torus":
+        if domain is None or fewest <= domain:
+            return make_cluster(chip, (min(domain or count, count),))
+        return make_cluster(chip, (domain, 2 ** math.ceil(math.log2(fewest / domain))))
+    if most is not None and count > most:
+        raise CannotRunError(f"{num_bytes:.3g} bytes need {fewest:,} chips; a pod of {chip.name} has {most:,}.")
+    return slice_shapes(chip, count)[0]
 
 
 # -- one step -------------------------------------------------------------------------------------------
@@ -301,7 +297,7 @@ def speculation_speedup(
 ) -> Number:
     """Returns how many times faster K drafts make generation: expected tokens / (v + K c).
 
-    c is the time of a draft's step and v that of the step that checks K + 1 tokens, both over the model's own; v is 1
+    c is the time of a draft's step, v that of a step that checks K + 1 tokens, both over the model's own step: v is 1
     while memory binds. Source: Leviathan et al. 2022, theorem 3.8.
     """
     return expected_tokens(acceptance, num_drafts) / (verify_cost + num_drafts * draft_cost)
