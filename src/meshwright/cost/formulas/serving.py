@@ -16,7 +16,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.training_budget import cost_usd, min_chips
 from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import Cluster, make_cluster
-from meshwright.spec.slices import slice_shapes
+from meshwright.spec.slices import is_offered, slice_shapes
 
 DRAFTS = np.arange(65)
 """Numbers of drafted tokens among which `best_num_drafts` chooses."""
@@ -61,9 +61,12 @@ def smallest_slice(chip: Chip, num_bytes: float) -> Cluster:
         if domain is None or fewest <= domain:
             return make_cluster(chip, (min(domain or count, count),))
         return make_cluster(chip, (domain, 2 ** math.ceil(math.log2(fewest / domain))))
-    if most is not None and count > most:
-        raise CannotRunError(f"{num_bytes:.3g} bytes need {fewest:,} chips; a pod of {chip.name} has {most:,}.")
-    return slice_shapes(chip, count)[0]
+    while most is None or count <= most:
+        found = slice_shapes(chip, count)[0]
+        if is_offered(chip, found.shape):
+            return found
+        count *= 2
+    raise CannotRunError(f"{num_bytes:.3g} bytes need {fewest:,} chips; no slice of {chip.name} has as many.")
 
 
 # -- one step -------------------------------------------------------------------------------------------
