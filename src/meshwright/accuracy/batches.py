@@ -154,7 +154,9 @@ def _left_out(case: Case) -> tuple[str, ...]:
     """Returns the axes that are left out of the derivation, axes of size 1: in generation, and with adapters. Even at
     size 1 an axis would delay the sum of the adapter's and the base's cotangents by a collective."""
     mesh, setting = case.strategy.mesh, case.setting
-    return tuple(axis for axis, size in mesh.items() if size == 1) if setting.model.lora or not setting.job.trains else ()
+    return (
+        tuple(axis for axis, size in mesh.items() if size == 1) if setting.model.lora or not setting.job.trains else ()
+    )
 
 
 def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:

@@ -1,7 +1,6 @@
-"""Published measurements of serving: each is a decode step and a prefill of this package, and the time per token that
-both make under a steady load."""
+"""Published measurements of serving: each is a decode step and a prefill of this package, and the time per output token
+that both make under a steady load."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,8 @@ import numpy as np
 
 from meshwright.accuracy.batches import CaseBatch, batches, calibrations
 from meshwright.accuracy.cases import Case, Unpredicted, chip_of, model_of
+from meshwright.accuracy.errors import Accuracy, accuracy_of
+from meshwright.accuracy.fit import folds_of, minimise, rounded, with_intervals
 from meshwright.accuracy.records import Record
 from meshwright.algebra.generation import CacheDtype, Storage, WeightDtype
 from meshwright.core.errors import CannotRunError, InputError
@@ -17,8 +18,26 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import make_cluster
+from meshwright.spec.efficiency import GENERATION_NUMBERS, fitted_numbers
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, standard_assignment
+
+PRIORS: dict[str, tuple[float, float]] = {
+    "compute.h100": (0.7, 0.15),
+    "compute.blackwell": (0.6, 0.2),
+    "hbm.gpu": (0.85, 0.1),
+    "attention.gpu": (0.4, 0.3),
+    "kernel_s.gpu": (2e-6, 0.3),
+    "engine_s.TensorRT-LLM": (5e-4, 0.7),
+    "engine_s.vLLM": (1e-3, 0.7),
+    "engine_s.SGLang": (1e-3, 0.7),
+    "mixing": (0.7, 0.3),
+}
+"""Fitted number of generation -> (prior value, standard deviation of its logarithm); `accuracy --kernels` has shares and
+starts like these, the seconds of engines are estimates."""
+
+CONSTANTS = {"overlap": 2.0}
+"""What is not fitted: compute and memory of a kernel make the root of their squares, as measured kernels do."""
 
 ENGINES: dict[str, Engine] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
 """Backend of a record -> engine."""
@@ -48,7 +67,6 @@ class ServedCase(msgspec.Struct, frozen=True, kw_only=True):
     decode: Case
     batch: float
     output_len: int
-    measured_s: float
 
     @property
     def chip(self) -> Chip:
@@ -65,7 +83,8 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def seconds(self, *points: Mapping[str, float]) -> np.ndarray:
         """Returns predicted seconds per output token [points, cases] for several sets of numbers."""
-        tables = [calibrations([case.decode for case in self.cases], numbers) for numbers in points]
+        every = [case.decode for case in self.cases]
+        tables = [calibrations(every, {**CONSTANTS, **numbers}) for numbers in points]
         decode_s, prefill_s = (self._seconds(parts, tables) for parts in (self.decode, self.prefill))
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
@@ -95,6 +114,71 @@ def waiting_s(prefill_s: Any, *, batch: Any, output_len: Any, mixing: Any) -> An
     return mixing * np.maximum(np.asarray(batch) - 1, 0) / output_len * prefill_s
 
 
+def served_accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
+    """Compares all records with predictions from the shipped numbers of generation, or from data-sheet rates."""
+    cases, unpredicted = served_cases(records)
+    numbers = {"mixing": 1.0} if datasheet else fitted_numbers(GENERATION_NUMBERS).numbers
+    return _compared(cases, served_batch(cases).seconds(numbers)[0], numbers, unpredicted)
+
+
+def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, Accuracy]]:
+    """Returns numbers fitted on all records, with intervals, and errors by heading: predicted by numbers that have not
+    seen the configuration, the chip or the engine, and by those of the product."""
+    cases, unpredicted = served_cases(records)
+    batch = served_batch(cases)
+    measured = np.array([case.decode.measured_s for case in cases])
+
+    def fitted(chosen: np.ndarray) -> dict[str, float]:
+        return minimise(
+            lambda points: np.log(batch.seconds(*points) / measured)[:, chosen], np.ones(chosen.sum()), PRIORS
+        )
+
+    def held_out(parts: np.ndarray) -> np.ndarray:
+        found = np.empty(len(cases))
+        for part in np.unique(parts):
+            found[parts == part] = batch.seconds(fitted(parts != part))[0, parts == part]
+        return found
+
+    seconds = {
+        "served": held_out(folds_of([_configuration(case) for case in cases])),
+        "served-chips": held_out(np.array([case.chip.name for case in cases])),
+        "served-engines": held_out(np.array([case.record.backend for case in cases])),
+    }
+    experts = np.array([case.decode.setting.model.num_experts > 0 for case in cases])
+    numbers = rounded(fitted(np.ones(len(cases), dtype=bool)))
+    numbers |= with_intervals(seconds["served"], measured, np.ones(len(cases)), experts) | CONSTANTS
+    seconds["served-fitted"] = batch.seconds(numbers)[0]
+    return numbers, {name: _compared(cases, found, numbers, unpredicted) for name, found in seconds.items()}
+
+
+def _compared(
+    cases: Sequence[ServedCase], seconds: np.ndarray, numbers: Mapping[str, float], unpredicted: Sequence[Unpredicted]
+) -> Accuracy:
+    decode = [case.decode for case in cases]
+    return accuracy_of(decode, seconds, calibrations(decode, {**CONSTANTS, **numbers}), unpredicted, what="decode")
+
+
+def _configuration(case: ServedCase) -> tuple[Any, ...]:
+    """Returns a key that is equal for near duplicates: all lengths and batches of one engine on the same devices."""
+    record, mesh = case.record, case.decode.strategy.mesh
+    return (record.group, case.decode.setting.model.name, case.chip.name, tuple(mesh.values()), record.precision)
+
+
+def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tuple[Unpredicted, ...]]:
+    """Splits records into cases and records that are not predicted, with reasons; a measurement that several records
+    list counts once."""
+    found, left, seen = list[ServedCase](), list[Unpredicted](), set[tuple[Any, ...]]()
+    for record in records:
+        case = served_case(record)
+        if isinstance(case, ServedCase):
+            key = (*_configuration(case), case.batch, record.isl, record.osl, record.measured)
+            if key in seen:
+                case = Unpredicted(record=record, reason="the measurement is listed twice")
+            seen.add(key)
+        (found if isinstance(case, ServedCase) else left).append(case)
+    return tuple(found), tuple(left)
+
+
 def served_batch(cases: Sequence[ServedCase]) -> ServedBatch:
     """Returns the cases with their prefills and decode steps in batches of one pattern each."""
     prefill, decode = (batches([getattr(case, kind) for case in cases]) for kind in ("prefill", "decode"))
@@ -116,6 +200,8 @@ def _served(record: Record) -> ServedCase:
     if record.precision not in STORED:
         raise InputError(f"precision {record.precision!r} is not known")
     assert record.model is not None
+    kind = "experts" if record.model.moe else "dense"
+    record = msgspec.structs.replace(record, group=f"{engine}, {kind}")
     chip, model = chip_of(record), model_of(record.model, record.isl + record.osl)
     tensor, replicas = _degrees(record)
     if tensor * replicas > MOST_DEVICES:
@@ -143,7 +229,12 @@ def _served(record: Record) -> ServedCase:
 
     def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
         job = Job(kind=kind, batch_seqs=batch_seqs, seq_len=seq_len)
-        return Case(record=record, setting=msgspec.structs.replace(at, job=job), strategy=strategy, measured_s=math.nan)
+        return Case(
+            record=record,
+            setting=msgspec.structs.replace(at, job=job),
+            strategy=strategy,
+            measured_s=record.measured.tpot_ms / 1e3,
+        )
 
     return ServedCase(
         record=record,
@@ -151,7 +242,6 @@ def _served(record: Record) -> ServedCase:
         decode=case("decode", max(total, replicas), record.isl + record.osl // 2),
         batch=max(total / replicas, 1.0),
         output_len=record.osl,
-        measured_s=record.measured.tpot_ms / 1e3,
     )
 
 

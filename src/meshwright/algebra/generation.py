@@ -39,8 +39,8 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """How generation stores weights and caches.
 
     ``weights`` is the dtype of matrices, with `scales` ("": the state's own, without); int8 alone is executed in this
-    version, and of caches all but fp8, which has no scales. A cache is contiguous, position p of a sequence in slot p of S; where
-    the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len`` the other
+    version, and of caches all but fp8, which has no scales. A cache is contiguous, position p of a sequence in slot p
+    of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len`` the other
     layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All devices have ``num_pages``
     together (0: enough for every sequence; unused without ``page_len``); sequences of one device share its pages.
     """
@@ -136,7 +136,7 @@ def one_position(strategy: Strategy) -> Strategy:
 
 
 def scales(model: Model) -> dict[str, Variable]:
-    """Maps each weight that may be quantised to the variable of its scales, whose dims are those that no product sums over.
+    """Maps each weight that may be quantised to the variable of its scales, whose dims are those that no product sums.
 
     These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
     of positions. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.

@@ -131,9 +131,7 @@ def op_sizes(
     )
 
 
-def _reduced_by_engine(
-    step: Step, sent: Number, sizes: SlotSizes, group: GroupRates, kernels: KernelRates
-) -> StepCost:
+def _reduced_by_engine(step: Step, sent: Number, sizes: SlotSizes, group: GroupRates, kernels: KernelRates) -> StepCost:
     """Prices a sum over the GPUs of a domain as engines make it: by a kernel that reads peers' memory, or by NCCL where
     that is sooner. A token's experts are added up before."""
     if has_slots(step.full):

@@ -20,6 +20,9 @@ FILE = Path(__file__).parent / "data" / "efficiency.toml"
 KERNEL_NUMBERS = FILE.with_name("kernels.toml")
 """Numbers of single kernels: `cost.work.kernel_times`."""
 
+GENERATION_NUMBERS = FILE.with_name("generation.toml")
+"""Numbers of steps of generation as inference engines run them."""
+
 BLACKWELL_WATTS_PER_FLOPS = 1000 / 2250e12
 """A B200's power over its dense bf16 peak. Power limits the products of Blackwell boards: a board with more peak for
 the same power reaches a smaller share of it."""
