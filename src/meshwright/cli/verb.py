@@ -19,6 +19,7 @@ from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, chip
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.model import Model
+from meshwright.spec.service import parse_load, parse_target
 
 FORMATS = ("text", "json", "csv", "markdown")
 
@@ -45,6 +46,10 @@ Count = Annotated[int, TextType("count", _positive)]
 """A whole number of at least 1, such as 4096, 4Mi or 15T."""
 Bytes = Annotated[float, TextType("bytes", lambda text, what: parse_bytes(text))]
 """A size, such as 80GB or 16GiB."""
+Target = Annotated[float, TextType("time", parse_target)]
+"""Seconds above 0, such as 1s, 20ms."""
+Load = Annotated[float, TextType("rate", parse_load)]
+"""Requests a second, such as 20/s or 600/min."""
 MeshSizes = Annotated[dict[str, int], TextType("axis=n,...", parse_mesh)]
 DimSizes = Annotated[dict[str, int], TextType("dim=n,...", dim_sizes)]
 _TYPES: dict[Any, click.ParamType] = {
