@@ -25,7 +25,6 @@ OF_TRAINING = {
     "batch": "--batch",
     "seq_len": "--seq",
     "tokens": "--tokens",
-    "axes": "--axes",
     "collective_matmul": "--collective-matmul",
     "out": "-o",
     "full": "--full",
@@ -65,7 +64,7 @@ def service_answer(given: Any) -> Answer:
     setting = service_setting(model, cluster, rates_for(cluster, given.calibration, fitted=True))
     assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     setting = msgspec.structs.replace(setting, assumptions=assumed)
-    result = plan_service(setting, service, stored=stored, pareto=given.pareto)
+    result = plan_service(setting, service, stored=stored, axes=given.axes, pareto=given.pareto)
     facts = result.to_json()
     rows = [{name: value for name, value in plan.items() if not isinstance(value, dict)} for plan in facts["plans"]]
     return Answer(facts, service_text(result, given.top), {given.png: lambda: _frontier_figure(result)}, [rows])
@@ -81,15 +80,14 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
         f"{service.output_len:,} of output{_target_words(service)}"
     )
     listed = result.listed(top)
-    first = "most tokens first" if result.is_frontier else "best first"
+    loaded = service.requests_per_s is not None
+    first = "best first" if not result.is_frontier else "fewest chips first" if loaded else "most tokens first"
     columns: TableColumns = {
         f"engines, {first}": lambda plan: "\n".join(_engine_lines(plan)),
         "TTFT": ("ttft_s", format_seconds),
         "TPOT": ("tpot_s", format_seconds),
-        "chips" if service.requests_per_s else "tok/s": (
-            ("num_chips", "{:,}".format)
-            if service.requests_per_s
-            else ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
+        "chips" if loaded else "tok/s": (
+            ("num_chips", "{:,}".format) if loaded else ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
         ),
         "$/M in": ("usd_per_m_input", _usd, "usd_per_m_input"),
         "$/M out": ("usd_per_m_output", _usd, "usd_per_m_output"),

@@ -24,7 +24,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.service import Service
 
 BOUNDS = ("parameters", "KV", "FLOPs", "network", "stragglers", "other")
-"""What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts that wait
+"""What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts waiting
 for each other, and the rest (elementwise traffic, launches)."""
 
 MAX_BATCH_POWER = 14

@@ -1,11 +1,12 @@
 """The engines that a cluster can be divided into: parts of it, and the mesh and placement of each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
 
 from meshwright.core.dims import MESH_AXES
+from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.cost.network.links import physical_links
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.plan.candidates import parts_of
@@ -59,9 +60,31 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(found, placement=self.placements[number].describe())
 
 
-def fleet_of(model: Model, cluster: Cluster) -> Fleet:
-    """Returns the engines whose numbers of chips divide the cluster, and whose sizes divide the heads and experts."""
-    found = list(_engines(model, cluster))
+def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = None) -> Fleet:
+    """Returns the engines whose numbers of chips divide the cluster, and whose sizes divide the heads and experts.
+
+    ``axes`` fixes sizes. Raises InputError for an axis that engines are not split over, CannotRunError if no engine has
+    these sizes.
+    """
+    fixed = axes or {}
+    for axis in fixed:
+        if axis not in ENGINE_AXES:
+            raise InputError(
+                f"mesh axis {axis!r} splits no engine of a service in this version.{nearest(axis, ENGINE_AXES)} "
+                f"Use {' or '.join(ENGINE_AXES)}."
+            )
+    found = [
+        (part, placement)
+        for part, placement in _engines(model, cluster)
+        if all(placement.mesh[axis] == size for axis, size in fixed.items())
+    ]
+    if not found:
+        named = " x ".join(f"{axis}={size}" for axis, size in fixed.items())
+        raise CannotRunError(
+            f"no engine of {model.name} on {cluster.short_name} has {named}: tensor must divide the {model.num_heads} "
+            f"heads{f', expert the {model.num_experts} experts' * bool(model.num_experts)}, and the engine the "
+            f"{cluster.num_chips} chips."
+        )
     meshes = [placement.mesh for _, placement in found]
     return Fleet(
         cluster=cluster,
@@ -81,7 +104,16 @@ def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placemen
         if chips <= MAX_ENGINE_CHIPS and sizes:
             for part in engine_parts(cluster, chips):
                 for mesh in sizes:
-                    yield from ((part, placement) for placement in place_axes(part, make_mesh(mesh))[:PARTS_TRIED])
+                    yield from (
+                        (part, _padded(one, cluster)) for one in place_axes(part, make_mesh(mesh))[:PARTS_TRIED]
+                    )
+
+
+def _padded(placement: Placement, cluster: Cluster) -> Placement:
+    """Returns the placement with all links of the cluster: a part within one slice does not use what joins slices."""
+    others = physical_links(cluster)[len(placement.links) :]
+    unused = (msgspec.structs.replace(link, size=1, parts=()) for link in others)
+    return msgspec.structs.replace(placement, links=(*placement.links, *unused))
 
 
 def engine_parts(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
@@ -98,5 +130,5 @@ def transfer_bytes_per_s(cluster: Cluster) -> float:
     On switches it is the rate of the outermost level of several parts, on a torus one link (several slices: their
     network). Nothing else is assumed to use it.
     """
-    links = [link for link in physical_links(cluster) if link.size > 1]
+    links = [link for link in physical_links(cluster) if link.size > 1 and link.level != "host"]
     return links[-1].bytes_per_s if links else np.inf

@@ -1,7 +1,7 @@
 """Plans a service of a model on a cluster, as `plan --serve` does: the best ways to serve, or why there is none."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -35,19 +35,20 @@ def plan_service(
     service: Service,
     *,
     stored: Sequence[StoredDtypes] = (),
+    axes: Mapping[str, int] | None = None,
     pareto: bool = False,
 ) -> ServiceResult:
     """Returns the ways to serve a model on a cluster, best first; the setting's job and storage are ignored.
 
     The best makes the most output tokens per second and chip, so it costs the least, among those that meet the
     service's targets and its load. Without targets, or with ``pareto``, the result is the frontier of tokens per second
-    and chip against time per output token. ``stored`` are the dtypes to try, by default all. Raises CannotRunError if
-    nothing fits in memory, or if nothing that fits meets the targets or the load; InputError for a prompt that is longer
-    than the model's positions.
+    and chip against time per output token. ``stored`` are the dtypes to try, by default all; ``axes`` fixes sizes of
+    engines. Raises CannotRunError if nothing fits in memory, or if nothing that fits meets the targets or the load, and
+    InputError for a prompt that is longer than the model's positions.
     """
     _require_served(setting.model, service)
     chosen = tuple(stored) or stored_dtypes()
-    priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster), chosen)
+    priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), chosen)
     if not len(priced.decode) or not len(found := all_services(priced, service, setting.model)):
         raise CannotRunError(_does_not_fit(setting, service, priced))
     order = ranked(found, service)

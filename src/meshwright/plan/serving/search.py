@@ -30,8 +30,8 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
 
     ``num_prefill`` engines only prefill: 0 where the ``num_decode`` engines do both. ``num_chips`` are all chips that
     are paid for: those of the cluster or, for a load, those of the engines. ``free_bytes`` are left of a chip's room,
-    on the fuller chips. They could serve ``requests_per_s``, and do serve ``served_per_s``, at most the load. ``serves`` is
-    false where the cluster has too few chips for the load.
+    on the fuller chips. The engines could serve ``requests_per_s``, and do serve ``served_per_s``, at most the load.
+    ``serves`` is false where the cluster has too few chips for the load.
     """
 
     pools: np.ndarray
