@@ -114,8 +114,9 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
     idle = best.num_chips - best.generate.num_chips - best.has_pools * best.prefill.num_chips
     rate = f"{best.requests_per_s:.3g} requests/s on {chips}{f', {idle} of them idle' * bool(idle)}"
     if service.requests_per_s is not None:
-        rate = f"{service.requests_per_s:g} requests/s need {chips} of {cluster.num_chips:,}, which serve up to " + (
-            f"{best.requests_per_s:.3g}"
+        rate = (
+            f"{service.requests_per_s:,.10g} requests/s need {chips} of {cluster.num_chips:,}, which serve up to "
+            + (f"{best.requests_per_s:.3g}")
         )
     yield Fact("the first", rate)
     yield Fact("its decode step", _step_words(best.generate))
@@ -126,9 +127,11 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
     yield Fact("memory of a chip", f"{memory}; {format_bytes(best.free_bytes)} left")
     if result.as_written and (best.weights, best.cache) != ("bf16", "bf16"):
         other = result.as_written
+        made = f"makes {three_digits(other.tokens_per_s_per_chip)} tok/s"
+        made = made if service.requests_per_s is None else f"needs {other.num_chips:,} chips"
         yield Fact(
             "all in bf16",
-            f"the best makes {three_digits(other.tokens_per_s_per_chip)} tok/s at TPOT {format_seconds(other.tpot_s)}: "
+            f"the best {made} at TPOT {format_seconds(other.tpot_s)}: "
             f"{', '.join(line.strip() for line in _engine_lines(other))}",
         )
 
@@ -154,7 +157,7 @@ def _engine_lines(plan: ServicePlan) -> list[str]:
 def _target_words(service: Service) -> str:
     targets: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s}
     said = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
-    said += [f"{service.requests_per_s:g} requests/s"] if service.requests_per_s is not None else []
+    said += [f"{service.requests_per_s:,.10g} requests/s"] if service.requests_per_s is not None else []
     return f"; {', '.join(said)}" if said else ""
 
 
