@@ -1,4 +1,4 @@
-"""The console blocks of docs/serving.md print what they say: `python -m tests.refresh_blocks docs/serving.md` updates."""
+"""The console blocks of docs/serving.md print what they say; `tests.refresh_blocks` writes them again."""
 
 from pathlib import Path
 

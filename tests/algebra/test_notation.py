@@ -179,7 +179,7 @@ def test_sizes_are_read_in_order():
         ("", "'' is not a mesh axis size. Write X=4,Y=2"),
         ("X", "'X' is not a mesh axis size. Write X=4,Y=2"),
         ("=4", "'=4' is not a mesh axis size"),
-        ("X=0", "mesh axis X=0 must be at least 1"),
+        ("X=0", "size of mesh axis X '0' is below 1"),
         ("X=2,X=4", "X is given twice"),
         ("X=many", "size of mesh axis X"),
     ],

@@ -12,6 +12,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.weights import num_params, weight_table
 
 LLAMA = load_model("llama3-8b")
 JOB = Job(batch_seqs=64, seq_len=4096)
@@ -48,14 +49,33 @@ def test_the_parts_add_up_to_the_step(name, rates):
 @pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize("name", ["fsdp x tensor", "pipeline", "zero 1", "in turn"])
 def test_collectives_share_what_is_exposed(name, rates):
-    at = priced(name, rates)
-    rows = Breakdown(at).traffic
-    parts = Breakdown(at)
-    sends = float(at.times.sends_s(at.pipeline))  # boundaries between stages are no step of a layer
-    assert parts.exposed_s - sends <= sum(row.exposed_s for row in rows) * (1 + 1e-6) + 1e-9
-    assert sum(row.exposed_s for row in rows) <= parts.exposed_s * (1 + 1e-6)
+    parts = Breakdown(priced(name, rates))
+    rows = parts.traffic
+    assert sum(row.exposed_s for row in rows) == pytest.approx(parts.exposed_s)
     assert [row.exposed_s for row in rows] == sorted((row.exposed_s for row in rows), reverse=True)
-    assert sum(row.alone_s for row in rows) == pytest.approx(sum(parts.alone.values()) - sends)
+    assert sum(row.alone_s for row in rows) == pytest.approx(sum(parts.alone.values()))
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_step_without_overlap(name, rates):
+    """All that is hidden comes back; stages wait for it too, so that their bubble grows. Steps in turn hide nothing."""
+    parts = Breakdown(priced(name, rates))
+    longer = parts.overlap().exposed_step_s
+    assert parts.overlap(lambda cost: 0.0).exposed_step_s == pytest.approx(parts.step_s)
+    half, rounding = parts.overlap(lambda cost: 0.5).exposed_step_s, 1e-9 * parts.step_s
+    assert parts.step_s - rounding <= half <= longer + rounding
+    slowdown = float(parts.priced.times.slowdown)
+    without_links = parts.step_s - parts.exposed_s
+    if name == "pipeline":
+        assert longer > without_links + sum(parts.alone.values())
+    else:
+        assert longer == pytest.approx(without_links + slowdown * sum(parts.alone.values()))
+
+
+def test_what_overlap_hides_in_words():
+    assert Breakdown(priced("fsdp x tensor", "fitted")).overlap().words.startswith("hides ")
+    assert Breakdown(priced("in turn")).overlap().words == ""
 
 
 def test_an_exponent_leaves_something_of_every_collective_standing():
@@ -152,3 +172,14 @@ def test_the_bubble_and_the_host_link():
 def test_words():
     assert term_words("fsdp,context") == "collectives over fsdp and context"
     assert term_words("bubble") == "pipeline bubble"
+
+
+def test_bytes_are_those_that_one_device_sends():
+    """ZeRO-3 of all weights over 16 chips gathers them twice and scatters their gradients: 15/16 of 2 bytes each."""
+    rows = {row.op: row for row in Breakdown(priced("fsdp")).traffic if row.axes == ("fsdp",)}
+    small = sum(row.num_params for row in weight_table(LLAMA) if row.kind != "matrix")
+    once = 15 / 16 * 2 * (num_params(LLAMA) - small)
+    assert rows["reduce_scatter"].num_bytes == pytest.approx(once, rel=1e-6)
+    table = 15 / 16 * 2 * LLAMA.vocab_size * LLAMA.d_model
+    assert once < rows["all_gather"].num_bytes <= 2 * once
+    assert (2 * once - rows["all_gather"].num_bytes) % table == pytest.approx(0.0, abs=1)

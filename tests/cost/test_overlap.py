@@ -147,15 +147,28 @@ def test_a_smaller_exponent_hides_less():
 
 
 def test_eager_dispatch_is_no_faster_than_its_host():
-    """A pass takes the kernels times what the host needs for one, where the device needs less."""
+    """A pass takes the kernels times what the host needs for one, where the device needs less; weights and gradients of
+    many matrices move at once."""
     _, fast, costs = priced({"fsdp": 8}, software="eager", efficiency={"host_kernel_s": 1e-9})
     _, slow, _ = priced({"fsdp": 8}, software="eager", efficiency={"host_kernel_s": 1e-2})
-    kernels = sum(c.num_kernels + c.step.is_collective for c in costs if c.step.phase == "forward")
+    forward = [c for c in costs if c.step.phase == "forward"]
+    kernels = sum(c.num_kernels + (c.step.is_collective and not c.hides) for c in forward)
     assert kernels > 10
+    assert any(c.hides for c in forward)
     assert fast.layers[0].forward < 1e-2
     assert slow.layers[0].forward == pytest.approx(kernels * 1e-2, rel=1e-3)
     _, compiled, _ = priced({"fsdp": 8}, efficiency={"host_kernel_s": 1e-2})
     assert compiled.layers[0].forward < 1e-2
+
+
+def test_collectives_fit_between_the_starts_of_kernels():
+    """A host that needs longer than the device and its collectives hides both, in software without overlap too."""
+    for software in ("eager", *IN_TURN):
+        host = {"host_kernel_s": 1e-2}
+        _, alone, _ = priced({"tensor": 8}, software=software, efficiency=host)
+        _, slower, costs = priced({"tensor": 8}, software=software, efficiency=host | {"nvlink": 0.5})
+        assert any(c.network_s > 0 and not c.hides for c in costs)
+        assert slower.layers[0].forward == alone.layers[0].forward
 
 
 def test_the_host_adds_to_every_microbatch():

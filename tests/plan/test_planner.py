@@ -10,14 +10,15 @@ from meshwright.core.units import format_seconds
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.legal import legal
-from meshwright.plan.planner import UNEVEN, rank_plans
+from meshwright.plan.planner import UNEVEN, imbalance_notes, rank_plans, slots_note
 from meshwright.plan.space import EMULATED
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import load_plan, save_plan
-from meshwright.spec.strategy import make_mesh, require_runnable_strategy
+from meshwright.spec.slices import slice_note
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, require_runnable_strategy
 
 LLAMA70B, LLAMA8B, TINY = (catalogue.load_model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
 BIG = Job(batch_seqs=1024, seq_len=4096, train_tokens=15 * 10**12)
@@ -257,6 +258,30 @@ def test_a_plan_says_what_an_uneven_load_of_experts_would_cost():
     assert first.notes[-1].endswith(f"with 1.25 times a step would take {format_seconds(uneven.estimate.step_s)}")
     alone = rank_plans(setting, axes={"expert": 1}, top=1)
     assert not any("busiest device" in note for note in alone.notes)
+
+
+def test_the_line_of_the_load_says_which_strategy_is_then_the_fastest():
+    setting = Setting(catalogue.load_model("mixtral-8x7b"), parse_cluster("h100:8x4"), Job(batch_seqs=64, seq_len=4096))
+    mesh = make_mesh({"fsdp": 4, "expert": 8})
+    slow, fast = (Strategy(mesh=mesh, remat=remat) for remat in ("full", "none"))
+    uneven = msgspec.structs.replace(setting, assumptions=Assumptions(imbalance=UNEVEN))
+    seconds = format_seconds(price_strategy(uneven, fast).estimate.step_s)
+    assert imbalance_notes(setting, slow, fast)[0].endswith(f", and number 2 be the fastest, {seconds}")
+    assert imbalance_notes(setting, fast, slow)[0].endswith(f"a step would take {seconds}")
+
+
+def test_a_plan_names_assumptions_that_do_not_hold_here():
+    """Other software, whose devices of experts have room for the load alone, and slices that nobody offers."""
+    job = Job(batch_seqs=60, seq_len=512)
+    plain, odd = (rank_plans(Setting(TINY, parse_cluster(on), job), top=1).notes for on in ("v5e:2x2", "v5e:3x5"))
+    assert [note for note in odd if note not in plain] == slice_note(parse_cluster("v5e:3x5"))
+    other = Assumptions(software="eager", dispatch="devices", imbalance=1.1)
+    eager = rank_plans(Setting(TINY, parse_cluster("h100:4x1"), job, assumptions=other), top=1).notes
+    said = "priced as other software would run it, which train and verify refuse: software=eager, dispatch=devices"
+    assert said in eager
+    spread = Strategy(mesh=make_mesh({"expert": 8}))
+    setting = Setting(catalogue.load_model("mixtral-8x7b"), parse_cluster("h100:8x1"), job, assumptions=other)
+    assert slots_note(setting, spread)[0].endswith("1.1 times the mean of rows (assumptions.imbalance)")
 
 
 def test_top_is_a_number_of_strategies():

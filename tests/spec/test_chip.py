@@ -230,6 +230,10 @@ def test_a_chip_of_one_s_own_is_a_file(own):
     assert chip("big.toml").memory_bytes == 32e9  # what the compiler offers of 16 GB is not taken over
 
 
+def test_a_tpu7x_has_what_the_compiler_offers_to_its_two_devices():
+    assert chip("tpu7x").memory_bytes == 2 * 94.75 * 2**30
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -237,7 +241,9 @@ def test_a_chip_of_one_s_own_is_a_file(own):
         ('base = "h10"', "big.toml: unknown chip 'h10'. Did you mean 'h100'"),
         ('base = "big.toml"', "base 'big.toml' is a file. Name a chip of the catalogue"),
         ('[chip]\nbase = "h100"\nhbm_bytes = -1.0', "big.toml:1: the chip's hbm_bytes is -1"),
-        ("hbm_bytes = 96e9", 'a chip needs a name. Give one, or begin with base = "h100"'),
+        ("hbm_bytes = 96e9", 'a chip needs base = "h100" (a known chip) and what differs, or name'),
+        ('name = "big"', "or name, topology and figures"),
+        ('base = "h100"\n[peak_flops]\nbf17 = 1e15', "'bf17' is not a dtype of matrix products. Did you mean 'bf16'?"),
         ('inherits = "h100"', "big.toml:1: unknown key 'inherits'. Did you mean 'base'?"),
         ("[[chip]]\nname = 'a'", "one table"),
         ('chip = "h100"\nshap = [4]', "big.toml:2: unknown key 'shap'"),

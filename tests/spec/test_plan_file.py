@@ -168,8 +168,12 @@ def test_a_file_that_is_no_plan(tmp_path):
         load_plan(tmp_path / "missing.toml")
     with pytest.raises(InputError, match=r"plan\.toml:2: not valid TOML"):
         parse_plan("version = 1\n[model\n", path="plan.toml")
-    with pytest.raises(InputError, match="needs the key 'model'"):
+    tables = ("model", "cluster", "job", "strategy", "calibration", "predicted")
+    with pytest.raises(InputError, match=f"^plan.toml: needs the keys {', '.join(map(repr, tables))}.$"):
         parse_plan("version = 1\n", path="plan.toml")
+    empty = "".join(f"[{name}]\n" for name in tables)
+    with pytest.raises(InputError, match=r"^plan.toml: needs the keys 'model.name', [^;]*, 'predicted.flops'.$"):
+        parse_plan(f"version = 1\n{empty}", path="plan.toml")
 
 
 def test_utilisation_is_flops_over_time_and_peak():

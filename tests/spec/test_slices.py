@@ -7,7 +7,7 @@ import pytest
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.slices import bisection_links, parse_clusters, slice_shapes
+from meshwright.spec.slices import bisection_links, parse_clusters, slice_note, slice_shapes
 
 
 def names(text):
@@ -48,8 +48,8 @@ def test_best_first():
 
 
 def test_below_a_cube_and_on_two_axes():
-    assert names("v5p:16chips") == ["v5p:2x2x4", "v5p:1x4x4"]
-    assert names("v5e:32chips") == ["v5e:4x8", "v5e:2x16"]
+    assert names("v5p:16chips") == ["v5p:2x2x4"]
+    assert names("v5e:32chips") == ["v5e:4x8"]
     assert names("v5e:256chips") == ["v5e:16x16"]
     assert names("h100:1024chips") == ["h100:8x128"]
     assert names("gb200:576chips") == ["gb200:72x8"]
@@ -73,3 +73,19 @@ def test_numbers_that_no_slice_has():
         slice_shapes(chip("v5e"), 12)
     with pytest.raises(InputError, match="unknown chip"):
         parse_clusters("v9:64chips")
+
+
+@pytest.mark.parametrize(
+    "text", ["v5e:1x1", "v6e:2x4", "v5e:4x2", "v5p:2x2x1", "v4p:4x4x2", "tpu7x:8x4x12", "h100:8x3"]
+)
+def test_slices_that_are_offered(text):
+    assert slice_note(parse_cluster(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "compiled"), [("v5e:3x5", False), ("v6e:2x6", True), ("v5p:1x2x4", False), ("v4p:6x6x6", True)]
+)
+def test_slices_that_are_not_offered(text, compiled):
+    [note] = slice_note(parse_cluster(text))
+    assert note.startswith(f"{text} is not a slice that is offered (1x")
+    assert ("no program can be compiled" in note) == (not compiled)

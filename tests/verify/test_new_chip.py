@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
+from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
+from meshwright.cost.step_rates import has_grouped_kernels
 from meshwright.plan.planner import rank_plans
 from meshwright.spec import catalogue
 from meshwright.spec import chip as chip_module
@@ -108,12 +110,44 @@ def test_more_of_a_name_is_another_chip(folder):
 
 
 def test_a_chip_on_a_base_is_other_hardware():
-    """It keeps the fitted numbers, whatever its name; what to compile for its own table has to say."""
+    """It keeps the fitted numbers, whatever its name; devices that call themselves as its base are none of it."""
     custom = chip_module.chip_from_table({"base": "h100", "hbm_bytes": 1e11})
     assert (family(custom), custom.xla_gpu, custom.device_kind) == ("h100", None, "")
     assert family(chip_module.chip_from_table({"base": "h100", "name": "mine"})) == "h100"
     assert family(chip_module.chip_from_table({"base": "h100", "name": "mine", "family": "v5p"})) == "v5p"
     assert family(msgspec.structs.replace(custom, base="")) == "h100"  # a plan file of an earlier version
+
+
+@pytest.mark.parametrize("base", ["h100", "v5e"])
+def test_a_chip_on_a_base_is_compiled_as_its_base(base):
+    """If only its rates, its memory, its price or its power differ."""
+    own = chip_module.chip_from_table(
+        {"base": base, "hbm_bytes": 4e10, "hbm_bytes_per_s": 1e12, "peak_flops": {"bf16": 1e14}, "power_w": 300}
+    )
+    shape = "4x2" if base == "v5e" else "8x1"
+    cluster = msgspec.structs.replace(parse_cluster(f"{base}:{shape}"), chip=own)
+    target, of_base = target_of(cluster), target_of(parse_cluster(f"{base}:{shape}"))
+    assert (target.platform, target.topology) == (of_base.platform, of_base.topology)
+    assert f"compiled as for {chip(base).full_name}: what differs is no part of programs" in target.note
+    if base == "h100":
+        size = round(chip("h100").xla_gpu.device_memory_size * 4e10 / 8e10)
+        assert f"device_memory_size: {size}" in target.options["target_config"]
+    else:
+        assert target.note.endswith("except that libtpu plans with 16.9 GB of memory")
+    renamed = msgspec.structs.replace(own, base="", name=f"{base}-custom")  # a plan file of an earlier version
+    assert target_of(msgspec.structs.replace(cluster, chip=renamed)) == target
+
+
+def test_a_chip_with_other_units_than_its_base_needs_a_compiler_of_its_own():
+    own = chip_module.chip_from_table({"base": "h100", "num_sms": 100})
+    with pytest.raises(CannotRunError, match="no compiler is known for h100 with its own num_sms"):
+        target_of(msgspec.structs.replace(parse_cluster("h100:8x1"), chip=own))
+
+
+def test_experts_of_a_chip_on_a_base_run_in_the_same_kernels():
+    own = chip_module.chip_from_table({"base": "h100", "power_w": 500})
+    cluster = parse_cluster("h100:8x1")
+    assert has_grouped_kernels(msgspec.structs.replace(cluster, chip=own)) == has_grouped_kernels(cluster)
 
 
 def test_plan_files_of_earlier_versions_name_the_chip_alone():

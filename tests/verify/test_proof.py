@@ -101,6 +101,8 @@ def test_the_compilers_own_limit_counts(proved):
     found = proved(**compiled(16.0, out_of_memory=said))
     assert found.memory.available == 14 * 2**30
     assert not found.runs
+    more = proved(**compiled(40.0, out_of_memory=said.replace("14", "17")))
+    assert more.memory.available == memory_limit(parse_cluster("v5e:2x2"))
 
 
 def test_exactly_full_fits():

@@ -121,6 +121,14 @@ def test_a_twisted_torus():
     assert target.options["wrap"] == (True, True, True)
 
 
+def test_slices_that_are_not_offered():
+    """Where libtpu has a topology the program is compiled, with a note; one chip is a host of its own."""
+    with pytest.raises(CannotRunError, match=r"v5e:3x5 is not a slice that is offered .* take --for cpu"):
+        target_of(parse_cluster("v5e:3x5"))
+    assert "v5e:2x6 is not a slice that is offered" in target_of(parse_cluster("v5e:2x6")).note
+    assert target_of(parse_cluster("v5e:1x1")).options == {"chips_per_host_bounds": (1, 1, 1)}
+
+
 def test_a_chip_that_is_two_devices_says_so():
     target = target_of(parse_cluster("tpu7x:2x2x1"))
     assert "two devices" in target.note

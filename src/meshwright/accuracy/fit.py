@@ -33,7 +33,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "network": (0.7, 0.15),
     "ici": (0.85, 0.1),
     "dcn": (0.5, 0.4),
-    "hop_s.nvlink": (10e-6, 0.4),
+    "hop_s.nvlink": (7e-6, 0.2),
     "hop_s.network": (15e-6, 0.25),
     "contraction_half.gpu": (80.0, 0.5),
     "contraction_half.tpu": (200.0, 0.5),

@@ -45,7 +45,7 @@ def make_setting(
     """
     found = load_model(model) if isinstance(model, str | Path) else model
     chips = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    length = parse_count(f"{seq_len}", what="seq_len")
+    length = parse_count(f"{seq_len}", what="seq_len", least=1)
     sequences = parse_batch(f"{batch}", seq_len=length)
     weights_folder = weights_of(str(model)) if isinstance(model, str | Path) else ""
     fields = {"batch_seqs": sequences, "seq_len": length, "weights": weights_folder, **job_fields}

@@ -46,10 +46,10 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
     for pair in pairs:
         key, sep, text = pair.partition("=")
         section, name = field_name(key)
-        if not sep or not section or not name:
-            raise InputError(
-                f"--set {pair!r} is not section.key=value.{nearest(name, SECTION_OF)} Write strategy.remat=block."
-            )
+        if not sep:
+            raise InputError(f"--set {pair!r} has no value. Write KEY=VALUE, such as strategy.remat=block.")
+        if not section or not name:
+            raise InputError(f"--set {pair!r} names no field.{nearest(name, SECTION_OF)} Write strategy.remat=block.")
         if section not in found:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
         value = field_value(text.strip())
@@ -163,11 +163,7 @@ def dim_sizes(text: str, what: str = "--dims") -> dict[str, int]:
 
 def _sizes(text: str, kind: str, example: str, what: str) -> dict[str, int]:
     pairs = split_pairs(text, f"a {kind} size. Write {example}", what=what)
-    sizes = {name: parse_count(value, what=f"{what}: size of {kind} {name}") for name, value in pairs.items()}
-    for name, size in sizes.items():
-        if size < 1:
-            raise InputError(f"{what}: {kind} {name}={size} must be at least 1. Leave it out if it is not wanted.")
-    return sizes
+    return {name: parse_count(value, what=f"{what}: size of {kind} {name}", least=1) for name, value in pairs.items()}
 
 
 def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[str, ...]:
@@ -179,9 +175,9 @@ def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[s
     first, dots, last = values.partition("..")
     found = [part.strip() for part in _COMMAS.split(values)]
     if dots:
-        low, high = (parse_count(part.strip(), what=f"{what} {text}: {name}") for part in (first, last))
+        low, high = (parse_count(part.strip(), what=f"{what} {text}: {name}", least=1) for part in (first, last))
         found = [f"{low << power}" for power in range(64) if low << power <= high]
-        if low < 1 or not found:
+        if not found:
             raise InputError(f"{what} {text!r} ends before it begins. Write the smaller size first.")
     if not all(found):
         raise InputError(f"{what} {text!r} is not {form}. Write for example {name}=1,16 or {name}=1..16.")

@@ -1,6 +1,7 @@
 """A verb of the command line: its options declared as a class, its answer printed in one place."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -35,14 +36,7 @@ class TextType(click.ParamType):
         return self.read(value, what=what) if isinstance(value, str) else value
 
 
-def _positive(text: str, *, what: str) -> int:
-    value = parse_count(text, what=what)
-    if value < 1:
-        raise InputError(f"{what} {text} must be at least 1.")
-    return value
-
-
-Count = Annotated[int, TextType("count", _positive)]
+Count = Annotated[int, TextType("count", partial(parse_count, least=1))]
 """A whole number of at least 1, such as 4096, 4Mi or 15T."""
 Bytes = Annotated[float, TextType("bytes", lambda text, what: parse_bytes(text))]
 """A size, such as 80GB or 16GiB."""

@@ -70,7 +70,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         table: Any = self.data
         for part in at:
             table = table[part]
-        problems = _key_problems(self, table, tuple(names), (), at)
+        problems = _key_problems(self, table, tuple(names), at)
         if problems:
             raise InputError("; ".join(problems))
 
@@ -102,10 +102,15 @@ def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
 def decode_toml(file: TomlFile, kind: type[T]) -> T:
     """Converts the file to a Struct.
 
-    Every unknown key (with the nearest known one), missing key and wrong value is collected into ONE
-    InputError, each with ``path:line``.
+    Every unknown key (with the nearest known one) and wrong value, each with ``path:line``, and the names of all
+    missing keys are collected into ONE InputError.
     """
-    problems = _problems(file, file.data, inspect.type_info(kind), ())
+    found = _problems(file, file.data, inspect.type_info(kind), ())
+    problems = [one for one in found if isinstance(one, str)]
+    if missing := [one for one in found if isinstance(one, tuple)]:
+        names = ", ".join(repr(".".join(map(str, key))) for key in missing)
+        where = file.where(missing[0][:-1]) if len(missing) == 1 else file.path
+        problems.append(f"{where}: needs the key{'s' * (len(missing) > 1)} {names}.")
     if problems:
         raise InputError("; ".join(problems))
     try:
@@ -133,14 +138,15 @@ def warn_of_changes(file: TomlFile) -> None:
         )
 
 
-def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: KeyPath) -> list[str]:
-    """Lists every fault of the value; descends into tables so that one fault does not hide the next."""
+def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: KeyPath) -> list[str | KeyPath]:
+    """Lists every fault of the value, a missing key by its path; descends into tables so that one fault does not hide
+    the next."""
     options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     for option in options:
         if isinstance(option, inspect.StructType) and isinstance(value, dict):
             fields = {field.encode_name: field for field in option.fields}
-            required = tuple(name for name, field in fields.items() if field.required)
-            found = _key_problems(file, value, tuple(fields), required, at)
+            missing = ((*at, name) for name, field in fields.items() if field.required and name not in value)
+            found: list[str | KeyPath] = [*_key_problems(file, value, tuple(fields), at), *missing]
             inside = [_problems(file, value[name], fields[name].type, (*at, name)) for name in fields if name in value]
             return [*found, *chain(*inside)]
         if isinstance(option, inspect.DictType) and isinstance(value, dict):
@@ -191,14 +197,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _key_problems(
-    file: TomlFile, table: Mapping[str, Any], names: tuple[str, ...], required: tuple[str, ...], at: KeyPath
-) -> list[str]:
-    found = [
-        f"{file.where((*at, key))}: unknown key {key!r}.{nearest(key, names)}" for key in table if key not in names
-    ]
-    where = f"[{'.'.join(map(str, at))}] " if at else ""
-    return found + [f"{file.where(at)}: {where}needs the key {key!r}." for key in required if key not in table]
+def _key_problems(file: TomlFile, table: Mapping[str, Any], names: tuple[str, ...], at: KeyPath) -> list[str]:
+    return [f"{file.where((*at, key))}: unknown key {key!r}.{nearest(key, names)}" for key in table if key not in names]
 
 
 def _key_lines(text: str) -> dict[KeyPath, int]:

@@ -13,24 +13,24 @@ _SMALL: dict[str, float] = {"": 1, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _NUMBER = re.compile(r"\s*(-?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def _split(text: str, what: str) -> tuple[float, str]:
+def _split(text: str, what: str, least: int = 0) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
     if match is None:
         raise InputError(f"{what} {text!r} is not a number. Write for example 4Mi, 15T, 4096 or 1e6.")
     value = float(match.group(1).replace("_", ""))
-    if value < 0:
-        raise InputError(f"{what} {text!r} is below 0. Give a number of at least 0.")
+    if value < 0 or value == 0 < least:
+        raise InputError(f"{what} {text!r} is below {least}. Give a number of at least {least}.")
     if value > LARGEST:
         raise InputError(f"{what} {text!r} is larger than {LARGEST:g}. Give a smaller number.")
     return value, match.group(2)
 
 
-def parse_count(text: str, *, what: str = "count") -> int:
+def parse_count(text: str, *, what: str = "count", least: int = 0) -> int:
     """Parses a whole number from ``"4Mi"``, ``"15T"``, ``"1e6"``: k M G T are powers of ten, Ki Mi Gi of two.
 
-    Raises InputError if the text is not a whole number of at least 0.
+    Raises InputError if the text is not a whole number of at least ``least``, 0 or 1.
     """
-    value, suffix = _split(text, what)
+    value, suffix = _split(text, what, least)
     scale = _BINARY.get(suffix, _DECIMAL.get(suffix))
     if scale is None:
         raise InputError(

@@ -8,8 +8,11 @@ import msgspec
 from msgspec.structs import replace
 
 from meshwright.algebra.ops import kind_of
+from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.algebra.steps import Step
 from meshwright.core.labels import OPTIMIZER
+from meshwright.core.units import format_seconds
+from meshwright.cost.network.collectives import received_share
 from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pass_times import StepSeconds, block_times
 from meshwright.cost.train_step import PricedStrategy
@@ -27,6 +30,9 @@ WORDS: dict[str, str] = {
     "pcie": "transfers to the host",
     "other": "host, stragglers, latency",
 }
+
+MIN_HIDDEN = 0.1
+"""Least share of a step that overlap hides for it to be said."""
 
 ROUNDING = 1e-9
 """Share of a step below which a difference of sums is rounding."""
@@ -58,7 +64,7 @@ def term_words(name: str) -> str:
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of collective over one group of mesh axes, in one training step of the busiest device.
 
-    ``num_bytes`` and ``alone_s`` (no overlap) are sums over all executions; bytes are those of the full arrays.
+    ``num_bytes`` and ``alone_s`` (no overlap) are sums over all executions; bytes are those that one device sends.
     ``exposed_s`` is its part of the exposed communication: collectives are made free one by one, from the longest to
     the shortest and in reverse order, and each gets the mean of its two savings. The parts add up.
     """
@@ -69,6 +75,30 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: float
     alone_s: float
     exposed_s: float
+
+
+class PricedOverlap(msgspec.Struct, frozen=True, kw_only=True):
+    """Overlap in the price of a step: of ``alone_s`` of communication it hides ``hidden_s``.
+
+    ``exposed_step_s`` and ``exposed_mfu`` are of the step if all communication, or a share, overlaps with nothing.
+    """
+
+    step_s: float
+    alone_s: float
+    hidden_s: float
+    exposed_step_s: float
+    exposed_mfu: float
+
+    @property
+    def words(self) -> str:
+        """The step without overlap in words; "" if overlap hides less than `MIN_HIDDEN` of it."""
+        if self.hidden_s < MIN_HIDDEN * self.step_s:
+            return ""
+        hidden, alone, step = map(format_seconds, (self.hidden_s, self.alone_s, self.exposed_step_s))
+        return (
+            f"hides {hidden} of {alone} of communication; without any the step takes {step} (MFU "
+            f"{self.exposed_mfu:.0%}). meshwright verify shows what of it is compiled"
+        )
 
 
 class LabelledStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +266,22 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         """Seconds of communication that overlap hides."""
         return max(0.0, sum(self.alone.values()) - self.exposed_s)
 
+    def overlap(self, exposed: Callable[[StepCost], float] = lambda collective: 1.0) -> PricedOverlap:
+        """Returns what overlap hides, and the step if the ``exposed`` share of each collective hides nowhere."""
+
+        def split(cost: StepCost) -> StepCost:
+            exposed_s = cost.network_s * exposed(cost) if cost.step.is_collective else 0.0
+            return replace(cost, network_s=cost.network_s - exposed_s, exposed_s=exposed_s)
+
+        step_s = float(self._seconds(split).step_s)
+        return PricedOverlap(
+            step_s=self.step_s,
+            alone_s=sum(self.alone.values()),
+            hidden_s=self.hidden_s,
+            exposed_step_s=step_s,
+            exposed_mfu=self.priced.estimate.mfu * self.step_s / step_s,
+        )
+
     @property
     def bubble_s(self) -> float:
         """Idle seconds of the pipeline if links took no time."""
@@ -260,18 +306,21 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     def traffic(self) -> tuple[Traffic, ...]:
         """Every collective of the step by kind and mesh axes, the most exposed first."""
         found: dict[tuple[str, AxisGroup], list[StepCost]] = {}
-        for cost in self.priced.costs.all:
-            if cost.step.is_collective and float(cost.network_s) > 0:
+        sends = (replace(cost, here=self.priced.pipeline.num_sends / 2) for cost in self.priced.costs.boundary)
+        for cost in (*self.priced.costs.all, *sends):
+            if cost.step.is_collective and float(cost.network_s * cost.here) > 0:
                 found.setdefault((cost.step.op, cost.group), []).append(cost)
         alone = {key: sum(float(cost.network_s * cost.here) for cost in costs) for key, costs in found.items()}
         order = sorted(found, key=lambda key: -alone[key])
         saved = (self._saved_in_turn(order), self._saved_in_turn(order[::-1]))
+        sizes, groups = self.priced.sizes, self.priced.rates.groups
+        share = {key: float(received_share(key[0], groups[key[1]].size)) for key in found}
         rows = [
             Traffic(
                 op=key[0],
                 axes=costs[0].step.axes,
                 executions=sum(float(cost.here) for cost in costs),
-                num_bytes=sum(float(cost.network_bytes * cost.here) for cost in costs),
+                num_bytes=share[key] * sum(float(c.network_bytes * c.here * num_moves(c.step, sizes)) for c in costs),
                 alone_s=alone[key],
                 exposed_s=max(0.0, sum(one[key] for one in saved) / len(saved)),
             )

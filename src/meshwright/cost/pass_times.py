@@ -54,11 +54,11 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
 class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of layers, of the ``ends`` (embedding and head) and of the rest of a step, for every schedule.
 
-    ``send_s`` is for one microbatch over one boundary of stages, both directions together. ``exchange_parts_s`` is for
-    `Priced.exchanges`: (seconds by bytes of all layers, latency). ``after_s`` is the part of the update that belongs to
-    no block. ``microbatch_s`` is added by the host to each microbatch.
-    ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step by
-    ``slowdown`` and add ``straggler_s``.
+    ``send_s`` is for one microbatch over one boundary of stages, both directions together, ``exposed_send_s`` the part
+    that passes do not hide. ``exchange_parts_s`` is for `Priced.exchanges`: (seconds by bytes of all layers, latency).
+    ``after_s`` is the part of the update that belongs to no block. ``microbatch_s`` is added by the host to each
+    microbatch. ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step
+    by ``slowdown`` and add ``straggler_s``.
     """
 
     num_layers: int
@@ -66,6 +66,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[BlockSeconds, ...]
     send_s: Number
     after_s: Number
+    exposed_send_s: Number = 0.0
     exchange_parts_s: tuple[Number, Number] = (0.0, 0.0)
     microbatch_s: Number = 0.0
     overlap: Number | None = None
@@ -119,9 +120,10 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         a_layer = (forward + backward) / pipeline.layers_held(self.num_layers)
         ends = np.maximum(ends - pipeline.layers_beside_head(self.num_layers) * a_layer, 0.0)
         each = forward + backward + ends + self.microbatch_s
-        passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
+        passes, exposed_s = pipeline.microbatches * each, pipeline.num_sends * self.exposed_send_s / 2
+        sends = self.sends_s(pipeline) - exposed_s
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
-        busy = passes + self.once_s(pipeline) + self.after_s + offload.optimizer_s
+        busy = passes + exposed_s + self.once_s(pipeline) + self.after_s + offload.optimizer_s
         return StepSeconds(step_s=(busy + bubble) * self.slowdown + self.straggler_s, bubble_s=bubble * self.slowdown)
 
 
@@ -161,10 +163,11 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         num_layers=derived.num_layers,
         layers=tuple(layers),
         ends=tuple(ends),
-        send_s=total(cost.network_s for cost in priced.boundary),
+        send_s=total(cost.time_s for cost in priced.boundary),
+        exposed_send_s=total(cost.exposed_s for cost in priced.boundary),
         after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
         exchange_parts_s=(
-            total(cost.count * (cost.network_s - cost.latency_s) for cost in priced.exchanges),
+            total(cost.count * (cost.network_s + cost.exposed_s - cost.latency_s) for cost in priced.exchanges),
             total(cost.latency_s for cost in priced.exchanges),
         ),
         microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST),
@@ -179,23 +182,29 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
     By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
     Blocks of a collective matmul hide behind its own products; the remainder is exposed. A fitted exponent says how
-    complete overlap is: see `partly_hidden`. With eager dispatch, compute is no shorter than the starts of its kernels.
+    complete overlap is: see `partly_hidden`. With eager dispatch, a pass is no shorter than the starts of its kernels.
     Libraries add the exchanges of tokens that nothing hides.
     """
+    if rates.overlaps and rates.software not in WITHOUT_HOST:
+        starts = total(_host_starts(cost, rates) for cost in costs)
+        return np.maximum(_device_s(costs, rates), rates.chip.efficiency.host_kernel_s * starts)
+    return _device_s(costs, rates)
+
+
+def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
+    """Returns the seconds of one pass on the device: see `_pass_s`."""
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
     at = rates.chip.efficiency
     compute = total(cost.local_s for cost in costs) / rates.compute_share
-    if rates.software not in WITHOUT_HOST:
-        compute = np.maximum(compute, at.host_kernel_s * total(_host_starts(cost, rates) for cost in costs))
+    alone_s = total(cost.exposed_s for cost in costs)
     if rates.software in IN_TURN:
-        return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
+        return compute + alone_s + total(cost.network_s for cost in costs if cost.step.is_collective)
     hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
     waited = [cost for cost, hidden in zip(costs, hides, strict=True) if cost.step.is_collective and not hidden]
-    alone_s: Number = 0.0
     if rates.software != "compiled":
         # libraries overlap weights, gradients and tensor parallelism, but tokens wait for their exchange
-        alone_s = total(cost.network_s for cost in waited if exchanges_slots(cost.step))
+        alone_s = alone_s + total(cost.network_s for cost in waited if exchanges_slots(cost.step))
         waited = [cost for cost in waited if not exchanges_slots(cost.step)]
     rounds = [cost for cost in costs if cost.in_ring_loop]
     waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
@@ -209,9 +218,10 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 
 
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
-    """Returns the kernels of a step that the host starts, a collective's too: none that a CUDA graph holds."""
+    """Returns the kernels of a step that the host starts: none that a CUDA graph holds, and no collective that hides,
+    as libraries move the weights and gradients of many matrices at once."""
     held = rates.software == "captured-layers" and not is_at_experts(cost.step)
-    sends = cost.step.is_collective and np.asarray(rates.groups[cost.group].size) > 1
+    sends = cost.step.is_collective and not cost.hides and np.asarray(rates.groups[cost.group].size) > 1
     return 0 if held else cost.num_kernels + sends
 
 
@@ -258,7 +268,7 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
 
     The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives.
     """
-    local = total(cost.local_s for cost in costs)
+    local = total(cost.local_s + cost.exposed_s for cost in costs)
     if not rates.overlaps or rates.software in IN_TURN:
         return total(cost.time_s for cost in costs)
     both = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)

@@ -28,7 +28,7 @@ from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import StepRates, attention_scores, has_grouped_kernels, step_rates
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.calibration import Calibration, datasheet_calibration
-from meshwright.spec.chip import catalogued
+from meshwright.spec.chip import catalogued, compiled_as
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -111,7 +111,7 @@ class Setting(Checked, frozen=True, dict=True):
         ``mesh`` and ``microbatch_seqs`` replace the strategy's; their sizes may be arrays. In decode no key is skipped:
         a query is multiplied with every slot of a cache.
         """
-        job, target = self.job, catalogued(self.cluster.chip, "libtpu")
+        job, target = self.job, catalogued(compiled_as(self.cluster.chip), "libtpu")
         found = op_sizes(
             self.model,
             seq_len=job.step_len,

@@ -16,6 +16,7 @@ from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, datasheet_calibration, reference_peak
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.efficiency import family
 from meshwright.spec.strategy import AS_RUN, SENDING_SMS, Assumptions, Software, Strategy, mesh_words
 
 BETWEEN_NODES = ("network", "dcn")
@@ -79,7 +80,7 @@ def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Sco
 
 def has_grouped_kernels(cluster: Cluster) -> bool:
     """True for TPUs and Hopper, for which `nn.experts.grouped` has kernels."""
-    return cluster.kind == "torus" or cluster.chip.family == "h100"
+    return cluster.kind == "torus" or family(cluster.chip) == "h100"
 
 
 def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement, ...]:

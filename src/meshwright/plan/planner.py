@@ -21,7 +21,9 @@ from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import Job, optimizer_words, require_training
+from meshwright.spec.slices import slice_note
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words
 
 NEAREST_BATCH_SHARE = 0.25
@@ -72,8 +74,7 @@ def rank_plans(
         outcome = _largest_part(space, top)
     outcome = _without_stages(space, top, outcome)
     best = outcome.found[0]
-    of_best = msgspec.structs.replace(setting.on(best.cluster), job=best.job)
-    notes = (*_notes(space, setting), *imbalance_notes(of_best, best.strategy))
+    notes = (*_notes(space, setting), *imbalance_notes(best.setting, *(one.strategy for one in outcome.found)))
     near = None
     shortfall: tuple[str, ...] = ()
     if outcome.found[0].cluster != cluster:
@@ -152,6 +153,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
     notes = [
         f"times rest on {setting.rates.describe()}",
         f"MFU counts {mfu_words(setting.model)}",
+        *assumption_notes(setting),
     ]
     if cluster.kind != "host" and setting.rates.is_datasheet:
         notes.append("nothing is measured or fitted behind these rates: real steps take longer, see docs/accuracy.md")
@@ -166,6 +168,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
         )
     if setting.job.seq_len > setting.model.max_positions:
         notes.append(f"the model's config has {setting.model.max_positions:,} positions, and the sequences are longer")
+    notes += power_notes(cluster.chip, setting.rates)
     notes.append(f"training state {space.template.state}{optimizer_words(setting.job)}")
     return tuple(notes)
 
@@ -173,22 +176,33 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
 def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
     """Returns a note if devices have a part of the experts, and nothing bounds their slots; else []."""
     spread = setting.model.num_experts and strategy.mesh["expert"] > 1
-    if not spread or strategy.capacity_factor or not setting.assumptions.holds_empty_slots:
+    if not spread or strategy.capacity_factor:
         return []
+    room = f"; it has room for {ROOM:g} times, and takes more in further rounds"
     return [
         f"the busiest device of experts is counted with {setting.assumptions.imbalance:g} times the mean of rows "
-        f"(assumptions.imbalance); it has room for {ROOM:g} times, and takes more in further rounds"
+        f"(assumptions.imbalance){room * setting.assumptions.holds_empty_slots}"
     ]
 
 
-def imbalance_notes(setting: Setting, strategy: Strategy) -> list[str]:
-    """Returns `slots_note`, with the step at a load of `UNEVEN`."""
-    notes = slots_note(setting, strategy)
+def imbalance_notes(setting: Setting, *strategies: Strategy) -> list[str]:
+    """Returns `slots_note` of the first strategy, with its step at a load of `UNEVEN`, and which is fastest then."""
+    notes = slots_note(setting, strategies[0])
     if not notes or setting.assumptions.imbalance >= UNEVEN:
         return notes
     assumptions = msgspec.structs.replace(setting.assumptions, imbalance=UNEVEN)
-    uneven = price_strategy(msgspec.structs.replace(setting, assumptions=assumptions), strategy).estimate.step_s
-    return [f"{notes[0]}; with {UNEVEN:g} times a step would take {format_seconds(uneven)}"]
+    uneven = msgspec.structs.replace(setting, assumptions=assumptions)
+    seconds = [price_strategy(uneven, strategy).estimate.step_s for strategy in strategies]
+    fastest = min(range(len(seconds)), key=seconds.__getitem__)
+    then = f", and number {fastest + 1} be the fastest, {format_seconds(seconds[fastest])}" if fastest else ""
+    return [f"{notes[0]}; with {UNEVEN:g} times a step would take {format_seconds(seconds[0])}{then}"]
+
+
+def assumption_notes(setting: Setting) -> list[str]:
+    """Returns a note of a slice that is not offered, and one of assumptions that do not hold for this package."""
+    other = ", ".join(f"{name}={value}" for name, value in setting.assumptions.of_other_software.items())
+    words = f"priced as other software would run it, which train and verify refuse: {other}"
+    return slice_note(setting.cluster) + [words] * bool(other)
 
 
 # -- when the chips do not divide the work -------------------------------------------------------------

@@ -1,12 +1,14 @@
 """The result of planning: strategies that run with their predictions, as data, as JSON and as a plan file."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from meshwright.cost.breakdown import Breakdown, PricedOverlap
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import Estimate
+from meshwright.cost.train_step import Estimate, price_strategy
 from meshwright.plan.run_budget import chip_time
 from meshwright.plan.space import USUAL, Choices
 from meshwright.spec.cluster import Cluster
@@ -50,7 +52,7 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
         return {"axes": found.pop("mesh"), **found, **more}
 
 
-class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
+class PlanResult(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Strategies, best first, for the job as given.
 
     ``axes``, ``overrides`` and ``choices`` are what the search was given: `why_not` and `what_if` search again with
@@ -79,6 +81,12 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     def job(self) -> Job:
         return self.setting.job
 
+    @cached_property
+    def overlap(self) -> PricedOverlap:
+        """What overlap hides in the price of the best strategy."""
+        best = self.strategies[0]
+        return Breakdown(price_strategy(best.setting, best.strategy)).overlap()
+
     def to_json(self) -> dict[str, Any]:
         """Returns one object for `plan --json`."""
         near = self.nearest_batch
@@ -87,6 +95,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
             "cluster": self.cluster.short_name,
             "job": msgspec.to_builtins(self.job),
             "strategies": [one.to_json() for one in self.strategies],
+            "overlap": msgspec.to_builtins(self.overlap),
             "memory_margin": self.setting.memory_margin,
             "notes": [*self.shortfall, *self.notes],
             "nearest_batch": None

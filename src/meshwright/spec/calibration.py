@@ -10,7 +10,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.fields import check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import load_toml, sealed_toml
-from meshwright.spec.chip import Chip, known, peak
+from meshwright.spec.chip import Chip, known, peak, require_dtypes
 
 
 class CollectiveRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,6 +157,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_figures(self, f"calibration {self.name!r}:", may_be_zero=("hop_s", "host"))
+        for name in ("matmul_flops_per_s", "peak_flops_per_s", "attention_flops_per_s"):
+            require_dtypes(getattr(self, name), f"{name}: ")
 
     @property
     def is_datasheet(self) -> bool:

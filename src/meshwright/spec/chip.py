@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +20,20 @@ CATALOGUE = Path(__file__).parent / "data" / "chips"
 _NOT_INHERITED = ("aliases", "family", "device_kind", "libtpu", "xla_gpu")
 """Fields that a chip does not inherit from its base: to compilers and measurements it may be other hardware."""
 
+_IN_PROGRAMS = (
+    *("topology", "num_ici_axes", "twists", "vmem_bytes", "l2_bytes", "num_cores", "mxus_per_core", "mxu_dim"),
+    *("vpu_lanes_per_core", "vpu_alus_per_lane", "sms_per_tpc", "num_tpcs", "num_sms", "l1_bytes_per_sm"),
+    *("register_bytes_per_sm", "fp32_lanes_per_sm", "tensor_cores_per_sm", "tensor_core_flops_per_cycle"),
+)
+"""Figures on which compiled programs depend: a chip whose base has others is not compiled for as the base."""
+
 PAID_FOR = ("price_usd_per_hour", "power_w")
 """Figures that only the book's variant of a chip inherits: other hardware has another price and another power."""
 
 _MAY_BE_ZERO = ("ici_hop_s", "nvlink_hop_s", "network_hop_s", "dcn_hop_s", "price_usd_per_hour", "power_w")
+
+MATMUL_DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4", "int4")
+"""Dtypes of matrix products, the widest first."""
 
 _NARROW_FLOATS = {"fp8", "fp4"}
 
@@ -34,12 +44,13 @@ OptionValue = bool | int | str
 class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A TPU as libtpu knows it: a topology's text is ``name``, a colon and sizes. ``note`` says what a program compiled
     for it cannot show. A chip is ``devices`` to the compiler; ``tile_rows`` are the rows of the tiles from which
-    products take 16-bit numbers, which are stored in tiles of 8."""
+    products take 16-bit numbers, which are stored in tiles of 8. ``slices`` are offered, on three axes cubes too."""
 
     name: str
     chip_config_name: str = ""
     devices: int = 1
     tile_rows: int = 8
+    slices: tuple[str, ...] = ()
     note: str = ""
 
 
@@ -163,6 +174,7 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         check_figures(self, "the chip's", may_be_zero=_MAY_BE_ZERO)
+        require_dtypes(self.peak_flops, "peak_flops: ")
         try:
             re.compile(self.device_kind)
         except re.error as error:
@@ -213,18 +225,21 @@ def peak(chip: Chip, dtype: str) -> float:
     raise InputError(f"{chip.name} has no {dtype} matrix rate in its table; it has {known}. {advice}.")
 
 
+def require_dtypes(dtypes: Iterable[str], where: str = "") -> None:
+    """Raises InputError for a dtype in which no matrix product is computed; ``where`` begins the message."""
+    for dtype in (one for one in dtypes if one not in MATMUL_DTYPES):
+        raise InputError(f"{where}{dtype!r} is not a dtype of matrix products.{nearest(dtype, MATMUL_DTYPES)}")
+
+
 def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:
     """Returns the dtype in which a product is computed: the widest operand's, as in int8 weights x bf16 activations.
 
     A narrower dtype that the chip cannot multiply (int4, or fp8 on a v5e) is widened to bf16, or fp16 without bf16;
     integers with narrow floats are multiplied in bf16. Raises InputError for an unknown dtype.
     """
-    order = ["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4", "int4"]
-    for dtype in operand_dtypes:
-        if dtype not in order:
-            raise InputError(f"{dtype!r} is not a dtype of matrix products.{nearest(dtype, order)}")
+    require_dtypes(operand_dtypes)
     kinds = set(operand_dtypes)
-    widest = min(kinds, key=order.index)
+    widest = min(kinds, key=MATMUL_DTYPES.index)
     if {"int8", "int4"} & kinds and _NARROW_FLOATS & kinds:
         widest = "bf16"
     if widest in chip.peak_flops or widest in {"fp32", "tf32", "bf16"}:
@@ -332,6 +347,20 @@ def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
     return getattr(chip, field) or (getattr(found, field) if found else None)
 
 
+def catalogue_name(chip: Chip) -> str:
+    """Returns the name of a chip's base, else its own."""
+    # plan files of earlier versions say only by the name which chip theirs differs from
+    return chip.base or chip.name.removesuffix("-custom")
+
+
+def compiled_as(chip: Chip) -> Chip:
+    """Returns the chip for which programs of ``chip`` are compiled: its base, if that alone has a compiler and nothing
+    in programs depends on what differs; else the chip itself."""
+    base = chips().get(catalogue_name(chip), chip)
+    own = catalogued(chip, "libtpu") or catalogued(chip, "xla_gpu")
+    return chip if own or any(getattr(chip, name) != getattr(base, name) for name in _IN_PROGRAMS) else base
+
+
 def read_chip(path: Path) -> Chip:
     """Returns the chip of a file: its keys, or those of its table ``[chip]``, which may also be a name."""
     file = read_toml(path)
@@ -370,8 +399,8 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
         merged["base"] = chip(base).name
         merged["name"] = table.get("name") or f"{base}-custom"
         merged["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(given) or 'name'}"
-    elif "name" not in table:
-        raise InputError('a chip needs a name. Give one, or begin with base = "h100" if it differs from a known one.')
+    elif not {"name", "topology"} <= table.keys():
+        raise InputError('a chip needs base = "h100" (a known chip) and what differs, or name, topology and figures.')
     made = convert_fields(merged, Chip, section="chip")
     families = sorted({one.family for one in chips().values() if one.family})
     if made.family and made.family not in families:

@@ -44,10 +44,11 @@ def can_twist(chip: Chip, shape: ClusterShape) -> bool:
 
 def complete_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
     """Returns the shape completed with sizes of 1. Raises an error that names a valid shape."""
-    if min(shape, default=0) < 1 or num_slices < 1:
-        raise InputError(f"cluster {chip.name}:{times(shape)} has a size below 1. Give positive whole numbers.")
+    given = f"cluster {f'{num_slices}*' * (num_slices != 1)}{chip.name}:{times(shape)}"
+    if not shape or min(*shape, num_slices) < 1:
+        raise InputError(f"{given} has a size below 1. Give positive whole numbers.")
     if num_slices * math.prod(shape) > MAX_CHIPS:
-        raise InputError(f"cluster {chip.name}:{times(shape)} has more than {MAX_CHIPS:,} chips. Give a smaller one.")
+        raise InputError(f"{given} has more than {MAX_CHIPS:,} chips. Give a smaller one.")
     checks = {"torus": _torus_shape, "switched": _switched_shape, "host": _host_shape}
     return checks[chip.topology](chip, shape, num_slices)
 

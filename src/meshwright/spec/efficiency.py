@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from meshwright.spec.calibration import SHARES, Calibration, Efficiency
-from meshwright.spec.chip import Chip, catalogued
+from meshwright.spec.chip import Chip, catalogue_name, catalogued
 
 FILE = Path(__file__).parent / "data" / "efficiency.toml"
 
@@ -57,12 +57,15 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
 
 def family(chip: Chip) -> str | None:
     """Returns the family whose numbers apply to a chip; None for a chip without a family, such as a CPU."""
-    return catalogued(chip, "family", name=_catalogue_name(chip)) or None
+    return catalogued(chip, "family", name=catalogue_name(chip)) or None
 
 
-def _catalogue_name(chip: Chip) -> str:
-    # plan files of earlier versions say only by the name which chip theirs differs from
-    return chip.base or chip.name.removesuffix("-custom")
+def power_notes(chip: Chip, rates: Calibration | None) -> list[str]:
+    """Returns a note if a chip has a power of its own that changes none of the times at these rates; else []."""
+    slows = family(chip) == "blackwell" and rates is not None and rates.name == "fitted"
+    if chip.variant != "custom" or chip.power_w is None or slows:
+        return []
+    return [f"power_w = {chip.power_w:g} changes energy, not times: its effect is fitted for Blackwell alone"]
 
 
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:
@@ -83,7 +86,7 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
 
 def _power_limit(chip: Chip, base: str) -> float:
     """Returns a Blackwell's power per peak FLOP/s relative to a B200; 1 for other chips."""
-    watts = catalogued(chip, "power_w", name=_catalogue_name(chip))
+    watts = catalogued(chip, "power_w", name=catalogue_name(chip))
     if base != "blackwell" or watts is None:
         return 1.0
     return watts / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS

@@ -83,8 +83,8 @@ def parse_batch(text: str, *, seq_len: int) -> int:
     if seq_len < 1:
         raise InputError(f"seq={seq_len} must be at least 1 token.")
     if text.strip().endswith("seq"):
-        return parse_count(text.strip().removesuffix("seq"), what="batch")
-    tokens = parse_count(text, what="batch")
+        return parse_count(text.strip().removesuffix("seq"), what="batch", least=1)
+    tokens = parse_count(text, what="batch", least=1)
     if tokens > MAX_SEQUENCES * seq_len:
         raise InputError(f"batch {text} is {tokens:.3g} tokens. Give at most {MAX_SEQUENCES} sequences of {seq_len}.")
     if tokens < seq_len:

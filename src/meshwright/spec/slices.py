@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.spec.chip import Chip, chip
+from meshwright.spec.chip import Chip, catalogued, chip
 from meshwright.spec.cluster import CHIP_NAME, Cluster, make_cluster, parse_cluster
-from meshwright.spec.cluster_shapes import ClusterShape, can_twist
+from meshwright.spec.cluster_shapes import ClusterShape, can_twist, times, torus_wraps
 
 _TEXT = re.compile(rf"({CHIP_NAME}):(\d+)chips")
 
@@ -39,7 +39,9 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
         domain = math.gcd(num_chips, chip.domain_chips or num_chips)
         return (make_cluster(chip, (domain, num_chips // domain)),)
     for num_slices in _slice_counts(chip, num_chips):
-        found = [make_cluster(chip, one, num_slices=num_slices) for one in _tori(chip, num_chips // num_slices)]
+        every = _tori(chip, num_chips // num_slices)
+        shapes = [one for one in every if is_offered(chip, one)] or every
+        found = [make_cluster(chip, one, num_slices=num_slices) for one in shapes]
         if found:
             twists = [cluster.shape for cluster in found if can_twist(chip, cluster.shape)]
             twisted = [make_cluster(chip, shape, num_slices=num_slices, twisted=True) for shape in twists]
@@ -48,6 +50,27 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
                 sorted([*found, *twisted], key=lambda c: (-bisection_links(c), sum(c.shape), c.shape, c.twisted))
             )
     raise CannotRunError(f"no slices of {chip.name} have {num_chips:,} chips. {_advice(chip, num_chips)}")
+
+
+def is_offered(chip: Chip, shape: ClusterShape) -> bool:
+    """True if slices of this shape, in any order of its axes, are offered, or if it is not known which are."""
+    target = catalogued(chip, "libtpu")
+    cubes = chip.num_ici_axes == 3 and all(torus_wraps(chip, shape))
+    return not target or not target.slices or cubes or times(tuple(sorted(shape))) in target.slices
+
+
+def slice_note(cluster: Cluster) -> list[str]:
+    """Returns a line if no such slice is offered, which also says if none can be compiled; else []."""
+    if is_offered(cluster.chip, cluster.shape):
+        return []
+    slices = ", ".join(catalogued(cluster.chip, "libtpu").slices) + ", cubes of 4x4x4" * (len(cluster.shape) == 3)
+    odd = "" if compiles(cluster.shape) else ", and no program can be compiled for it: libtpu takes hosts of 2x2 chips"
+    return [f"{cluster.short_name} is not a slice that is offered ({slices}){odd}"]
+
+
+def compiles(shape: ClusterShape) -> bool:
+    """True if libtpu has a topology of this shape: one chip, or hosts of 2x2 chips that fill the first two axes."""
+    return math.prod(shape) == 1 or all(size % 2 == 0 for size in shape[:2])
 
 
 def bisection_links(cluster: Cluster) -> int:

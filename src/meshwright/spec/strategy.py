@@ -177,8 +177,9 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for name in ("chunks", "bucket_bytes"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
-        if not 0 <= self.capacity_factor <= MAX_SEQUENCES:
-            raise InputError(f"strategy.capacity_factor={self.capacity_factor} must be at least 0 (0 sets no bound).")
+        if self.capacity_factor and not 1 <= self.capacity_factor <= MAX_SEQUENCES:
+            dropped = f"strategy.capacity_factor={self.capacity_factor:g} drops tokens however even the load is"
+            raise InputError(f"{dropped}. Give at least 1, or 0 for no bound.")
         if self.state not in STATE_BYTES:
             raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
@@ -295,6 +296,12 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise InputError(f"assumptions.imbalance={self.imbalance} must be at least 1.")
 
     @property
+    def of_other_software(self) -> dict[str, str | bool]:
+        """Fields that differ from what programs of this package do, which are priced and not executed."""
+        names = ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(AS_RUN, name)}
+
+    @property
     def fused_head(self) -> bool:
         """True if the software fuses both passes of a chunked loss head; other software computes its logits in each."""
         return self.software == "compiled"
@@ -334,10 +341,8 @@ def require_runnable_strategy(strategy: Strategy) -> None:
 
 def require_runnable_assumptions(assumptions: Assumptions) -> None:
     """Raises CannotRunError for assumptions about other software, which is only priced."""
-    for name in ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers"):
-        given, own = getattr(assumptions, name), getattr(AS_RUN, name)
-        if given != own:
-            _refuse(name, given, own)
+    for name, given in assumptions.of_other_software.items():
+        _refuse(name, given, getattr(AS_RUN, name))
 
 
 def _refuse(name: str, value: str | bool, instead: str | bool) -> None:

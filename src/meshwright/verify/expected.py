@@ -26,7 +26,6 @@ from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.labels import StepLabel
 from meshwright.cost.step_costs import sent_element_bytes
-from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import SlotSizes, slot_sizes
 from meshwright.nn.experts.slots import expert_capacity
@@ -41,7 +40,6 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 
     ``full_bytes`` are of the whole array on the group, as in a `CompiledCollective`; ``element_bytes`` of one element.
     ``group_size`` is that of ``axes``, or of the leg on one physical axis of a collective that crosses several.
-    ``hides``: the price hides it behind compute.
     """
 
     label: StepLabel
@@ -51,7 +49,6 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     full_bytes: int
     element_bytes: int
     group_size: int
-    hides: bool = False
 
 
 def expected_collectives(
@@ -118,9 +115,6 @@ def _expected(
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
         whole = round(float(at.elements(step.full) * element * padding_factor(step, sizes)))
         axes = active_axes(step.axes, sizes.mesh)
-        cost = StepCost(step=step)
-        # sums and gathers of an update overlap with the next forward pass, sends of a pipeline with the passes
-        hides = cost.hides or cost.in_ring_loop or step.phase == "update" or step.block == "stage"
         at_once = CrossedLeg(math.prod(sizes.mesh[axis] for axis in axes), axes, 1)
         for leg in crossed_legs(step, whole * times // arrays) or (at_once,):
             yield Expected(
@@ -131,7 +125,6 @@ def _expected(
                 full_bytes=times * whole // leg.divided,
                 element_bytes=element,
                 group_size=leg.size,
-                hides=hides,
             )
 
 

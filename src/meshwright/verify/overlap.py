@@ -2,57 +2,84 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from meshwright.cost.breakdown import Breakdown, PricedOverlap
 from meshwright.cost.network.collectives import received_share
 from meshwright.hlo.collectives import CompiledCollective
-from meshwright.verify.expected import Expected, active_axes
+from meshwright.verify.expected import active_axes
 
 
 class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of collective over some axes: bytes on the wire per device.
+    """One kind of collective over some axes: bytes on the wire per device, and seconds by the price.
 
-    ``overlapped`` maps how collectives run beside compute (`hlo.schedule.Overlap`) to their bytes. ``hidden_bytes`` are
-    those of the ``derived_bytes`` that the price hides behind compute, as far as compute lasts.
+    ``overlapped`` maps how collectives run beside compute (`hlo.schedule.Overlap`) to their bytes. Of ``alone_s``,
+    which derived collectives take without overlap, the price hides ``hidden_s``.
     """
 
     kind: str
     axes: tuple[str, ...]
     overlapped: dict[str, float]
     exposed_bytes: float
-    derived_bytes: float
-    hidden_bytes: float
+    alone_s: float = 0.0
+    hidden_s: float = 0.0
 
     @property
     def overlapped_bytes(self) -> float:
         return sum(self.overlapped.values())
 
 
+class OverlapComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Overlap as compiled, the most seconds first, and as priced.
+
+    Of the seconds of communication alone ``beside_s`` run beside compute as compiled; ``priced`` has the step if the
+    rest overlaps with nothing.
+    """
+
+    rows: tuple[OverlapRow, ...]
+    beside_s: float
+    priced: PricedOverlap
+
+
 def compare_overlap(
-    expected: Iterable[Expected], found: Iterable[CompiledCollective], mesh: Mapping[str, int]
-) -> tuple[OverlapRow, ...]:
-    """Returns the rows of both sides, most bytes first."""
+    found: Iterable[CompiledCollective], priced: Breakdown, mesh: Mapping[str, int]
+) -> OverlapComparison:
+    """Compares the overlap of compiled collectives with that of a priced step on the same mesh."""
     compiled: dict[tuple[str, tuple[str, ...]], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    derived: dict[tuple[str, tuple[str, ...]], dict[bool, float]] = defaultdict(lambda: defaultdict(float))
     for one in found:
         if axes := active_axes(one.axes, mesh):
             size = math.prod(mesh[axis] for axis in axes)
             group = one.group_size if 1 < one.group_size < size else size
             compiled[one.kind, axes][one.overlap] += one.total_bytes * received_share(one.kind, group)
-    for step in expected:
-        if step.axes:
-            derived[step.kind, step.axes][step.hides] += step.full_bytes * received_share(step.kind, step.group_size)
+    derived = {(one.op, active_axes(one.axes, mesh)): one for one in priced.traffic}
     rows = [
         OverlapRow(
             kind=kind,
             axes=axes,
             overlapped={how: num_bytes for how, num_bytes in compiled[kind, axes].items() if how},
             exposed_bytes=compiled[kind, axes][""],
-            derived_bytes=sum(derived[kind, axes].values()),
-            hidden_bytes=derived[kind, axes][True],
+            alone_s=one.alone_s if one else 0.0,
+            hidden_s=one.alone_s - one.exposed_s if one else 0.0,
         )
         for kind, axes in dict.fromkeys((*compiled, *derived))
+        for one in (derived.get((kind, axes)),)
     ]
-    return tuple(sorted(rows, key=lambda row: -max(row.exposed_bytes + row.overlapped_bytes, row.derived_bytes)))
+    return OverlapComparison(
+        rows=tuple(sorted(rows, key=lambda row: (-row.alone_s, -row.exposed_bytes))),
+        beside_s=sum(row.alone_s * (1 - _exposed_share(rows, row.kind, row.axes)) for row in rows),
+        priced=priced.overlap(lambda cost: _exposed_share(rows, cost.step.op, active_axes(cost.step.axes, mesh))),
+    )
+
+
+def _exposed_share(rows: Sequence[OverlapRow], kind: str, axes: tuple[str, ...]) -> float:
+    """Returns the share of the compiled bytes of a collective that is exposed; 1 if nothing was compiled.
+
+    Where the compiler made another kind of it, or joined axes, all collectives that share an axis count.
+    """
+    sent = [row for row in rows if row.exposed_bytes or row.overlapped]
+    same = [row for row in sent if (row.kind, row.axes) == (kind, axes)]
+    near = same or [row for row in sent if set(row.axes) & set(axes)]
+    exposed = sum(row.exposed_bytes for row in near)
+    return exposed / (exposed + sum(row.overlapped_bytes for row in near)) if near else 1.0

@@ -1,17 +1,21 @@
 """Proves a plan: compiles its real step for its target, and compares it with the derivation."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from meshwright.algebra.generation import AS_WRITTEN
+from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.train_step import price_strategy
 from meshwright.hlo.collectives import collectives
-from meshwright.spec.chip import catalogued
+from meshwright.spec.chip import catalogued, compiled_as
 from meshwright.verify.differences import TrafficComparison, compare_traffic
 from meshwright.verify.expected import StepDerivation
 from meshwright.verify.flops import Products, compare_products
-from meshwright.verify.overlap import OverlapRow, compare_overlap
+from meshwright.verify.overlap import OverlapComparison, compare_overlap
 from meshwright.verify.request import Request
 from meshwright.verify.running import CompileOutcome, available_bytes, run_request
 
@@ -57,7 +61,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     ``refusal`` says in one line why it does not run; empty if it does. ``memory``, ``traffic`` and ``products`` are
     None unless buffers were assigned; ``traffic_error`` says why the collectives could not be read. ``overlap`` is
-    empty on CPUs, which overlap nothing.
+    None on CPUs, which overlap nothing, and where the compiler chooses the collectives.
     """
 
     request: Request
@@ -66,7 +70,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryComparison | None = None
     traffic: TrafficComparison | None = None
     traffic_error: str = ""
-    overlap: tuple[OverlapRow, ...] = ()
+    overlap: OverlapComparison | None = None
     products: Products | None = None
 
     @property
@@ -93,16 +97,17 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
             temporaries=found.temporaries + found.outputs,
             needed=found.needed,
             peak=found.peak,
-            available=(offered or 0) * _devices(request) or request.setting.memory_limit,
+            available=min((offered or math.inf) * _devices(request), request.setting.memory_limit),
         )
         refusal = refusal or _does_not_fit(request, memory)
-    traffic, trouble, overlap = None, "", tuple[OverlapRow, ...]()
+    traffic, trouble, overlap = None, "", None
     mesh = request.strategy.mesh
     try:
         expected, compiled = derivation.expected(), collectives(outcome.hlo, mesh)
         traffic = compare_traffic(expected, compiled, mesh, remarks=outcome.remarks)
-        if request.target.platform != "cpu":
-            overlap = compare_overlap(expected, compiled, mesh)
+        if request.target.platform != "cpu" and request.form == "shard_map":
+            priced = price_strategy(msgspec.structs.replace(request.setting, storage=AS_WRITTEN), request.strategy)
+            overlap = compare_overlap(compiled, Breakdown(priced), mesh)
     except ValueError as error:
         trouble = str(error)
     return Proof(
@@ -118,9 +123,11 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
 
 
 def _devices(request: Request) -> int:
-    """Returns how many devices of the compiler a chip is."""
-    target = catalogued(request.setting.cluster.chip, "libtpu")
-    return target.devices if target else 1
+    """Returns how many devices of the compiler a chip is; 0 for a chip with another memory than the compiler knows."""
+    own = request.setting.cluster.chip
+    base = compiled_as(own)
+    target = catalogued(base, "libtpu")
+    return 0 if base.memory_bytes != own.memory_bytes else target.devices if target else 1
 
 
 def _refusal(request: Request, outcome: CompileOutcome) -> str:

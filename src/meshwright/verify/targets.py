@@ -6,8 +6,11 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import CannotRunError
-from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips
+from meshwright.core.units import format_bytes
+from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips, compiled_as
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster_shapes import times
+from meshwright.spec.slices import compiles, slice_note
 
 CompilerPlatform = Literal["tpu", "cuda", "cpu"]
 
@@ -61,16 +64,24 @@ def target_of(cluster: Cluster) -> Target:
 
     Raises CannotRunError for a chip without a known compiler.
     """
-    if libtpu := catalogued(cluster.chip, "libtpu"):
-        return _tpu(cluster, libtpu)
-    if gpu := catalogued(cluster.chip, "xla_gpu"):
+    own, chip = cluster.chip, compiled_as(cluster.chip)
+    note = "" if chip is own else f"compiled as for {chip.full_name or chip.name}: what differs is no part of programs"
+    if libtpu := catalogued(chip, "libtpu"):
+        if own.memory_bytes != chip.memory_bytes and chip.memory_bytes:
+            note += f", except that libtpu plans with {format_bytes(chip.memory_bytes)} of memory"
+        found = _tpu(cluster, libtpu)
+        return msgspec.structs.replace(found, note="; ".join(filter(None, (found.note, note))))
+    if gpu := catalogued(chip, "xla_gpu"):
+        if own.hbm_bytes and chip.hbm_bytes:  # the scheduler keeps within this capacity
+            size = round(gpu.device_memory_size * own.hbm_bytes / chip.hbm_bytes)
+            gpu = msgspec.structs.replace(gpu, device_memory_size=size)
         options = {"topology": f"1x{cluster.nodes}x{cluster.domain}", "target_config": target_config(gpu)}
-        return Target(platform="cuda", options=options, num_devices=cluster.num_chips)
+        return Target(platform="cuda", options=options, num_devices=cluster.num_chips, note=note)
     if cluster.kind == "host":
         return Target(platform="cpu", num_devices=cluster.num_chips)
     known = ", ".join(name for name, one in chips().items() if one.libtpu or one.xla_gpu)
     raise CannotRunError(
-        f"no compiler is known for {cluster.chip.full_name or cluster.chip.name}. Programs are compiled for {known} "
+        f"no compiler is known for {own.full_name or own.name}. Programs are compiled for {known} "
         f"and cpu; take --for cpu to see the collectives, without the memory."
     )
 
@@ -108,8 +119,11 @@ def _stand_in(cluster: Cluster, why: str) -> Target:
 
 
 def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
-    sizes = "x".join(str(size) for size in cluster.shape)
-    options: dict[str, Any] = {}
+    note = slice_note(cluster)
+    if not compiles(cluster.shape):
+        raise CannotRunError(f"{'; '.join(note) or cluster.short_name}. Name another slice, or take --for cpu.")
+    sizes = times(cluster.shape)
+    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if cluster.num_chips == cluster.num_slices else {}
     if cluster.num_slices > 1:
         options["num_slices"] = cluster.num_slices
     if libtpu.chip_config_name:
@@ -124,7 +138,7 @@ def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
         topology=f"{libtpu.name}:{sizes}",
         options=options,
         num_devices=cluster.num_chips,
-        note=libtpu.note,
+        note="; ".join(filter(None, (libtpu.note, *note))),
     )
 
 

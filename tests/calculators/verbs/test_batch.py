@@ -71,7 +71,7 @@ def test_only_microbatches_that_fit(call):
         (("--batch", "1000seq", "--seq", "4k", "--micro", "3"), 3, "999 or 1,002"),
         (("--batch", "8seq", "--seq", "4k", "--on", "h100:8x1", "--chips-per-replica", "3"), 2, "Use a divisor"),
         (("--batch", "8seq", "--seq", "4k", "--on", "h100:8x1", "--replicas", "4"), 2, "Leave one out"),
-        (("--batch", "8seq", "--seq", "0"), 2, "--seq 0 must be at least 1"),
+        (("--batch", "8seq", "--seq", "0"), 2, "--seq '0' is below 1"),
     ],
 )
 def test_refused(call, args, code, message):

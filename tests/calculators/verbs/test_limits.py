@@ -64,7 +64,7 @@ def test_it_fits(call):
     [
         ({"--on": "h100:1"}, "no links in the catalogue"),
         ({"--batch": "4M"}, "Use 4Mi"),
-        ({"--seq": "0"}, "--seq 0 must be at least 1"),
+        ({"--seq": "0"}, "--seq '0' is below 1"),
     ],
 )
 def test_refused(call, change, message):

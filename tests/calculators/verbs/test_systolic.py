@@ -48,7 +48,7 @@ def test_pictures(call, tmp_path):
         (("--input", "4"), "needs a shape"),
         (("8", "--input", "4"), "not rows x columns"),
         (("0x8", "--input", "4"), "not rows x columns"),
-        (("8x8", "--input", "0"), "inputs 0 must be at least 1"),
+        (("8x8", "--input", "0"), "--input '0' is below 1"),
         (("--on", "h100", "--input", "4"), "mxu_dim of h100"),
         (("64x64", "--input", "8", "--png", "x.png"), "Draw at most 32"),
         (("8x8", "--input", "900", "--frames", "x"), "too many pictures"),

@@ -4,6 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.plan_file import load_plan
+from meshwright.verify.targets import target_of
+from tests.verify.compiled import need_compiler
+
 PLAN = ("--batch", "64seq", "--seq", "4096", "--top", "1", "--tokens", "1T")
 
 
@@ -50,3 +55,33 @@ def test_a_price_alone_gives_the_cost_of_a_token(call):
         f"${1e6 * found['usd_per_token']:.3g} a million tokens with the best, at $2.50 a chip-hour"
         in call(*asked).words
     )
+
+
+@pytest.mark.parametrize(("base", "rates", "said"), [("h100", (), True), ("b200", (), False),
+                                                     ("b200", ("--calibration", "datasheet"), True)])  # fmt: skip
+def test_a_power_that_changes_no_time_is_said_to(call, base, rates, said):
+    """It slows the products of Blackwell, by fitted numbers."""
+    steps = []
+    for watts in (400, 800):
+        Path("own.toml").write_text(f'base = "{base}"\npower_w = {watts}\n')
+        found = call("plan", "llama3-8b", "--on", "own.toml:8x4", *PLAN, *rates, "-o", "plan.toml")
+        note = f"power_w = {watts} changes energy, not times: its effect is fitted for Blackwell alone"
+        assert (note in found.words, note in call("explain", "plan.toml").words) == (said, said)
+        steps.append(load_plan(Path("plan.toml")).predicted.step_s)
+    assert (steps[0] == steps[1]) == said
+    assert ("changes energy" in call("show", "own.toml").words) == (base != "b200")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("base", "shape", "fits"), [("h100", "4x1", 5e10), ("v5e", "2x2", 3.2e10)])
+def test_a_chip_is_verified_with_its_own_memory(call, base, shape, fits):
+    """The step runs on a chip that has room for it, also if its base has not, and on no smaller one."""
+    asked = ("verify", "llama3.2-1b", "--batch", "8seq", "--seq", "2048", "--axes", "data=4")
+    asked += ("--set", "strategy.remat=none", "--json")
+    for size, runs in ((fits, True), (1.5e10, False)):
+        Path("own.toml").write_text(f'base = "{base}"\nhbm_bytes = {size}\npower_w = 300\n')
+        need_compiler(target_of(parse_cluster(f"{base}:{shape}")))
+        found = call(*asked, "--on", f"own.toml:{shape}").json
+        assert (found["runs"], found["memory"]["available"]) == (runs, size)
+        assert "compiled as for" in found["note"]
+        assert 1.7e10 < found["memory"]["needed"] < 3.2e10

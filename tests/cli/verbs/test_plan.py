@@ -164,3 +164,17 @@ def test_this_machine_by_measured_rates(call, tmp_path):
     wrong = call(*args[:3], "v5e:4x4", *args[4:])
     assert wrong.code == 2
     assert "rates.toml has rates of cpu, but the chips of the cluster are v5e" in wrong.err
+
+
+def test_overlap_that_matters_is_said(call):
+    """Where the price hides a tenth of the step; `explain` says the same of the plan."""
+    asked = ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "64seq", "--seq", "4096", "--top", "1")
+    said = call(*asked, "-o", "plan.toml")
+    found, step_s = said.printed("json").json["overlap"], load_plan(Path("plan.toml")).predicted.step_s
+    assert found["step_s"] == pytest.approx(step_s)
+    assert 0.1 * step_s < found["hidden_s"] < found["alone_s"]
+    assert found["exposed_step_s"] == pytest.approx(step_s + found["hidden_s"])
+    words = f"without any the step takes {1e3 * found['exposed_step_s']:.0f} ms (MFU {found['exposed_mfu']:.0%})"
+    assert words in said.words
+    assert words in call("explain", "plan.toml").words
+    assert "overlap" not in call("plan", "llama3-8b", "--on", "v5p:4x4x4", "--batch", "2Mi", "--seq", "4096").words

@@ -37,6 +37,10 @@ def test_the_breakdown(call, tmp_path):
     assert {row["op"] for row in found["breakdown"]["traffic"]} >= {"all_gather", "reduce_scatter"}
 
 
+def test_the_breakdown_says_whose_bytes_it_has(call):
+    assert "hidden; bytes that a device sends" in call(*PLAN, "--axes", "tensor=4", "--breakdown").words
+
+
 def test_one_chip_has_no_traffic(call):
     said = call("plan", "tiny", "--on", "h100:1x1", "--batch", "8seq", "--seq", "64", "--breakdown", "--png", "b.svg")
     assert said.code == 0, said.err

@@ -12,6 +12,7 @@ from meshwright.algebra.transformer import transformer
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.cost.work.kernels import (
+    SOFTMAX_KERNELS,
     TILE,
     UNFUSED_KERNELS,
     chip_rates,
@@ -134,6 +135,14 @@ def test_attention_of_2021_runs_as_products_do():
     work = local_cost(ATTENTION, sizes(scores="in_memory_16"), found)
     assert work.math_s == pytest.approx(work.flops / (0.8 * 989.4e12))
     assert (work.num_kernels, work.launch_s) == (UNFUSED_KERNELS, pytest.approx(4e-6))
+
+
+def test_matrices_of_scores_in_fours():
+    """One kernel masks and makes the softmax of 4, 8, ... matrices of scores; of 6 they are five kernels."""
+    for heads, extra in ((2.0, 0), (3.0, SOFTMAX_KERNELS), (0.5, 0)):
+        dims = DIMS | {"N": heads, "B": 2.0 if heads > 1 else 8.0}
+        assert num_kernels(ATTENTION, sizes(scores="in_memory_16", dims=dims)) == UNFUSED_KERNELS + extra
+        assert num_kernels(ATTENTION, sizes(scores="in_memory", dims=dims)) == UNFUSED_KERNELS
 
 
 def test_a_mask_s_edge_counts_more_in_short_sequences():

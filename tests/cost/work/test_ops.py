@@ -1,6 +1,7 @@
 """FLOPs and bytes of every local op kind, and what a whole step executes."""
 
 import math
+import re
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.setting import Setting
-from meshwright.cost.work.ops import model_flops, num_matmul_params, op_flops, op_hbm_bytes
+from meshwright.cost.work.ops import mfu_words, model_flops, num_matmul_params, op_flops, op_hbm_bytes
 from meshwright.cost.work.slots import SlotSizes, expert_slots
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -281,3 +282,23 @@ def test_executed_flops_are_the_model_s_and_what_is_made_again(axes, remat):
     if remat == "full" and not fused:  # where it is, as the trainer runs it, logits are made once
         again += 2 * model.d_model * model.vocab_size * job.tokens_per_step
     assert executed == pytest.approx(model_flops(model, job) + again, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3-8b", "gpt-oss-20b", "gemma3-27b", "mistral-7b", "mixtral-8x7b", "deepseek-v3", "with mtp"]
+)
+@pytest.mark.parametrize("length", [64, 8192])
+def test_the_words_of_mfu_are_the_flops_that_it_counts(name, length):
+    """The printed formula, computed by hand: 6 N D, and what follows with letters for sizes."""
+    model, job = catalogue.load_model(name.replace("with mtp", "deepseek-v3")), Job(batch_seqs=3, seq_len=length)
+    model = msgspec.structs.replace(model, mtp_weight=0.1) if name == "with mtp" else model
+    words = mfu_words(model)
+    params = num_matmul_params(model) + ("both unembeddings" in words) * model.d_model * model.vocab_size
+    products, _, scores = words.partition(",")[0].partition(" + ")
+    assert products == "6ND"
+    window = re.search(r"W the window of ([\d,]+) or T", words)
+    letters = {"B": 3, "T": length, "N": model.num_heads, "H": model.head_dim, "Hv": model.v_head_dim}
+    letters |= {"L": model.num_layers, "W": min(int(window[1].replace(",", "")), length) if window else 0}
+    text = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", scores.replace("^", "**"))
+    by_hand = 6 * params * job.tokens_per_step + eval(text, {}, letters)
+    assert by_hand == pytest.approx(model_flops(model, job), rel=1e-9)

@@ -122,14 +122,14 @@ def _point(
     values: Mapping[str, str], at: Mapping[str, Any], rates: Mapping[str, Calibration | None], first: Cluster
 ) -> SweepPoint:
     """Returns the point of one combination of values; the batch per chip is that of the ``first`` cluster."""
-    cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len")
+    cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len", least=1)
     given = parse_fields([f"{name}={value}" for name, value in at.items() if name not in OWN], sections=PLANNED)
     axes = take_axes(None, given["strategy"])
     strategy: Strategy | None = None
     if "micro" in at:
         strategy = with_fields(Strategy(mesh=filled_mesh(cluster, axes)), "strategy", given["strategy"])
         replicas = int(product(strategy.mesh[axis] for axis in BATCH_AXES))
-        batch_seqs = parse_count(at["micro"], what="micro") * replicas * strategy.num_microbatches
+        batch_seqs = parse_count(at["micro"], what="micro", least=1) * replicas * strategy.num_microbatches
     else:
         batch_seqs = _weak_batch(parse_batch(at["batch"], seq_len=seq_len), cluster, first)
     job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", given["job"])

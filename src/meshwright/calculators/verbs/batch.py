@@ -27,18 +27,18 @@ from meshwright.spec.job import parse_batch
 class Given(Options):
     batch: str | None = option("Tokens a step (4Mi) or sequences (1024seq); left out, it is worked out.")
     seq_len: Count = SEQ_NEEDED
-    micro: int | None = option("Sequences of a microbatch on one replica.")
-    accumulate: int | None = option("Microbatches whose gradients are summed before an update.")
-    replicas: int | None = option("Copies of the model that share the batch: data parallel x FSDP.")
+    micro: Count | None = option("Sequences of a microbatch on one replica.")
+    accumulate: Count | None = option("Microbatches whose gradients are summed before an update.")
+    replicas: Count | None = option("Copies of the model that share the batch: data parallel x FSDP.")
     on: str | None = option("A cluster: its chips over --chips-per-replica are the replicas, and its limits show.")
-    chips_per_replica: int = option("tensor x pipeline x context.", default=1)
+    chips_per_replica: Count = option("tensor x pipeline x context.", default=1)
     model_name: str | None = option(
         "A model: with experts its chips need a larger batch to be busy.", "--model", needs={"on": "--on"}
     )
     weight_dtype: str | None = option("Dtype of stored weights, such as int8 [default: bf16].", "--weights")
     loss: float | None = option("Loss reached: shows the batch beyond which steps hardly get fewer.")
-    max_micro: int | None = option("Most sequences of a microbatch that fit a replica.")
-    top: int = option("How many solutions to list.", default=12)
+    max_micro: Count | None = option("Most sequences of a microbatch that fit a replica.")
+    top: Count = option("How many solutions to list.", default=12)
 
 
 @verb(Given)

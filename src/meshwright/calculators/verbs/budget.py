@@ -21,7 +21,7 @@ from meshwright.calculators.training.scaling_laws import (
 )
 from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.output import format_energy, format_power, three_digits
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_params, format_seconds, parse_count
 from meshwright.cost.formulas.training_budget import (
@@ -70,14 +70,14 @@ class Given(Options):
     )
     price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
     watts: float | None = option("Watts of a chip, instead of the catalogue's.", type=POSITIVE, needs=PRICED)
-    chips_per_rack: int | None = option(
+    chips_per_rack: Count | None = option(
         "Gives the floor that racks of so many chips take.", type=click.IntRange(1), needs={"on": "--on"}
     )
     m2_per_rack: float = option(
         "Floor of a rack.", type=POSITIVE, default=1.0, needs={"chips_per_rack": "--chips-per-rack"}
     )
     with_years: bool = option("Years on one of each chip of the catalogue.", "--years")
-    nodes: int | None = option("Nodes that may fail [default: the hosts of --on].")
+    nodes: Count | None = option("Nodes that may fail [default: the hosts of --on].")
     failure_rate: float | None = option("Failures of 1000 nodes in a day.", "--failures-per-1000-node-days")
     checkpoint_s: float = option("Seconds a save stops the run.", default=60.0, needs=FAILING)
     restart_s: float = option("Seconds from a failure to work.", default=600.0, needs=FAILING)
@@ -147,12 +147,7 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
 
 
 def _count(text: str | None, what: str) -> float | None:
-    if text is None:
-        return None
-    value = float(parse_count(text, what=what))
-    if value < 1:
-        raise InputError(f"{what} {text} must be at least 1.")
-    return value
+    return None if text is None else float(parse_count(text, what=what, least=1))
 
 
 # -- laws -----------------------------------------------------------------------------------------------

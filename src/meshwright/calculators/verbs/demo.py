@@ -9,7 +9,7 @@ from meshwright.api.rates import measure
 from meshwright.api.running import run_training
 from meshwright.calculators.verbs.shard import panel
 from meshwright.cli.output import say
-from meshwright.cli.verb import Options, option, show, verb
+from meshwright.cli.verb import Count, Options, option, show, verb
 from meshwright.cli.verbs.plan import plan_text
 from meshwright.cli.verbs.train_text import result_text
 from meshwright.core.units import format_seconds
@@ -52,7 +52,7 @@ SETTINGS = {"learning_rate": 3e-3, "warmup_steps": 4, "weight_decay": 0.01, "bet
 
 
 class Given(Options):
-    steps: int = option("Optimizer steps.", default=100)
+    steps: Count = option("Optimizer steps.", default=100)
     out: Path = option("Folder for all files of the demo.", "-o", "--out", default=Path("runs/demo"))
 
 

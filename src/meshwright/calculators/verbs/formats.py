@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from meshwright.calculators.chips.dot_product import LOAD_CYCLES, VECTOR_BITS, dot_product_ways, dot_product_work
 from meshwright.calculators.chips.number_formats import NumberFormat, bit_text, decode, number_format, round_to
 from meshwright.cli.output import four_digits
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.report.answer import Answer, Fact, Piece, Table
 
@@ -29,9 +29,9 @@ class Given(Options):
     scale: str = option(
         "Values are divided by it before they are stored.", default="1", needs={"values": "--value", "code": "--bits"}
     )
-    length: int | None = option("Elements of a dot product: its instructions and cycles.", "--dot")
+    length: Count | None = option("Elements of a dot product: its instructions and cycles.", "--dot")
     load_cycles: float = option("Cycles of one load from memory.", default=LOAD_CYCLES, needs={"length": "--dot"})
-    vector_bits: int = option("Width of a vector register.", default=VECTOR_BITS, needs={"length": "--dot"})
+    vector_bits: Count = option("Width of a vector register.", default=VECTOR_BITS, needs={"length": "--dot"})
 
 
 @verb(Given)

@@ -29,8 +29,8 @@ class Given(Options):
     on: str = option("A cluster, such as v5p:16x20x28, 4*v5p:16x20x28 or h100:8x128.")
     batch: str = BATCH
     seq_len: Count = SEQ_NEEDED
-    tensor: int | None = option("A tensor size to compare with the bounds; X is the chips divided by it.")
-    tensor_axes: int = option("Torus axes that tensor takes: My.", default=1)
+    tensor: Count | None = option("A tensor size to compare with the bounds; X is the chips divided by it.")
+    tensor_axes: Count = option("Torus axes that tensor takes: My.", default=1)
     dtype: str = option("Dtype of the products: their peak is C.", default="bf16")
     state: str = option(f"Training state: {', '.join(STATE_BYTES)}.", default=Strategy(mesh={}).state)
 

@@ -12,7 +12,7 @@ from meshwright.calculators.chips.local_op import LocalOp, parse_op
 from meshwright.calculators.verbs.roofline_attention import attention_answer
 from meshwright.calculators.verbs.roofline_sweep import parse_sweep, sweep_answer
 from meshwright.cli.output import format_flop_count, four_digits, three_digits
-from meshwright.cli.verb import DimSizes, Options, argument, option, verb
+from meshwright.cli.verb import Count, DimSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.cost.formulas.roofline import (
@@ -39,7 +39,7 @@ class Given(Options):
         "Many sizes: B=1..4096 doubles, D,F=1024,4096 sets both; repeatable.", "--sweep", metavar="DIMS=SIZES"
     )
     attention_of: str | None = option("Compare attention and feed-forward of a model.", "--attention", metavar="MODEL")
-    batch_seqs: int = option(
+    batch_seqs: Count = option(
         "Sequences that generate at once.", "--batch", default=1, needs={"attention_of": "--attention"}
     )
     png: Path | None = option("Draw the roofline to this file (.png or .svg).")

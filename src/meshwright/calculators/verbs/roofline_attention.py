@@ -23,8 +23,6 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> 
 
     ``given`` are the options of `roofline`; ``sweep`` has the lengths, None for the default ones.
     """
-    if given.batch_seqs < 1:
-        raise InputError(f"--batch {given.batch_seqs} must be at least 1 sequence.")
     if sweep is not None and list(sweep[0]) != ["T"]:
         raise InputError(f"--sweep {', '.join(sweep[0])}: attention is swept over T. Write T=128..1Mi.")
     model, dtype = load_model(name), compute_dtype(unit, "bf16")

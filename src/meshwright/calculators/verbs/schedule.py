@@ -10,7 +10,7 @@ from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.calculators.verbs.schedule_times import Times, read_times
 from meshwright.cli.output import say, width
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
@@ -29,9 +29,9 @@ they carry no unit the answer is in units too.
 
 class Given(Options):
     name: str | None = argument()
-    stages: int | None = option("Devices of the pipeline.")
-    microbatches: int | None = option("Microbatches of a step.")
-    chunks: int | None = option("Virtual stages per device of the interleaved schedule.  [default: 2]")
+    stages: Count | None = option("Devices of the pipeline.")
+    microbatches: Count | None = option("Microbatches of a step.")
+    chunks: Count | None = option("Virtual stages per device of the interleaved schedule.  [default: 2]")
     forward: str = option("A device's forward pass, such as 1.2ms, or one for each virtual stage.", default="1")
     backward: str | None = option("The whole backward pass.  [default: twice the forward pass]")
     weight: str | None = option("The part of it that makes gradients of weights.  [default: half of it]")

@@ -13,7 +13,7 @@ from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
 from meshwright.spec.chip import PAID_FOR, Chip, vector_peak
-from meshwright.spec.efficiency import family
+from meshwright.spec.efficiency import family, fitted_calibration, power_notes
 from meshwright.spec.strategy import STATE_BYTES
 
 
@@ -148,6 +148,7 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
             yield Paragraph(f"not known: {', '.join(missing)}{of_base}", indent=4)
         rates = family(c)
         yield Paragraph(f"times: {f'fitted numbers of {rates}' if rates else 'rates of the data sheet'}", indent=4)
+        yield from (Paragraph(note, indent=4) for note in power_notes(c, fitted_calibration(c)))
     for number, source in enumerate(notes, 1):
         yield Paragraph(f"{number:>2}  {source}", indent=4)
 

@@ -16,7 +16,7 @@ from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
-from meshwright.plan.planner import slots_note
+from meshwright.plan.planner import assumption_notes, slots_note
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.bars import memory_figure
 from meshwright.report.figure import Figure, si_scale
@@ -140,7 +140,8 @@ def command(given: Given) -> Answer:
     rows = records(points)
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
-    notes = dict.fromkeys(note for one in points if one.best for note in slots_note(one.setting, one.best.strategy))
+    best = [(one.setting, one.best.strategy) for one in points if one.best]
+    notes = dict.fromkeys(note for at, one in best for note in (*assumption_notes(at), *slots_note(at, one)))
     figure = "hbm_bytes_per_chip" if len(varied) > 1 and given.figure == "memory" else given.figure
     swept = _Swept(rows=rows, varied=varied, figure=figure, weak=given.weak)
     models = [{"name": name, "params": num_params(model)} for name, model in fields["model"].items()]

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.calculators.chips.systolic import MAX_CELL_UPDATES, Matrix, SystolicCycles, simulate, systolic_cycles
 from meshwright.cli.output import say
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.report.answer import Answer, Fact, Piece, Table
@@ -21,7 +21,7 @@ MAX_FRAMES = 200
 
 class Given(Options):
     shape: str | None = argument()
-    num_inputs: int = option("Rows of the input: the batch that streams by.", "--input")
+    num_inputs: Count = option("Rows of the input: the batch that streams by.", "--input")
     weights_shape: str | None = option(
         "Shape of the whole weight matrix, such as 512x256 [default: SHAPE].", "--weights"
     )

@@ -23,12 +23,13 @@ from meshwright.cost.breakdown import Term, term_words
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.cost.setting import setting_of
 from meshwright.cost.work.ops import mfu_words
-from meshwright.plan.planner import imbalance_notes
+from meshwright.plan.planner import assumption_notes, imbalance_notes
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
+from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import unmasked
-from meshwright.spec.strategy import mesh_words
+from meshwright.spec.strategy import BATCH_AXES, mesh_words
 
 MAX_TERMS = 3
 MIN_SHARE = 0.03
@@ -89,6 +90,8 @@ def _text(told: Explanation) -> Iterator[Piece]:
     yield Fact("batch", _batch_words(told))
     yield Fact("placement", placement_words(plan.strategy.placement))
     yield Fact("times rest on", plan.calibration.describe())
+    yield from (Fact("power", note) for note in power_notes(plan.cluster.chip, plan.calibration))
+    yield from (Fact("note", words) for words in assumption_notes(setting_of(plan)))
     yield from (Fact("load of experts", note) for note in imbalance_notes(setting_of(plan), plan.strategy))
     yield ""
     yield from _lead_text(told)
@@ -104,10 +107,11 @@ def _text(told: Explanation) -> Iterator[Piece]:
 
 def _batch_words(told: Explanation) -> str:
     at, job = told.batch, told.plan.job
-    micro = microbatch_words(told.plan.strategy)
+    micro, mesh = microbatch_words(told.plan.strategy), told.plan.strategy.mesh
+    replicas = mesh_words({axis: mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
     return (
         f"{format_count(job.tokens_per_step)} tokens a step = {at.sequences:,.0f} sequences of {job.seq_len:,} = "
-        f"{at.sequences_per_microbatch:,.0f} x {at.data_parallel:,} (data x fsdp) x {micro}; "
+        f"{at.sequences_per_microbatch:,.0f} x {at.data_parallel:,} ({replicas}) x {micro}; "
         f"{at.positions_per_device:,.0f} positions of a sequence on a device"
     )
 
@@ -164,6 +168,8 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         f"{estimate.bound_by}",
     )
     also = f", {without:.1%} without masked scores" if (without := unmasked(estimate)) else ""
+    if words := told.overlap.words:
+        yield Fact("overlap", words)
     yield Fact(
         "utilisation",
         f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}{also}; HFU {estimate.hfu:.1%}, recomputation counted",

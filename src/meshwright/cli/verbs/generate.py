@@ -9,7 +9,7 @@ import click
 
 from meshwright.api.running import GeneratedText, TextOptions, generate_text
 from meshwright.cli.output import say
-from meshwright.cli.verb import MeshSizes, Options, argument, option, verb
+from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_text
 from meshwright.core.units import format_count, format_seconds
@@ -26,7 +26,7 @@ class Given(Options):
     prompt_file: Path | None = option("A file with a prompt on each line.", "--prompts")
     on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
     axes: MeshSizes | None = option("Mesh axes, such as tensor=2,data=2. Default: every device on tensor.")
-    max_tokens: int = option("Most tokens after each prompt.", default=128)
+    max_tokens: Count = option("Most tokens after each prompt.", default=128)
     temperature: float = option("0 takes the likeliest token each time.", default=0.0)
     top_k: int = option("Draw from this many likeliest tokens; 0 from all.", default=0)
     top_p: float = option("Draw from the likeliest tokens that have this probability together.", default=1.0)

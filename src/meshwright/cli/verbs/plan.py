@@ -48,7 +48,7 @@ class Given(Options):
     tokens: Count | None = option("Tokens of the whole run, such as 15T: gives days and cost.")
     price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
     axes: MeshSizes | None = AXES
-    top: int = option("How many strategies to list.", default=5)
+    top: Count = option("How many strategies to list.", default=5)
     collective_matmul: str | None = option(
         "Hide collectives over tensor behind products.", type=click.Choice(COLLECTIVE_MATMULS)
     )
@@ -217,6 +217,8 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     if same:
         yield Fact("all of them", ", ".join(filter(None, (words(strategies[0]) for words in same))))
     yield Fact("placement", f"of the best: {placement_words(best.strategy.placement)}")
+    if words := result.overlap.words:
+        yield Fact("overlap", f"of the best: {words}")
     budget = run_budget(result.plan(), step_s=best.estimate.step_s)
     if budget is not None:
         yield from budget_text(budget, best.num_chips)

@@ -17,7 +17,7 @@ from meshwright.report.bars import breakdown_figure
 from meshwright.report.figure import Figure
 from meshwright.report.plans.pareto import pareto_figure
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import short_mesh
+from meshwright.spec.strategy import mesh_words, short_mesh
 
 LEAST_SAVING = 0.1
 """Share of memory that a listed plan saves over the one listed before it."""
@@ -74,7 +74,7 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
         **STEP,
         **MEMORY,
         **mfu_columns(found.memory),
-        "micro": "strategy.num_microbatches",
+        "microbatches": "strategy.num_microbatches",
         "remat": ("strategy.remat", lambda remat: remat if isinstance(remat, str) else "+".join(remat)),
         **MESH,
     }
@@ -98,7 +98,7 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
     yield Table.of(found.cost, columns, f"Step time against cost, on all chips and on parts ({price})")
 
 
-MESH: TableColumns = {"mesh": ("strategy.mesh", short_mesh, "axes")}
+MESH: TableColumns = {"mesh": ("strategy.mesh", mesh_words, "axes")}
 
 
 def _usd(found: PlannedStrategy) -> float:
@@ -116,7 +116,8 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
         [(one.estimate.step_s, _usd(one), f"{one.cluster.num_chips:,} chips") for one in found.cost],
         limit_bytes=None if limit == float("inf") else limit,
         title=f"{model.name} on {cluster.short_name}: plans that nothing beats",
-        subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbers are those of the table.",
+        subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbered dots are rows of the table, small ones "
+        "save too little memory to be listed.",
     )
 
 
@@ -132,7 +133,7 @@ def breakdown_answer(result: PlanResult, png: Path | None) -> Answer:
 
 
 def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
-    """Yields every collective of a step: how often it runs, bytes, seconds alone and exposed."""
+    """Yields every collective of a step: how often it runs, bytes that a device sends, seconds alone and exposed."""
     if not parts.traffic:
         return
     yield ""
@@ -145,7 +146,7 @@ def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
         "exposed": ("exposed_s", format_seconds),
     }
     title = f"Communication of one step: {format_seconds(parts.exposed_s)} exposed ({parts.exposed_share:.0%}), "
-    yield Table.of(parts.traffic, columns, f"{title}{format_seconds(parts.hidden_s)} hidden")
+    yield Table.of(parts.traffic, columns, f"{title}{format_seconds(parts.hidden_s)} hidden; bytes that a device sends")
 
 
 def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class Given(PlanOptions):
     steps: Count = option("Steps under the profiler.", default="3")
-    warmup: int | None = option("Steps before them: 3, on CPU 5.")
+    warmup: Count | None = option("Steps before them: 3, on CPU 5.")
     out: Path | None = option("Folder of the report; runs/NAME-profile by default.", "-o", "--out")
     step: AskedStep | None = STEP
     weights: Literal["as they are", "int8"] = WEIGHTS
@@ -43,8 +43,6 @@ def command(given: Given) -> Answer | None:
     """
     if (given.trace is None) != (given.hlo is None):
         raise InputError("--trace and --hlo go together: the trace names instructions of the HLO's text. Give both.")
-    if given.warmup is not None and given.warmup < 1:
-        raise InputError(f"--warmup {given.warmup}: the first step is slower than the others. Give 1 or more.")
     chosen = resolve(given, read_fields(given.pairs), verb="profile", step=given.step).plan()
     storage = storage_of(given, chosen.job)
     folder = given.out or Path("runs") / f"{chosen.model.name}-profile"

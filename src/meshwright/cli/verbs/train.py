@@ -36,7 +36,7 @@ NEWEST = "newest"
 
 class Given(PlanOptions):
     what: str | None = argument(metavar="PLAN.toml | MODEL")  # type: ignore[assignment]
-    steps: int | None = option("Optimizer steps; with --resume, of the whole run.")
+    steps: Count | None = option("Optimizer steps; with --resume, of the whole run.")
     data: str | None = option(
         "A text, JSON lines or Parquet file, or a folder of them; FILE#FIELD names the field of the text. "
         "Python's own documentation by default."

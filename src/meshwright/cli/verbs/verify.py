@@ -1,6 +1,6 @@
 """`meshwright verify`: the real step of a plan compiled for its hardware, which need not be there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,7 @@ from meshwright.verify.targets import CompilerPlatform
 if TYPE_CHECKING:
     from meshwright.verify.differences import Difference
     from meshwright.verify.flops import Products
-    from meshwright.verify.overlap import OverlapRow
+    from meshwright.verify.overlap import OverlapComparison
     from meshwright.verify.proof import Proof
 
 
@@ -106,7 +106,7 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
         yield from _memory_text(proof)
     if proof.traffic is not None:
         yield from _traffic_text(proof)
-    if proof.overlap:
+    if proof.overlap is not None and proof.overlap.rows:
         yield from _overlap_text(proof.overlap)
     if proof.products is not None:
         yield from _products_text(proof.products)
@@ -160,19 +160,27 @@ def _traffic_text(proof: "Proof") -> Iterator[Piece]:
         yield Fact("without a name", f"{traffic.remainder:.2%} of all bytes", column=22)
 
 
-def _overlap_text(rows: Sequence["OverlapRow"]) -> Iterator[Piece]:
-    """Yields what the schedule overlaps beside what the price hides, and the bytes that only the price hides."""
+def _overlap_text(found: "OverlapComparison") -> Iterator[Piece]:
+    """Yields what the schedule overlaps beside what the price hides, and the step with no more overlap than that."""
     columns: TableColumns = {
         "overlap with compute": lambda row: f"{row.kind} over {','.join(row.axes)}",
         "overlapped": ("overlapped_bytes", format_bytes),
         "exposed": ("exposed_bytes", format_bytes),
-        "price hides": ("hidden_bytes", format_bytes),
+        "alone": ("alone_s", format_seconds),
+        "price hides": ("hidden_s", format_seconds),
         "how": lambda row: ", ".join(row.overlapped),
     }
     yield ""
-    yield Table.of(rows, columns)
-    only = sum(max(0.0, row.hidden_bytes - row.overlapped_bytes) for row in rows)
-    yield Fact("only the price hides", format_bytes(only), column=22)
+    yield Table.of(found.rows, columns)
+    priced, beside = found.priced, format_seconds(found.beside_s)
+    hidden, alone, exposed = map(format_seconds, (priced.hidden_s, priced.alone_s, priced.exposed_step_s))
+    hides = f"{priced.hidden_s / priced.step_s:.0%} of its {format_seconds(priced.step_s)}"
+    yield Fact(
+        "as compiled",
+        f"compute runs beside {beside} of {alone} of communication; the price hides {hidden} ({hides}). If the rest "
+        f"overlaps with nothing, the step takes {exposed} (MFU {priced.exposed_mfu:.0%})",
+        column=22,
+    )
 
 
 def _products_text(found: "Products") -> Iterator[Piece]:

@@ -39,6 +39,10 @@ TILE = 128 * 256
 UNFUSED_KERNELS = 4
 """Kernels of attention that is not fused: scores, mask and softmax, dropout, weighted sum."""
 
+SOFTMAX_KERNELS, SOFTMAX_MATRICES = 4, 4
+"""Further kernels where software of 2021 does not fuse mask and softmax: cast, scale, mask and cast back. One kernel
+needs matrices of scores, one for each sequence and head, in fours (Megatron-LM's fused_softmax.py)."""
+
 CASTS_BYTES = 2
 """Bytes of traffic for each element that the op before a product casts to one byte: written as it is and transposed."""
 
@@ -76,7 +80,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     ``count`` is over all layers, ``here`` over those of the busiest device of a pipeline, which has the head.
     ``network_bytes`` are those of the full array of a collective, ``latency_s`` is the part of ``network_s`` that bytes
     do not explain, and ``level`` is the level of the network that binds. ``overlap`` is the exponent of
-    `partly_hidden` for compute and memory.
+    `partly_hidden` for compute and memory. ``exposed_s`` are seconds on the network beside which nothing runs.
     """
 
     step: Step
@@ -92,6 +96,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     network_bytes: Number = 0.0
     network_s: Number = 0.0
     latency_s: Number = 0.0
+    exposed_s: Number = 0.0
     level: Any = ""
 
     @property
@@ -102,7 +107,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def time_s(self) -> Number:
         """Seconds of one execution by itself."""
-        return self.local_s + self.network_s
+        return self.local_s + self.network_s + self.exposed_s
 
     @property
     def hides(self) -> bool:
@@ -231,11 +236,19 @@ def moved_bytes(step: Step, sizes: SlotSizes) -> Number:
     return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes)
 
 
-def num_kernels(step: Step, sizes: SlotSizes) -> int:
+def num_kernels(step: Step, sizes: SlotSizes) -> Number:
     """Returns the kernels that a step starts: 0 for renaming and for the optimizer, which takes all weights at once."""
     if step.phase == "update":
         return 0
-    return UNFUSED_KERNELS if is_attention(step) and sizes.scores != "on_chip" else kind_of(step).num_kernels
+    if not is_attention(step) or sizes.scores == "on_chip":
+        return kind_of(step).num_kernels
+    if sizes.scores == "in_memory":
+        return UNFUSED_KERNELS
+    queries = queries_of(step)
+    matrices = product(
+        size for dim, size in sizes.local(queries).items() if dim in (queries.dims[0], *queries.dims[2:-1])
+    )
+    return UNFUSED_KERNELS + SOFTMAX_KERNELS * (np.round(matrices) % SOFTMAX_MATRICES > 0)
 
 
 def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) -> tuple[Number, Number]:

@@ -86,7 +86,14 @@ def token_flops(model: Model) -> float:
 def mfu_words(model: Model) -> str:
     """Returns the formula of `model_flops` for a training step, in letters."""
     products = "4ND of frozen weights, 6ND of others" if has_frozen_matrices(model) else "6ND"
-    return f"{products} + 12 B T^2 N H L, N without the look-up, no causal discount"
+    heads = "6 B T N (H + Hv)" if model.latent_attention else "12 B T N H"
+    near, layers = len(model.sliding_layers), "(L + 1)" if model.mtp_layers else "L"
+    scores = f"{heads.replace('T', 'T^2')} {layers}"
+    if near:
+        scores = f"{heads} ({model.num_layers - near} T + {near} W), W the window of {model.sliding_window:,} or T"
+    chosen = "of chosen experts, " * bool(model.num_experts)
+    more = ", the encoder" * bool(model.encoder) + ", with both unembeddings" * bool(model.mtp_layers)
+    return f"{products} + {scores}, N {chosen}without the look-up{more}, no causal discount"
 
 
 def _encoder_flops(model: Model, job: Job, width: int) -> float:

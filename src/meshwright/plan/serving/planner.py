@@ -128,7 +128,7 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
     if meets.any():
         chips = int(found.num_chips[meets].min())
         return (
-            f"{service.requests_per_s:,.10g} requests/s need at least {chips:,} chips like these within the targets, but "
+            f"{service.requests_per_s:,.10g} requests/s need at least {chips:,} chips within the targets, but "
             f"{setting.cluster.short_name} has {setting.cluster.num_chips:,}. Use a larger cluster or a lower --rate."
         )
     said = []
@@ -164,7 +164,7 @@ def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -
         "TPOT is in the steady state with full batches: a step at the mean length of the cache and, where engines "
         "prefill too, (batch - 1) / output prefills of other prompts, which are not cut into chunks"
     )
-    yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools sending keys and values"
+    yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools the transfer"
     if price is not None:
         yield f"a chip-hour costs ${price:,.2f}; input tokens pay for prefill, output tokens for generation"
     else:

@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_seconds
-from meshwright.cost.breakdown import Breakdown, Term
+from meshwright.cost.breakdown import Breakdown, PricedOverlap, Term
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
 from meshwright.cost.formulas.training_budget import train_seconds, training_flops
@@ -158,6 +158,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     estimate: Estimate
     terms: tuple[Term, ...]
+    overlap: PricedOverlap
     recomputed: float
     changes: Tried
     fsdp: FsdpCase | None
@@ -194,10 +195,12 @@ def explain(plan: Plan) -> Explanation:
     budget = run_budget(plan, step_s=priced.estimate.step_s)
     letters = letters_of(priced, budget)
     executed = [(cost.step.phase, float(cost.flops * cost.count)) for cost in priced.costs.all]
+    parts = Breakdown(priced)
     return Explanation(
         plan=plan,
         estimate=priced.estimate,
-        terms=Breakdown(priced).terms,
+        terms=parts.terms,
+        overlap=parts.overlap(),
         recomputed=sum(n for phase, n in executed if phase == "recompute") / sum(n for _, n in executed),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
         fsdp=fsdp_case(plan),
