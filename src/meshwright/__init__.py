@@ -20,6 +20,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "meshwright.parallel.train_step": ("TrainStep",),
     "meshwright.plan.planner": ("rank_plans",),
     "meshwright.plan.serving.planner": ("plan_service",),
+    "meshwright.plan.serving.service": ("Service",),
     "meshwright.plan.why.explain": ("explain",),
     "meshwright.spec.calibration": ("load_calibration",),
     "meshwright.spec.catalogue": ("load_model",),
@@ -27,7 +28,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "meshwright.spec.job": ("Job",),
     "meshwright.spec.model": ("Model",),
     "meshwright.spec.plan_file": ("Plan", "load_plan", "save_plan"),
-    "meshwright.spec.service": ("Service",),
     "meshwright.spec.strategy": ("Strategy", "make_mesh"),
 }
 """Module -> the names that it gives; ``__init__.pyi`` says the same to type checkers."""

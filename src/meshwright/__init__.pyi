@@ -15,6 +15,7 @@ from meshwright.parallel.generate_step import GenerateStep as GenerateStep
 from meshwright.parallel.train_step import TrainStep as TrainStep
 from meshwright.plan.planner import rank_plans as rank_plans
 from meshwright.plan.serving.planner import plan_service as plan_service
+from meshwright.plan.serving.service import Service as Service
 from meshwright.plan.why.explain import explain as explain
 from meshwright.spec.calibration import load_calibration as load_calibration
 from meshwright.spec.catalogue import load_model as load_model
@@ -24,7 +25,6 @@ from meshwright.spec.model import Model as Model
 from meshwright.spec.plan_file import Plan as Plan
 from meshwright.spec.plan_file import load_plan as load_plan
 from meshwright.spec.plan_file import save_plan as save_plan
-from meshwright.spec.service import Service as Service
 from meshwright.spec.strategy import Strategy as Strategy
 from meshwright.spec.strategy import make_mesh as make_mesh
 

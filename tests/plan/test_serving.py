@@ -12,11 +12,11 @@ from meshwright.plan.serving.engines import BOUNDS, phase_setting, price_fleet
 from meshwright.plan.serving.fleet import engine_parts, fleet_of
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.search import all_services, frontier, ranked
+from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
-from meshwright.spec.service import Service
 
 INT8, BF16 = StoredDtypes("int8", "int8"), StoredDtypes("bf16", "bf16")
 CHAT = Service(prompt_len=8192, output_len=512)
@@ -119,7 +119,8 @@ def test_pools_balance():
     prompts = plan.prefill.num_engines * plan.prefill.batch_seqs / plan.prefill.step_s
     ends = plan.generate.num_engines * plan.generate.batch_seqs / (512 * plan.generate.step_s)
     assert plan.requests_per_s == pytest.approx(min(prompts, ends))
-    assert prompts == pytest.approx(ends, rel=0.15)
+    # one engine more or less of either would be further off
+    assert prompts == pytest.approx(ends, rel=0.3)
     assert plan.generate.num_chips + plan.prefill.num_chips <= 256
     assert plan.tpot_s == plan.generate.step_s
     link = parse_cluster("v5e:16x16").chip.ici_link_bytes_per_s
@@ -175,7 +176,9 @@ def test_a_load_gives_the_chips():
     assert best.num_chips == used <= 256
     twice = plan_service(given, msgspec.structs.replace(loaded, requests_per_s=6.0)).plans[0]
     assert best.num_chips < twice.num_chips <= 2 * best.num_chips
-    with pytest.raises(ValueError, match=r"1000 requests/s need at least [\d,]+ chips .* but v5e:16x16 has 256\."):
+    with pytest.raises(
+        ValueError, match=r"1,000 requests/s need at least [\d,]+ chips within the targets, but v5e:16x16 has 256\."
+    ):
         plan_service(given, msgspec.structs.replace(loaded, requests_per_s=1000.0))
 
 

@@ -54,7 +54,9 @@ def test_a_load_and_a_price(call):
 
 def test_experts(call):
     said = call("plan", "qwen3-30b-a3b", "--on", "h100:8x1", "--serve", "--prompt", "2000", "--output", "200")
-    assert "ep is expert, which also splits the sequences (experts with data-parallel attention)" in said.words
+    assert (
+        "tp is the mesh axis tensor, cp is context, which splits prompts, ep is expert, which also splits" in said.words
+    )
     assert any("expert" in one["generate"]["axes"] for one in said.printed("json").json["plans"])
 
 
@@ -76,7 +78,7 @@ def test_experts(call):
         (2, ("-o", "plan.toml"), "-o is for plans of training."),
         (2, ("--set", "model.max_positions=4096"), "a prompt of 8,192 tokens is longer than the 4,096 positions"),
         (2, ("--set", "strategy.remat=full"), "there is no section 'strategy' here."),
-        (2, ("--top", "0"), "top=0 must be at least 1."),
+        (2, ("--top", "0"), "--top '0' is below 1."),
     ],
 )
 def test_refusals(call, code, more, message):

@@ -12,7 +12,7 @@ from meshwright.api.rates import rates_for
 from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.output import format_range, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
-from meshwright.cli.verb import Count, Load, MeshSizes, Options, Target, argument, option, verb
+from meshwright.cli.verb import Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
 from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer
 from meshwright.cli.verbs.plan_questions import parse_why_not, recipe_answer, what_if_answer, why_not_answer
 from meshwright.cli.verbs.plan_service import service_answer
@@ -71,8 +71,8 @@ class Given(Options):
     serve: bool = option("Plan a service in place of training: --prompt, --output and what follows.")
     prompt: Count | None = option("Tokens of a prompt, in the mean.", needs=SERVED)
     output: Count | None = option("Tokens of an answer, in the mean.", needs=SERVED)
-    ttft: Target | None = option("Target of the time to the first token, such as 1s.", needs=SERVED)
-    tpot: Target | None = option("Target of the time per output token, such as 20ms.", needs=SERVED)
+    ttft: TargetTime | None = option("Target of the time to the first token, such as 1s.", needs=SERVED)
+    tpot: TargetTime | None = option("Target of the time per output token, such as 20ms.", needs=SERVED)
     rate: Load | None = option("Load, such as 20/s or 600/min: gives the number of chips.", needs=SERVED)
     weights: str | None = option("Dtypes of weights to try, such as int8 or bf16,int8.", needs=SERVED)
     kv: str | None = option("Dtypes of cached keys and values to try.", needs=SERVED)

@@ -12,13 +12,13 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
+from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.report.curves import curves_figure
 from meshwright.report.figure import Figure
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.service import Service
 from meshwright.spec.strategy import AS_RUN, short_mesh
 
 OF_TRAINING = {
@@ -45,8 +45,6 @@ def service_answer(given: Any) -> Answer:
     for name, flag in (("prompt", "--prompt"), ("output", "--output")):
         if getattr(given, name) is None:
             raise InputError(f"--serve needs {flag}, the tokens of a {name} in the mean. Write {flag} 512.")
-    if given.top < 1:
-        raise InputError(f"top={given.top} must be at least 1.")
     fields = parse_fields(given.pairs, sections=("model", "assumptions"))
     model = with_fields(load_model(given.model), "model", fields["model"])
     cluster = parse_cluster(given.on)

@@ -4,6 +4,7 @@ Steps are derived once for each phase, pair of dtypes and form (kv heads as they
 are arrays.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -13,15 +14,17 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.rewrites.repeated_heads import with_repeated_heads
 from meshwright.algebra.sizes import Number
+from meshwright.core.errors import CannotRunError
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import PricedStep
+from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
 from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
+from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
-from meshwright.spec.service import Service
 
 BOUNDS = ("parameters", "KV", "FLOPs", "network", "stragglers", "other")
 """What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts waiting
@@ -70,7 +73,6 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
     prompts_at_once: tuple[int, ...]
     least_bytes: float
     least_chips: int
-    num_tried: int
 
 
 def sum_of(parts: dict[str, np.ndarray]) -> np.ndarray:
@@ -79,23 +81,31 @@ def sum_of(parts: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequence[StoredDtypes]) -> PricedFleet:
-    """Prices all engines of a fleet; ``setting`` has the model, the cluster and the rates."""
+    """Prices all engines of a fleet; ``setting`` has the model, the cluster and the rates.
+
+    Raises CannotRunError if no engine's sizes divide the model's.
+    """
     new = service.new_prompt_tokens
     at_once = tuple(1 << power for power in range(15) if power == 0 or (new << power) <= PREFILL_TOKENS)
     decode, prefill = list[Steps](), list[tuple[np.ndarray, Steps]]()
-    least, least_chips, tried = np.inf, 0, 0
+    least, least_chips = np.inf, 0
     for number, dtypes in enumerate(stored):
         for form in _forms(setting, service, fleet, dtypes):
             filled = form.prefill(at_once)
             # an aggregated engine prefills beside its caches: the largest batch without and with what that takes
             beside = filled.memory["activations"].reshape(len(form.engines), -1)[:, 0]
-            steps, need = form.decode(beside)
-            tried += len(steps) + len(filled)
-            if np.min(need) < least:
-                least, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
-            decode.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), number)))
+            if "decode" in form.steps:
+                steps, need = form.decode(beside)
+                if np.min(need) < least:
+                    least, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
+                decode.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), number)))
             places = (form.engines[:, None] * len(stored) + number) * len(at_once) + np.arange(len(at_once))
             prefill.append((places.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), number))))
+    if not decode:
+        raise CannotRunError(
+            f"no engine of {setting.model.name} on {setting.cluster.short_name} with these sizes can generate: they "
+            f"must divide the model's widths, and context splits prompts alone. Use other sizes of tensor and expert."
+        )
     every = map_figures(lambda *columns: np.concatenate(columns), *(steps for _, steps in prefill))
     order = np.full(len(fleet) * len(stored) * len(at_once), -1)
     order[np.concatenate([places for places, _ in prefill])] = np.arange(len(every))
@@ -111,12 +121,11 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
         prompts_at_once=at_once,
         least_bytes=least,
         least_chips=least_chips,
-        num_tried=tried,
     )
 
 
 class _Form(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines of a fleet with, or without, repeated kv heads: their numbers, and the steps of both phases."""
+    """The engines of a fleet whose steps differ in sizes alone: their numbers, and the steps of each phase."""
 
     setting: Setting
     service: Service
@@ -170,7 +179,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def memory(self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int) -> dict[str, np.ndarray]:
         """Returns bytes per chip of weights, caches and the rest."""
-        setting, parts = self._setting(phase, length), None
+        setting = self._setting(phase, length)
         parts = memory_parts(self.steps[phase], self._sizes(setting, rows, batch))
         items = parts.items(setting.pipeline(engine_strategy({})), ())
         weights, cache = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
@@ -203,7 +212,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     def _setting(self, phase: str, length: int) -> Setting:
         return phase_setting(self.setting, phase, self.dtypes, length)
 
-    def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray):  # type: ignore[no-untyped-def]
+    def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray) -> SlotSizes:
         mesh = {axis: sizes[self.engines[rows]].astype(float) for axis, sizes in self.fleet.mesh.items()}
         return setting.sizes(engine_strategy({}), mesh=mesh, microbatch_seqs=batch.astype(float))
 
@@ -215,17 +224,19 @@ def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: in
 
 
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
-    """Yields the engines whose devices divide the kv heads, then those that repeat them, with the steps of each."""
+    """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
+    split prompts over ``context`` prefill alone."""
     template = engine_strategy({}, dtypes.precision)
     repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
-    for repeated in (False, True):
+    for repeated, splits_prompts in itertools.product((False, True), repeat=2):
         strategy = with_repeated_heads(template) if repeated else template
-        chosen = np.flatnonzero(repeats == repeated)
+        chosen = np.flatnonzero((repeats == repeated) & ((fleet.mesh["context"] > 1) == splits_prompts))
         if not len(chosen):
             continue
+        without = OTHER_AXES if splits_prompts else (*OTHER_AXES, "context")
         steps = {
-            phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=OTHER_AXES)
-            for phase in ("decode", "prefill")
+            phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=without)
+            for phase in (("prefill",) if splits_prompts else ("prefill", "decode"))
         }
         chosen = chosen[_divides(setting, fleet, chosen, steps)]
         if len(chosen):
@@ -235,7 +246,7 @@ def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtype
 def _divides(setting: Setting, fleet: Fleet, chosen: np.ndarray, steps: dict[str, Derived]) -> np.ndarray:
     """True for engines whose sizes divide the dims of the model; prompts are padded, and batches divide."""
     mesh = {axis: sizes[chosen] for axis, sizes in fleet.mesh.items()}
-    dims = setting.model.dims | {"B": mesh["expert"], "T": mesh["tensor"], "S": 1}
+    dims = setting.model.dims | {"B": mesh["expert"], "T": mesh["context"] * mesh["tensor"], "S": 1}
     facts = StrategySizes(model=setting.model.name, cluster="", num_chips=0, mesh=mesh, dims=dims)
     rules = [rule for derived in steps.values() for rule in size_rules(derived)]
     return np.broadcast_to(mask(rules, facts), len(chosen))

@@ -1,5 +1,6 @@
 """The engines that a cluster can be divided into: parts of it, and the mesh and placement of each."""
 
+import math
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -15,11 +16,15 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
-ENGINE_AXES = ("expert", "tensor")
+ENGINE_AXES = ("expert", "context", "tensor")
 """Mesh axes of an engine: ``tensor`` splits heads and widths; ``expert`` splits experts, and the sequences too (experts
-with data-parallel attention). Weights are split over nothing else: each step would gather them."""
+with data-parallel attention). Weights are split over nothing else: each step would gather them. ``context`` splits the
+positions of a prompt, so that it is for engines that only prefill."""
 
 OTHER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis not in ENGINE_AXES)
+
+CONTEXTS = (1, 2, 4, 8)
+"""Sizes of ``context`` that are tried."""
 
 MAX_ENGINE_CHIPS = 1024
 """Most chips of one engine that are tried."""
@@ -97,9 +102,10 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
 def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placement]]:
     for chips in divisors(cluster.num_chips):
         sizes = [
-            {"expert": expert, "tensor": chips // expert}
-            for expert in (divisors(chips) if model.num_experts else (1,))
-            if (not model.num_experts or model.num_experts % expert == 0) and model.num_heads % (chips // expert) == 0
+            {"expert": expert, "context": context, "tensor": chips // expert // context}
+            for expert in (divisors(math.gcd(chips, model.num_experts)) if model.num_experts else (1,))
+            for context in CONTEXTS
+            if chips % (expert * context) == 0 and model.num_heads % (chips // expert // context) == 0
         ]
         if chips <= MAX_ENGINE_CHIPS and sizes:
             for part in engine_parts(cluster, chips):

@@ -12,12 +12,12 @@ from meshwright.plan.serving.engines import PricedFleet, price_fleet
 from meshwright.plan.serving.fleet import fleet_of
 from meshwright.plan.serving.result import ServiceResult, service_plan
 from meshwright.plan.serving.search import Services, all_services, frontier, ranked
+from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.service import Service
 
 AS_PUBLISHED = StoredDtypes("bf16", "bf16")
 
@@ -155,10 +155,9 @@ def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -
     model, cluster, price = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
     yield (
-        "tok/s are output tokens per second and chip; tp is the mesh axis tensor, ep is expert, which also splits the "
-        "sequences (experts with data-parallel attention)"
-        if model.num_experts
-        else "tok/s are output tokens per second and chip; tp is the mesh axis tensor"
+        "tok/s are output tokens per second and chip; tp is the mesh axis tensor, cp is context, which splits prompts"
+        + ", ep is expert, which also splits the sequences (experts with data-parallel attention)"
+        * bool(model.num_experts)
     )
     yield (
         "TPOT is in the steady state with full batches: a step at the mean length of the cache and, where engines "

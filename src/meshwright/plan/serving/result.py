@@ -8,8 +8,8 @@ import numpy as np
 from meshwright.cost.setting import Setting
 from meshwright.plan.serving.engines import PricedFleet, Steps
 from meshwright.plan.serving.search import Services
+from meshwright.plan.serving.service import Service
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.service import Service
 from meshwright.spec.strategy import Strategy
 
 

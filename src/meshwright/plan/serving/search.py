@@ -21,8 +21,8 @@ from meshwright.algebra.generation import cache_table
 from meshwright.cost.arrays import map_figures, select
 from meshwright.plan.serving.engines import PricedFleet, Steps
 from meshwright.plan.serving.fleet import transfer_bytes_per_s
+from meshwright.plan.serving.service import Service
 from meshwright.spec.model import Model
-from meshwright.spec.service import Service
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.core.units import parse_seconds
-from meshwright.spec.service import Service, parse_load
+from meshwright.plan.serving.service import Service, parse_load
 
 
 def test_lengths():
