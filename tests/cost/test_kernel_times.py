@@ -3,24 +3,30 @@
 import numpy as np
 import pytest
 
+from meshwright.accuracy.kernels import kernel_numbers
 from meshwright.core.errors import InputError
 from meshwright.cost.work import kernel_times
 from meshwright.cost.work.kernel_times import (
     attention_s,
     collective_s,
+    experts_met,
+    experts_s,
     gated_s,
+    generation_attention_s,
     grouped_s,
     kernel_rates,
+    latent_attention_s,
     loss_s,
     padded,
     product_s,
+    small_reduce_s,
 )
 from meshwright.spec.chip import chip
 
 NUMBERS = {
     "compute": 0.5, "narrow": 0.8, "start_s": 1e-5, "call_s": 2e-5, "power": 1.0, "half": 0.0, "head_half": 32.0,
     "head_half_backward": 64.0, "grid_s": 1e-6, "softmax": 1024.0, "link": 0.5, "collective_s": 4e-6, "member_s": 1e-6,
-    "ramp_s": 0.0,
+    "ramp_s": 0.0, "step_s": 0.0, "decode_s": 1e-5, "block_s": 0.0, "experts_s": 3e-5, "reduce_s": 4e-6, "peers": 0.5,
 }  # fmt: skip
 
 
@@ -193,6 +199,126 @@ def test_the_switch_adds_up_for_eight_where_it_can():
     shape = {"op": np.array(["all_reduce"]), "n": np.array([8]), "bytes": np.array([8e8])}
     assert collective_s(shape, rates("h100")) == pytest.approx([9 * 1e8 / (225e9 * 0.85) + 18e-6])
     assert collective_s(shape, rates("a100-80gb")) == pytest.approx([14.5 * 1e8 / 150e9 + 18e-6])
+
+
+# -- token generation ---------------------------------------------------------------------------------------
+
+
+def cache(batch, length, *, heads=32, kv_heads=8, width=128, bits=16, window=0):
+    return {"B": batch, "T": length, "N": heads, "G": kv_heads, "H": width, "bits": bits, "window": window}
+
+
+def test_a_product_of_one_row_streams_its_weights_and_goes_through_k():
+    """On GPUs alone: 8,192 entries of 0.4 ns; a v5p's has no such step."""
+    shape = {"M": 1, "K": 8192, "N": 8192}
+    found = product_s(shape, rates("h100", step_s=4e-10))
+    assert found == pytest.approx(2 * 8192 * (8192 + 2) / 3.35e12 + 8192 * 4e-10 + 1e-5, rel=1e-3)
+    assert product_s(shape, rates("v5p", step_s=4e-10)) == product_s(shape, rates("v5p"))
+
+
+def test_scales_of_blocks_are_found_by_one_kernel_that_reads_rows_once():
+    shape = {"M": 8192, "K": 8192, "N": 8448}
+    apart = product_s(shape, rates("h100"), narrow=True) - product_s(shape, rates("h100"), narrow=True, blocks=True)
+    assert apart == pytest.approx(2 * 8192 * 8192 / 3.35e12 + 2e-5 - 2 * 1e-5)
+
+
+def test_attention_of_generation_reads_the_cache_of_each_sequence():
+    """Keys and values of 64 x 4,096 positions, 8 heads of 128 entries of 2 bytes; and queries and outputs."""
+    moved = 64 * 4096 * 8 * 128 * 4 + 64 * 32 * 128 * 4
+    assert generation_attention_s(cache(64, 4096), rates("h100")) == pytest.approx(moved / 3.35e12 + 1e-5)
+    moved = 64 * 4096 * 8 * 128 * 2 + 64 * 32 * 128 * 4
+    assert generation_attention_s(cache(64, 4096, bits=8), rates("h100")) == pytest.approx(moved / 3.35e12 + 1e-5)
+    seen = generation_attention_s(cache(64, 65536, window=128), rates("h100"))
+    assert seen == generation_attention_s(cache(64, 128), rates("h100"))
+
+
+def test_few_caches_are_read_in_parts_that_another_kernel_adds_and_many_take_turns():
+    """8 kv heads on 132 SMs: 10 us more, but not for 256 positions. 4,096 of them take 5 us x 4,096 / 132."""
+    one = generation_attention_s(cache(1, np.array([256, 65536])), rates("h100"))
+    moved = np.array([256, 65536]) * 8 * 128 * 4 + 32 * 128 * 4
+    assert one == pytest.approx(moved / 3.35e12 + np.array([1e-5, 2e-5]))
+    many = generation_attention_s(cache(512, 256), rates("h100", block_s=5e-6))
+    moved, blocks_s = (512 * 256 * 8 * 128 * 4 + 512 * 32 * 128 * 4) / 3.35e12, 5e-6 * 4096 / 132
+    assert many == pytest.approx((moved**2 + blocks_s**2) ** 0.5 + 1e-5)
+
+
+def test_latent_attention_is_bound_by_products_or_by_bytes_and_rotates_queries():
+    """128 sequences have more tiles of 64 heads than 132 SMs; 16 heads are computed as 64."""
+    entries, ends = 128 * 65536, 2 * 128 * 128 * (3 * 576 + 512) / 3.35e12
+    math = 2 * entries * 128 * (576 + 512) / (989.4e12 / 2)
+    shape = {"B": 128, "T": 65536, "N": 128, "bits": 16}
+    assert latent_attention_s(shape, rates("h100")) == pytest.approx(math + ends + 2e-5)
+    ends, parts = ends / 8, 8 * 128 * 1024 * 16 * 512 / 1024 / 3.35e12
+    found = latent_attention_s(shape | {"N": 16}, rates("h100"))
+    assert found == pytest.approx(max(math / 2, entries * 1152 / 3.35e12) + ends + 132 / 128 * parts + 2e-5)
+    wide, narrow = (latent_attention_s(shape | {"bits": bits}, rates("b200", compute=0.1)) for bits in (16, 8))
+    assert wide / narrow == pytest.approx(2, rel=0.02)
+
+
+def test_experts_read_the_weights_of_those_that_are_met_once():
+    """Two tokens that choose 2 of 8 each meet 3.5 experts. One of 3 x 4096 x 14336 has 64 rows more on Hopper."""
+    assert experts_met(2, 2, 8) == pytest.approx(3.5)
+    assert experts_met(1, 8, 256) == pytest.approx(8)
+    weights, shape = 3 * 4096 * 14336, {"M": 4, "G": 3.5, "K": 4096, "N": 14336}
+    moved = (2 * 3.5 * weights + 4 * (8 * 4096 + 6 * 14336)) / 3.35e12
+    math = 2 * (4 + 3.5 * 64) * weights / 989.4e12
+    assert experts_s(shape, rates("h100")) == pytest.approx((math**2 + moved**2) ** 0.5 + 3e-5)
+    eight = [experts_s(shape, rates("h100"), bits=8, blocks=blocks) for blocks in (False, True)]
+    assert eight[1] - eight[0] == pytest.approx(4e-5)
+    moved = (3.5 * weights * 4.5 / 8 + 4 * (8 * 4096 + 6 * 14336)) / 7.7e12
+    math = 2 * (4 + 3.5 * 128) * weights / 4500e12
+    found = experts_s(shape, rates("b200"), bits=4.5)
+    assert found == pytest.approx((math**2 + moved**2) ** 0.5 + 2e-5)
+
+
+def test_a_small_sum_takes_one_shot_or_two():
+    """8 GPUs: 7 arrays at half of 450 GB/s, or twice 7/8 of one and a second barrier of 4 us."""
+    found = small_reduce_s({"n": 8, "bytes": np.array([8192.0, 8e6])}, rates("h100"))
+    assert found == pytest.approx([7 * 8192 / 225e9 + 4e-6, 14e6 / 225e9 + 8e-6])
+    assert small_reduce_s({"n": 2, "bytes": 8e6}, rates("h100")) == pytest.approx(8e6 / 225e9 + 4e-6)
+
+
+@pytest.fixture
+def shipped(_datasheet, monkeypatch):
+    """The rates of a chip as they are shipped, without the data sheet's bandwidths of the other tests."""
+    monkeypatch.undo()
+    return lambda name: kernel_rates(chip(name), kernel_numbers().numbers)
+
+
+@pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "b200", "gb300"])
+def test_generation_takes_longer_with_batch_and_length_and_never_less_than_its_bytes(shipped, name):
+    at = shipped(name)
+    steps = 2.0 ** np.arange(10)
+    for make in (lambda batch: cache(batch, 2048), lambda batch: cache(32, 128 * batch)):
+        assert (np.diff(generation_attention_s(make(steps), at)) > 0).all()
+        assert (np.diff(latent_attention_s(make(steps), at)) > 0).all()
+    assert (np.diff(product_s({"M": steps, "K": 8192, "N": 7168}, at)) > 0).all()
+    met = {"M": 8 * steps, "G": experts_met(steps, 8, 256), "K": 7168, "N": 2048}
+    assert (np.diff(experts_s(met, at)) > 0).all()
+    assert (np.diff(small_reduce_s({"n": 8, "bytes": 1024 * steps}, at)) > 0).all()
+    large = 512 * 65536 * 8 * 128 * 4 / at.hbm_bytes_per_s / at["streams"]
+    assert generation_attention_s(cache(512, 65536), at) == pytest.approx(large, rel=0.01)
+
+
+@pytest.mark.parametrize(("batch", "parts_us", "bytes_us"), [(8, (44, 18, 24, 14), 75), (64, (46, 56, 24, 37), 113)])
+def test_a_layer_of_llama3_70b_over_eight_h100(shipped, batch, parts_us, bytes_us):
+    """A decode step at 4,096 positions: [8192, 7168] of gate and up, the cache of a kv head, [3584, 8192] of down, two
+    sums of [batch, 8192]; the rest are query, key and value and the output. Weights and cache are 214 MB and more.
+
+    TensorRT-LLM's products of 1 to 64 rows take 45 to 47 us (gate and up), 24 to 25 (down) and 9 (output); SGLang's
+    attention 34 at batch 32, its sums of 128 KB and 1 MB 9 and 20 each.
+    """
+    at = shipped("h100")
+    qkv, out, gates, down = (
+        product_s({"M": batch, "K": k, "N": n}, at) for k, n in ((8192, 1280), (1024, 8192), (8192, 7168), (3584, 8192))
+    )
+    seen = generation_attention_s(cache(batch, 4096, heads=8, kv_heads=1), at)
+    sums = 2 * small_reduce_s({"n": 8, "bytes": batch * 8192 * 2}, at)
+    assert [1e6 * one for one in (gates, seen, down, sums)] == pytest.approx(parts_us, abs=1)
+    weights = 2 * 8192 * (1280 + 1024 + 7168 + 3584)
+    streamed = (weights + batch * 4096 * 128 * 4) / at.hbm_bytes_per_s
+    assert 1e6 * streamed == pytest.approx(bytes_us, abs=1)
+    assert 1.5 < (qkv + out + gates + down + seen + sums) / streamed < 1.7
 
 
 def test_a_number_of_the_chip_goes_before_that_of_its_family_and_its_unit():

@@ -27,6 +27,8 @@ TOPICS = (
     "gpu",
     "fault-tolerance",
     "pipeline",
+    "inference",
+    "llama-serving",
 )
 
 Inputs = Mapping[str, Any]

@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "explain": ("cli", "Say why a plan is as it is, in the book's notation."),
     "sweep": ("calculators", "Plans over many sizes: scaling curves, heatmaps, memory, crossovers."),
     "limits": ("calculators", "When communication hides behind compute: closed forms without a plan."),
+    "serving": ("calculators", "What a slice serves: steps, batches, requests, cost: closed forms."),
     "roofline": ("calculators", "What bounds one operation on one chip."),
     "shard": ("calculators", "The steps of one sharded product, and what they cost."),
     "chain": ("calculators", "The fastest shardings of a chain of products within a memory."),

@@ -97,7 +97,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
             temporaries=found.temporaries + found.outputs,
             needed=found.needed,
             peak=found.peak,
-            available=min((offered or math.inf) * _devices(request), request.setting.memory_limit),
+            available=min((offered or 0) * _devices(request) or math.inf, request.setting.memory_limit),
         )
         refusal = refusal or _does_not_fit(request, memory)
     traffic, trouble, overlap = None, "", None

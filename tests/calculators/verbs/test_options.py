@@ -20,6 +20,11 @@ VALUES = {
     "roofline": ["--channel vmem", "--batch 4"],
     "systolic": ["--seed 3", "--weights 16x16", "--on v5e"],
     "limits": ["--tensor 4", "--tensor-axes 2", "--dtype int8", "--state fp32"],
+    "serving": [
+        "--prompt 100", "--output 100", "--batch 3", "--context 100", "--weights int8", "--kv int8", "--dtype int8",
+        "--params 1M", "--kv-per-token 1kB", "--mfu 0.3", "--price 3", "--set num_kv_heads=1", "--contexts 64,128",
+        "--accept 0.5", "--draft-cost 0.2", "--prefixes 10000000", "--cache 1GB", "--zipf 1",
+    ],
     "sweep": ["--seq 512", "--remat block", "--step"],
 }  # fmt: skip
 CALLS = [
@@ -33,6 +38,7 @@ CALLS = [
     "roofline --attention tiny --on v5e",
     "systolic 8x8 --input 4",
     "limits llama3-8b --on v5p:4x4x4 --batch 4Mi --seq 4096",
+    "serving tiny --on v5e:2x2 --output 64", "serving tiny --on v5e:2x2 --accept 0.8 --prefixes 100000",
     "sweep batch mlp:512x2048 --on v5p:4x4x4 --batches 256Ki..512Ki",
 ]  # fmt: skip
 

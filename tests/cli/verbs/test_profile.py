@@ -225,8 +225,8 @@ def test_jobs_that_generate_are_not_planned_or_trained(plan_file, call, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--steps", "0"], "--steps 0 must be at least 1."),
-        (["--warmup", "0"], "--warmup 0: the first step is slower"),
+        (["--steps", "0"], "--steps '0' is below 1. Give a number of at least 1."),
+        (["--warmup", "0"], "--warmup '0' is below 1."),
         (["--trace", "x.xplane.pb"], "--trace and --hlo go together"),
         (["--trace", "x.xplane.pb", "--hlo", "none.txt"], "none.txt cannot be read"),
     ],
@@ -238,4 +238,4 @@ def test_bad_input_is_one_line(plan_file, call, arguments, words):
 def test_a_run_with_too_few_steps_is_refused(plan_file, call):
     message = "--profile 3 needs 5 steps to warm up and 3 more, and the run has 4. Give --steps 8 or more."
     call("train", str(plan_file), "--steps", "4", "--profile").assert_refused(2, message)
-    call("train", str(plan_file), "--profile", "0").assert_refused(2, "--profile 0 must be at least 1.")
+    call("train", str(plan_file), "--profile", "0").assert_refused(2, "--profile '0' is below 1.")

@@ -28,14 +28,14 @@ class CacheDesign(msgspec.Struct, frozen=True, kw_only=True):
 
     def elements(self, num_positions: Number) -> Number:
         """Returns the elements kept of one sequence of ``num_positions``."""
-        kept = cached_elements(
+        return cached_elements(
             num_positions,
             per_position=self.elements_per_layer,
             num_layers=self.num_layers,
             window=self.window,
             num_local=self.num_local,
+            layers_per_cache=self.layers_per_cache,
         )
-        return kept / self.layers_per_cache
 
 
 def cache_designs(model: Model) -> tuple[CacheDesign, ...]:

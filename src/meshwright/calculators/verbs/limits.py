@@ -8,10 +8,10 @@ from meshwright.cli.shared import BATCH, SEQ_NEEDED
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.cli.verbs.explain import legend, limit_tables
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_count
+from meshwright.core.units import format_count, format_seconds
 from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import Letters, limits_at
-from meshwright.cost.formulas.limits import ici_intensity
+from meshwright.cost.formulas.limits import MixedLayer, ici_intensity
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
 from meshwright.report.answer import Answer
@@ -22,6 +22,8 @@ from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_params
+
+LAYER = "two matrices D x F forward: T_math {}, T_comms {} (weights and activations sent at once)"
 
 
 class Given(Options):
@@ -49,16 +51,28 @@ def command(given: Given) -> Answer:
         f"{name} on {cluster.short_name} ({cluster.num_chips:,} chips), {format_count(job.tokens_per_step)} "
         f"tokens a step = {job.batch_seqs:,} sequences of {job.seq_len:,}"
     )
+    layer = _layer(given.model, at)
     return Answer(
-        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
+        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found, "layer": layer},
         [
             heading,
             *limit_tables(found).values(),
             *(f"{limit.name}: {limit.note}" for limit in found if limit.note),
+            *([LAYER.format(*map(format_seconds, layer.values()))] if layer else []),
             legend(at, "chips / tensor"),
         ],
         raw=[found],
     )
+
+
+def _layer(text: str, at: Letters) -> dict[str, float] | None:
+    """Returns the seconds of two matrices with the tensor size that is given, in a dense model on a torus; or None."""
+    if at.tensor is None or at.mixed_alpha is None:
+        return None
+    work, axes = mlp_work(text), {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
+    d_model = work.dims["D"] if work else load_model(text).d_model
+    layer = MixedLayer(batch_tokens=at.batch_tokens, d_model=d_model, d_ff=at.d_ff, fsdp=at.data_ways, tensor=at.tensor)
+    return {"math_s": layer.math_s(at.peak_flops), "comms_s": layer.comms_s(at.peak_flops / at.mixed_alpha, **axes)}
 
 
 def layer_letters(text: str, state: str) -> tuple[str, dict[str, Any]]:

@@ -7,6 +7,8 @@ import math
 from fractions import Fraction
 from typing import Literal
 
+import numpy as np
+
 from meshwright.algebra.derive import derive
 from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
@@ -219,7 +221,7 @@ def saved_bytes(
     return num_tokens * num_layers * width * element_bytes / num_shards
 
 
-def kv_cache_bytes(model: Model, num_positions: int, *, element_bytes: Number = 2) -> Number:
+def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number = 2) -> Number:
     """Returns the bytes of the keys and values of one sequence: 2 K H elements per position and layer; a layer with a
     window keeps that many positions at most.
 
@@ -239,8 +241,20 @@ def kv_cache_bytes(model: Model, num_positions: int, *, element_bytes: Number = 
 
 
 def cached_elements(
-    num_positions: int, *, per_position: int, num_layers: int, window: int | None, num_local: int
-) -> int:
-    """Returns the elements that all layers keep of one sequence; ``num_local`` of them keep at most a ``window``."""
-    near = num_positions if window is None else min(num_positions, window)
-    return ((num_layers - num_local) * num_positions + num_local * near) * per_position
+    num_positions: Number,
+    *,
+    per_position: int,
+    num_layers: int,
+    window: int | None = None,
+    num_local: int = 0,
+    layers_per_cache: int = 1,
+) -> Number:
+    """Returns the elements that all layers keep of one sequence: L S x elements of a position, less where shared.
+
+    Elements of a position and layer are 2 N H with MHA, 2 K H with GQA, 2 H with MQA, Rkv + Hr with MLA. ``num_local``
+    layers keep at most a ``window``; ``layers_per_cache`` neighbours have one cache. Source: sections 7.1.6 and 7.2.
+    """
+    least = np.minimum if isinstance(num_positions, np.ndarray) else min
+    near = num_positions if window is None else least(num_positions, window)
+    kept = ((num_layers - num_local) * num_positions + num_local * near) * per_position
+    return kept if layers_per_cache == 1 else kept / layers_per_cache

@@ -9,6 +9,7 @@ be NumPy arrays, but not those of a `Mixture`. Source: How to Scale Your Model, 
 import math
 
 import msgspec
+import numpy as np
 
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
@@ -97,6 +98,30 @@ class Mixture(msgspec.Struct, frozen=True):
         width = root * self.fsdp_axes / (2 * self.d_ff)
         middle = fsdp_roots_middle(self.batch_tokens, self.alpha, fsdp_axes=self.fsdp_axes)
         return Roots(lower=middle - width, upper=middle + width)
+
+
+class MixedLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """The forward pass of two matrices D x F in 16 bits with FSDP over X and tensor parallelism over Y, M axes each.
+
+    Weights and activations are sent at once, on links of their own, so the longer of both counts. Source: section
+    5.1.4, whose figure 16 this is.
+    """
+
+    batch_tokens: Number
+    d_model: Number
+    d_ff: Number
+    fsdp: Number = 1
+    tensor: Number = 1
+
+    def math_s(self, peak_flops: Number) -> Number:
+        """Returns the seconds of the FLOPs: 4 B D F / (X Y C)."""
+        return 4 * self.batch_tokens * self.d_model * self.d_ff / (self.fsdp * self.tensor * peak_flops)
+
+    def comms_s(self, axis_bytes_per_s: Number, *, fsdp_axes: Number, tensor_axes: Number) -> Number:
+        """Returns max(4 D F / (Y W M_X), 4 B D / (X W M_Y)); a term is nothing where its axis is 1."""
+        weights = 4 * self.d_model * self.d_ff / (self.tensor * axis_bytes_per_s * fsdp_axes) * (self.fsdp > 1)
+        acts = 4 * self.batch_tokens * self.d_model / (self.fsdp * axis_bytes_per_s * tensor_axes) * (self.tensor > 1)
+        return np.maximum(weights, acts)
 
 
 def fsdp_roots_middle(batch_tokens: Number, alpha: Number, *, fsdp_axes: Number) -> Number:

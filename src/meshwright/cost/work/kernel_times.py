@@ -1,4 +1,5 @@
-"""Seconds of one kernel by itself on one device, from its shape: products, attention, losses, collectives of NVLink.
+"""Seconds of one kernel by itself on one device, from its shape: products, attention, losses, collectives of NVLink,
+and those of token generation on GPUs.
 
 Sizes may be NumPy arrays. What a kernel computes and what it moves meanwhile make the root of their squares; copies
 before and after it, and its start, add up. A plan prices the steps of a whole model (`kernels.local_cost`), which
@@ -18,7 +19,7 @@ from meshwright.spec.chip import Chip, known, peak
 NVIDIA_TILE = (128, 128)
 """Rows and columns of the tile that one SM makes at a time: of the tiles of cuBLAS the one that fills SMs best."""
 
-SPLITS = (1, 2, 4)
+SPLITS = (1, 2, 4, 8)
 """Parts that a library may split K into, to fill the SMs."""
 
 PAIRED_ROWS = 256
@@ -62,6 +63,20 @@ NVLS = {"h100": 0.85, "blackwell": 0.74}
 
 PASSES = {"forward": 1.0, "backward": 2.5}
 """Products of attention's pass, over those of its forward pass: scores are made again."""
+
+
+LATENT, LATENT_TILE = (512, 64), 64
+"""Entries of a position in a latent cache, without and with rotation; heads, and positions, in a tile of FlashMLA."""
+
+SHORT = 256
+"""Positions of a cache that are read in one part: from measured times, which jump above it."""
+
+MATRIX_ROWS = {"blackwell": 128}
+"""Rows of a matrix instruction, taken as the least for an expert: of tcgen05 on one SM; elsewhere 64 (wgmma)."""
+
+QUANTIZERS = {"h100": 4}
+"""Starts more in a layer of experts with a scale for each block: chosen by vLLM's times, whose experts are CUTLASS's or
+Triton's there and one fused kernel on Blackwell."""
 
 
 class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +169,7 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
         cores=cores or chip.num_cores or 1,
         exponentials=2.0 if chip.name in ULTRA else 1.0,
         half=0.0 if blackwell or kind == "tpu" else own.get("half", 0.0),
-        numbers={"quick": 1.0, "paged": 1.0} | own,
+        numbers={"quick": 1.0, "paged": 1.0, "latent": 1.0, "streams": 1.0} | own,
     )
 
 
@@ -163,18 +178,21 @@ def padded(size: Number, unit: Number) -> Number:
     return np.ceil(size / unit) * unit if unit else size
 
 
-def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False) -> Number:
+def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False, blocks: bool = False) -> Number:
     """Returns the seconds of [M, K] x [K, N] in bf16, or in fp8 (``narrow``) with the cast of its rows before it.
 
-    The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1).
+    The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1). With scales of rows or
+    ``blocks`` of entries one kernel does both, and reads once. A tile on GPUs goes through K in ``step_s`` an entry
+    besides, however few its rows are.
     """
     rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
     moved = (1 if narrow else 2) * (rows * contracted + contracted * columns) + 2 * rows * columns
     seconds = at.product_s(2 * rows * contracted * columns, contracted) * at.waves(rows, columns, SPLITS)
     faster = at.narrow_flops_per_s / at.flops_per_s * at["narrow"] if narrow else 1
-    before = 5 * rows * contracted if narrow else 0
-    start = at.memory_s(before) + at["call_s" if narrow else "start_s"]
-    found: Number = np.hypot(seconds / faster, at.memory_s(moved)) + start
+    before = (3 if blocks else 5) * rows * contracted if narrow else 0
+    start = at.memory_s(before) + (2 * at["start_s"] if blocks else at["call_s" if narrow else "start_s"])
+    start = start if at.width else start + at["step_s"] * contracted
+    found: Number = np.hypot(seconds / faster, at.memory_s(moved) / at["streams"]) + start
     return found
 
 
@@ -271,4 +289,74 @@ def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
         in_switch = ramp + (members + 1) * chunk_s / NVLS[at.family]
         sent_s = np.where(reduced & (members == 8), np.minimum(sent_s, in_switch), sent_s)
     found: Number = sent_s + at["quick"] * (at["collective_s"] + at["member_s"] * steps)
+    return found
+
+
+def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+    """Returns the seconds of attention of B queries, one a sequence, to caches of T positions or a window of them.
+
+    N heads and G kv heads have width H, entries of a cache ``bits``; a window of 0 is none. Bytes stream, and a kv head
+    of a sequence takes an SM ``block_s`` at least. Fewer of them than SMs are read in parts, which another kernel adds.
+    """
+    length = np.where(shape["window"] > 0, np.minimum(shape["T"], shape["window"]), shape["T"])
+    blocks = shape["B"] * shape["G"]
+    moved = blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"]
+    merged = (blocks < at.processors) & (length > SHORT)
+    streamed = np.hypot(at.memory_s(moved) / at["streams"], at["block_s"] * blocks / at.processors)
+    found: Number = streamed + at["decode_s"] + merged * at["start_s"]
+    return found
+
+
+def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+    """Returns the seconds of attention of B queries with N heads to latent caches of T positions, ``bits`` an entry.
+
+    All heads share a cache of 512 entries and 64 rotated ones. Its copies and the products overlap; these are narrow
+    for 8 bits on Blackwell. Queries are read and written once before, by another kernel until Blackwell. Fewer tiles of
+    heads than SMs have their caches read in parts: each SM writes an fp32 tile, which another kernel reads.
+    """
+    entries, width = shape["B"] * shape["T"], sum(LATENT)
+    moved = at.memory_s(entries * width * shape["bits"] / 8) / at["latent"]
+    blackwell = at.family == "blackwell"
+    faster = np.where(blackwell & (shape["bits"] == 8), at.narrow_flops_per_s / at.flops_per_s, 1)
+    math_s = at.product_s(2 * entries * padded(shape["N"], LATENT_TILE) * (width + LATENT[0])) / faster
+    tiles = shape["B"] * np.ceil(shape["N"] / LATENT_TILE)
+    parts = np.minimum(tiles * np.ceil(shape["T"] / LATENT_TILE), at.processors) * (tiles < at.processors)
+    ends = 2 * shape["B"] * shape["N"] * (3 * width + LATENT[0])
+    ends = ends + 8 * parts * np.minimum(shape["N"], LATENT_TILE) * LATENT[0]
+    more = not blackwell or (parts > 0) & (shape["T"] > SHORT)
+    found: Number = np.maximum(math_s, moved) + at.memory_s(ends) + at["decode_s"] + more * at["start_s"]
+    return found
+
+
+def experts_met(tokens: Number, chosen: int, experts: int) -> Number:
+    """Returns the number of experts that any of the tokens chooses, where each chooses evenly at random."""
+    found: Number = experts * (1 - (1 - chosen / experts) ** tokens)
+    return found
+
+
+def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, blocks: bool = False) -> Number:
+    """Returns the seconds of a layer of gated experts: M rows in all through G experts of three weights [K, N] each.
+
+    The weights of the experts that are met are read once, with ``bits`` an entry; each has the rows of an instruction
+    more. Routing, sorting, gates and sums are kernels of their own in ``experts_s``; with 4 bits all are one
+    call. ``blocks`` of entries have scales, for which Hopper has more kernels.
+    """
+    weights = 3 * shape["K"] * shape["N"]
+    moved = at.memory_s(shape["G"] * weights * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
+    rows = shape["M"] + shape["G"] * MATRIX_ROWS.get(at.family, 64)
+    math_s = 2 * rows * weights / (at.flops_per_s if bits > 8 else at.narrow_flops_per_s)
+    casts_s = QUANTIZERS.get(at.family, 0) * blocks * at["start_s"]
+    found: Number = np.hypot(math_s, moved) + (at["experts_s"] + casts_s if bits >= 8 else at["call_s"])
+    return found
+
+
+def small_reduce_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+    """Returns the seconds of the sum of an array of V bytes over n GPUs by a kernel whose threads read peers' memory.
+
+    One shot reads all of every peer. Two shots read a part, then the sums of the other parts after one barrier more.
+    The sooner counts.
+    """
+    members, start = shape["n"], at["quick"] * at["reduce_s"]
+    part_s = (members - 1) * shape["bytes"] / members / (at.link_bytes_per_s * at["peers"])
+    found: Number = start + np.minimum(members * part_s, 2 * part_s + start)
     return found

@@ -1,0 +1,89 @@
+"""The seconds of a step: what a simulation asks of a cost model, and a table in front of a slow one."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.core.errors import InputError
+
+SecondsArray = NDArray[np.float64]
+
+
+class Clock(Protocol):
+    """Seconds of an engine's steps. Inherit from it for the default of `steps_s`."""
+
+    def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
+        """Returns the seconds of a step.
+
+        ``num_decode`` requests decode a token each and read ``cached_tokens`` in all (their own new tokens not
+        counted). ``prefill_tokens`` are prefilled, over all requests; ``prefill_past`` is the mean number of tokens
+        before one of them in its text (`EngineStep`), 0 without prefill. Arguments may be arrays that broadcast.
+        """
+
+    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> SecondsArray:
+        """Returns the seconds of each of a number of steps that only decode; each step caches ``num_decode`` tokens.
+
+        Every entry must equal `step_s` of that step to the last bit, for jumps to equal single steps.
+        """
+        cached = cached_tokens + num_decode * np.arange(num_steps)
+        return np.zeros(num_steps) + self.step_s(num_decode, cached, 0, 0.0)
+
+
+def _grid(most: int, ratio: float) -> list[int]:
+    """Returns 0 and whole numbers to ``most``, each at most ``ratio`` times the one before, or one more."""
+    found = [0, 1]
+    while found[-1] < most:
+        found.append(max(found[-1] + 1, int(found[-1] * ratio)))
+    return [*found[:-1], max(most, 1)]
+
+
+class TabledClock(Clock):
+    """A clock that asks another one for a grid of steps once, with arrays, and interpolates linearly between them.
+
+    ``most`` are the largest ``num_decode``, ``cached_tokens``, ``prefill_tokens`` and ``prefill_past``; beyond them it
+    raises InputError. Neighbours on the grid of the first and third, in which a step is bent, differ by 30%, those of
+    the others by a factor of two.
+    """
+
+    def __init__(self, clock: Clock, most: tuple[int, int, int, int]) -> None:
+        self._most = most
+        self._grids = [_grid(one, ratio) for one, ratio in zip(most, (1.3, 2, 1.3, 2), strict=True)]
+        mesh = np.meshgrid(*(np.asarray(one) for one in self._grids), indexing="ij", sparse=True)
+        full = np.broadcast_to(clock.step_s(*mesh), tuple(map(len, self._grids)))
+        self._table = np.ascontiguousarray(full, dtype=float)
+        self._cached = np.asarray(self._grids[1], float)
+        self._rows: dict[int, SecondsArray] = {}
+
+    def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
+        """Returns the seconds of one step, see `Clock`; takes numbers, not arrays."""
+        if prefill_tokens:
+            return float(self._blend((num_decode, cached_tokens, prefill_tokens, prefill_past)))
+        return self.steps_s(1, num_decode, cached_tokens)[0]
+
+    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> SecondsArray:
+        """Returns the seconds of each of a number of steps, see `Clock`."""
+        if num_decode not in self._rows:
+            self._rows[num_decode] = self._blend((num_decode,))[:, 0, 0]
+        most = cached_tokens + num_decode * (num_steps - 1)
+        if most > self._most[1]:
+            raise InputError(f"{most:,} cached tokens are beyond the table's {self._most[1]:,}.")
+        cached = cached_tokens + num_decode * np.arange(num_steps)
+        return np.interp(cached, self._cached, self._rows[num_decode])
+
+    def _blend(self, at: Sequence[float]) -> Any:
+        """Returns the table interpolated in its first dims."""
+        cells, shares = [], []
+        for value, grid, most in zip(at, self._grids, self._most, strict=False):
+            if value > most:
+                limits = ", ".join(f"{one:,}" for one in self._most)
+                raise InputError(f"a step of {value:,} is beyond the table's {limits} (decode, cached, prefill, past).")
+            low = min(bisect_right(grid, value), len(grid) - 1) - 1
+            cells.append(slice(low, low + 2))
+            shares.append((value - grid[low]) / (grid[low + 1] - grid[low]))
+        block = self._table[tuple(cells)]
+        for share in shares:
+            block = block[0] + (block[1] - block[0]) * share
+        return block

@@ -1,0 +1,51 @@
+"""What a scheduler may put into a step."""
+
+from typing import Literal, get_args
+
+import msgspec
+
+from meshwright.core.errors import InputError, nearest
+
+Policy = Literal["static", "interleaved", "chunked"]
+"""``static``: a batch is prefilled at once and keeps its slots until its longest output ends. ``interleaved``: whole
+prompts are prefilled as soon as there is room, and nothing decodes in that step. ``chunked``: every step decodes all
+running requests and spends the rest of its token budget on prompts, in chunks (Agrawal et al., Sarathi-Serve, 2024;
+the default of vLLM V1). Source of the first two: How to Scale Your Model, section 7."""
+
+
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one replica.
+
+    ``max_requests``: requests that run at once, the slots. ``token_budget``: tokens in a step, decoded ones included; a
+    prompt beyond it is prefilled in a step of its own by ``interleaved``, and ``static`` ignores it. ``num_pages`` of
+    ``page_len`` tokens hold the KV cache. ``watermark``: share of the pages that stays free when a request is admitted,
+    so that it is not preempted at once (vLLM: 0.01 in V0, 0 in V1). ``prefix_cache``: pages of shared prefixes
+    are kept after their requests end, until the room is needed.
+    """
+
+    policy: Policy = "chunked"
+    max_requests: int = 256
+    token_budget: int = 2048
+    page_len: int = 16
+    num_pages: int
+    watermark: float = 0.01
+    prefix_cache: bool = False
+
+    def check(self) -> None:
+        """Raises InputError for bounds with which nothing could run."""
+        if self.policy not in get_args(Policy):
+            raise InputError(f"policy {self.policy!r} is not known.{nearest(self.policy, get_args(Policy))}")
+        for name in ("max_requests", "token_budget", "page_len", "num_pages"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name):,}. Give a positive number.")
+        if not 0 <= self.watermark < 1:
+            raise InputError(f"watermark is {self.watermark:g}. Give a share of the pages from 0 to below 1.")
+        if self.policy == "chunked" and self.token_budget < self.max_requests:
+            raise InputError(
+                f"token_budget={self.token_budget:,} is less than max_requests={self.max_requests:,}, each of which"
+                f" decodes a token in every step. Give a budget of {self.max_requests:,} or more, or fewer requests."
+            )
+
+    def pages(self, num_tokens: int) -> int:
+        """Returns the pages that hold a number of tokens of one request."""
+        return -(-num_tokens // self.page_len)

@@ -1,0 +1,65 @@
+"""Counts the pages of a KV cache, and those of shared prefixes, which stay until their room is needed."""
+
+from collections import OrderedDict
+
+
+class PagePool:
+    """Free pages, and prefixes with the pages that hold them.
+
+    A prefix in use is pinned. An idle one may be evicted, the one that has been idle longest first. The pool counts
+    and does not number pages.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        self._pages: dict[int, int] = {}
+        self._users: dict[int, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._num_idle = 0
+
+    @property
+    def room(self) -> int:
+        """Pages that can be taken: free ones and those of idle prefixes."""
+        return self.num_free + self._num_idle
+
+    def room_beside(self, prefix: int | None) -> int:
+        """Returns the pages that can be taken while a prefix is in use."""
+        return self.room - (self.kept(prefix) if prefix in self._idle else 0)
+
+    def take(self, num_pages: int) -> None:
+        """Takes pages, from idle prefixes if need be. The caller has checked `room`."""
+        while self.num_free < num_pages:
+            prefix, _ = self._idle.popitem(last=False)
+            del self._users[prefix]
+            evicted = self._pages.pop(prefix)
+            self._num_idle -= evicted
+            self.num_free += evicted
+        self.num_free -= num_pages
+
+    def give(self, num_pages: int) -> None:
+        """Frees pages that `take` returned."""
+        self.num_free += num_pages
+
+    def kept(self, prefix: int | None) -> int:
+        """Returns the pages of a prefix that the pool holds, 0 if none."""
+        return 0 if prefix is None else self._pages.get(prefix, 0)
+
+    def pin(self, prefix: int) -> None:
+        """Counts one more user of a prefix that the pool holds."""
+        if prefix in self._idle:
+            del self._idle[prefix]
+            self._num_idle -= self._pages[prefix]
+        self._users[prefix] += 1
+
+    def unpin(self, prefix: int) -> None:
+        """Counts one user less; a prefix without users is idle."""
+        self._users[prefix] -= 1
+        if not self._users[prefix]:
+            self._idle[prefix] = None
+            self._num_idle += self._pages[prefix]
+
+    def keep(self, prefix: int, num_pages: int) -> None:
+        """Turns pages that a user of a prefix has taken into pages of it; one that is new has this user alone."""
+        self._pages[prefix] = self.kept(prefix) + num_pages
+        self._users.setdefault(prefix, 1)

@@ -1,0 +1,198 @@
+"""What came of simulated traffic: latencies, throughput, goodput, utilisation."""
+
+from functools import cached_property
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.batching.replica import RequestTimes
+from meshwright.batching.spans import SlotSpan
+from meshwright.batching.steps_log import Floats, StepsLog, TokenGaps
+from meshwright.batching.traffic import Ints, RequestTraffic
+from meshwright.core.errors import InputError
+
+WARM_UP = 0.1
+"""Share of the time from the first to the last arrival that is left out, in which the queues fill."""
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds; NaN where nothing was observed."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class LatencyTargets(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that a good request needs at most to its first token, and in the mean for each further one."""
+
+    ttft_s: float = np.inf
+    tpot_s: float = np.inf
+
+    def check(self) -> None:
+        """Raises InputError for targets that no request can meet."""
+        if not (self.ttft_s > 0 and self.tpot_s > 0):
+            raise InputError(f"targets of {self.ttft_s:g} s and {self.tpot_s:g} s. Give positive times.")
+
+
+class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over replicas and time: share of it in which a step runs, requests that run, and requests that get a token
+    while a step decodes."""
+
+    utilisation: float
+    mean_running: float
+    mean_batch: float
+
+
+class ServingSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the steady state, from ``start_s`` to ``end_s``.
+
+    Latencies are of the ``num_requests`` that arrive in it, ITL (gaps between tokens) of tokens that come in it.
+    TTFT counts from arrival; TPOT is the mean gap of a request, and requests of one token have none; ``queue``
+    is the time to the first admission. Rates are of requests that end in it; ``offered_per_s`` is of arrivals, and
+    above ``requests_per_s`` where the pool is saturated. ``goodput_per_s`` counts requests that meet both targets,
+    ``met`` is their share. ``page_waste`` is the share of the slots of taken pages that is empty, because last pages
+    are not full: mean over the decoding steps of all requests. ``pools``: prefill, then decode, where there are two.
+    """
+
+    start_s: float
+    end_s: float
+    num_requests: int
+    ttft: Percentiles
+    tpot: Percentiles
+    itl: Percentiles
+    latency: Percentiles
+    queue: Percentiles
+    offered_per_s: float
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    goodput_per_s: float
+    met: float
+    num_preempted: int
+    page_waste: float
+    pools: tuple[PoolUse, ...]
+
+
+class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
+    """What happened to every request, in every step (`logs`) and in every slot (`spans`), these for each pool."""
+
+    traffic: RequestTraffic
+    times: RequestTimes
+    page_len: int
+    logs: tuple[StepsLog, ...]
+    spans: tuple[tuple[SlotSpan, ...], ...]
+
+    @property
+    def ttft_s(self) -> Floats:
+        """Seconds from the arrival of each request to its first token."""
+        return self.times.first_token_s - self.traffic.arrival_s
+
+    @property
+    def latency_s(self) -> Floats:
+        """Seconds from the arrival of each request to its last token."""
+        return self.times.ended_s - self.traffic.arrival_s
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Mean seconds of each request from one token to the next; NaN for one token."""
+        gaps = self.traffic.output - 1
+        spent_s = self.times.ended_s - self.times.first_token_s
+        return np.divide(spent_s, gaps, out=np.full(len(gaps), np.nan), where=gaps > 0)
+
+    @cached_property
+    def gaps(self) -> TokenGaps:
+        """Gaps between tokens of all requests."""
+        found = [log.gaps() for log in self.logs]
+        return TokenGaps(
+            gap_s=np.concatenate([one.gap_s for one in found]),
+            end_s=np.concatenate([one.end_s for one in found]),
+            num=np.concatenate([one.num for one in found]),
+        )
+
+    def summary(self, targets: LatencyTargets | None = None, *, warm_up: float = WARM_UP) -> ServingSummary:
+        """Returns the figures of the steady state.
+
+        It lasts from ``warm_up``, a share of the time from the first to the last arrival, to the last arrival, so that
+        neither filling nor draining counts. With 0, or if all requests arrive at once, it is the whole run.
+        """
+        goal = targets or LatencyTargets()
+        goal.check()
+        if not 0 <= warm_up < 1:
+            raise InputError(f"warm_up is {warm_up:g}. Give a share of the time from 0 to below 1.")
+        arrival_s, ended_s, traffic = self.traffic.arrival_s, self.times.ended_s, self.traffic
+        first_s, last_s = float(arrival_s[0]), float(arrival_s[-1])
+        whole = not warm_up or first_s == last_s
+        start_s = first_s if whole else first_s + warm_up * (last_s - first_s)
+        end_s = float(ended_s.max()) if whole else last_s
+        seconds = end_s - start_s
+        arrived = arrival_s >= start_s
+        ended = (ended_s > start_s) & (ended_s <= end_s)
+        met = (self.ttft_s <= goal.ttft_s) & ~(self.tpot_s > goal.tpot_s)
+        tpot_s, gaps = self.tpot_s, self.gaps
+        counted = (gaps.end_s > start_s) & (gaps.end_s <= end_s)
+        return ServingSummary(
+            start_s=start_s,
+            end_s=end_s,
+            num_requests=int(arrived.sum()),
+            ttft=percentiles(self.ttft_s[arrived]),
+            tpot=percentiles(tpot_s[arrived & ~np.isnan(tpot_s)]),
+            itl=percentiles(gaps.gap_s[counted], gaps.num[counted]),
+            latency=percentiles(self.latency_s[arrived]),
+            queue=percentiles((self.times.admitted_s - arrival_s)[arrived]),
+            offered_per_s=float(arrived.sum() / seconds),
+            requests_per_s=float(ended.sum() / seconds),
+            input_tokens_per_s=float(traffic.prompt[ended].sum() / seconds),
+            output_tokens_per_s=float(traffic.output[ended].sum() / seconds),
+            goodput_per_s=float((met & ended).sum() / seconds),
+            met=float(met[arrived].mean()),
+            num_preempted=int(self.times.num_preempted[arrived].sum()),
+            page_waste=self._page_waste(),
+            pools=tuple(_use(log, start_s, end_s) for log in self.logs),
+        )
+
+    def _page_waste(self) -> float:
+        """Each request reads prompt + 1, ..., prompt + output - 1 tokens in its decoding steps."""
+        least, most = self.traffic.prompt, self.traffic.prompt + self.traffic.output - 1
+        used = (_sum_to(most) - _sum_to(least)).sum()
+        taken = (self._slots_to(most) - self._slots_to(least)).sum()
+        return float(1 - used / taken) if taken else 0.0
+
+    def _slots_to(self, most: Ints) -> Ints:
+        """Returns the sum of the slots in the pages of 1, ..., most tokens."""
+        whole, rest = np.divmod(most, self.page_len)
+        return self.page_len * (self.page_len * _sum_to(whole) + rest * (whole + 1))
+
+
+def _sum_to(most: Ints) -> Ints:
+    return most * (most + 1) // 2
+
+
+def _use(log: StepsLog, start_s: float, end_s: float) -> PoolUse:
+    begins, ends, running, decoding = log.runs().T
+    inside = np.maximum(np.minimum(ends, end_s) - np.maximum(begins, start_s), 0)
+    total_s, decoding_s = log.num_replicas * (end_s - start_s), inside[decoding > 0].sum()
+    return PoolUse(
+        utilisation=min(float(inside.sum() / total_s), 1.0),
+        mean_running=float((inside * running).sum() / total_s),
+        mean_batch=float((inside * decoding).sum() / decoding_s) if decoding_s else 0.0,
+    )
+
+
+def percentiles(values: Floats, num: NDArray[np.int32] | None = None) -> Percentiles:
+    """Returns mean and percentiles of values, each of which was observed ``num`` times, by default once.
+
+    Percentiles are interpolated linearly between observations, as `numpy.percentile` does.
+    """
+    if not len(values):
+        return Percentiles(mean=np.nan, p50=np.nan, p90=np.nan, p99=np.nan)
+    order = np.argsort(values)
+    ordered = values[order]
+    cumulative = np.arange(1, len(values) + 1) if num is None else np.cumsum(num[order], dtype=np.int64)
+    at = np.array([0.5, 0.9, 0.99]) * (cumulative[-1] - 1)
+    low = ordered[np.searchsorted(cumulative, np.floor(at), side="right")]
+    high = ordered[np.searchsorted(cumulative, np.ceil(at), side="right")]
+    p50, p90, p99 = (low + (high - low) * (at - np.floor(at))).tolist()
+    return Percentiles(mean=float(np.average(values, weights=num)), p50=p50, p90=p90, p99=p99)

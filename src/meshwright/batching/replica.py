@@ -1,0 +1,139 @@
+"""One replica in time: a scheduler whose steps take what a clock says."""
+
+from math import inf, isnan
+
+import numpy as np
+
+from meshwright.batching.clock import Clock
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.batching.request import GenerationRequest
+from meshwright.batching.scheduler import EngineStep, Scheduler
+from meshwright.batching.spans import SlotRecorder
+from meshwright.batching.steps_log import Floats, StepsLog
+from meshwright.core.errors import InputError
+
+
+class RequestTimes:
+    """Seconds at which requests were admitted first, got their first token, and ended, and how often preempted.
+
+    One entry for each request of a simulation, NaN until it happens.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        self.admitted_s = np.full(num_requests, np.nan)
+        self.first_token_s = np.full(num_requests, np.nan)
+        self.ended_s = np.full(num_requests, np.nan)
+        self.num_preempted = np.zeros(num_requests, dtype=np.int64)
+
+
+class Replica:
+    """Runs a scheduler against a clock.
+
+    Consecutive steps in which nothing changes are run in one go, at most ``most_jump`` of them; a request that arrives
+    meanwhile ends them with the step in which it arrives. One that arrives just as a step ends is in time for the next.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, clock: Clock, times: RequestTimes, log: StepsLog, most_jump: int
+    ) -> None:
+        self.scheduler = Scheduler(limits)
+        self.end_s = inf  # of the run in progress; inf when idle
+        self.recorder: SlotRecorder | None = None
+        self._clock = clock
+        self._times = times
+        self._log = log
+        self._most_jump = most_jump
+        self._step: EngineStep | None = None
+        self._start_s = 0.0
+        self._ends_s: Floats = np.empty(0)
+        self._decoded_s = 0.0  # end of the last step that decoded
+        # Requests whose last token came at another time: those about to decode, and those that are not running.
+        self._joined: dict[int, float] = {}
+        self._away: dict[int, float] = {}
+
+    def submit(self, request: GenerationRequest, at_s: float) -> None:
+        """Adds a request at a time up to which `advance` has run."""
+        scheduler = self.scheduler
+        was_blocked = bool(scheduler.waiting)  # the head of the queue had no room, and has none until something ends
+        scheduler.submit(request)
+        if request.prefilled:
+            self._away[request.number] = self._times.first_token_s[request.number]
+        if self.end_s == inf:
+            self.end_s = at_s
+        elif len(self._ends_s) > 1 and not was_blocked and len(scheduler.running) < scheduler.limits.max_requests:
+            num_steps = int(np.searchsorted(self._ends_s, at_s)) + 1
+            self._ends_s = self._ends_s[:num_steps]
+            self.end_s = float(self._ends_s[-1])
+
+    def advance(self, until_s: float) -> None:
+        """Runs all steps that end before a time."""
+        while self.end_s < until_s:
+            now_s = self.end_s
+            if self._step:
+                self._commit(self._step, now_s)
+            self._begin(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        """Plans the next run of steps."""
+        step = self.scheduler.plan()
+        self._start_s = now_s
+        if not step.repeats:
+            self._step, self.end_s, self._ends_s = None, inf, np.empty(0)
+            return
+        for active in step.admitted:
+            number = active.request.number
+            if active.is_ready:
+                self._joined[number] = self._away.pop(number)
+            elif isnan(self._times.admitted_s[number]):
+                self._times.admitted_s[number] = now_s
+        for active in step.preempted:
+            number = active.request.number
+            self._times.num_preempted[number] += 1
+            if active.produced and number not in self._away:
+                self._away[number] = self._joined.pop(number, self._decoded_s)
+        self._step = step
+        repeats = min(step.repeats, self._most_jump)
+        if repeats == 1:
+            self.end_s = now_s + float(
+                self._clock.step_s(len(step.decode), step.cached_tokens, step.prefill_tokens, step.prefill_past)
+            )
+            self._ends_s = np.array([self.end_s])
+        else:
+            # Summed one after the other, as single steps are, so that both end at the same times to the last bit.
+            ends_s = np.array(self._clock.steps_s(repeats, len(step.decode), step.cached_tokens))
+            ends_s[0] += now_s
+            self._ends_s = np.add.accumulate(ends_s)
+            self.end_s = float(self._ends_s[-1])
+        if not now_s < self.end_s < inf:
+            load = f"{len(step.decode):,} requests that decode and {step.prefill_tokens:,} tokens of prefill"
+            raise InputError(f"a step with {load} lasts {self.end_s - now_s:g} s. Give a clock with positive times.")
+
+    def _commit(self, step: EngineStep, now_s: float) -> None:
+        """Counts what the run of steps has done, which ends now."""
+        scheduler, ends_s, log, times = self.scheduler, self._ends_s, self._log, self._times
+        num_steps, num_live = len(ends_s), scheduler.num_live
+        log.add_run(self._start_s, now_s, len(scheduler.running), num_live if step.decode else 0)
+        if step.decode:
+            first_s = float(ends_s[0])
+            if num_live > len(self._joined):
+                log.add_gap(first_s - self._decoded_s, first_s, num_live - len(self._joined))
+            for token_s in self._joined.values():
+                log.add_gap(first_s - token_s, first_s, 1)
+            self._joined.clear()
+            if num_steps > 1:
+                log.add_ends(ends_s, num_live)
+            self._decoded_s = now_s
+        prefilled, ended = scheduler.commit(step, num_steps)
+        for active in prefilled:
+            number = active.request.number
+            if number in self._away:
+                log.add_gap(now_s - self._away.pop(number), now_s, 1)
+            else:
+                times.first_token_s[number] = now_s
+            if not step.decode and active.produced < active.request.output:
+                self._joined[number] = now_s
+        for active in ended:
+            times.ended_s[active.request.number] = now_s
+        if self.recorder:
+            self.recorder.step(step, self._start_s, now_s)
+            self.recorder.leave(ended, scheduler.running.values())

@@ -1,0 +1,334 @@
+"""The scheduler: a state machine without a clock that says what the next step of an engine holds.
+
+    step = scheduler.plan()                          the engine runs it, up to `step.repeats` times
+    prefilled, ended = scheduler.commit(step, n)     after n of them
+
+A simulation commits all repeats in one call, a server one by one. Both end in the same state.
+"""
+
+from collections import deque
+from heapq import heappop, heappush
+from itertools import islice
+
+import msgspec
+
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.batching.pages import PagePool
+from meshwright.batching.request import ActiveRequest, GenerationRequest
+from meshwright.core.errors import InputError
+
+
+class EngineStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a step holds, and for how many steps nothing else changes.
+
+    ``decode``: requests that get a token each; they read ``cached_tokens`` in all from the KV cache, and one more per
+    request in each repeat. ``prefill``: requests and how many tokens of each; ``prefill_past`` is the mean number of
+    tokens that stand before a prefilled token in its own text, of this step or cached, so that
+    ``prefill_tokens * (prefill_past + 1)`` counts the pairs of causal attention. ``repeats``: steps from this one on
+    with the same requests and no page missing, if no request arrives; 0 if there is nothing to run. ``admitted`` and
+    ``preempted`` are the requests that got or lost their pages before the step.
+    """
+
+    decode: tuple[ActiveRequest, ...]
+    cached_tokens: int
+    prefill: tuple[tuple[ActiveRequest, int], ...]
+    prefill_tokens: int
+    prefill_past: float
+    repeats: int
+    admitted: tuple[ActiveRequest, ...]
+    preempted: tuple[ActiveRequest, ...]
+
+
+class Scheduler:
+    """First come, first served, over the slots, the pages and the token budget of one replica.
+
+    Admission takes the pages of everything that is to be prefilled. A decoding request takes a page when its last one
+    is full; if there is none, the request that was admitted last loses all its pages, goes back to the head of the
+    queue and is prefilled again, with the tokens that it has produced (vLLM's preemption by recomputation).
+
+    `round` counts steps that decoded. All that changes by one in every round is stored relative to it, so that
+    committing n steps costs the same for every n.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        limits.check()
+        self.limits = limits
+        self.pages = PagePool(limits.num_pages)
+        self.round = 0
+        self.waiting: deque[ActiveRequest] = deque()
+        self.running: dict[int, ActiveRequest] = {}  # by admission, so that the last is the newest
+        self.num_live = 0  # decoding requests that still produce; under "static" others keep their slots
+        self._decoding: dict[int, ActiveRequest] = {}
+        self._prefilling: list[ActiveRequest] = []
+        self._cached = 0  # tokens of all decoding requests at the present round
+        self._ends: list[tuple[int, int]] = []  # heap of rounds and admissions; entries of those that left are stale
+        # Decoding requests by the round, modulo page_len, in which they write the first token of a page.
+        self._crossings = [0] * limits.page_len
+        self._num_admitted = 0
+
+    @property
+    def load(self) -> int:
+        """Requests that wait or run."""
+        return len(self.waiting) + len(self.running)
+
+    def submit(self, request: GenerationRequest) -> ActiveRequest:
+        """Appends a request to the queue. Raises InputError if it could never run."""
+        request.check()
+        limits = self.limits
+        if (needed := limits.pages(request.most_cached)) > limits.num_pages:
+            raise InputError(
+                f"request {request.number} (prompt {request.prompt:,}, output {request.output:,} tokens) needs"
+                f" {needed:,} pages of {limits.page_len} tokens, of {limits.num_pages:,} in all."
+                " Give more pages, or shorter requests."
+            )
+        if request.prefilled and limits.policy == "static":
+            raise InputError("a static batch prefills its own prompts. Give a decode pool the policy 'chunked'.")
+        active = ActiveRequest(request)
+        self.waiting.append(active)
+        return active
+
+    def stop(self, active: ActiveRequest) -> None:
+        """Ends a request before its last token, as its text is complete or nobody wants it; does nothing after it.
+
+        Call it between `commit` and `plan`.
+        """
+        if active.admission in self.running:
+            self._leave(active, ended=active.end_round <= self.round)
+            self._end_static_batch()
+        elif active in self.waiting:
+            self.waiting.remove(active)
+
+    def plan(self) -> EngineStep:
+        """Admits and preempts requests, takes the pages of the next step, and returns that step."""
+        policy = self.limits.policy
+        admitted: list[ActiveRequest] = []
+        preempted: list[ActiveRequest] = []
+        chunks: list[tuple[ActiveRequest, int]] = []
+        if policy == "chunked":
+            preempted = self._take_decode_pages()
+            chunks = self._chunks(admitted, may_admit=not preempted or not self.running)
+        else:
+            admit = self._whole_prompts if policy == "interleaved" else self._static_batch
+            chunks = admit(admitted)
+            if not chunks:
+                preempted = self._take_decode_pages()
+                if preempted and not self.running:
+                    chunks = admit(admitted)
+        decode = () if chunks and policy != "chunked" else tuple(self._decoding.values())
+        tokens, before = 0, 0
+        for active, num in chunks:
+            tokens += num
+            before += num * (2 * active.cached + num - 1)
+        return EngineStep(
+            decode=decode,
+            cached_tokens=self._cached if decode else 0,
+            prefill=tuple(chunks),
+            prefill_tokens=tokens,
+            prefill_past=before / (2 * tokens) if tokens else 0.0,
+            # After a preemption there may be room again for the next in the queue.
+            repeats=1 if chunks or preempted else self._quiet_rounds() if decode else 0,
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+        )
+
+    def commit(self, step: EngineStep, num_steps: int = 1) -> tuple[list[ActiveRequest], list[ActiveRequest]]:
+        """Counts a step that ran ``num_steps`` times, at most its repeats.
+
+        Returns the requests whose prefill ended, each with one more token, and those that have all their tokens.
+        """
+        prefilled: list[ActiveRequest] = []
+        ended: list[ActiveRequest] = []
+        if step.decode:
+            if num_steps > 1:
+                self.pages.take(self._pages_of_rounds(num_steps - 1))
+            self.round += num_steps
+            self._cached += num_steps * len(step.decode)
+        for active, num in step.prefill:
+            active.cached += num
+            if not active.uncached:
+                self._prefilling.remove(active)
+                active.produced += 1
+                self._keep_prefix(active)
+                self._join(active)
+                prefilled.append(active)
+        while self._ends and self._ends[0][0] <= self.round:
+            end_round, admission = heappop(self._ends)
+            ending = self._decoding.get(admission)
+            if ending and ending.end_round == end_round:
+                ended.append(ending)
+                self.num_live -= 1
+                if self.limits.policy != "static":
+                    self._leave(ending, ended=True)
+        if ended:
+            self._end_static_batch()
+        return prefilled, ended
+
+    def _end_static_batch(self) -> None:
+        if self.limits.policy == "static" and not self.num_live and not self._prefilling:
+            for active in list(self.running.values()):
+                self._leave(active, ended=True)
+
+    def _take_decode_pages(self) -> list[ActiveRequest]:
+        """Takes the pages that the next round writes first; returns the requests that were preempted for them."""
+        at = self.round % self.limits.page_len
+        needed = self._crossings[at]
+        preempted = []
+        while needed > self.pages.room:
+            victim = self.running[next(reversed(self.running))]
+            needed -= victim.joined >= 0 and (victim.joined - victim.cached) % self.limits.page_len == at
+            preempted.append(victim)
+            self._preempt(victim)
+        self.pages.take(needed)
+        return preempted
+
+    def _preempt(self, victim: ActiveRequest) -> None:
+        produced = victim.produced + (self.round - victim.joined if victim.joined >= 0 else 0)
+        self._leave(victim)
+        victim.cached, victim.produced, victim.joined, victim.shared_pages = 0, produced, -1, 0
+        victim.is_ready = False
+        self.waiting.appendleft(victim)
+
+    def _chunks(self, admitted: list[ActiveRequest], *, may_admit: bool) -> list[tuple[ActiveRequest, int]]:
+        """Spends what decoding leaves of the token budget on prompts, first those that have begun."""
+        budget = self.limits.token_budget - len(self._decoding)
+        chunks = []
+        for begun in self._prefilling:
+            num = min(budget, begun.uncached)
+            if num:
+                chunks.append((begun, num))
+                budget -= num
+        while may_admit and budget > 0 and (active := self._admit_next()):
+            admitted.append(active)
+            num = min(budget, active.uncached)
+            if num:
+                chunks.append((active, num))
+            elif active.cached % self.limits.page_len == 0:
+                self.pages.take(1)  # it decodes in this step, whose pages were taken before
+            budget -= num or 1
+        return chunks
+
+    def _whole_prompts(self, admitted: list[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
+        budget, chunks = self.limits.token_budget, list[tuple[ActiveRequest, int]]()
+        while active := self._admit_next(budget if chunks else None):
+            admitted.append(active)
+            if active.uncached:
+                chunks.append((active, active.uncached))
+                budget -= active.uncached
+        return chunks
+
+    def _static_batch(self, admitted: list[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
+        """Admits the next requests that have room together until the longest of their outputs ends."""
+        if self.running:
+            return []
+        limits, batch = self.limits, list[GenerationRequest]()
+        longest = pages = 0
+        for active in islice(self.waiting, limits.max_requests):
+            one = active.request
+            if one.output > longest:
+                longest = one.output
+                pages = sum(limits.pages(other.prompt + longest - 1) for other in batch)
+            pages += limits.pages(one.prompt + longest - 1)
+            if pages > limits.num_pages:
+                break
+            batch.append(one)
+        for _ in batch:
+            active = self.waiting.popleft()
+            self.pages.take(limits.pages(active.num_known))
+            self._enter(active)
+            admitted.append(active)
+        return [(active, active.uncached) for active in admitted]
+
+    def _hit_pages(self, active: ActiveRequest) -> int:
+        """Returns the pages of the prompt that the prefix cache holds; at least one token is left to compute."""
+        if not self.limits.prefix_cache or active.is_ready:
+            return 0
+        most = min(active.request.prefix_len, active.num_known - 1) // self.limits.page_len
+        return min(self.pages.kept(active.request.prefix), most)
+
+    def _admit_next(self, most_tokens: int | None = None) -> ActiveRequest | None:
+        """Admits the head of the queue if a slot and its pages are free, and it has at most so many to prefill."""
+        if not self.waiting or len(self.running) >= self.limits.max_requests:
+            return None
+        active, pool, page_len = self.waiting[0], self.pages, self.limits.page_len
+        prefix, hit = active.request.prefix, self._hit_pages(active)
+        if most_tokens is not None and active.uncached - hit * page_len > most_tokens:
+            return None
+        needed = self.limits.pages(active.num_known)
+        spare = int(self.limits.watermark * pool.num_pages) if self.running else 0
+        if needed - hit + spare > pool.room_beside(prefix if hit else None):
+            if needed + spare > pool.room:
+                return None
+            hit = 0  # there is room if the prefix is evicted, which is longer than what this request shares of it
+        if hit and prefix is not None:
+            pool.pin(prefix)
+            active.cached, active.shared_pages = hit * page_len, hit
+        # The page for the next token of a request that decodes at once is taken as for all that decode.
+        pool.take(self.limits.pages(active.cached) if active.is_ready else needed - hit)
+        self.waiting.popleft()
+        self._enter(active)
+        return active
+
+    def _enter(self, active: ActiveRequest) -> None:
+        active.admission = self._num_admitted
+        self._num_admitted += 1
+        self.running[active.admission] = active
+        if active.uncached:
+            self._prefilling.append(active)
+        else:
+            self._join(active)
+
+    def _join(self, active: ActiveRequest) -> None:
+        """Lets a request decode from the present round on."""
+        active.joined = self.round
+        self._decoding[active.admission] = active
+        self.num_live += 1
+        self._cached += active.cached
+        self._crossings[(self.round - active.cached) % self.limits.page_len] += 1
+        heappush(self._ends, (active.end_round, active.admission))
+
+    def _leave(self, active: ActiveRequest, *, ended: bool = False) -> None:
+        """Takes a request out of its slot and frees its pages."""
+        limits = self.limits
+        del self.running[active.admission]
+        if active.joined < 0:
+            self._prefilling.remove(active)
+            tokens = active.num_known
+        else:
+            del self._decoding[active.admission]
+            self.num_live -= not ended
+            tokens = active.cached + self.round - active.joined
+            self._cached -= tokens
+            self._crossings[(active.joined - active.cached) % limits.page_len] -= 1
+        self.pages.give(limits.pages(tokens) - active.shared_pages)
+        if active.shared_pages and active.request.prefix is not None:
+            self.pages.unpin(active.request.prefix)
+
+    def _keep_prefix(self, active: ActiveRequest) -> None:
+        """Shares the pages of a prefix that were just computed, unless another request was first."""
+        prefix, kept = active.request.prefix, self.pages.kept(active.request.prefix)
+        more = active.request.prefix_len // self.limits.page_len - kept
+        if self.limits.prefix_cache and prefix is not None and more > 0 and active.shared_pages == kept:
+            self.pages.keep(prefix, more)
+            active.shared_pages += more
+
+    def _pages_of_rounds(self, num_rounds: int) -> int:
+        """Returns the pages that the rounds after the next one write first."""
+        whole, rest = divmod(num_rounds, self.limits.page_len)
+        start = self.round + 1
+        return whole * len(self._decoding) + sum(
+            self._crossings[at % self.limits.page_len] for at in range(start, start + rest)
+        )
+
+    def _quiet_rounds(self) -> int:
+        """Returns for how many rounds no request ends before the last and the free pages suffice."""
+        while (active := self._decoding.get(self._ends[0][1])) is None or active.end_round != self._ends[0][0]:
+            heappop(self._ends)
+        most, page_len, room = self._ends[0][0] - self.round - 1, self.limits.page_len, self.pages.room
+        rounds = room // len(self._decoding) * page_len
+        room %= len(self._decoding)
+        while rounds < most:
+            room -= self._crossings[(self.round + 1 + rounds) % page_len]
+            if room < 0:
+                break
+            rounds += 1
+        return min(rounds, most) + 1

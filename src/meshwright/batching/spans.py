@@ -1,0 +1,64 @@
+"""Which request held which slot when, to be drawn."""
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from typing import Literal
+
+import msgspec
+
+from meshwright.batching.request import ActiveRequest
+from meshwright.batching.scheduler import EngineStep
+
+SlotPhase = Literal["prefill", "decode", "ended"]
+"""``ended``: a static batch keeps the slot of a request that has all its tokens. Between spans a slot waits."""
+
+
+class SlotSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in a slot of a replica from ``start_s`` to ``end_s``."""
+
+    replica: int
+    slot: int
+    request: int
+    start_s: float
+    end_s: float
+    phase: SlotPhase
+
+
+class SlotRecorder:
+    """Gives every running request the lowest free slot, and joins its spans where one follows another."""
+
+    def __init__(self, replica: int, max_requests: int) -> None:
+        self.spans: list[SlotSpan] = []
+        self._replica = replica
+        self._free = list(range(max_requests))
+        heapify(self._free)
+        self._slots: dict[int, int] = {}
+        self._last: dict[int, int] = {}  # slot -> number of its last span
+        self._ended: set[int] = set()
+
+    def step(self, step: EngineStep, start_s: float, end_s: float) -> None:
+        """Records a run of steps."""
+        for active in step.admitted:
+            self._slots[active.request.number] = heappop(self._free)
+        for active, _ in step.prefill:
+            self._add(active.request.number, start_s, end_s, "prefill")
+        for active in step.decode:
+            number = active.request.number
+            self._add(number, start_s, end_s, "ended" if number in self._ended else "decode")
+
+    def leave(self, ended: Iterable[ActiveRequest], running: Iterable[ActiveRequest]) -> None:
+        """Frees the slots of requests that do not run any more; ``ended`` have all their tokens."""
+        self._ended.update(active.request.number for active in ended)
+        for number in self._slots.keys() - {active.request.number for active in running}:
+            heappush(self._free, self._slots.pop(number))
+
+    def _add(self, request: int, start_s: float, end_s: float, phase: SlotPhase) -> None:
+        slot = self._slots[request]
+        last = self.spans[self._last[slot]] if slot in self._last else None
+        if last and (last.request, last.phase, last.end_s) == (request, phase, start_s):
+            self.spans[self._last[slot]] = msgspec.structs.replace(last, end_s=end_s)
+            return
+        self._last[slot] = len(self.spans)
+        self.spans.append(
+            SlotSpan(replica=self._replica, slot=slot, request=request, start_s=start_s, end_s=end_s, phase=phase)
+        )

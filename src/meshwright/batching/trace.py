@@ -1,0 +1,60 @@
+"""Traffic from a file of observed requests."""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.batching.traffic import RequestTraffic, traffic_of
+from meshwright.core.errors import InputError, nearest
+from meshwright.core.files import read_text
+
+REQUIRED = ("arrival_s", "prompt", "output")
+OPTIONAL = ("prefix", "prefix_len")
+MOST_TRACE_BYTES = 2**30
+
+
+def load_trace(path: Path) -> RequestTraffic:
+    """Returns the requests of a JSONL file of objects, or of a CSV file with a header.
+
+    Columns: ``arrival_s``, ``prompt`` and ``output`` in tokens; ``prefix`` (a whole number) and ``prefix_len`` if
+    prompts share prefixes. Raises InputError that names the file, and the line where one is wrong.
+    """
+    text = read_text(path, "Name a trace in JSONL or CSV.", most=MOST_TRACE_BYTES)
+    defaults = {"prefix": -1, "prefix_len": 0}
+    columns: dict[str, list[float]] = {name: [] for name in (*REQUIRED, *OPTIONAL)}
+    for line, row in _rows(path, text):
+        for name in row.keys() - columns.keys():
+            raise InputError(f"{path}:{line}: the column {name!r} is not known.{nearest(str(name), columns)}")
+        for name, column in columns.items():
+            found = row.get(name, defaults.get(name))
+            try:
+                number = float(found)
+                if name != "arrival_s" and number != int(number):
+                    raise ValueError
+            except (TypeError, ValueError, OverflowError):
+                kind = "seconds" if name == "arrival_s" else "a whole number"
+                raise InputError(f"{path}:{line}: {name} is {found!r}. Give {kind}.") from None
+            column.append(number)
+    try:
+        return traffic_of(*columns.values())
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yields every row with its line, from JSONL if the first character is a brace."""
+    if not text.lstrip().startswith("{"):
+        for row in (reader := csv.DictReader(text.splitlines())):
+            yield reader.line_num, {name or "": value for name, value in row.items()}
+        return
+    for line, one in enumerate(text.splitlines(), start=1):
+        if one.strip():
+            try:
+                row = json.loads(one)
+            except ValueError as error:
+                raise InputError(f"{path}:{line}: broken JSON ({error}). Give an object on every line.") from None
+            if not isinstance(row, dict):
+                raise InputError(f"{path}:{line}: {one[:40]!r} is not an object. Give one on every line.")
+            yield line, row

@@ -1,0 +1,146 @@
+"""Requests over time: when they arrive, and how long they are."""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshwright.batching.request import GenerationRequest
+from meshwright.core.errors import InputError, nearest
+
+Ints = NDArray[np.int64]
+LengthSampler = Callable[[np.random.Generator, int], Ints]
+"""Draws so many lengths, in tokens."""
+
+LOGNORMAL_SIGMA = 1.0
+"""Standard deviation of the logarithm of a length, where none is given."""
+
+
+class RequestTraffic(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Requests in order of arrival: seconds, tokens of prompt and output, the prefix that each shares (-1: none)."""
+
+    arrival_s: NDArray[np.float64]
+    prompt: Ints
+    output: Ints
+    prefix: Ints
+    prefix_len: Ints
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def requests(self) -> Iterator[tuple[float, GenerationRequest]]:
+        """Yields the time of arrival and the request, numbered from 0."""
+        columns = (self.arrival_s, self.prompt, self.output, self.prefix, self.prefix_len)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for number, (arrival_s, prompt, output, prefix, prefix_len) in enumerate(rows):
+            request = GenerationRequest(
+                number=number,
+                prompt=prompt,
+                output=output,
+                prefix=prefix if prefix >= 0 else None,
+                prefix_len=prefix_len,
+            )
+            yield arrival_s, request
+
+
+def traffic_of(
+    arrival_s: ArrayLike,
+    prompt: ArrayLike,
+    output: ArrayLike,
+    prefix: ArrayLike | None = None,
+    prefix_len: ArrayLike | None = None,
+) -> RequestTraffic:
+    """Returns traffic of columns of equal length, sorted by arrival. Raises InputError for values that cannot be."""
+    seconds = np.asarray(arrival_s, float)
+    count = len(seconds)
+    if not count:
+        raise InputError("there is no request. Give at least one.")
+    if not (np.isfinite(seconds).all() and seconds.min() >= 0):
+        raise InputError("arrivals are seconds from the start. Give finite numbers, none negative.")
+    order = np.argsort(seconds, kind="stable")
+
+    def column(given: ArrayLike) -> Ints:
+        return np.broadcast_to(np.asarray(given, np.int64), count)[order]
+
+    found = RequestTraffic(
+        arrival_s=seconds[order],
+        prompt=column(prompt),
+        output=column(output),
+        prefix=column(-1 if prefix is None else prefix),
+        prefix_len=column(0 if prefix_len is None else prefix_len),
+    )
+    wrong = (found.prompt < 1) | (found.output < 1) | (found.prefix_len < 0) | (found.prefix_len > found.prompt)
+    if wrong.any():
+        next(one for _, one in found.requests() if wrong[one.number]).check()
+    return found
+
+
+def poisson(
+    rate_per_s: float, *, duration_s: float, prompt: LengthSampler, output: LengthSampler, seed: int = 0
+) -> RequestTraffic:
+    """Returns requests that arrive independently of each other, ``rate_per_s`` in the mean, for ``duration_s``."""
+    if not (0 < rate_per_s < np.inf and 0 < duration_s < np.inf):
+        raise InputError(f"a rate of {rate_per_s:g} requests/s for {duration_s:g} s. Give positive, finite numbers.")
+    generator = np.random.default_rng(seed)
+    count = max(int(generator.poisson(rate_per_s * duration_s)), 1)
+    arrival_s = np.sort(generator.uniform(0, duration_s, count))
+    return traffic_of(arrival_s, prompt(generator, count), output(generator, count))
+
+
+def with_prefixes(traffic: RequestTraffic, *, num_prefixes: int, prefix_len: int, seed: int = 0) -> RequestTraffic:
+    """Returns the traffic with one of ``num_prefixes`` shared texts, of equal odds, before every prompt."""
+    if num_prefixes < 1 or prefix_len < 0:
+        raise InputError(f"{num_prefixes:,} prefixes of {prefix_len:,} tokens. Give at least one, of 0 tokens or more.")
+    prefix = np.random.default_rng(seed).integers(num_prefixes, size=len(traffic))
+    return traffic_of(traffic.arrival_s, traffic.prompt + prefix_len, traffic.output, prefix, prefix_len)
+
+
+def fixed(length: int) -> LengthSampler:
+    """Samples one length."""
+    return uniform(length, length)
+
+
+def uniform(least: int, most: int) -> LengthSampler:
+    """Samples whole lengths from ``least`` to ``most`` with equal odds."""
+    if not 1 <= least <= most:
+        raise InputError(f"lengths from {least:,} to {most:,} tokens. Give 1 or more, the smaller one first.")
+    return lambda generator, count: generator.integers(least, most, size=count, endpoint=True)
+
+
+def lognormal(mean: float, *, sigma: float = LOGNORMAL_SIGMA, most: int | None = None) -> LengthSampler:
+    """Samples lengths whose logarithm is normal, rounded, at least 1; ``mean`` is that of the lengths before ``most``
+    cuts them."""
+    if not (1 <= mean < np.inf and 0 <= sigma < np.inf):
+        raise InputError(f"lengths of mean {mean:g} and sigma {sigma:g}. Give a mean of 1 or more, sigma 0 or more.")
+
+    def sample(generator: np.random.Generator, count: int) -> Ints:
+        drawn = generator.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+        return np.rint(np.clip(drawn, 1, most)).astype(np.int64)
+
+    return sample
+
+
+def empirical(lengths: ArrayLike) -> LengthSampler:
+    """Samples from lengths that were observed, each with equal odds."""
+    seen = np.asarray(lengths, np.int64)
+    if not len(seen) or seen.min() < 1:
+        raise InputError("observed lengths are empty, or one is below 1 token. Give lengths of 1 or more.")
+    return lambda generator, count: generator.choice(seen, size=count)
+
+
+def parse_lengths(text: str) -> LengthSampler:
+    """Returns the sampler of ``500``, ``1..999``, ``lognormal:500`` or ``lognormal:500:0.8`` (mean, sigma)."""
+    kind, *numbers = text.split(":")
+    try:
+        if not numbers:
+            least, _, most = text.partition("..")
+            return uniform(int(least), int(most or least))
+        mean, sigma = float(numbers[0]), float(numbers[1]) if numbers[1:] else LOGNORMAL_SIGMA
+    except InputError:
+        raise
+    except ValueError:
+        raise InputError(f"lengths {text!r} are not understood. Give 500, 1..999 or lognormal:500:0.8.") from None
+    if kind != "lognormal" or len(numbers) > 2:
+        raise InputError(f"lengths {text!r} are not understood.{nearest(kind, ['lognormal'])}")
+    return lognormal(mean, sigma=sigma)

@@ -1,0 +1,327 @@
+"""`meshwright serving`: what a replica of a model serves, in closed form: steps, batches, slices, requests, dollars."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+from msgspec.structs import replace
+
+from meshwright.calculators.serving.replica import Replica
+from meshwright.cli.fields import parse_fields, split_values, with_fields
+from meshwright.cli.output import four_digits, three_digits
+from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes, format_params, format_seconds, parse_count
+from meshwright.cost.formulas import serving
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.spec.catalogue import load_model
+from meshwright.spec.chip import chip, peak
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.cluster_shapes import times
+from meshwright.spec.slices import slice_shapes
+
+POSITIVE, SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0, 1, min_open=True)
+MOST_BATCH = 8192
+"""Largest batch of the points of --contexts."""
+PARTS = {"weights_s": "weights", "kv_s": "KV cache", "flops_s": "FLOPs"}
+
+
+class Given(Options):
+    model_name: str | None = argument(metavar="[MODEL]", required=False)
+    on: str = option("A cluster, such as v5e:4x4, or a chip: its smallest slice that holds weights and caches.")
+    prompt: Count = option("Tokens of a prompt.", default="8192")
+    output: Count = option("Tokens that a request generates.", default="512")
+    batch: str | None = option("Sequences at once: 32, 1,8,64 or 1..256 [default: as many as fit].")
+    context: Count | None = option("Positions of each cache [default: prompt + output].")
+    weights: str = option("Dtype of stored weights: bf16, int8, int4, fp8.", default="bf16")
+    kv: str = option("Dtype of the caches.", default="bf16", needs={"counts_caches": "caches without --kv-per-token"})
+    dtype: str = option("Dtype of the products: their peak is C.", default="bf16")
+    params: Count | None = option("Parameters, such as 70B, in place of the model's.")
+    kv_token_bytes: Bytes | None = option("Cache of a token, such as 100kB, in place of the model's.", "--kv-per-token")
+    mfu: float = option("Share of the peak that prefill reaches.", type=SHARE, default=0.4)
+    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.", type=POSITIVE)
+    fields: tuple[str, ...] = option("A field of the model: num_kv_heads=1.", "--set", metavar="KEY=VALUE")
+    contexts: str | None = option("Latency against throughput at each context: 2048,8192 or 2Ki..64Ki.")
+    accept: float | None = option("Speculation: the probability that a drafted token is right.", type=SHARE)
+    draft_cost: float = option(
+        "Time of a draft's step over one of the model.", default=0.05, needs={"accept": "--accept"}
+    )
+    prefixes: int | None = option("Prefix cache: how many prompts come again and again.", type=click.IntRange(1, 10**7))
+    prefix_cache: Bytes | None = option(
+        "Its size [default: what weights leave free].", "--cache", needs={"prefixes": "--prefixes"}
+    )
+    zipf: float = option(
+        "Their popularity: 1 / rank^Z.", type=click.FloatRange(0, 10), default=0.0, needs={"prefixes": "--prefixes"}
+    )
+    png: Path | None = option("Draw the time of a step by batch, or --contexts, to this file (.png or .svg).")
+
+    @property
+    def counts_caches(self) -> bool:
+        """True if the bytes of a token's cache follow from the model."""
+        return self.kv_token_bytes is None
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """Show bounds on serving MODEL: time of a step by batch, what fits, requests a second and their cost.
+
+    Without MODEL give --params and --kv-per-token. Times are rooflines: all chips share weights and caches evenly,
+    nothing is sent, and programs need no memory of their own.
+    """
+    at = _replica(given)
+    context = given.context or given.prompt + given.output
+    kv_bytes = at.kv_bytes(context)
+    largest = at.batch_that_fits(kv_bytes)
+    doubling = (1 << power for power in range(largest.bit_length()))
+    batches = _counts(given.batch, "--batch") or [*(batch for batch in doubling if batch < largest), largest]
+    steps = {name: column.tolist() for name, column in at.points(batches, kv_bytes).items()}
+    facts: dict[str, Any] = {
+        **{name: getattr(given, name) for name in ("prompt", "output", "weights", "dtype", "mfu")},
+        "kv": given.kv if given.counts_caches else None,
+        "model": at.model.name if at.model else None,
+        "cluster": at.cluster.short_name,
+        "num_chips": at.cluster.num_chips,
+        "params": at.num_params,
+        "active_params": at.active_params,
+        "context": context,
+        "kv_bytes_per_token": at.kv_bytes(1),
+        "memory": _memory(at, kv_bytes, batches[-1]),
+        "free_bytes": at.free_bytes,
+        "largest_batch": largest,
+        "critical_batch": at.critical_batch,
+        "steps": [dict(zip(steps, row, strict=True)) for row in zip(*steps.values(), strict=True)],
+        "requests": _requests(at, given, batches[-1], kv_bytes),
+        "slices": _slices(at, given, kv_bytes),
+        "sharding": at.sharding(batches[-1]),
+        "contexts": [_context(at, length) for length in _counts(given.contexts, "--contexts")],
+        "speculation": _speculation(given, at.step(batches[-1], kv_bytes)) if given.accept else None,
+        "prefixes": _prefixes(at, given) if given.prefixes else None,
+    }
+    return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
+
+
+# -- what is given --------------------------------------------------------------------------------------
+
+
+def _replica(given: Given) -> Replica:
+    model = load_model(given.model_name) if given.model_name else None
+    if model is None and (given.params is None or given.kv_token_bytes is None):
+        raise InputError("there is no model. Name one, or give --params 30B and --kv-per-token 100kB.")
+    if model is None and given.fields:
+        raise InputError("--set changes a field of a model. Name one.")
+    if model is not None:
+        model = with_fields(model, "model", parse_fields(given.fields, sections=("model",))["model"])
+        if model.encoder:
+            raise InputError(f"{model.name} has an encoder, whose keys and values are not counted here.")
+    whole = ":" in given.on or given.on.endswith(".toml")
+    cluster = parse_cluster(given.on) if whole else serving.smallest_slice(chip(given.on), 1)
+    at = Replica(
+        cluster=cluster, model=model, params=given.params, kv_token_bytes=given.kv_token_bytes,
+        weights=given.weights, kv=given.kv, peak_flops=peak(cluster.chip, given.dtype),
+    )  # fmt: skip
+    if whole:
+        return at
+    batch = max(_counts(given.batch, "--batch"), default=1)
+    num_bytes = at.weight_bytes + batch * at.kv_bytes(given.context or given.prompt + given.output)
+    return replace(at, cluster=serving.smallest_slice(cluster.chip, num_bytes))
+
+
+def _counts(text: str | None, flag: str) -> list[int]:
+    found = split_values(f"={text}", what=flag, form="N,N or N..N") if text else ()
+    counts = sorted(parse_count(one, what=flag) for one in found)
+    if counts and counts[0] < 1:
+        raise InputError(f"{flag} {text}: each must be at least 1.")
+    return counts
+
+
+# -- facts ----------------------------------------------------------------------------------------------
+
+
+def _memory(at: Replica, kv_bytes: float, batch: int) -> list[dict[str, Any]]:
+    """Returns bytes, chips that they fill, and the smallest slice on offer, None beyond a pod."""
+    rows = {"weights": at.weight_bytes, f"{batch:,} cache{'s' * (batch > 1)}": kv_bytes * batch,
+            "both": at.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
+    found = []
+    for what, size in rows.items():
+        row = {"what": what, "bytes": size, "chips": serving.fractional_chips(size, at.memory_bytes)}
+        found.append(row | {"smallest_slice": None})
+        with suppress(CannotRunError):
+            found[-1]["smallest_slice"] = times(serving.smallest_slice(at.cluster.chip, size).shape)
+    return found
+
+
+def _requests(at: Replica, given: Given, batch: int, kv_bytes: float) -> dict[str, Any]:
+    chips, unit = at.cluster.num_chips, at.cluster.chip
+    stream = serving.RequestStream(
+        batch_seqs=batch, step_s=at.step(batch, kv_bytes).time_s, prompt_len=given.prompt, output_len=given.output,
+        num_chips=chips,
+    )  # fmt: skip
+    prefill = serving.prefill_s(
+        given.prompt, at.active_params, num_chips=chips, peak_flops=at.peak_flops, mfu=given.mfu
+    )
+    price = unit.price_usd_per_hour if given.price is None else given.price
+    cost = {"num_chips": chips, "price_usd_per_hour": price}
+    link, cache = unit.dcn_bytes_per_s if unit.topology == "torus" else unit.nic_bytes_per_s, at.kv_bytes(given.prompt)
+    return {
+        "batch": batch,
+        "ttft_s": prefill,
+        "tpot_s": stream.step_s,
+        "tpot_interleaved_s": stream.interleaved_step_s(prefill),
+        "generation_s": stream.generation_s,
+        "per_s": stream.per_s,
+        "per_s_per_chip": stream.per_s_per_chip,
+        "finished_per_step": stream.finished_per_step,
+        "evicted_per_step": stream.evicted_per_step,
+        "prefill_servers": stream.prefill_servers(prefill),
+        "kv_transfer_s": link and serving.kv_transfer_s(cache, num_links=chips, link_bytes_per_s=link),
+        "usd_per_million_input": price and serving.usd_per_million_tokens(given.prompt / prefill, **cost),
+        "usd_per_million_output": price and serving.usd_per_million_tokens(batch / stream.step_s, **cost),
+    }
+
+
+def _slices(at: Replica, given: Given, kv_bytes: float) -> list[dict[str, Any]]:
+    """Returns this cluster and, where it exists, one of twice the chips, each at the largest batch that fits."""
+    clusters, found = [at.cluster], []
+    with suppress(CannotRunError):
+        clusters.append(slice_shapes(at.cluster.chip, 2 * at.cluster.num_chips)[0])
+    for one in (replace(at, cluster=cluster) for cluster in clusters):
+        batch = one.batch_that_fits(kv_bytes)
+        asked = _requests(one, given, batch, kv_bytes)
+        names = ("tpot_s", "per_s", "per_s_per_chip", "usd_per_million_output")
+        found.append({"cluster": one.cluster.short_name, "free_bytes": one.free_bytes, "largest_batch": batch}
+                     | {name: asked[name] for name in names})  # fmt: skip
+    return found
+
+
+def _context(at: Replica, num_positions: int) -> dict[str, Any]:
+    """Returns both ends of latency against throughput, batch 1 and the largest that fits, and every batch between."""
+    kv_bytes = at.kv_bytes(num_positions)
+    largest = min(at.batch_that_fits(kv_bytes), MOST_BATCH)
+    points = at.points(range(1, largest + 1), kv_bytes)
+    last = {name: points[name][-1].item() for name in ("time_s", "tokens_per_s_per_chip", "longest")}
+    ends = {"context": num_positions, "fastest_s": points["time_s"][0].item(), "largest_batch": largest, **last}
+    return {**ends, "points": points}
+
+
+def _speculation(given: Given, step: serving.DecodeStep) -> dict[str, Any]:
+    """Returns tokens and speed-up by drafts; a step that checks K + 1 tokens takes the FLOPs of as many."""
+    checks = replace(step, active_params=step.active_params * (serving.DRAFTS + 1)).time_s / step.time_s
+    costs = {"draft_cost": given.draft_cost, "verify_cost": checks}
+    tokens = serving.expected_tokens(given.accept, serving.DRAFTS)
+    faster = serving.speculation_speedup(given.accept, serving.DRAFTS, **costs)
+    best = serving.best_num_drafts(given.accept or 0, **costs)
+    return {"best": best, "tokens": tokens, "speedup": faster, "tpot_s": step.time_s / faster[best]}
+
+
+def _prefixes(at: Replica, given: Given) -> dict[str, Any]:
+    size = at.free_bytes if given.prefix_cache is None else given.prefix_cache
+    room = size / at.kv_bytes(given.prompt)
+    hits = serving.lru_hit_share(room, [rank**-given.zipf for rank in range(1, (given.prefixes or 1) + 1)])
+    left = serving.uncached_share(hits * given.prompt, given.prompt)
+    return {"cache_bytes": size, "room": room, "hit_share": hits, "prefill_left": left}
+
+
+# -- text -----------------------------------------------------------------------------------------------
+
+WIDE = 16
+BYTES, SECONDS, THREE = format_bytes, format_seconds, "{:.3g}".format
+
+
+def _dollars(value: float | None) -> str | None:
+    return None if value is None else f"${value:.3g}"
+
+
+MEMORY: TableColumns = {"memory": "what", "bytes": ("bytes", BYTES), "chips": ("chips", THREE),
+                        "smallest slice": "smallest_slice"}  # fmt: skip
+STEPS: TableColumns = {
+    "batch": "batch",
+    **{words: (name, SECONDS) for name, words in PARTS.items()},
+    "step": ("time_s", SECONDS),
+    "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
+    "longest": ("longest", lambda part: part.replace("_", " ")),
+    "fits": ("fits", lambda fits: "yes" if fits else "no"),
+}
+BOUNDS: TableColumns = {"sharding": "name", "formula": "formula", "bound": ("bound", three_digits)}
+SLICES: TableColumns = {
+    "largest batch": "cluster", "free": ("free_bytes", BYTES), "batch": "largest_batch", "step": ("tpot_s", SECONDS),
+    "requests/s": ("per_s", THREE), "a chip": ("per_s_per_chip", THREE),
+    "$/M output": ("usd_per_million_output", _dollars),
+}  # fmt: skip
+CONTEXTS: TableColumns = {
+    "context": "context", "fastest": ("fastest_s", SECONDS), "largest batch": "largest_batch",
+    "its step": ("time_s", SECONDS), "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
+    "longest": ("longest", lambda part: part.replace("_", " ")),
+}  # fmt: skip
+
+
+def _text(facts: dict[str, Any]) -> Iterator[Piece]:
+    yield (
+        f"{facts['model'] or 'a model'} on {facts['cluster']} ({facts['num_chips']:,} chips): "
+        f"{format_params(facts['params'])} parameters in {facts['weights']}, {BYTES(facts['kv_bytes_per_token'])} of "
+        f"cache a token{f' in {kv}' if (kv := facts['kv']) else ''}, products in {facts['dtype']}; prompts of "
+        f"{facts['prompt']:,}, {facts['output']:,} generated"
+    )
+    yield Table.of(facts["memory"], MEMORY)
+    free, most = BYTES(facts["free_bytes"]), facts["largest_batch"]
+    yield Fact("fits", f"{most:,} caches of {facts['context']:,} in the {free} that weights leave", WIDE)
+    yield Table.of(facts["steps"], STEPS, "A step: caches, then weights or FLOPs, whichever takes longer")
+    yield Fact("bound by FLOPs", f"products with weights, from {four_digits(facts['critical_batch'])} sequences", WIDE)
+    yield from _requests_text(facts["requests"], facts["mfu"])
+    if facts["sharding"]:
+        yield from _sharding_text(facts["sharding"])
+    yield Table.of(facts["slices"], SLICES)
+    if facts["contexts"]:
+        yield Table.of(facts["contexts"], CONTEXTS, "Latency against throughput: batch 1, and the largest that fits")
+    if spec := facts["speculation"]:
+        gain = (
+            f"{THREE(spec['tokens'][spec['best']])} tokens a step, {THREE(spec['speedup'][spec['best']])} times faster"
+        )
+        yield Fact("speculation", f"best with {spec['best']} drafts: {gain}, TPOT {SECONDS(spec['tpot_s'])}", WIDE)
+    if kept := facts["prefixes"]:
+        found = f"{kept['hit_share']:.1%} of prompts found, {three_digits(kept['room'])} fit into"
+        left = f"{BYTES(kept['cache_bytes'])}; {kept['prefill_left']:.1%} of prefill is left"
+        yield Fact("prefix cache", f"{found} {left}", WIDE)
+
+
+def _requests_text(at: dict[str, Any], mfu: float) -> Iterator[Piece]:
+    yield Fact("TTFT", f"{SECONDS(at['ttft_s'])}: the prompt's FLOPs at {mfu:.0%} of the peak", WIDE)
+    alone, mixed = SECONDS(at["tpot_s"]), SECONDS(at["tpot_interleaved_s"])
+    whole = f"{SECONDS(at['generation_s'])} a request"
+    yield Fact("TPOT", f"{alone} at batch {at['batch']:,}, {whole}; {mixed} if the same chips prefill", WIDE)
+    step = f"{THREE(at['finished_per_step'])} finish and free {four_digits(at['evicted_per_step'])} cached tokens"
+    rate = f"{THREE(at['per_s'])} a second, {THREE(at['per_s_per_chip'])} a chip"
+    yield Fact("requests", f"{rate}; each step {step}", WIDE)
+    sent = f"; a cache is sent in {SECONDS(at['kv_transfer_s'])}" if at["kv_transfer_s"] else ""
+    yield Fact("prefill", f"{THREE(at['prefill_servers'])} such slices keep one generating slice busy{sent}", WIDE)
+    if at["usd_per_million_input"]:
+        prices = (_dollars(at[f"usd_per_million_{side}"]) for side in ("input", "output"))
+        yield Fact("cost", "{} a million tokens of input, {} of output".format(*prices), WIDE)
+
+
+def _sharding_text(at: dict[str, Any]) -> Iterator[Piece]:
+    yield Table.of(at["bounds"], BOUNDS)
+    links, memory, flops = map(SECONDS, at["product"].values())
+    yield Fact("a product", f"over all chips: links {links}, memory {memory}, FLOPs {flops}", WIDE)
+    tensor, two = map(SECONDS, at["layer"].values())
+    yield Fact("a layer", f"its collectives: {tensor} with tensor, {two} with weights over D and F", WIDE)
+    yield Fact("latency", f"binds gathers of less than {BYTES(at['latency_bound_bytes'])} over all chips", WIDE)
+
+
+def _figure(facts: dict[str, Any]) -> Any:
+    """Returns throughput against latency for each context, or the parts of a step's time against the batch."""
+    from meshwright.report.curves import curves_figure
+
+    title = f"{facts['model'] or 'A model'} on {facts['cluster']}, weights in {facts['weights']}"
+    if facts["contexts"]:
+        curves = {
+            f"{one['context']:,} positions": list(
+                zip(one["points"]["time_s"] * 1e3, one["points"]["tokens_per_s_per_chip"], strict=True)
+            )
+            for one in facts["contexts"]
+        }
+        return curves_figure(curves, x_title="ms a token", y_title="tokens/s/chip", title=title)
+    rows = facts["steps"]
+    parts = {words: [(row["batch"], row[name]) for row in rows] for name, words in {**PARTS, "time_s": "step"}.items()}
+    return curves_figure(parts, x_title="batch", y_title="seconds", title=title)

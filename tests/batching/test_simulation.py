@@ -1,0 +1,185 @@
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.batching.clock import TabledClock
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
+from meshwright.batching.traffic import fixed, lognormal, poisson, traffic_of, uniform, with_prefixes
+from meshwright.core.errors import InputError
+from tests.batching.mock import CLOCKS, AffineClock, limits, traffic
+from tests.batching.naive import serve
+
+SECOND = AffineClock(1.0)
+
+
+def figures(record):
+    """All times and all figures of a record as one array."""
+    times = record.times
+    found = [*times.admitted_s, *times.first_token_s, *times.ended_s, *times.num_preempted]
+    for warm_up in (0.0, 0.1):
+        summary = msgspec.to_builtins(record.summary(warm_up=warm_up))
+        for value in (*summary.values(), *summary["pools"]):
+            found += value.values() if isinstance(value, dict) else [value] if isinstance(value, float | int) else []
+    return np.array(found, float)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    traffic=traffic(),
+    limits=limits(),
+    clock=CLOCKS,
+    routing=st.sampled_from(["round_robin", "least_loaded", "prefix_aware"]),
+)
+def test_jumps_equal_single_steps(traffic, limits, clock, routing):
+    pool = ReplicaPool(limits=limits, clock=clock, num_replicas=2, routing=routing)
+    jumped, single = simulate(traffic, pool), simulate(traffic, pool, most_jump=1)
+    np.testing.assert_allclose(figures(jumped), figures(single), rtol=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(traffic=traffic(), limits=limits(), clock=CLOCKS)
+def test_jumps_equal_single_steps_of_two_pools(traffic, limits, clock):
+    policy = "chunked" if limits.policy == "static" else limits.policy
+    bounds = msgspec.structs.replace(limits, policy=policy, token_budget=limits.max_requests + 5)
+    pools = {
+        "prefill": ReplicaPool(limits=limits, clock=clock, num_replicas=2),
+        "decode": ReplicaPool(limits=bounds, clock=clock),
+        "transfer_s": lambda tokens: 0.1 * tokens,
+    }
+    jumped, single = (simulate_disaggregated(traffic, **pools, most_jump=most) for most in (256, 1))
+    np.testing.assert_allclose(figures(jumped), figures(single), rtol=1e-9)
+    assert jumped.gaps.num.sum() == (traffic.output - 1).sum()
+
+
+@settings(max_examples=150, deadline=None)
+@given(traffic=traffic(), limits=limits(), clock=CLOCKS)
+def test_times_equal_those_of_a_naive_simulation(traffic, limits, clock):
+    bounds = msgspec.structs.replace(
+        limits, prefix_cache=False, policy="interleaved" if limits.policy == "static" else limits.policy
+    )
+    record = simulate(traffic, ReplicaPool(limits=bounds, clock=clock))
+    first, ended = serve(traffic, bounds, clock)
+    np.testing.assert_allclose(record.times.first_token_s, first, rtol=1e-9)
+    np.testing.assert_allclose(record.times.ended_s, ended, rtol=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(traffic=traffic(), limits=limits())
+def test_every_request_ends_once_with_all_its_tokens(traffic, limits):
+    record = simulate(traffic, ReplicaPool(limits=limits, clock=SECOND, num_replicas=3, routing="least_loaded"))
+    times = record.times
+    assert (times.admitted_s >= traffic.arrival_s).all()
+    assert (times.first_token_s > times.admitted_s).all()
+    assert (times.ended_s - times.first_token_s >= traffic.output - 1 - 1e-9).all()
+    assert record.gaps.num.sum() == (traffic.output - 1).sum()
+
+
+@pytest.mark.parametrize("load", [0.4, 0.8])
+def test_one_slot_is_an_m_d_1_queue(load):
+    """Its mean wait is load * s / (2 (1 - load)) by the Pollaczek-Khinchine formula, here with steps of s = 1 / 2."""
+    made = poisson(load, duration_s=40_000.0, prompt=fixed(8), output=fixed(2), seed=5)
+    bounds = SchedulerLimits(policy="static", max_requests=1, num_pages=10)
+    record = simulate(made, ReplicaPool(limits=bounds, clock=AffineClock(0.5)))
+    wait_s = (record.times.admitted_s - made.arrival_s)[1000:]
+    batches = np.array([part.mean() for part in np.array_split(wait_s, 30)])
+    error = batches.std(ddof=1) / np.sqrt(len(batches))
+    assert error < 0.06 * wait_s.mean()
+    assert abs(wait_s.mean() - load / (2 * (1 - load))) < 3 * error
+
+
+def test_a_saturated_pool_serves_what_it_can():
+    # A batch of 4 gets 4 tokens a second; a request takes one prefill and 9 decoded tokens beside others.
+    bounds = SchedulerLimits(max_requests=4, token_budget=40, num_pages=1000)
+    found = [
+        simulate(
+            poisson(rate, duration_s=2000.0, prompt=fixed(4), output=fixed(10), seed=1),
+            ReplicaPool(limits=bounds, clock=SECOND),
+        ).summary()
+        for rate in (0.2, 1.0)
+    ]
+    assert found[0].requests_per_s == pytest.approx(found[0].offered_per_s, rel=0.05)
+    assert found[1].requests_per_s == pytest.approx(0.4, rel=0.01)
+    assert found[1].offered_per_s == pytest.approx(1.0, rel=0.05)
+    assert (found[1].pools[0].utilisation, found[1].pools[0].mean_running) == (1.0, pytest.approx(4.0))
+    assert found[1].queue.p99 > 900
+
+
+def test_continuous_batching_beats_a_static_batch():
+    made = poisson(0.3, duration_s=3000.0, prompt=fixed(4), output=uniform(1, 19), seed=1)
+    by_policy = {}
+    for policy in ("static", "interleaved", "chunked"):
+        bounds = SchedulerLimits(policy=policy, max_requests=4, token_budget=40, num_pages=1000)
+        by_policy[policy] = simulate(made, ReplicaPool(limits=bounds, clock=SECOND)).summary()
+    assert by_policy["static"].ttft.mean > 2 * by_policy["chunked"].ttft.mean
+    assert by_policy["interleaved"].itl.mean > by_policy["chunked"].itl.mean
+
+
+def test_a_pool_hands_over_to_another():
+    # Prefill 1 s each, one after the other; 0.5 s to hand over; three decoding steps from the next second on.
+    record = simulate_disaggregated(
+        traffic_of([0.0, 0.0], [5, 5], [4, 1]),
+        prefill=ReplicaPool(limits=SchedulerLimits(policy="interleaved", token_budget=1, num_pages=9), clock=SECOND),
+        decode=ReplicaPool(limits=SchedulerLimits(num_pages=9), clock=SECOND),
+        transfer_s=lambda tokens: tokens / 10,
+    )
+    assert record.times.first_token_s.tolist() == [1.0, 2.0]
+    assert record.times.ended_s.tolist() == [4.5, 2.0]
+    assert sorted(record.gaps.gap_s.tolist()) == [1.0, 1.0, 1.5]
+    assert len(record.summary(warm_up=0.0).pools) == 2
+
+
+def test_requests_go_to_the_least_loaded_replica():
+    pool = ReplicaPool(limits=SchedulerLimits(num_pages=99, max_requests=1), clock=SECOND, num_replicas=2)
+    made = traffic_of([0.0, 0.1, 5.5], 4, [20, 4, 4])
+    ends = {}
+    for routing in ("round_robin", "least_loaded"):
+        ends[routing] = simulate(made, msgspec.structs.replace(pool, routing=routing)).times.ended_s[2]
+    assert ends == {"round_robin": 24.0, "least_loaded": 9.5}
+
+
+def test_requests_go_where_their_prefix_is():
+    made = poisson(2.0, duration_s=500.0, prompt=fixed(8), output=fixed(2), seed=1)
+    made = with_prefixes(made, num_prefixes=32, prefix_len=64)  # 128 pages, of which a replica has room for half
+    bounds = SchedulerLimits(num_pages=64, max_requests=8, token_budget=100, prefix_cache=True)
+    ttft_s = {}
+    for routing in ("round_robin", "prefix_aware"):
+        pool = ReplicaPool(limits=bounds, clock=AffineClock(0.1, per_prefill=1e-4), num_replicas=4, routing=routing)
+        ttft_s[routing] = simulate(made, pool).ttft_s[50:].mean()
+    assert ttft_s["prefix_aware"] < ttft_s["round_robin"]
+
+
+def test_preempted_requests_end():
+    made = poisson(1.0, duration_s=300.0, prompt=uniform(1, 60), output=uniform(1, 60), seed=1)
+    bounds = SchedulerLimits(num_pages=20, max_requests=16, token_budget=64)
+    record = simulate(made, ReplicaPool(limits=bounds, clock=AffineClock(0.1)))
+    assert record.times.num_preempted.sum() > 20
+    assert np.isfinite(record.times.ended_s).all()
+
+
+@pytest.mark.parametrize(
+    ("pool", "said"),
+    [
+        ({"num_replicas": 0}, "num_replicas is 0. Give a positive number."),
+        ({"routing": "least_load"}, "routing 'least_load' is not known. Did you mean 'least_loaded'?"),
+        ({"limits": SchedulerLimits(num_pages=1)}, "request 0 .* needs 2 pages of 16 tokens, of 1 in all."),
+    ],
+)
+def test_pools_that_cannot_run(pool, said):
+    good = ReplicaPool(limits=SchedulerLimits(num_pages=9), clock=SECOND)
+    with pytest.raises(InputError, match=said):
+        simulate(traffic_of([0.0], 20, 2), msgspec.structs.replace(good, **pool))
+
+
+def test_ten_minutes_of_a_replica_take_a_second():
+    """The share of one of 64 replicas in 10,000 requests a minute; benchmarks/simulate.py has the hour of all."""
+    made = poisson(10_000 / 60 / 64, duration_s=600.0, prompt=lognormal(500), output=lognormal(250, most=4096), seed=1)
+    clock = TabledClock(AffineClock(0.011, 2e-4, 2e-8, 1e-9), (256, 500_000, 200_000, 50_000))
+    started = time.process_time()
+    record = simulate(made, ReplicaPool(limits=SchedulerLimits(num_pages=25_000), clock=clock))
+    record.summary()
+    assert time.process_time() - started < 1.0

@@ -1,0 +1,143 @@
+"""Worked answers on serving Llama 3 70B: caches, slices, steps, queries, pools of prefill and generation."""
+
+import pytest
+
+from meshwright.cost.formulas.accounting import kv_cache_bytes
+from meshwright.cost.formulas.limits import tensor_max_size
+from meshwright.cost.formulas.serving import (
+    DecodeStep,
+    RequestStream,
+    TensorProduct,
+    cache_bytes,
+    decode_max_tensor,
+    fractional_chips,
+    free_bytes,
+    largest_batch,
+    prefill_s,
+    smallest_slice,
+    weight_bytes,
+)
+from meshwright.cost.formulas.training_budget import flops_per_dollar, min_chips
+from meshwright.spec.chip import chip, known
+from tests.oracles.shapes import dense
+from tests.oracles.worked import Answers, Inputs
+
+
+def stored(i: Inputs) -> float:
+    """Bytes of the row's weights."""
+    return weight_bytes(i["params"], i["bytes"])
+
+
+def token_bytes(i: Inputs) -> float:
+    """Bytes of a token's cache in a model with the row's letters."""
+    return kv_cache_bytes(dense(D=8192, K=i["K"], H=i["H"], L=i["L"]), 1, element_bytes=i["bytes"])
+
+
+def caches(i: Inputs) -> float:
+    """Bytes of the row's caches."""
+    return cache_bytes(i["kv_per_token"], num_positions=i["S"], batch_seqs=i.get("batch", 1))
+
+
+def free(i: Inputs) -> float:
+    """Bytes that the row's weights leave on its chips."""
+    return free_bytes(i["cap"], num_chips=i["chips"], weight_bytes=stored(i))
+
+
+def batch_that_fits(i: Inputs) -> float:
+    """Caches of the row that fit beside its weights."""
+    return largest_batch(free(i), caches(i))
+
+
+def reading_s(i: Inputs) -> float:
+    """Seconds to read bytes, or the row's weights, from the memories of all chips."""
+    size = i["bytes"] if "params" not in i else stored(i)
+    return DecodeStep(
+        batch_seqs=0, kv_bytes=0, weight_bytes=size, num_chips=i.get("chips", 1), hbm_bytes_per_s=i["bw"]
+    ).time_s
+
+
+def requests(i: Inputs) -> RequestStream:
+    """The row's requests, in steady state."""
+    return RequestStream(
+        batch_seqs=i["batch"],
+        step_s=i.get("t_step", 0.019),
+        prompt_len=i.get("P", 0),
+        output_len=i.get("steps", i.get("G")),
+        num_chips=i.get("chips", 1),
+    )
+
+
+def queries_per_chip(i: Inputs) -> float:
+    """Queries per second and chip."""
+    return requests(i).per_s_per_chip
+
+
+def product(i: Inputs) -> TensorProduct:
+    """The row's matmul over its chips."""
+    return TensorProduct(
+        batch_seqs=i["B"],
+        d_model=i["D"],
+        d_ff=i.get("F", 0),
+        tensor=i.get("chips", 1),
+        activation_bytes=i.get("bytes", 2),
+    )
+
+
+def dollar(i: Inputs) -> float:
+    """FLOPs of a dollar at the row's price."""
+    return flops_per_dollar(i["peak"], price_usd_per_hour=i["usd_per_hour"])
+
+
+ANSWERS: Answers = {
+    "book-8.1-17ms": reading_s,
+    "book-8.1-86": lambda i: min_chips(i["bytes"], i["cap"]),
+    "book-8.1-Y": lambda i: tensor_max_size(i["F"], i["alpha"], i["axes"]),
+    "book-8.1-dollar-h100": dollar,
+    "book-8.1-dollar-v5p": dollar,
+    "book-8.1-kv": token_bytes,
+    "book-8.1-kv240": caches,
+    "book-8.1-kv32k": caches,
+    "book-8.1.1-19ms": reading_s,
+    "book-8.1.1-4.42": lambda i: requests(i).per_s,
+    "book-8.1.1-56": lambda i: decode_max_tensor(i["F"], i["B"], beta=i["beta"]),
+    "book-8.1.1-9s": lambda i: RequestStream(batch_seqs=1, step_s=i["t_step"], output_len=i["tokens"]).generation_s,
+    "book-8.1.1-Tici": lambda i: product(i).link_s(i["w"]),
+    "book-8.1.1-Tmath": lambda i: product(i).math_s(i["peak"]),
+    "book-8.1.1-bf16-kvtok": token_bytes,
+    "book-8.1.1-bf16-min": lambda i: fractional_chips(stored(i), i["cap"]),
+    "book-8.1.1-bf16-num": batch_that_fits,
+    "book-8.1.1-bf16-params": stored,
+    "book-8.1.1-bf16-rem": free,
+    "book-8.1.1-dbl-batch": batch_that_fits,
+    "book-8.1.1-dbl-qps-int4": queries_per_chip,
+    "book-8.1.1-dbl-qps-int8": queries_per_chip,
+    "book-8.1.1-int4-kvtok": token_bytes,
+    "book-8.1.1-int4-lat": reading_s,
+    "book-8.1.1-int4-params": stored,
+    "book-8.1.1-int4-rem": free,
+    "book-8.1.1-int8-kvtok": token_bytes,
+    "book-8.1.1-int8-num": batch_that_fits,
+    "book-8.1.1-int8-params": stored,
+    "book-8.1.1-int8-rem": free,
+    "book-8.1.1-qps-int8": queries_per_chip,
+    "book-8.1.1-slice": lambda i: [
+        smallest_slice(chip("v5e-book"), weight_bytes(i["params"], width)).num_chips for width in i["bytes"]
+    ],
+    "book-8.1.2-evict": lambda i: requests(i).evicted_per_step,
+    "book-8.1.2-ratio": lambda i: requests(i).prefill_servers(i["t_prefill"]),
+    "book-8.2-low": reading_s,
+}
+
+
+def test_the_chip_of_the_slices_has_the_memory_of_the_row():
+    assert known(chip("v5e-book"), "memory_bytes") == 16e9
+
+
+def test_prefill_of_section_8_1_2():
+    assert prefill_s(8192, 70e9, num_chips=16, peak_flops=1.97e14, mfu=0.4) == pytest.approx(0.91, rel=2e-3)
+
+
+def test_matmul_of_section_8_1_1():
+    own = TensorProduct(batch_seqs=64, d_model=8192, d_ff=28672, tensor=32)
+    assert own.hbm_s(8.1e11) == pytest.approx(18e-6, rel=0.01)
+    assert own.link_s(9e10) < own.hbm_s(8.1e11)
