@@ -20,7 +20,7 @@ from meshwright.spec.model import Model
 from meshwright.spec.weights import num_active_params, num_params, params_by_part
 
 
-class Replica(msgspec.Struct, frozen=True, kw_only=True):
+class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
     """A model, or bare numbers of one: without ``model`` the two numbers are needed, with it they replace its own."""
 
     cluster: Cluster

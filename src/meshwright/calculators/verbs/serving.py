@@ -8,7 +8,7 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from meshwright.calculators.serving.replica import Replica
+from meshwright.calculators.serving.replica import ServingReplica
 from meshwright.cli.fields import parse_fields, split_values, with_fields
 from meshwright.cli.output import four_digits, three_digits
 from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
@@ -105,7 +105,7 @@ def command(given: Given) -> Answer:
 # -- what is given --------------------------------------------------------------------------------------
 
 
-def _replica(given: Given) -> Replica:
+def _replica(given: Given) -> ServingReplica:
     model = load_model(given.model_name) if given.model_name else None
     if model is None and (given.params is None or given.kv_token_bytes is None):
         raise InputError("there is no model. Name one, or give --params 30B and --kv-per-token 100kB.")
@@ -117,7 +117,7 @@ def _replica(given: Given) -> Replica:
             raise InputError(f"{model.name} has an encoder, whose keys and values are not counted here.")
     whole = ":" in given.on or given.on.endswith(".toml")
     cluster = parse_cluster(given.on) if whole else serving.smallest_slice(chip(given.on), 1)
-    at = Replica(
+    at = ServingReplica(
         cluster=cluster, model=model, params=given.params, kv_token_bytes=given.kv_token_bytes,
         weights=given.weights, kv=given.kv, peak_flops=peak(cluster.chip, given.dtype),
     )  # fmt: skip
@@ -139,7 +139,7 @@ def _counts(text: str | None, flag: str) -> list[int]:
 # -- facts ----------------------------------------------------------------------------------------------
 
 
-def _memory(at: Replica, kv_bytes: float, batch: int) -> list[dict[str, Any]]:
+def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[dict[str, Any]]:
     """Returns bytes, chips that they fill, and the smallest slice on offer, None beyond a pod."""
     rows = {"weights": at.weight_bytes, f"{batch:,} cache{'s' * (batch > 1)}": kv_bytes * batch,
             "both": at.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
@@ -152,7 +152,7 @@ def _memory(at: Replica, kv_bytes: float, batch: int) -> list[dict[str, Any]]:
     return found
 
 
-def _requests(at: Replica, given: Given, batch: int, kv_bytes: float) -> dict[str, Any]:
+def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> dict[str, Any]:
     chips, unit = at.cluster.num_chips, at.cluster.chip
     stream = serving.RequestStream(
         batch_seqs=batch, step_s=at.step(batch, kv_bytes).time_s, prompt_len=given.prompt, output_len=given.output,
@@ -181,7 +181,7 @@ def _requests(at: Replica, given: Given, batch: int, kv_bytes: float) -> dict[st
     }
 
 
-def _slices(at: Replica, given: Given, kv_bytes: float) -> list[dict[str, Any]]:
+def _slices(at: ServingReplica, given: Given, kv_bytes: float) -> list[dict[str, Any]]:
     """Returns this cluster and, where it exists, one of twice the chips, each at the largest batch that fits."""
     clusters, found = [at.cluster], []
     with suppress(CannotRunError):
@@ -195,7 +195,7 @@ def _slices(at: Replica, given: Given, kv_bytes: float) -> list[dict[str, Any]]:
     return found
 
 
-def _context(at: Replica, num_positions: int) -> dict[str, Any]:
+def _context(at: ServingReplica, num_positions: int) -> dict[str, Any]:
     """Returns both ends of latency against throughput, batch 1 and the largest that fits, and every batch between."""
     kv_bytes = at.kv_bytes(num_positions)
     largest = min(at.batch_that_fits(kv_bytes), MOST_BATCH)
@@ -215,7 +215,7 @@ def _speculation(given: Given, step: serving.DecodeStep) -> dict[str, Any]:
     return {"best": best, "tokens": tokens, "speedup": faster, "tpot_s": step.time_s / faster[best]}
 
 
-def _prefixes(at: Replica, given: Given) -> dict[str, Any]:
+def _prefixes(at: ServingReplica, given: Given) -> dict[str, Any]:
     size = at.free_bytes if given.prefix_cache is None else given.prefix_cache
     room = size / at.kv_bytes(given.prompt)
     hits = serving.lru_hit_share(room, [rank**-given.zipf for rank in range(1, (given.prefixes or 1) + 1)])
