@@ -19,6 +19,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "meshwright.parallel.generate_step": ("GenerateStep",),
     "meshwright.parallel.train_step": ("TrainStep",),
     "meshwright.plan.planner": ("rank_plans",),
+    "meshwright.plan.serving.planner": ("plan_service",),
+    "meshwright.plan.serving.service": ("Service",),
     "meshwright.plan.why.explain": ("explain",),
     "meshwright.spec.calibration": ("load_calibration",),
     "meshwright.spec.catalogue": ("load_model",),

@@ -14,6 +14,8 @@ from meshwright.cost.train_step import price_strategy as price_strategy
 from meshwright.parallel.generate_step import GenerateStep as GenerateStep
 from meshwright.parallel.train_step import TrainStep as TrainStep
 from meshwright.plan.planner import rank_plans as rank_plans
+from meshwright.plan.serving.planner import plan_service as plan_service
+from meshwright.plan.serving.service import Service as Service
 from meshwright.plan.why.explain import explain as explain
 from meshwright.spec.calibration import load_calibration as load_calibration
 from meshwright.spec.catalogue import load_model as load_model

@@ -70,11 +70,11 @@ ONE_DEVICE = Strategy(mesh={})
 """The strategy of one device."""
 
 
-def derive_forward(program: Program, strategy: Strategy) -> Derived:
+def derive_forward(program: Program, strategy: Strategy, axes: tuple[str, ...] | None = None) -> Derived:
     """Derives the forward steps of a program that is never differentiated: no backward pass, no update, nothing
-    kept."""
+    kept. ``axes`` stay in the steps whatever their sizes; by default those of several devices."""
     program = repeating(program, strategy)
-    shardings = Shardings(program, strategy, strategy.active_axes)
+    shardings = Shardings(program, strategy, strategy.active_axes if axes is None else axes)
     blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
     declared = {name: shardings.declared(name) for name in program.variables}
     return Derived(
@@ -98,10 +98,19 @@ def derive_job(
     strategy = strategy_of_heads(job_strategy(job, strategy), model.num_kv_heads)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
-    model = without_mtp(model)
-    if job.kind == "prefill":
-        return derive_forward(generation_program(model, "prefill", storage), strategy)
-    return derive_forward(generation_program(model, "decode", storage), one_position(strategy))
+    return derive_phase(model, "prefill" if job.kind == "prefill" else "decode", strategy, storage)
+
+
+def derive_phase(
+    model: Model,
+    phase: GenerationPhase,
+    strategy: Strategy,
+    storage: Storage = AS_WRITTEN,
+    axes: tuple[str, ...] | None = None,
+) -> Derived:
+    """Returns the step of a phase; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads."""
+    program = generation_program(without_mtp(model), phase, storage)
+    return derive_forward(program, strategy if phase == "prefill" else one_position(strategy), axes)
 
 
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:

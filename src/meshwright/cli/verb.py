@@ -15,6 +15,7 @@ from meshwright.cli.output import answer_markdown, emit_json, say, width
 from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.units import parse_bytes, parse_count
+from meshwright.plan.serving.service import parse_load, parse_target
 from meshwright.report.answer import Answer, Piece, as_csv, as_text
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, chip
@@ -39,6 +40,10 @@ Count = Annotated[int, TextType("count", partial(parse_count, least=1))]
 """A whole number of at least 1, such as 4096, 4Mi or 15T."""
 Bytes = Annotated[float, TextType("bytes", lambda text, what: parse_bytes(text))]
 """A size, such as 80GB or 16GiB."""
+TargetTime = Annotated[float, TextType("time", parse_target)]
+"""Seconds above 0, such as 1s, 20ms."""
+Load = Annotated[float, TextType("rate", parse_load)]
+"""Requests a second, such as 20/s or 600/min."""
 MeshSizes = Annotated[dict[str, int], TextType("axis=n,...", parse_mesh)]
 DimSizes = Annotated[dict[str, int], TextType("dim=n,...", dim_sizes)]
 _TYPES: dict[Any, click.ParamType] = {

@@ -52,6 +52,15 @@ def parse_bytes(text: str) -> float:
     return value * scale
 
 
+def parse_seconds(text: str, *, what: str = "time") -> float:
+    """Parses seconds from ``"20ms"``, ``"1.5 s"`` or ``"800us"``; a bare number is seconds."""
+    value, suffix = _split(text, what)
+    scale = _SMALL.get(suffix[:-1]) if suffix.endswith("s") else None if suffix else 1.0
+    if scale is None:
+        raise InputError(f"{what} {text!r} has the unknown unit {suffix!r}. Write for example 1s, 20ms or 800us.")
+    return value * scale
+
+
 def _scaled(value: float, unit: str, prefixes: Iterable[str], scales: Mapping[str, float] = _DECIMAL) -> str:
     """Formats the value with the first prefix that it reaches, else the last, to three significant digits."""
     for prefix in prefixes:

@@ -7,7 +7,15 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes, derive_job
+from meshwright.algebra.generation import (
+    AS_WRITTEN,
+    GenerationPhase,
+    Storage,
+    cache_sizes,
+    derive_job,
+    derive_phase,
+    job_strategy,
+)
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import Number
@@ -82,8 +90,15 @@ class Setting(Checked, frozen=True, dict=True):
         return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)
 
     def symbolic(self, strategy: Strategy, *, without: tuple[str, ...] = ()) -> Derived:
-        """Returns the training steps for a mesh of any sizes, ``without`` some axes; pricing fills in the sizes."""
+        """Returns the job's steps for a mesh of any sizes, ``without`` some axes; pricing fills in the sizes.
+
+        A strategy that repeats kv heads (`with_repeated_heads`) is for the meshes that need it.
+        """
         optimizer, fused_head = self.job.optimizer, self.assumptions.fused_head
+        if not self.job.trains:
+            axes = tuple(axis for axis in strategy.mesh if axis not in without)
+            phase: GenerationPhase = "prefill" if self.job.kind == "prefill" else "decode"
+            return derive_phase(self.model, phase, job_strategy(self.job, strategy), self.storage, axes)
         return derive(
             self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fused_head
         )

@@ -41,7 +41,9 @@ def forward(tape: Tape) -> None:
 
 def slots_kept(slots: Number, window: int | None) -> Number:
     """Returns the slots of one sequence that has ``slots`` positions: at most the window, if there is one."""
-    return slots if window is None else np.minimum(slots, window)
+    if window is None:
+        return slots
+    return np.minimum(slots, window) if isinstance(slots, np.ndarray) else min(slots, window)
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:

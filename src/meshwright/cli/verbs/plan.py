@@ -12,9 +12,10 @@ from meshwright.api.rates import rates_for
 from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.output import format_range, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
-from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
+from meshwright.cli.verb import Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
 from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer
 from meshwright.cli.verbs.plan_questions import parse_why_not, recipe_answer, what_if_answer, why_not_answer
+from meshwright.cli.verbs.plan_service import service_answer
 from meshwright.cli.verbs.plan_words import BOUND_BY, CHOICES, MEMORY, STEP, budget_text, mfu_columns, placement_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count
@@ -34,6 +35,7 @@ from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import AS_RUN, COLLECTIVE_MATMULS, Strategy, mesh_words
 
+SERVED = {"serve": "--serve"}
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
 
@@ -41,8 +43,8 @@ NUMBERS_WIDTH = 46
 class Given(Options):
     model: str = argument()
     on: str = option("The cluster: v5p:16x20x28, h100:8x256, cpu:8; v5p:512chips finds the best slice.")
-    batch: str = BATCH
-    seq_len: Count = SEQ_NEEDED
+    batch: str | None = BATCH
+    seq_len: Count | None = SEQ_NEEDED
     tokens: Count | None = option("Tokens of the whole run, such as 15T: gives days and cost.")
     price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
     axes: MeshSizes | None = AXES
@@ -66,11 +68,27 @@ class Given(Options):
     )
     verify: bool = option("Compile each for its hardware, and list those that run and fit.")
     recipe: bool = option("The rules of thumb of a lecture, step by step, beside the search.")
+    serve: bool = option("Plan a service in place of training: --prompt, --output and what follows.")
+    prompt: Count | None = option("Tokens of a prompt, in the mean.", needs=SERVED)
+    output: Count | None = option("Tokens of an answer, in the mean.", needs=SERVED)
+    ttft: TargetTime | None = option("Target of the time to the first token, such as 1s.", needs=SERVED)
+    tpot: TargetTime | None = option("Target of the time per output token, such as 20ms.", needs=SERVED)
+    rate: Load | None = option("Load, such as 20/s or 600/min: gives the number of chips.", needs=SERVED)
+    weights: str | None = option("Dtypes of weights to try, such as int8 or bf16,int8.", needs=SERVED)
+    kv: str | None = option("Dtypes of cached keys and values to try.", needs=SERVED)
+    prefix_share: float = option(
+        "Share of a prompt that is cached already.", "--prefix-hits", default=0.0, needs=SERVED
+    )
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Find how to split the training of MODEL (a name or a config.json) over a cluster."""
+    """Find how to split the training of MODEL (a name or a config.json) over a cluster, or how to serve it there."""
+    if given.serve:
+        return service_answer(given)
+    if given.batch is None or given.seq_len is None:
+        missing = "--batch" if given.batch is None else "--seq"
+        raise InputError(f"Missing option '{missing}': training needs --batch and --seq. A service takes --serve.")
     fields = parse_fields(given.pairs, sections=PLANNED)
     chosen = with_fields(load_model(given.model), "model", fields["model"])
     clusters = parse_clusters(given.on)

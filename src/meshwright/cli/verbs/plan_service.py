@@ -1,0 +1,175 @@
+"""The answer of `plan --serve`: the ways to serve a model on a cluster."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from meshwright.api.rates import rates_for
+from meshwright.cli.fields import parse_fields, with_fields
+from meshwright.cli.output import three_digits
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.plan.serving.planner import plan_service, service_setting
+from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
+from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.curves import curves_figure
+from meshwright.report.figure import Figure
+from meshwright.spec.catalogue import load_model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.strategy import AS_RUN, short_mesh
+
+OF_TRAINING = {
+    "batch": "--batch",
+    "seq_len": "--seq",
+    "tokens": "--tokens",
+    "collective_matmul": "--collective-matmul",
+    "out": "-o",
+    "full": "--full",
+    "breakdown": "--breakdown",
+    "why_nots": "--why-not",
+    "what_ifs": "--what-if",
+    "verify": "--verify",
+    "recipe": "--recipe",
+}
+"""Options of `plan` that services do not take in this version."""
+
+
+def service_answer(given: Any) -> Answer:
+    """Returns the answer of `plan --serve`; ``given`` are the options of `plan`."""
+    for name, flag in OF_TRAINING.items():
+        if getattr(given, name):
+            raise InputError(f"{flag} is for plans of training. Leave it out with --serve.")
+    for name, flag in (("prompt", "--prompt"), ("output", "--output")):
+        if getattr(given, name) is None:
+            raise InputError(f"--serve needs {flag}, the tokens of a {name} in the mean. Write {flag} 512.")
+    fields = parse_fields(given.pairs, sections=("model", "assumptions"))
+    model = with_fields(load_model(given.model), "model", fields["model"])
+    cluster = parse_cluster(given.on)
+    if given.price is not None:
+        cluster = msgspec.structs.replace(cluster, chip=cluster.chip.priced(given.price))
+    service = Service(
+        prompt_len=given.prompt,
+        output_len=given.output,
+        ttft_s=given.ttft,
+        tpot_s=given.tpot,
+        requests_per_s=given.rate,
+        prefix_share=given.prefix_share,
+    )
+    stored = stored_dtypes(*(tuple(filter(None, (text or "").split(","))) for text in (given.weights, given.kv)))
+    setting = service_setting(model, cluster, rates_for(cluster, given.calibration, fitted=True))
+    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
+    setting = msgspec.structs.replace(setting, assumptions=assumed)
+    result = plan_service(setting, service, stored=stored, axes=given.axes, pareto=given.pareto)
+    facts = result.to_json()
+    rows = [{name: value for name, value in plan.items() if not isinstance(value, dict)} for plan in facts["plans"]]
+    return Answer(facts, service_text(result, given.top), {given.png: lambda: _frontier_figure(result)}, [rows])
+
+
+def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
+    """Yields the plans, what the best consists of, and the conventions behind the numbers."""
+    service, cluster = result.service, result.setting.cluster
+    known = f", {service.prefix_share:.0%} of them cached" * bool(service.prefix_share)
+    yield (
+        f"serving {result.setting.model.name} on {cluster.short_name} ({cluster.num_chips:,} "
+        f"chip{'s' * (cluster.num_chips > 1)}): {service.prompt_len:,} tokens of prompt{known}, "
+        f"{service.output_len:,} of output{_target_words(service)}"
+    )
+    listed = result.listed(top)
+    loaded = service.requests_per_s is not None
+    first = "best first" if not result.is_frontier else "fewest chips first" if loaded else "most tokens first"
+    columns: TableColumns = {
+        f"engines, {first}": lambda plan: "\n".join(_engine_lines(plan)),
+        "TTFT": ("ttft_s", format_seconds),
+        "TPOT": ("tpot_s", format_seconds),
+        "chips" if loaded else "tok/s": (
+            ("num_chips", "{:,}".format) if loaded else ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
+        ),
+        "$/M in": ("usd_per_m_input", _usd, "usd_per_m_input"),
+        "$/M out": ("usd_per_m_output", _usd, "usd_per_m_output"),
+        "bound by": "bound_by",
+    }
+    yield Table.of(listed, columns).known()
+    if result.is_frontier:
+        left = len(result.plans) - len(listed)
+        more = f"; {left} more of them are in --json" * bool(left)
+        yield f"none of these plans is beaten in both TPOT and tok/s{more}"
+    yield from _best_text(result, listed[0])
+    yield Fact(
+        "counted",
+        f"{result.num_services:,} ways to serve fit in memory, {result.num_meeting:,} of them meet the targets"
+        if service.ttft_s is not None or service.tpot_s is not None
+        else f"{result.num_services:,} ways to serve fit in memory",
+    )
+    yield from result.notes
+
+
+def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
+    service, cluster = result.service, result.setting.cluster
+    chips = f"{best.num_chips:,} chip{'s' * (best.num_chips > 1)}"
+    idle = best.num_chips - best.generate.num_chips - best.has_pools * best.prefill.num_chips
+    rate = f"{best.requests_per_s:.3g} requests/s on {chips}{f', {idle} of them idle' * bool(idle)}"
+    if service.requests_per_s is not None:
+        rate = (
+            f"{service.requests_per_s:,.10g} requests/s need {chips} of {cluster.num_chips:,}, which serve up to "
+            + (f"{best.requests_per_s:.3g}")
+        )
+    yield Fact("the first", rate)
+    yield Fact("its decode step", _step_words(best.generate))
+    transfer = f"; sending its keys and values {format_seconds(best.transfer_s)}" * best.has_pools
+    prompts = f"{best.prefill.batch_seqs} prompt{'s' * (best.prefill.batch_seqs > 1)}"
+    yield Fact("its prefill", f"of {prompts}: {_step_words(best.prefill)}{transfer}")
+    memory = ", ".join(f"{_MEMORY[name]} {format_bytes(size)}" for name, size in best.generate.memory.items())
+    yield Fact("memory of a chip", f"{memory}; {format_bytes(best.free_bytes)} left")
+    if result.as_written and (best.weights, best.cache) != ("bf16", "bf16"):
+        other = result.as_written
+        made = f"makes {three_digits(other.tokens_per_s_per_chip)} tok/s"
+        made = made if service.requests_per_s is None else f"needs {other.num_chips:,} chips"
+        yield Fact(
+            "all in bf16",
+            f"the best {made} at TPOT {format_seconds(other.tpot_s)}: "
+            f"{', '.join(line.strip() for line in _engine_lines(other))}",
+        )
+
+
+_MEMORY = {"weights": "weights", "kv_cache": "KV", "activations": "activations"}
+
+
+def _step_words(pool: EnginePool) -> str:
+    """Returns the seconds of a step and of its parts by themselves, the longest first, without small ones."""
+    parts = sorted(pool.bounds_s.items(), key=lambda one: -one[1])
+    said = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 0.03 * pool.step_s)
+    return f"{format_seconds(pool.step_s)} ({said}, each by itself)"
+
+
+def _engine_lines(plan: ServicePlan) -> list[str]:
+    """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
+    own, other = plan.generate, plan.prefill
+    dtypes = StoredDtypes(plan.weights, plan.cache).words
+    lines = [f"{own.num_engines} x {short_mesh(own.strategy.mesh)}, batch {own.batch_seqs:,}", f"  {dtypes}"]
+    return lines + [f"  prefill on {other.num_engines} x {short_mesh(other.strategy.mesh)}"] * plan.has_pools
+
+
+def _target_words(service: Service) -> str:
+    targets: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s}
+    said = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
+    said += [f"{service.requests_per_s:,.10g} requests/s"] if service.requests_per_s is not None else []
+    return f"; {', '.join(said)}" if said else ""
+
+
+def _frontier_figure(result: ServiceResult) -> Figure:
+    curves = {name: [(1e3 * x, y) for x, y in points] for name, points in result.frontiers.items()}
+    service, cluster = result.service, result.setting.cluster
+    return curves_figure(
+        curves,
+        x_title="time per output token (ms)",
+        y_title="output tokens per second and chip",
+        title=f"{result.setting.model.name} on {cluster.short_name}: services that nothing beats",
+        subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{_target_words(service)}",
+    )
+
+
+def _usd(dollars: float) -> str:
+    return f"{dollars:.3g}" if dollars < 100 else f"{dollars:,.0f}"

@@ -1,0 +1,283 @@
+"""Prices every engine of a fleet in both phases of generation, for all batches and dtypes.
+
+Steps are derived once for each phase, pair of dtypes and form (kv heads as they are, or repeated); engines and batches
+are arrays.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.derived import Derived
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.rewrites.repeated_heads import with_repeated_heads
+from meshwright.algebra.sizes import Number
+from meshwright.core.errors import CannotRunError
+from meshwright.cost.arrays import map_figures, select
+from meshwright.cost.memory import memory_parts, total_bytes
+from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import PricedStep
+from meshwright.cost.work.slots import SlotSizes
+from meshwright.plan.legal import StrategySizes, mask, size_rules
+from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
+from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import StoredDtypes
+from meshwright.spec.job import Job
+
+BOUNDS = ("parameters", "KV", "FLOPs", "network", "stragglers", "other")
+"""What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts waiting
+for each other, and the rest (elementwise traffic, launches)."""
+
+MAX_BATCH_POWER = 14
+"""Batches are powers of two up to 2^14 for each device that has sequences of its own, and the largest that fits."""
+
+PREFILL_TOKENS = 16_384
+"""New tokens of one device up to which several prompts are prefilled at once."""
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of one phase, an entry each: the engine's number, its dtypes' number, sequences of all its chips, seconds,
+    seconds of each of `BOUNDS` by itself, and bytes per chip of weights, caches and the rest."""
+
+    engine: np.ndarray
+    dtypes: np.ndarray
+    batch: np.ndarray
+    step_s: np.ndarray
+    bounds_s: dict[str, np.ndarray]
+    memory: dict[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.engine)
+
+    @property
+    def need(self) -> np.ndarray:
+        """Bytes per chip."""
+        return sum_of(self.memory)
+
+
+class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps of all engines that fit. ``decode`` are at the mean length of a sequence, with room for its end.
+
+    ``prefill`` has an entry for every engine, pair of dtypes and number of prompts at once, in this order;
+    its seconds are infinite where it does not fit. ``least_bytes`` is the least memory of any engine with one sequence
+    for each device that has its own.
+    """
+
+    fleet: Fleet
+    stored: tuple[StoredDtypes, ...]
+    room: float
+    decode: Steps
+    prefill: Steps
+    prompts_at_once: tuple[int, ...]
+    least_bytes: float
+    least_chips: int
+
+
+def sum_of(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns the sum of the arrays of a dictionary."""
+    return np.sum(list(parts.values()), axis=0)
+
+
+def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequence[StoredDtypes]) -> PricedFleet:
+    """Prices all engines of a fleet; ``setting`` has the model, the cluster and the rates.
+
+    Raises CannotRunError if no engine's sizes divide the model's.
+    """
+    new = service.new_prompt_tokens
+    at_once = tuple(1 << power for power in range(15) if power == 0 or (new << power) <= PREFILL_TOKENS)
+    decode, prefill = list[Steps](), list[tuple[np.ndarray, Steps]]()
+    least, least_chips = np.inf, 0
+    for number, dtypes in enumerate(stored):
+        for form in _forms(setting, service, fleet, dtypes):
+            filled = form.prefill(at_once)
+            # an aggregated engine prefills beside its caches: the largest batch without and with what that takes
+            beside = filled.memory["activations"].reshape(len(form.engines), -1)[:, 0]
+            if "decode" in form.steps:
+                steps, need = form.decode(beside)
+                if np.min(need) < least:
+                    least, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
+                decode.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), number)))
+            places = (form.engines[:, None] * len(stored) + number) * len(at_once) + np.arange(len(at_once))
+            prefill.append((places.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), number))))
+    if not decode:
+        raise CannotRunError(
+            f"no engine of {setting.model.name} on {setting.cluster.short_name} with these sizes can generate: they "
+            f"must divide the model's widths, and context splits prompts alone. Use other sizes of tensor and expert."
+        )
+    every = map_figures(lambda *columns: np.concatenate(columns), *(steps for _, steps in prefill))
+    order = np.full(len(fleet) * len(stored) * len(at_once), -1)
+    order[np.concatenate([places for places, _ in prefill])] = np.arange(len(every))
+    laid: Steps = select(every, np.maximum(order, 0))
+    room = setting.memory_room
+    step_s = np.where((order >= 0) & (laid.need <= room), laid.step_s, np.inf)
+    return PricedFleet(
+        fleet=fleet,
+        stored=tuple(stored),
+        room=room,
+        decode=map_figures(lambda *columns: np.concatenate(columns), *decode),
+        prefill=msgspec.structs.replace(laid, step_s=step_s),
+        prompts_at_once=at_once,
+        least_bytes=least,
+        least_chips=least_chips,
+    )
+
+
+class _Form(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines of a fleet whose steps differ in sizes alone: their numbers, and the steps of each phase."""
+
+    setting: Setting
+    service: Service
+    fleet: Fleet
+    dtypes: StoredDtypes
+    engines: np.ndarray
+    steps: dict[str, Derived]
+
+    def decode(self, beside: np.ndarray) -> tuple[Steps, np.ndarray]:
+        """Returns the decode steps that fit, and the bytes per chip that each engine needs at its smallest batch.
+
+        ``beside`` are bytes of each engine that prefill may need at the same time.
+        """
+        shards, count = self.fleet.batch_shards[self.engines], len(self.engines)
+        powers = 1 << np.arange(MAX_BATCH_POWER + 1)
+        rows = np.repeat(np.arange(count), len(powers))
+        grid = shards[rows] * np.tile(powers, count)
+        need = sum_of(self.memory("decode", rows, grid, self.service.max_len)).reshape(count, -1)
+        found = [(rows, grid)]
+        for taken in (np.zeros(count), beside):
+            largest = _largest(need + taken[:, None], powers, self.setting.memory_room)
+            found.append((np.arange(count), shards * largest))
+        rows, grid = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        pairs = np.unique(np.stack([rows, grid]), axis=1)
+        rows, grid = pairs[:, pairs[1] > 0]
+        memory = self.memory("decode", rows, grid, self.service.max_len)
+        kept = sum_of(memory) <= self.setting.memory_room
+        chosen: dict[str, np.ndarray] = select(memory, kept)
+        return self.priced("decode", rows[kept], grid[kept], self.service.mean_len, chosen), need[:, 0]
+
+    def prefill(self, at_once: Sequence[int]) -> Steps:
+        """Returns a step for each engine and number of prompts at once on each device that has its own sequences.
+
+        Of a prompt that is known in part the new tokens are computed: the time is at least that of a prompt of their
+        number, and at least what the whole prompt takes beyond the known part, as new tokens attend to that too.
+        """
+        service = self.service
+        rows = np.repeat(np.arange(len(self.engines)), len(at_once))
+        batch = self.fleet.batch_shards[self.engines[rows]] * np.tile(at_once, len(self.engines))
+        new = service.new_prompt_tokens
+        memory = self.memory("prefill", rows, batch, new)
+        if new == service.prompt_len:
+            return self.priced("prefill", rows, batch, new, memory)
+        # the cache has the whole prompt, the pass its new tokens
+        memory["kv_cache"] = memory["kv_cache"] * service.prompt_len / new
+        own, whole, known = (
+            self.priced("prefill", rows, batch, length, memory)
+            for length in (new, service.prompt_len, service.prompt_len - new)
+        )
+        return msgspec.structs.replace(own, step_s=np.maximum(own.step_s, whole.step_s - known.step_s))
+
+    def memory(self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        """Returns bytes per chip of weights, caches and the rest."""
+        setting = self._setting(phase, length)
+        parts = memory_parts(self.steps[phase], self._sizes(setting, rows, batch))
+        items = parts.items(setting.pipeline(engine_strategy({})), ())
+        weights, cache = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
+        rest = np.broadcast_to(total_bytes(items), len(rows)) - weights - cache
+        return {"weights": weights, "kv_cache": cache, "activations": rest}
+
+    def priced(
+        self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int, memory: dict[str, np.ndarray]
+    ) -> Steps:
+        """Returns the steps of engines (``rows`` of the form's) at batches and one length."""
+        setting, derived, engines = self._setting(phase, length), self.steps[phase], self.engines[rows]
+        strategy = engine_strategy({}, self.dtypes.precision)
+        rates = setting.step_rates(strategy, self.fleet.placements, derived)
+        rates = msgspec.structs.replace(rates, num_hosts=np.array([part.num_hosts for part in self.fleet.parts]))
+        step = PricedStep(
+            derived=derived,
+            sizes=self._sizes(setting, rows, batch),
+            rates=select(rates, engines),
+            pipeline=setting.pipeline(strategy),
+        )
+        return Steps(
+            engine=engines,
+            dtypes=np.zeros(len(rows), dtype=np.int64),
+            batch=batch,
+            step_s=np.broadcast_to(step.seconds.step_s, len(rows)),
+            bounds_s=_bounds_s(step, len(rows)),
+            memory=memory,
+        )
+
+    def _setting(self, phase: str, length: int) -> Setting:
+        return phase_setting(self.setting, phase, self.dtypes, length)
+
+    def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray) -> SlotSizes:
+        mesh = {axis: sizes[self.engines[rows]].astype(float) for axis, sizes in self.fleet.mesh.items()}
+        return setting.sizes(engine_strategy({}), mesh=mesh, microbatch_seqs=batch.astype(float))
+
+
+def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: int, batch_seqs: int = 1) -> Setting:
+    """Returns the setting of a step of a phase: decode against ``length`` positions, or prefill of as many."""
+    job = Job(kind=phase, batch_seqs=batch_seqs, seq_len=length)
+    return msgspec.structs.replace(setting, job=job, storage=dtypes.storage)
+
+
+def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
+    """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
+    split prompts over ``context`` prefill alone."""
+    template = engine_strategy({}, dtypes.precision)
+    repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
+    for repeated, splits_prompts in itertools.product((False, True), repeat=2):
+        strategy = with_repeated_heads(template) if repeated else template
+        chosen = np.flatnonzero((repeats == repeated) & ((fleet.mesh["context"] > 1) == splits_prompts))
+        if not len(chosen):
+            continue
+        without = OTHER_AXES if splits_prompts else (*OTHER_AXES, "context")
+        steps = {
+            phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=without)
+            for phase in (("prefill",) if splits_prompts else ("prefill", "decode"))
+        }
+        chosen = chosen[_divides(setting, fleet, chosen, steps)]
+        if len(chosen):
+            yield _Form(setting=setting, service=service, fleet=fleet, dtypes=dtypes, engines=chosen, steps=steps)
+
+
+def _divides(setting: Setting, fleet: Fleet, chosen: np.ndarray, steps: dict[str, Derived]) -> np.ndarray:
+    """True for engines whose sizes divide the dims of the model; prompts are padded, and batches divide."""
+    mesh = {axis: sizes[chosen] for axis, sizes in fleet.mesh.items()}
+    dims = setting.model.dims | {"B": mesh["expert"], "T": mesh["context"] * mesh["tensor"], "S": 1}
+    facts = StrategySizes(model=setting.model.name, cluster="", num_chips=0, mesh=mesh, dims=dims)
+    rules = [rule for derived in steps.values() for rule in size_rules(derived)]
+    return np.broadcast_to(mask(rules, facts), len(chosen))
+
+
+def _largest(need: np.ndarray, powers: np.ndarray, room: float) -> np.ndarray:
+    """Returns the largest multiples that fit between powers of two [engines, powers]; 0 where none does.
+
+    Between two powers the chord is an upper bound of the bytes, which are a maximum of linear functions.
+    """
+    fits = need <= room
+    last = np.maximum(fits.sum(axis=1) - 1, 0)
+    above = np.minimum(last + 1, len(powers) - 1)
+    rows = np.arange(len(need))
+    low, high = need[rows, last], need[rows, above]
+    share = np.where(high > low, (room - low) / np.maximum(high - low, 1.0), 0.0)
+    found = np.floor(powers[last] + share * (powers[above] - powers[last]))
+    return np.where(fits[:, 0], np.maximum(found, powers[last]), 0).astype(np.int64)
+
+
+def _bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
+    """Returns the seconds of each of `BOUNDS` by itself."""
+    found: dict[str, Number] = dict.fromkeys(BOUNDS, 0.0)
+    found["stragglers"] = step.times.straggler_s + step.seconds.step_s * (1 - 1 / np.asarray(step.times.slowdown))
+    for cost in step.costs.all:
+        if cost.step.is_collective:
+            found["network"] = found["network"] + cost.network_s * cost.here
+            continue
+        kind = kind_of(cost.step)
+        loads = "KV" if kind.group == "attention" else "parameters" if kind.is_einsum else "other"
+        found[loads] = found[loads] + cost.hbm_s * cost.here
+        found["FLOPs"] = found["FLOPs"] + cost.math_s * cost.here
+        found["other"] = found["other"] + cost.launch_s * cost.here
+    return {name: np.broadcast_to(np.asarray(value, dtype=float), count) for name, value in found.items()}

@@ -1,0 +1,178 @@
+"""Plans a service of a model on a cluster, as `plan --serve` does: the best ways to serve, or why there is none."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.cost.setting import Setting
+from meshwright.plan.serving.engines import PricedFleet, price_fleet
+from meshwright.plan.serving.fleet import fleet_of
+from meshwright.plan.serving.result import ServiceResult, service_plan
+from meshwright.plan.serving.search import Services, all_services, frontier, ranked
+from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+
+AS_PUBLISHED = StoredDtypes("bf16", "bf16")
+
+MAX_PLANS = 100
+"""Most plans of a result that are no frontier."""
+
+
+def service_setting(model: Model, cluster: Cluster, calibration: Calibration | None = None) -> Setting:
+    """Returns the setting in which services are planned; its job and storage are those of a step of one sequence."""
+    return Setting(model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration)
+
+
+def plan_service(
+    setting: Setting,
+    service: Service,
+    *,
+    stored: Sequence[StoredDtypes] = (),
+    axes: Mapping[str, int] | None = None,
+    pareto: bool = False,
+) -> ServiceResult:
+    """Returns the ways to serve a model on a cluster, best first; the setting's job and storage are ignored.
+
+    The best makes the most output tokens per second and chip, so it costs the least, among those that meet the
+    service's targets and its load. Without targets, or with ``pareto``, the result is the frontier of tokens per second
+    and chip against time per output token. ``stored`` are the dtypes to try, by default all; ``axes`` fixes sizes of
+    engines. Raises CannotRunError if nothing fits in memory, or if nothing that fits meets the targets or the load, and
+    InputError for a prompt that is longer than the model's positions.
+    """
+    _require_served(setting.model, service)
+    chosen = tuple(stored) or stored_dtypes()
+    priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), chosen)
+    if not len(priced.decode) or not len(found := all_services(priced, service, setting.model)):
+        raise CannotRunError(_does_not_fit(setting, service, priced))
+    order = ranked(found, service)
+    if not len(order):
+        raise CannotRunError(_misses(setting, service, found))
+    is_frontier = pareto or (service.ttft_s is None and service.tpot_s is None)
+    kept = frontier(found, order) if is_frontier else _distinct(priced, found, order)[:MAX_PLANS]
+    which = priced.decode.dtypes[found.decode[order]]
+    groups = {one: order[which == number] for number, one in enumerate(chosen)}
+    published = groups.get(AS_PUBLISHED, order[:0])
+    return ServiceResult(
+        setting=setting,
+        service=service,
+        plans=tuple(service_plan(priced, found, number, service) for number in kept),
+        is_frontier=is_frontier,
+        as_written=service_plan(priced, found, published[0], service) if len(published) else None,
+        num_services=len(found),
+        num_meeting=int(found.meets(service).sum()),
+        frontiers={one.words: _points(found, frontier(found, some)) for one, some in groups.items() if len(some)},
+        notes=tuple(_notes(setting, service, chosen)),
+    )
+
+
+def _require_served(model: Model, service: Service) -> None:
+    if model.encoder or model.relative_buckets:
+        raise CannotRunError(
+            f"{model.name} has an encoder or relative positions, and services of such models are not planned in this "
+            f"version. Choose a decoder, such as llama3-8b."
+        )
+    most, what, needed = model.max_positions, "a prompt", service.prompt_len
+    if model.learned_positions and needed <= most:
+        what, needed = "a prompt with its output", service.max_len
+    if needed > most:
+        raise InputError(
+            f"{what} of {needed:,} tokens is longer than the {most:,} positions of {model.name}. "
+            f"Use at most {most:,}, or --set model.max_positions={needed}."
+        )
+
+
+def _distinct(priced: PricedFleet, found: Services, order: np.ndarray) -> np.ndarray:
+    """Selects the best of each kind, dtypes, and mesh of the engines that generate."""
+    decode, fleet = priced.decode, priced.fleet
+    engines = decode.engine[found.decode[order]]
+    facts = (
+        found.pools[order],
+        decode.dtypes[found.decode[order]],
+        *(fleet.mesh[axis][engines] for axis in ("expert", "tensor")),
+    )
+    _, first = np.unique(np.stack(facts), axis=1, return_index=True)
+    return order[np.sort(first)]
+
+
+def _points(found: Services, chosen: np.ndarray) -> tuple[tuple[float, float], ...]:
+    return tuple(zip(found.tpot_s[chosen].tolist(), found.tokens_per_s_per_chip[chosen].tolist(), strict=True))
+
+
+# -- what is said ---------------------------------------------------------------------------------------
+
+
+def _does_not_fit(setting: Setting, service: Service, priced: PricedFleet) -> str:
+    """Says how much memory the leanest engine needs; of memory alone, not of targets."""
+    cluster, margin = setting.cluster, setting.memory_margin
+    what = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"
+    kept = f" beside the {margin:.0%} that stay free" * bool(margin)
+    tried = ", ".join(dict.fromkeys(one.weights for one in priced.stored))
+    return (
+        f"{what} does not fit {cluster.short_name}: with one sequence the leanest engine ({priced.least_chips} chips, "
+        f"weights {tried}) needs {format_bytes(priced.least_bytes)} per chip, but a chip has "
+        f"{format_bytes(priced.room)}{kept}. Use more chips, or store weights and caches in fewer bytes (--weights, "
+        f"--kv)."
+    )
+
+
+def _misses(setting: Setting, service: Service, found: Services) -> str:
+    """Says by how much the services that fit miss the targets or the load."""
+    meets = found.meets(service)
+    if meets.any():
+        chips = int(found.num_chips[meets].min())
+        return (
+            f"{service.requests_per_s:,.10g} requests/s need at least {chips:,} chips within the targets, but "
+            f"{setting.cluster.short_name} has {setting.cluster.num_chips:,}. Use a larger cluster or a lower --rate."
+        )
+    said = []
+    for name, target, values in (
+        ("TTFT", service.ttft_s, found.ttft_s),
+        ("TPOT", service.tpot_s, found.tpot_s),
+    ):
+        if target is not None:
+            said.append(f"{name} {format_seconds(target)} (the shortest is {format_seconds(float(values.min()))})")
+    both = ""
+    if service.ttft_s is not None and service.tpot_s is not None:
+        within = found.ttft_s <= service.ttft_s
+        if within.any():
+            shortest = format_seconds(float(found.tpot_s[within].min()))
+            both = f" Within TTFT {format_seconds(service.ttft_s)} the shortest TPOT is {shortest}."
+    return (
+        f"{len(found):,} ways to serve {setting.model.name} fit the memory of {setting.cluster.short_name}, but none "
+        f"meets {' and '.join(said)}.{both} Relax the target or use other chips."
+    )
+
+
+def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -> Iterator[str]:
+    """Yields the conventions behind the numbers."""
+    model, cluster, price = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
+    yield f"times rest on {setting.rates.describe()}"
+    yield (
+        "tok/s are output tokens per second and chip; tp is the mesh axis tensor, cp is context, which splits prompts"
+        + ", ep is expert, which also splits the sequences (experts with data-parallel attention)"
+        * bool(model.num_experts)
+    )
+    yield (
+        "TPOT is in the steady state with full batches: a step at the mean length of the cache and, where engines "
+        "prefill too, (batch - 1) / output prefills of other prompts, which are not cut into chunks"
+    )
+    yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools the transfer"
+    if price is not None:
+        yield f"a chip-hour costs ${price:,.2f}; input tokens pay for prefill, output tokens for generation"
+    else:
+        yield f"{cluster.chip.name} has no price (--price), so nothing is said of cost"
+    if math.isinf(setting.memory_limit):
+        yield f"the memory of {cluster.short_name} is not known, so it was not compared"
+    elif setting.memory_margin:
+        yield f"caches have room for whole sequences, and {setting.memory_margin:.0%} of a chip's memory stays free"
+    if any(one != AS_PUBLISHED for one in chosen):
+        yield "what int8 does to the quality of answers is not predicted; products are in bf16 in any case"
+    if service.max_len > model.max_positions:
+        yield f"the model's config has {model.max_positions:,} positions, and sequences with their output are longer"

@@ -1,0 +1,172 @@
+"""The plans of a service as data and as JSON."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.cost.setting import Setting
+from meshwright.plan.serving.engines import PricedFleet, Steps
+from meshwright.plan.serving.search import Services
+from meshwright.plan.serving.service import Service
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.strategy import Strategy
+
+
+class EnginePool(msgspec.Struct, frozen=True, kw_only=True):
+    """``num_engines`` equal engines and one step of each: ``batch_seqs`` sequences in ``step_s`` seconds.
+
+    ``bounds_s`` are the seconds of each part of the step by itself, ``bound_by`` is the longest; ``memory`` is in bytes
+    per chip.
+    """
+
+    num_engines: int
+    part: Cluster
+    strategy: Strategy
+    batch_seqs: int
+    step_s: float
+    bound_by: str
+    bounds_s: dict[str, float]
+    memory: dict[str, float]
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all engines."""
+        return self.num_engines * self.part.num_chips
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        found = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
+        axes = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
+        more = {"part": self.part.short_name, "axes": axes, "placement": self.strategy.placement}
+        return {**found, **more, "bounds_s": self.bounds_s, "memory": self.memory}
+
+
+class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to serve; see `plan.serving.search` for the formulas.
+
+    ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a pool of their own if
+    the plan ``has_pools``. ``tpot_s`` is in the steady state, ``ttft_s`` at low load. The engines could serve
+    ``requests_per_s``; the other figures count ``served_per_s``, at most the load, and ``num_chips``, which are paid
+    for. Dollars are None without a price: of a million input tokens those of prefill, of
+    a million output tokens those of generation; chips that are idle count with both alike.
+    """
+
+    has_pools: bool
+    weights: str
+    cache: str
+    generate: EnginePool
+    prefill: EnginePool
+    ttft_s: float
+    tpot_s: float
+    transfer_s: float
+    requests_per_s: float
+    served_per_s: float
+    tokens_per_s_per_chip: float
+    num_chips: int
+    free_bytes: float
+    usd_per_m_input: float | None
+    usd_per_m_output: float | None
+
+    @property
+    def bound_by(self) -> str:
+        """What takes most of a step of generation."""
+        return self.generate.bound_by
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        found = msgspec.structs.asdict(self)
+        return {**found, "generate": self.generate.to_json(), "prefill": self.prefill.to_json()}
+
+
+class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Plans of a service, best first; with ``is_frontier`` those that no other beats in TPOT and tokens per chip.
+
+    ``as_written`` is the best plan with weights and caches in bfloat16, None if none was asked for or fits the targets.
+    Of ``num_services`` that fit in memory ``num_meeting`` meet the targets. ``frontiers`` has for each pair of dtypes
+    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both.
+    """
+
+    setting: Setting
+    service: Service
+    plans: tuple[ServicePlan, ...]
+    is_frontier: bool
+    as_written: ServicePlan | None
+    num_services: int
+    num_meeting: int
+    frontiers: dict[str, tuple[tuple[float, float], ...]]
+    notes: tuple[str, ...]
+
+    def listed(self, top: int) -> tuple[ServicePlan, ...]:
+        """Returns at most ``top`` plans: the first, or of a frontier some that are spread over it."""
+        if not self.is_frontier or len(self.plans) <= top:
+            return self.plans[:top]
+        places = np.unique(np.round(np.linspace(0, len(self.plans) - 1, top)).astype(int))
+        return tuple(self.plans[place] for place in places)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns one object for `plan --serve --json`."""
+        return {
+            "model": self.setting.model.name,
+            "cluster": self.setting.cluster.short_name,
+            "service": msgspec.to_builtins(self.service),
+            "is_frontier": self.is_frontier,
+            "plans": [one.to_json() for one in self.plans],
+            "as_written": self.as_written and self.as_written.to_json(),
+            "num_services": self.num_services,
+            "num_meeting": self.num_meeting,
+            "frontiers": self.frontiers,
+            "memory_room": self.setting.memory_room,
+            "notes": list(self.notes),
+        }
+
+
+def service_plan(priced: PricedFleet, found: Services, number: int, service: Service) -> ServicePlan:
+    """Returns one of the services as a plan."""
+    generated, filled = int(found.decode[number]), int(found.prefill[number])
+    has_pools, dtypes = bool(found.pools[number]), priced.stored[priced.decode.dtypes[generated]]
+    count, prefilling = int(found.num_decode[number]), int(found.num_prefill[number])
+    generate = _pool(priced, priced.decode, generated, count)
+    prefill = _pool(priced, priced.prefill, filled, prefilling if has_pools else count)
+    served, chips = float(found.served_per_s[number]), int(found.num_chips[number])
+    # seconds of all chips that a request pays for, and the share of them that prefills
+    paid = chips / served
+    if has_pools:
+        share = prefill.num_chips / (prefill.num_chips + generate.num_chips)
+    else:
+        prompt_s = float(found.prompt_s[number])
+        share = prompt_s / (prompt_s + service.output_len * generate.step_s / generate.batch_seqs)
+    price = priced.fleet.cluster.chip.price_usd_per_hour
+    usd = None if price is None else price / 3600 * paid * 1e6
+    return ServicePlan(
+        has_pools=has_pools,
+        weights=dtypes.weights,
+        cache=dtypes.cache,
+        generate=generate,
+        prefill=prefill,
+        ttft_s=float(found.ttft_s[number]),
+        tpot_s=float(found.tpot_s[number]),
+        transfer_s=float(found.transfer_s[number]),
+        requests_per_s=float(found.requests_per_s[number]),
+        served_per_s=served,
+        tokens_per_s_per_chip=float(found.tokens_per_s_per_chip[number]),
+        num_chips=chips,
+        free_bytes=float(found.free_bytes[number]),
+        usd_per_m_input=None if usd is None else usd * share / service.prompt_len,
+        usd_per_m_output=None if usd is None else usd * (1 - share) / service.output_len,
+    )
+
+
+def _pool(priced: PricedFleet, steps: Steps, number: int, count: int) -> EnginePool:
+    engine, dtypes = int(steps.engine[number]), priced.stored[steps.dtypes[number]]
+    bounds = {name: float(values[number]) for name, values in steps.bounds_s.items()}
+    return EnginePool(
+        num_engines=count,
+        part=priced.fleet.parts[engine],
+        strategy=priced.fleet.strategy(engine, dtypes.precision),
+        batch_seqs=int(steps.batch[number]),
+        step_s=float(steps.step_s[number]),
+        bound_by=max(bounds, key=lambda name: bounds[name]),
+        bounds_s=bounds,
+        memory={name: float(values[number]) for name, values in steps.memory.items()},
+    )

@@ -1,0 +1,193 @@
+"""Combines the priced steps of a fleet into services: engines that do both phases, and pools of engines for each.
+
+In the steady state of an engine of B sequences that does both (aggregated, without chunked prefill) each sequence that
+ends makes room for a prompt, whose prefill stops the others. While a sequence makes its ``output`` tokens, each of the
+other B - 1 is replaced once:
+
+    TPOT = t_step + (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over its prompts,
+    requests/s of an engine = B / (output * t_step + B * t_prompt).
+
+With pools (disaggregated) TPOT = t_step, an engine prefills 1 / t_prompt prompts a second, and one that generates ends
+B / (output * t_step) sequences. The numbers P and G of engines balance where P / t_prompt = B G / (t_step output). The
+time to the first token at low load is that of one prefill, and with pools also that of sending its keys and values.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.generation import cache_table
+from meshwright.cost.arrays import map_figures, select
+from meshwright.plan.serving.engines import PricedFleet, Steps
+from meshwright.plan.serving.fleet import transfer_bytes_per_s
+from meshwright.plan.serving.service import Service
+from meshwright.spec.model import Model
+
+
+class Services(msgspec.Struct, frozen=True, kw_only=True):
+    """Ways to serve, an entry each; ``decode`` and ``prefill`` are indices of the steps of a `PricedFleet`.
+
+    ``num_prefill`` engines only prefill: 0 where the ``num_decode`` engines do both. ``num_chips`` are all chips that
+    are paid for: those of the cluster or, for a load, those of the engines. ``free_bytes`` are left of a chip's room,
+    on the fuller chips. The engines could serve ``requests_per_s``, and do serve ``served_per_s``, at most the load.
+    ``serves`` is false where the cluster has too few chips for the load.
+    """
+
+    pools: np.ndarray
+    decode: np.ndarray
+    prefill: np.ndarray
+    num_decode: np.ndarray
+    num_prefill: np.ndarray
+    num_chips: np.ndarray
+    step_s: np.ndarray
+    tpot_s: np.ndarray
+    ttft_s: np.ndarray
+    transfer_s: np.ndarray
+    prompt_s: np.ndarray
+    requests_per_s: np.ndarray
+    served_per_s: np.ndarray
+    tokens_per_s_per_chip: np.ndarray
+    free_bytes: np.ndarray
+    serves: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.decode)
+
+    def meets(self, service: Service) -> np.ndarray:
+        """True where both targets are met."""
+        ttft, tpot = service.ttft_s or np.inf, service.tpot_s or np.inf
+        return (self.ttft_s <= ttft) & (self.tpot_s <= tpot)
+
+
+def all_services(priced: PricedFleet, service: Service, model: Model) -> Services:
+    """Returns every service that fits in memory."""
+    found = [_aggregated(priced, service), *_pools(priced, service, model)]
+    every: Services = map_figures(lambda *columns: np.concatenate(columns), *found)
+    return every
+
+
+def _aggregated(priced: PricedFleet, service: Service) -> Services:
+    """Returns the services whose engines prefill and generate in turns, with each number of prompts at once."""
+    decode, prefill, each = priced.decode, priced.prefill, len(priced.prompts_at_once)
+    rows = np.repeat(np.arange(len(decode)), each)
+    first = (decode.engine * len(priced.stored) + decode.dtypes) * each
+    other = first[rows] + np.tile(np.arange(each), len(decode))
+    beside = np.maximum(prefill.memory["activations"][other] - decode.memory["activations"][rows], 0.0)
+    free = priced.room - decode.need[rows] - beside
+    fits = (free >= 0) & np.isfinite(prefill.step_s[other])
+    # prompts beyond those that find room at once are never prefilled together
+    fits &= (prefill.batch[other] <= decode.batch[rows]) | (other == first[rows])
+    rows, other, free = rows[fits], other[fits], free[fits]
+    prompt_s = prefill.step_s[other] / prefill.batch[other]
+    batch, step_s, output = decode.batch[rows], decode.step_s[rows], service.output_len
+    rate = batch / (output * step_s + batch * prompt_s)
+    chips = priced.fleet.num_chips[decode.engine[rows]]
+    most = priced.fleet.cluster.num_chips // chips
+    wanted = most if service.requests_per_s is None else np.ceil(service.requests_per_s / rate).astype(np.int64)
+    return _services(
+        service,
+        priced,
+        pools=np.zeros(len(rows), dtype=bool),
+        decode=rows,
+        prefill=other,
+        num_decode=wanted,
+        num_prefill=np.zeros(len(rows), dtype=np.int64),
+        num_chips=wanted * chips,
+        tpot_s=step_s + (batch - 1) / output * prompt_s,
+        transfer_s=np.zeros(len(rows)),
+        requests_per_s=wanted * rate,
+        free_bytes=free,
+    )
+
+
+def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Services]:
+    """Yields the services of each pair of dtypes with engines for prefill and others for generation."""
+    decode, prefill, fleet = priced.decode, priced.prefill, priced.fleet
+    total = fleet.cluster.num_chips
+    link = transfer_bytes_per_s(fleet.cluster)
+    for number, dtypes in enumerate(priced.stored):
+        first = np.flatnonzero(decode.dtypes == number)
+        second = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s))
+        rows, other = np.repeat(first, len(second)), np.tile(second, len(first))
+        chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, other)))
+        ends = decode.batch[rows] / (service.output_len * decode.step_s[rows])
+        begins = prefill.batch[other] / prefill.step_s[other]
+        if service.requests_per_s is None:
+            num_prefill, num_decode = _balanced(total, prefill_chips, chips, begins, ends)
+        else:
+            num_prefill = np.ceil(service.requests_per_s / begins).astype(np.int64)
+            num_decode = np.ceil(service.requests_per_s / ends).astype(np.int64)
+        used = num_prefill * prefill_chips + num_decode * chips
+        kept = (num_prefill > 0) & (num_decode > 0) & ((used <= total) | (service.requests_per_s is not None))
+        rows, other, used = rows[kept], other[kept], used[kept]
+        sent = sum(
+            row.num_bytes
+            for row in cache_table(model, batch_seqs=1, max_len=service.prompt_len, storage=dtypes.storage)
+        )
+        senders = np.minimum(chips, prefill_chips)[kept]
+        yield _services(
+            service,
+            priced,
+            pools=np.ones(len(rows), dtype=bool),
+            decode=rows,
+            prefill=other,
+            num_decode=num_decode[kept],
+            num_prefill=num_prefill[kept],
+            num_chips=used if service.requests_per_s is not None else np.full(len(rows), total),
+            tpot_s=decode.step_s[rows],
+            transfer_s=sent / (senders * link),
+            requests_per_s=np.minimum(num_prefill * begins, num_decode * ends)[kept],
+            free_bytes=priced.room - np.maximum(decode.need[rows], prefill.need[other]),
+        )
+
+
+def _balanced(
+    total: int, prefill_chips: np.ndarray, chips: np.ndarray, begins: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers of engines that prefill and that generate with the most requests a second on all chips."""
+    exact = total * ends / (prefill_chips * ends + chips * begins)
+    best, rate = np.zeros(len(exact), dtype=np.int64), np.zeros(len(exact))
+    for tried in (np.floor(exact), np.ceil(exact)):
+        count = np.maximum(tried, 1).astype(np.int64)
+        left = np.maximum(total - count * prefill_chips, 0) // chips
+        reached = np.minimum(count * begins, left * ends)
+        best, rate = np.where(reached > rate, count, best), np.maximum(rate, reached)
+    return best, np.maximum(total - best * prefill_chips, 0) // chips
+
+
+def _services(service: Service, priced: PricedFleet, **given: np.ndarray) -> Services:
+    """Returns services with the figures that follow alike for both kinds."""
+    prefill: Steps = priced.prefill
+    served = np.minimum(given["requests_per_s"], service.requests_per_s or np.inf)
+    return Services(
+        **given,
+        step_s=priced.decode.step_s[given["decode"]],
+        prompt_s=prefill.step_s[given["prefill"]] / prefill.batch[given["prefill"]],
+        ttft_s=prefill.step_s[given["prefill"]] + given["transfer_s"],
+        served_per_s=served,
+        tokens_per_s_per_chip=served * service.output_len / given["num_chips"],
+        serves=given["num_chips"] <= priced.fleet.cluster.num_chips,
+    )
+
+
+# -- ranking ----------------------------------------------------------------------------------------------
+
+
+def ranked(found: Services, service: Service) -> np.ndarray:
+    """Returns the indices of services that meet the targets and serve the load, best first.
+
+    The best makes the most output tokens per second and chip that is paid for, so it costs the least, and needs the
+    fewest chips for a load; of equals the one with the shortest time per token.
+    """
+    good = np.flatnonzero(found.meets(service) & found.serves)
+    chosen: Services = select(found, good)
+    return good[np.lexsort((chosen.ttft_s, chosen.tpot_s, -chosen.tokens_per_s_per_chip))]
+
+
+def frontier(found: Services, among: np.ndarray) -> np.ndarray:
+    """Returns the services, most tokens first, that no other beats in tokens per second and chip and in TPOT."""
+    fastest = np.minimum.accumulate(found.tpot_s[among])
+    kept = np.ones(len(among), dtype=bool)
+    kept[1:] = found.tpot_s[among][1:] < fastest[:-1]
+    return among[kept]

@@ -1,0 +1,72 @@
+"""A service: the requests that a served model answers, and how fast it has to."""
+
+from meshwright.core.errors import InputError
+from meshwright.core.fields import Checked, shown
+from meshwright.core.units import parse_seconds
+from meshwright.spec.strategy import MAX_SEQUENCES
+
+
+class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests of ``prompt_len`` tokens that are answered with ``output_len`` tokens, in the mean.
+
+    ``prefix_share`` is the share of a prompt whose keys and values are in a cache of earlier prompts. ``ttft_s``, the
+    time to the first token, and ``tpot_s``, the time per output token after it, are targets; ``requests_per_s`` is the
+    load. None leaves one open.
+    """
+
+    prompt_len: int
+    output_len: int
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    requests_per_s: float | None = None
+    prefix_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prompt_len", "output_len"):
+            if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
+                raise InputError(f"service.{name}={getattr(self, name)} must be at least 1 token.")
+        for name in ("ttft_s", "tpot_s", "requests_per_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(f"service.{name}={shown(value)} must be above 0. Leave it out if it is open.")
+        if not 0 <= self.prefix_share < 1:
+            raise InputError(
+                f"service.prefix_share={shown(self.prefix_share)} must be a share, at least 0 and below 1."
+            )
+
+    @property
+    def max_len(self) -> int:
+        """Positions of a sequence when it ends."""
+        return self.prompt_len + self.output_len
+
+    @property
+    def mean_len(self) -> int:
+        """Positions in the cache at the mean step of generation."""
+        return self.prompt_len + self.output_len // 2
+
+    @property
+    def new_prompt_tokens(self) -> int:
+        """Tokens of a prompt that prefill computes, at least one."""
+        return max(1, round(self.prompt_len * (1 - self.prefix_share)))
+
+
+def parse_load(text: str, *, what: str = "rate") -> float:
+    """Returns requests a second of ``"20/s"``, ``"600/min"`` or ``"5e4/h"``; a bare number is per second."""
+    number, _, unit = text.partition("/")
+    seconds = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}.get(unit.strip())
+    try:
+        value = float(number)
+    except ValueError:
+        seconds = None
+    if seconds is None or not 0 < value < float("inf"):
+        raise InputError(f"{what} {text!r} is not a rate of requests. Write for example 20/s, 600/min or 5000/h.")
+    return value / seconds
+
+
+def parse_target(text: str, *, what: str = "target") -> float:
+    """Returns the seconds of a target, which is above 0."""
+    seconds = parse_seconds(text, what=what)
+    if not seconds > 0:
+        raise InputError(f"{what} {text!r} must be above 0. Leave it out if the target is open.")
+    return seconds

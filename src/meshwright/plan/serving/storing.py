@@ -1,0 +1,66 @@
+"""The dtypes in which a served model may store its weights and its caches, as choices of a search."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+import msgspec
+
+from meshwright.algebra.generation import CacheDtype, Storage
+from meshwright.core.errors import InputError, nearest
+from meshwright.spec.strategy import Precision
+
+
+class StoredWeights(msgspec.Struct, frozen=True):
+    """What a dtype of weights sets: fields of `Storage`, and the dtype of products ("" for that of the state)."""
+
+    fields: dict[str, Any]
+    precision: Precision | str = ""
+
+
+WEIGHT_DTYPES: dict[str, StoredWeights] = {
+    "bf16": StoredWeights({}),
+    # products take int8 weights as bfloat16, with their scales after the product
+    "int8": StoredWeights({"quantised": True}),
+}
+"""Dtypes of stored weights. A row is all that a further one needs, once `Storage` knows it."""
+
+SERVED_CACHES: tuple[str, ...] = tuple(name for name in ("bf16", "fp8", "int8", "int4") if name in get_args(CacheDtype))
+"""Dtypes of caches that are searched."""
+
+
+class StoredDtypes(msgspec.Struct, frozen=True):
+    """The dtypes of weights and caches of one engine."""
+
+    weights: str
+    cache: str
+
+    @property
+    def words(self) -> str:
+        """``"int8"``, or ``"int8, KV bf16"``."""
+        return self.weights if self.weights == self.cache else f"{self.weights}, KV {self.cache}"
+
+    @property
+    def storage(self) -> Storage:
+        """How generation stores these."""
+        return Storage(cache_dtype=self.cache, **WEIGHT_DTYPES[self.weights].fields)  # type: ignore[arg-type]
+
+    @property
+    def precision(self) -> str:
+        """The dtype of matrix products, "" for that of the state."""
+        return WEIGHT_DTYPES[self.weights].precision
+
+
+def stored_dtypes(weights: Sequence[str] = (), caches: Sequence[str] = ()) -> tuple[StoredDtypes, ...]:
+    """Returns every pair of the given dtypes of weights and caches; all that are known where none is given."""
+    chosen = _known(weights, WEIGHT_DTYPES, "weights"), _known(caches, SERVED_CACHES, "KV caches")
+    return tuple(StoredDtypes(one, other) for one in chosen[0] for other in chosen[1])
+
+
+def _known(given: Sequence[str], known: Iterable[str], what: str) -> tuple[str, ...]:
+    options = tuple(known)
+    for name in given:
+        if name not in options:
+            raise InputError(
+                f"{name!r} is no dtype in which {what} are served.{nearest(name, options)} Use {', '.join(options)}."
+            )
+    return tuple(dict.fromkeys(given)) or options

@@ -1,0 +1,96 @@
+"""`meshwright plan --serve`: the table, what the best consists of, JSON, pictures, and what it refuses."""
+
+import csv
+from io import StringIO
+
+import pytest
+
+SERVE = ("plan", "llama3-70b", "--on", "v5e:16x16", "--serve", "--prompt", "8192", "--output", "512")
+TRAIN = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "64seq", "--seq", "512")
+
+
+def test_targets(call):
+    said = call(*SERVE, "--ttft", "2s", "--tpot", "50ms", "--top", "3")
+    found = said.printed("json").json
+    best = found["plans"][0]
+    assert said.words.startswith(
+        "serving llama3-70b on v5e:16x16 (256 chips): 8,192 tokens of prompt, 512 of output; TTFT at most 2 s, "
+        "TPOT at most 50 ms"
+    )
+    assert "engines, best first TTFT TPOT tok/s in out bound by" in said.words
+    assert all(len(line) <= 80 for line in said.out.splitlines())
+    engine = best["generate"]
+    assert f"{engine['num_engines']} x tp{engine['axes']['tensor']}, batch {engine['batch_seqs']:,}" in said.out
+    assert f"{best['requests_per_s']:.3g} requests/s on 256 chips" in said.words
+    assert f"{found['num_services']:,} ways to serve fit in memory, {found['num_meeting']:,} of them meet" in said.words
+    assert "all in bf16 the best makes" in said.words
+    assert "a chip-hour costs $1.20" in said.words
+    assert (found["service"]["ttft_s"], found["service"]["tpot_s"], found["is_frontier"]) == (2.0, 0.05, False)
+    rows = list(csv.DictReader(StringIO(said.printed("csv").out)))
+    assert [float(row["tpot_s"]) for row in rows] == [one["tpot_s"] for one in found["plans"]]
+
+
+def test_a_frontier_and_its_picture(call, tmp_path):
+    said = call(*SERVE, "--weights", "int8", "--kv", "int8,bf16", "--png", "front.svg")
+    assert "most tokens first" in said.out
+    assert "none of these plans is beaten in both TPOT and tok/s" in said.words
+    found = said.printed("json").json
+    assert found["is_frontier"]
+    assert set(found["frontiers"]) == {"int8", "int8, KV bf16"}
+    assert found["as_written"] is None
+    assert "all in bf16" not in said.out
+    assert "services that nothing beats" in (tmp_path / "front.svg").read_text()
+
+
+def test_a_load_and_a_price(call):
+    said = call(*SERVE, "--tpot", "50ms", "--rate", "180/min", "--price", "2", "--axes", "tensor=8")
+    best = said.printed("json").json["plans"][0]
+    assert f"3 requests/s need {best['num_chips']} chips of 256" in said.words
+    assert "engines, best first TTFT TPOT chips" in said.words
+    spent = best["usd_per_m_input"] * 8192e-6 + best["usd_per_m_output"] * 512e-6
+    assert spent == pytest.approx(2 * best["num_chips"] / 3600 / 3)
+    assert best["generate"]["axes"] == {"tensor": 8}
+
+
+def test_experts(call):
+    said = call("plan", "qwen3-30b-a3b", "--on", "h100:8x1", "--serve", "--prompt", "2000", "--output", "200")
+    assert (
+        "tp is the mesh axis tensor, cp is context, which splits prompts, ep is expert, which also splits" in said.words
+    )
+    assert any("expert" in one["generate"]["axes"] for one in said.printed("json").json["plans"])
+
+
+@pytest.mark.parametrize(
+    ("code", "more", "message"),
+    [
+        (3, ("--ttft", "1ms"), "fit the memory of v5e:16x16, but none meets TTFT 1 ms (the shortest is"),
+        (3, ("--rate", "1e6/s"), "1,000,000 requests/s need at least"),
+        (3, ("--axes", "tensor=5"), "no engine of llama3-70b on v5e:16x16 has tensor=5"),
+        (2, ("--axes", "data=2"), "mesh axis 'data' splits no engine of a service"),
+        (2, ("--weights", "int7"), "'int7' is no dtype in which weights are served. Did you mean 'int8'?"),
+        (2, ("--kv", "fp32"), "'fp32' is no dtype in which KV caches are served."),
+        (2, ("--ttft", "2 parsecs"), "--ttft '2 parsecs' has the unknown unit 'parsecs'. Write for example 1s"),
+        (2, ("--tpot", "0ms"), "--tpot '0ms' must be above 0."),
+        (2, ("--rate", "20/day"), "--rate '20/day' is not a rate of requests. Write for example 20/s"),
+        (2, ("--prefix-hits", "1"), "service.prefix_share=1 must be a share, at least 0 and below 1."),
+        (2, ("--batch", "4Mi"), "--batch is for plans of training. Leave it out with --serve."),
+        (2, ("--why-not", "tensor=4"), "--why-not is for plans of training."),
+        (2, ("-o", "plan.toml"), "-o is for plans of training."),
+        (2, ("--set", "model.max_positions=4096"), "a prompt of 8,192 tokens is longer than the 4,096 positions"),
+        (2, ("--set", "strategy.remat=full"), "there is no section 'strategy' here."),
+        (2, ("--top", "0"), "--top '0' is below 1."),
+    ],
+)
+def test_refusals(call, code, more, message):
+    call(*SERVE, *more).assert_refused(code, message)
+
+
+def test_what_does_not_fit(call):
+    said = call(*("v5e:2x2" if one == "v5e:16x16" else one for one in SERVE), "--weights", "bf16", "--tpot", "1us")
+    said.assert_refused(3, "does not fit v5e:2x2: with one sequence the leanest engine (4 chips, weights bf16) needs")
+
+
+def test_options_that_need_each_other(call):
+    call(*TRAIN, "--prompt", "512").assert_refused(2, "--prompt changes nothing here: it is for --serve.")
+    call(*SERVE[:5], "--output", "512").assert_refused(2, "--serve needs --prompt")
+    call(*TRAIN[:4], "--batch", "64seq").assert_refused(2, "Missing option '--seq'")
