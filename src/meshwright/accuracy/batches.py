@@ -138,7 +138,13 @@ def _pattern(case: Case) -> tuple[Any, ...]:
     """Returns the key that cases of one batch share: their derived steps differ in sizes alone."""
     strategy, setting, cluster = case.strategy, case.setting, case.setting.cluster
     shape = tuple((block.name, block.ops, block.carry) for block in setting.program.blocks)
-    choices = (strategy.remat, strategy.context_attention, strategy.schedule, strategy.state, strategy.assignment)
+    choices: tuple[Any, ...] = (
+        strategy.remat,
+        strategy.context_attention,
+        strategy.schedule,
+        strategy.state,
+        strategy.assignment,
+    )
     narrow = strategy.matmul_dtype in ("fp8", "fp4", "int8")
     # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
     fitted = family(cluster.chip) is not None

@@ -120,7 +120,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``overall``, ``core_train`` (or decode), for later records ``core_train_DATE``, each group, ``pick`` (regret),
+        """Returns ``overall``, ``core_train`` or ``core_decode`` (``_DATE`` for later records), each group, ``pick`` (regret),
         ``records`` and ``unpredicted``."""
         found = {
             "overall": self.summary(),

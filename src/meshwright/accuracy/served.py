@@ -2,7 +2,7 @@
 that both make under a steady load."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -14,13 +14,14 @@ from meshwright.accuracy.fit import folds_of, minimise, rounded, with_intervals
 from meshwright.accuracy.records import Record
 from meshwright.algebra.generation import CacheDtype, Storage, WeightDtype
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.formulas.serving import waiting_s
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import make_cluster
-from meshwright.spec.efficiency import GENERATION_NUMBERS, fitted_numbers
+from meshwright.spec.efficiency import generation_numbers
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Assumptions, Engine, Precision, Strategy, make_mesh, standard_assignment
 
 PRIORS: dict[str, tuple[float, float]] = {
     "compute.h100": (0.7, 0.15),
@@ -33,8 +34,8 @@ PRIORS: dict[str, tuple[float, float]] = {
     "engine_s.SGLang": (1e-3, 0.7),
     "mixing": (0.7, 0.3),
 }
-"""Fitted number of generation -> (prior value, standard deviation of its logarithm); `accuracy --kernels` has shares and
-starts like these, the seconds of engines are estimates."""
+"""Fitted number of generation -> (prior value, standard deviation of its logarithm); `accuracy --kernels` has shares
+and starts like these, the seconds of engines are estimates."""
 
 CONSTANTS = {"overlap": 2.0}
 """What is not fitted: compute and memory of a kernel make the root of their squares, as measured kernels do."""
@@ -42,7 +43,10 @@ CONSTANTS = {"overlap": 2.0}
 ENGINES: dict[str, Engine] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
 """Backend of a record -> engine."""
 
-STORED: dict[str, tuple[WeightDtype, str]] = {
+Products = Precision | Literal[""]
+"""Dtype of products, "" for 16 bits."""
+
+STORED: dict[str, tuple[WeightDtype, Products]] = {
     "unstated": ("", ""),
     "bf16": ("", ""),
     "fp8": ("fp8", "fp8"),
@@ -51,6 +55,10 @@ STORED: dict[str, tuple[WeightDtype, str]] = {
     "int4_wo": ("int4", ""),
 }
 """Precision of a record -> dtypes of weights and of products; where a chip has no such products they are in 16 bits."""
+
+PREFILL_FIRST = ("sglang",)
+"""Backends that prefill all prompts that wait before they decode again: prompts of a client that keeps a number of
+requests running then come in waves, and half of a wave, in the mean, comes after a sequence's own prompt."""
 
 NARROW_CACHES = ("trtllm",)
 """Backends that keep keys and values in fp8 by default where products are narrow; the others keep 16 bits."""
@@ -84,11 +92,12 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, *points: Mapping[str, float]) -> np.ndarray:
         """Returns predicted seconds per output token [points, cases] for several sets of numbers."""
         every = [case.decode for case in self.cases]
-        tables = [calibrations(every, {**CONSTANTS, **numbers}) for numbers in points]
+        tables = [calibrations(every, generation_numbers().numbers | CONSTANTS | dict(numbers)) for numbers in points]
         decode_s, prefill_s = (self._seconds(parts, tables) for parts in (self.decode, self.prefill))
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
-        mixing = np.array([[table[case.chip.name].efficiency.mixing for case in self.cases] for table in tables])
+        waves = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
+        mixing = [[table[case.chip.name].efficiency.mixing for case in self.cases] for table in tables] * waves
         return decode_s + waiting_s(prefill_s, batch=batch, output_len=length, mixing=mixing)
 
     def _seconds(self, parts: Sequence[CaseBatch], tables: Sequence[Any]) -> np.ndarray:
@@ -105,19 +114,10 @@ ROOM = 0.9
 """Share of the memory that engines fill by default: vLLM's gpu_memory_utilization, TensorRT-LLM's free fraction."""
 
 
-def waiting_s(prefill_s: Any, *, batch: Any, output_len: Any, mixing: Any) -> Any:
-    """Returns the seconds that each decode step waits for the prefill of new requests, in the mean.
-
-    Under a steady load each of ``batch`` sequences is replaced every ``output_len`` steps: while a sequence makes its
-    tokens the others' places are filled once, and it waits for the share ``mixing`` of these prefills.
-    """
-    return mixing * np.maximum(np.asarray(batch) - 1, 0) / output_len * prefill_s
-
-
-def served_accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
-    """Compares all records with predictions from the shipped numbers of generation, or from data-sheet rates."""
+def served_accuracy(records: Sequence[Record]) -> Accuracy:
+    """Compares all records with predictions from the shipped numbers of generation."""
     cases, unpredicted = served_cases(records)
-    numbers = {"mixing": 1.0} if datasheet else fitted_numbers(GENERATION_NUMBERS).numbers
+    numbers = generation_numbers().numbers
     return _compared(cases, served_batch(cases).seconds(numbers)[0], numbers, unpredicted)
 
 
@@ -175,7 +175,10 @@ def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tup
             if key in seen:
                 case = Unpredicted(record=record, reason="the measurement is listed twice")
             seen.add(key)
-        (found if isinstance(case, ServedCase) else left).append(case)
+        if isinstance(case, ServedCase):
+            found.append(case)
+        else:
+            left.append(case)
     return tuple(found), tuple(left)
 
 
@@ -195,14 +198,14 @@ def served_case(record: Record) -> ServedCase | Unpredicted:
 
 def _served(record: Record) -> ServedCase:
     engine = ENGINES.get(record.backend)
-    if engine is None or not record.measured.tpot_ms or not record.isl or not record.osl:
+    tpot_ms, prompt, output, shape = record.measured.tpot_ms, record.isl, record.osl, record.model
+    if engine is None or not tpot_ms or not prompt or not output or not shape:
         raise InputError("no time per output token of an engine that is known")
     if record.precision not in STORED:
         raise InputError(f"precision {record.precision!r} is not known")
-    assert record.model is not None
-    kind = "experts" if record.model.moe else "dense"
+    kind = "experts" if shape.moe else "dense"
     record = msgspec.structs.replace(record, group=f"{engine}, {kind}")
-    chip, model = chip_of(record), model_of(record.model, record.isl + record.osl)
+    chip, model = chip_of(record), model_of(shape, prompt + output)
     tensor, replicas = _degrees(record)
     if tensor * replicas > MOST_DEVICES:
         raise InputError(f"attention over more than {MOST_DEVICES} devices is a whole pool, listed as one engine")
@@ -220,7 +223,7 @@ def _served(record: Record) -> ServedCase:
     strategy = msgspec.structs.replace(strategy, placement=strategy_placements(cluster, strategy)[0].describe())
     storage = Storage(weights=weights, cache_dtype=cache)
     assumed = Assumptions(software="served", engine=engine, empty_slots=False)
-    full = Job(kind="decode", batch_seqs=replicas, seq_len=record.isl + record.osl)
+    full = Job(kind="decode", batch_seqs=replicas, seq_len=prompt + output)
     at = Setting(model, cluster, full, storage=storage, assumptions=assumed)
     fits = sequences_that_fit(at, strategy, replicas=replicas)
     if fits < 1:
@@ -233,15 +236,15 @@ def _served(record: Record) -> ServedCase:
             record=record,
             setting=msgspec.structs.replace(at, job=job),
             strategy=strategy,
-            measured_s=record.measured.tpot_ms / 1e3,
+            measured_s=tpot_ms / 1e3,
         )
 
     return ServedCase(
         record=record,
-        prefill=case("prefill", replicas, record.isl),
-        decode=case("decode", max(total, replicas), record.isl + record.osl // 2),
+        prefill=case("prefill", replicas, prompt),
+        decode=case("decode", max(total, replicas), prompt + output // 2),
         batch=max(total / replicas, 1.0),
-        output_len=record.osl,
+        output_len=output,
     )
 
 

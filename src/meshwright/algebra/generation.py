@@ -40,9 +40,10 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
 
     ``weights`` is the dtype of matrices, with `scales` ("": the state's own, without); int8 alone is executed in this
     version, and of caches all but fp8, which has no scales. A cache is contiguous, position p of a sequence in slot p
-    of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len`` the other
-    layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All devices have ``num_pages``
-    together (0: enough for every sequence; unused without ``page_len``); sequences of one device share its pages.
+    of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len``
+    the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All devices have
+    ``num_pages`` together (0: enough for every sequence; unused without ``page_len``); sequences of one device share
+    its pages.
     """
 
     cache_dtype: CacheDtype = "bf16"

@@ -132,14 +132,15 @@ def op_sizes(
 
 
 def _reduced_by_engine(step: Step, sent: Number, sizes: SlotSizes, group: GroupRates, kernels: KernelRates) -> StepCost:
-    """Prices a sum over the GPUs of a domain as engines make it: by a kernel that reads peers' memory, or by NCCL where
-    that is sooner. A token's experts are added up before."""
+    """Prices a sum as engines make it: in a domain by a kernel that reads peers' memory, or by NCCL where that is
+    sooner. A token's experts are added up before."""
     if has_slots(step.full):
         sent = sent / sizes.dims["Ea"]
     shape = {"n": np.maximum(group.size, 2), "bytes": sent, "op": "all_reduce"}
-    seconds = np.minimum(small_reduce_s(shape, kernels), collective_s(shape, kernels)) * (np.asarray(group.size) > 1)
-    by_bytes = group["all_reduce"].level
-    return StepCost(step=step, network_bytes=sent, network_s=seconds, level=by_bytes)
+    inside = np.minimum(small_reduce_s(shape, kernels), collective_s(shape, kernels))
+    rate = group["all_reduce"]
+    seconds = np.where(np.asarray(rate.level) == "nvlink", inside, rate.time(sent)) * (np.asarray(group.size) > 1)
+    return StepCost(step=step, network_bytes=sent, network_s=seconds, level=rate.level)
 
 
 def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
@@ -304,9 +305,9 @@ def price_step(
     sent = sizes.elements(step.full) * element * padding_factor(step, sizes)
     if exchanges_slots(step):
         sent = sent * sizes.load * _sent_share(step, sizes, rates)
-    rate = group[step.op]
     if chip.kernels and step.op == "all_reduce":
         return _reduced_by_engine(step, sent, sizes, group, chip.kernels)
+    rate = group[step.op]
     moves = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own
     both_ways = isinstance(step.details, Round) and step.details.ways == 2

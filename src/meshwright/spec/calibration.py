@@ -174,8 +174,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Names the source of the rates in one line of the output."""
         if self.is_datasheet:
             return "datasheet peaks, no calibration"
-        if self.name == "fitted":
-            return f"numbers fitted on published training steps{f', {self.date}' if self.date else ''}"
+        fitted = {"fitted": "training steps", "served": "times per output token"}
+        if self.name in fitted:
+            return f"numbers fitted on published {fitted[self.name]}{f', {self.date}' if self.date else ''}"
         where = f" on {self.machine}" if self.machine else ""
         return f"calibration {self.name!r}{where}{f', {self.date}' if self.date else ''}"
 

@@ -61,6 +61,27 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
     )
 
 
+SENT = ("ici", "nvlink", "network", "dcn", "hop_s")
+"""First words of the numbers of links, which generation shares with training."""
+
+
+def generation_numbers() -> FittedNumbers:
+    """Returns the numbers of steps of generation: their own, and those of links that training was fitted with."""
+    own, trained = fitted_numbers(GENERATION_NUMBERS), fitted_numbers().numbers
+    shared = {name: value for name, value in trained.items() if name.split(".")[0] in SENT}
+    return msgspec.structs.replace(own, numbers=shared | own.numbers)
+
+
+def generation_calibration(chip: Chip) -> Calibration | None:
+    """Returns a GPU's calibration for steps that an inference engine runs; None for a family without numbers."""
+    found, base = generation_numbers(), family(chip)
+    if f"compute.{base}" not in found.numbers:
+        return None
+    fitted = fitted_calibration(chip, found.numbers)
+    assert fitted is not None
+    return msgspec.structs.replace(fitted, name="served", date=found.date, sources={"efficiency": found.source})
+
+
 def family(chip: Chip) -> str | None:
     """Returns the family whose numbers apply to a chip; None for a chip without a family, such as a CPU."""
     return catalogued(chip, "family", name=catalogue_name(chip)) or None

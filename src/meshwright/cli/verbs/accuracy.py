@@ -218,9 +218,10 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
     from meshwright.accuracy.served import fit_served, served_accuracy
 
     if not (given.cross_validate or given.out or given.page):
-        found = served_accuracy(records, datasheet=given.datasheet)
-        how = "data-sheet rates" if given.datasheet else "fitted numbers"
-        return Answer(found.to_json(), [*_accuracy_text(found, title=how)], {}, [_summaries(found)])
+        if given.datasheet or given.png or given.every or given.worst:
+            raise InputError("a FILE of serving goes with --group, -o, --page, --cross-validate and --json alone.")
+        found = served_accuracy(records)
+        return Answer(found.to_json(), [*_accuracy_text(found, title="fitted numbers")], {}, [_summaries(found)])
     if given.page:
         _with_tables(given.page, dict.fromkeys(SERVED, ""))
     numbers, by_heading = fit_served(records)
