@@ -9,11 +9,15 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import attention_work
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
+from meshwright.cost.work.kernel_times import collective_s, small_reduce_s
+from meshwright.cost.work.kernels import serving_kernels
 from meshwright.cost.work.ops import model_flops, op_flops, op_hbm_bytes
 from meshwright.spec.catalogue import load_model
+from meshwright.spec.chip import chip as catalogue_chip
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.efficiency import generation_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
 
 LLAMA = load_model("llama3-8b")
 INT8 = Storage(cache_dtype="int8", weights="int8")
@@ -211,3 +215,23 @@ def test_a_cache_that_cannot_be_kept_so():
         Storage(cache_dtype="int4")
     with pytest.raises(InputError, match="page_len=-1"):
         Storage(page_len=-1)
+
+
+@pytest.mark.parametrize("tensor", [2, 8])
+def test_engines_add_up_by_measured_kernels(tensor):
+    """Sums of an engine's steps are the sooner of a kernel that reads peers' memory and NCCL's, one after the other."""
+    chip = catalogue_chip("h100")
+    rates, kernels = generation_calibration(chip), serving_kernels(chip)
+    assert rates is not None
+    assert kernels is not None
+    assumed = Assumptions(software="served", engine="vLLM", empty_slots=False)
+    job, cluster = Job(kind="decode", batch_seqs=16, seq_len=2048), parse_cluster(f"h100:{tensor}x1")
+    strategy = Strategy(mesh=make_mesh({"tensor": tensor}), assignment=standard_assignment(zero=0))
+    found = price_strategy(Setting(LLAMA, cluster, job, rates, assumptions=assumed), strategy)
+    sums = [cost for cost in found.costs.all if cost.step.op == "all_reduce" and "D" in cost.step.full.dims]
+    shape = {"n": tensor, "bytes": 16 * LLAMA.d_model * 2, "op": "all_reduce"}
+    by_hand = min(small_reduce_s(shape, kernels), collective_s(shape, kernels))
+    assert len(sums) >= 2
+    assert all(cost.network_s == pytest.approx(by_hand) for cost in sums)
+    in_turn = sum(float(cost.time_s * cost.count) for cost in found.costs.all)
+    assert found.estimate.step_s == pytest.approx(in_turn + rates.efficiency.engine_s["vLLM"])

@@ -120,8 +120,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``overall``, ``core_train`` or ``core_decode`` (``_DATE`` for later records), each group, ``pick`` (regret),
-        ``records`` and ``unpredicted``."""
+        """Returns ``overall``, ``core_train`` or ``core_decode`` (``_DATE`` for later records), each group, ``pick``
+        (regret), ``records`` and ``unpredicted``."""
         found = {
             "overall": self.summary(),
             **{f"core_{self.what}{'_' * bool(date)}{date}": core for date, core in self.cores.items()},

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from meshwright.accuracy.batches import CaseBatch, batches, calibrations
-from meshwright.accuracy.cases import Case, Unpredicted, chip_of, model_of
+from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted, chip_of, model_of
 from meshwright.accuracy.errors import Accuracy, accuracy_of
 from meshwright.accuracy.fit import folds_of, minimise, rounded, with_intervals
 from meshwright.accuracy.records import Record
@@ -43,10 +43,10 @@ CONSTANTS = {"overlap": 2.0}
 ENGINES: dict[str, Engine] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
 """Backend of a record -> engine."""
 
-Products = Precision | Literal[""]
+ProductDtype = Precision | Literal[""]
 """Dtype of products, "" for 16 bits."""
 
-STORED: dict[str, tuple[WeightDtype, Products]] = {
+STORED: dict[str, tuple[WeightDtype, ProductDtype]] = {
     "unstated": ("", ""),
     "bf16": ("", ""),
     "fp8": ("fp8", "fp8"),
@@ -125,6 +125,8 @@ def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, A
     """Returns numbers fitted on all records, with intervals, and errors by heading: predicted by numbers that have not
     seen the configuration, the chip or the engine, and by those of the product."""
     cases, unpredicted = served_cases(records)
+    if len(cases) < 2 * NUM_FOLDS:
+        raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS}.")
     batch = served_batch(cases)
     measured = np.array([case.decode.measured_s for case in cases])
 
@@ -197,6 +199,8 @@ def served_case(record: Record) -> ServedCase | Unpredicted:
 
 
 def _served(record: Record) -> ServedCase:
+    if record.kind != "decode":
+        raise InputError(f"kind {record.kind}: only engines that prefill and decode are predicted in this version")
     engine = ENGINES.get(record.backend)
     tpot_ms, prompt, output, shape = record.measured.tpot_ms, record.isl, record.osl, record.model
     if engine is None or not tpot_ms or not prompt or not output or not shape:

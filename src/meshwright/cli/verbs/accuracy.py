@@ -68,7 +68,7 @@ def command(given: Given) -> Answer:
     if not chosen:
         groups = dict.fromkeys(record.group for record in records)
         raise InputError(f"{given.file} has no group {given.only!r}.{nearest(str(given.only), groups)}")
-    if any(record.kind == "decode" for record in chosen):
+    if {record.kind for record in chosen} & {"decode", "train"} == {"decode"}:
         return _served(given, chosen)
     if given.cross_validate or given.out or given.page:
         return _fitted(chosen, out=given.out, page=given.page)

@@ -203,6 +203,8 @@ def local_cost(
             seconds, moved = seconds + blocks * each, moved + blocks * casts
     else:
         flops, moved = op_flops(step, sizes) * computed_share(step, sizes), moved_bytes(step, sizes)
+        if rates.kernels:
+            moved = moved - unread_bytes(step, sizes)
         kernels = num_kernels(step, sizes)
         if is_attention(step):
             width = sizes.dims[queries_of(step).dims[-1]]
@@ -243,7 +245,7 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
 
 def moved_bytes(step: Step, sizes: SlotSizes) -> Number:
     """Returns the bytes that one execution of a local step moves, those for the slots of experts included."""
-    return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes) - unread_bytes(step, sizes)
+    return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes)
 
 
 def num_kernels(step: Step, sizes: SlotSizes) -> Number:

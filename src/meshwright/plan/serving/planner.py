@@ -178,7 +178,7 @@ def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -
         f"prefill too, (batch - 1) / output prefills of other prompts{mixed}"
     )
     if engine := setting.assumptions.engine:
-        yield f"steps as {engine} runs them, whose times per output token are predicted within 20% (docs/accuracy.md)"
+        yield f"steps as {engine} runs them; docs/accuracy.md has the errors of such predictions"
     yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools the transfer"
     if price is not None:
         yield f"a chip-hour costs ${price:,.2f}; input tokens pay for prefill, output tokens for generation"
@@ -189,6 +189,10 @@ def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -
     elif setting.memory_margin:
         yield f"caches have room for whole sequences, and {setting.memory_margin:.0%} of a chip's memory stays free"
     if any(one != AS_PUBLISHED for one in chosen):
-        yield "what int8 does to the quality of answers is not predicted; products are in bf16 in any case"
+        names = sorted({name for one in chosen for name in (one.weights, one.cache)} - {"bf16"})
+        yield (
+            f"what {' or '.join(names)} does to the quality of answers is not predicted"
+            + "; products of int8 weights are in bf16" * ("int8" in names)
+        )
     if service.max_len > model.max_positions:
         yield f"the model's config has {model.max_positions:,} positions, and sequences with their output are longer"
