@@ -94,3 +94,15 @@ def test_options_that_need_each_other(call):
     call(*TRAIN, "--prompt", "512").assert_refused(2, "--prompt changes nothing here: it is for --serve.")
     call(*SERVE[:5], "--output", "512").assert_refused(2, "--serve needs --prompt")
     call(*TRAIN[:4], "--batch", "64seq").assert_refused(2, "Missing option '--seq'")
+
+
+def test_the_first_plan_under_load(call):
+    """Requests arrive at random: percentiles, in the text and in --json; a rate is needed."""
+    asked = ("plan", "llama3-8b", "--on", "h100:8x1", "--serve", "--prompt", "512", "--output", "64", "--ttft", "1s")
+    said = call(*asked, "--rate", "5/s", "--simulate", "20s")
+    assert "the first under load" in said.words
+    assert "20 s of Poisson arrivals at" in said.words
+    found = call(*asked, "--rate", "5/s", "--simulate", "20s", "--json").json["simulated"]
+    assert 0 < found["ttft"]["p50"] <= found["ttft"]["p90"] <= found["ttft"]["p99"]
+    assert 0 < found["tpot"]["mean"] < 0.1
+    call(*asked, "--simulate", "20s").assert_refused(2, "--simulate needs --rate")

@@ -74,6 +74,7 @@ class Given(Options):
     ttft: TargetTime | None = option("Target of the time to the first token, such as 1s.", needs=SERVED)
     tpot: TargetTime | None = option("Target of the time per output token, such as 20ms.", needs=SERVED)
     rate: Load | None = option("Load, such as 20/s or 600/min: gives the number of chips.", needs=SERVED)
+    simulate: TargetTime | None = option("Simulate the first plan at --rate for so long, such as 600s.", needs=SERVED)
     weights: str | None = option("Dtypes of weights to try, such as int8 or bf16,int8.", needs=SERVED)
     kv: str | None = option("Dtypes of cached keys and values to try.", needs=SERVED)
     prefix_share: float = option(

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from meshwright.api.rates import rates_for
+from meshwright.batching.record import ServingSummary
 from meshwright.cli.fields import parse_fields, with_fields
 from meshwright.cli.output import three_digits
 from meshwright.core.errors import InputError
@@ -17,6 +18,7 @@ from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.report.curves import curves_figure
 from meshwright.report.figure import Figure
+from meshwright.simulate.service import simulate_service
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.strategy import short_mesh
@@ -64,9 +66,42 @@ def service_answer(given: Any) -> Answer:
     assumed = with_fields(setting.assumptions, "assumptions", fields["assumptions"])
     setting = msgspec.structs.replace(setting, assumptions=assumed)
     result = plan_service(setting, service, stored=stored, axes=given.axes, pareto=given.pareto)
-    facts = result.to_json()
+    facts, under_load = result.to_json(), None
+    if given.simulate:
+        if given.rate is None:
+            raise InputError("--simulate needs --rate, the requests that arrive. Write --rate 10/s.")
+        under_load = simulate_service(result, result.plans[0], duration_s=given.simulate, requests_per_s=given.rate)
+        facts["simulated"] = msgspec.to_builtins(under_load)
     rows = [{name: value for name, value in plan.items() if not isinstance(value, dict)} for plan in facts["plans"]]
-    return Answer(facts, service_text(result, given.top), {given.png: lambda: _frontier_figure(result)}, [rows])
+    text = [*service_text(result, given.top), *(_load_text(under_load, given) if under_load else ())]
+    return Answer(facts, text, {given.png: lambda: _frontier_figure(result)}, [rows])
+
+
+def _load_text(found: ServingSummary, given: Any) -> Iterator[Piece]:
+    """Yields what requests meet that arrive at random, in percentiles."""
+    rows = [
+        {"of a request": name, **msgspec.structs.asdict(getattr(found, field))}
+        for name, field in (
+            ("queue", "queue"), ("TTFT", "ttft"), ("TPOT", "tpot"), ("between tokens", "itl"), ("whole", "latency")
+        )
+    ]  # fmt: skip
+    percentiles = {name: (name, format_seconds) for name in ("mean", "p50", "p90", "p99")}
+    columns: TableColumns = {"the first under load": "of a request", **percentiles}
+    yield ""
+    yield Table.of(rows, columns)
+    yield ""
+    yield Fact(
+        "simulated", f"{format_seconds(given.simulate)} of Poisson arrivals at {found.offered_per_s:.3g} requests/s"
+    )
+    yield Fact(
+        "served",
+        f"{found.requests_per_s:.3g} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; {found.met:.0%} of "
+        f"requests meet the targets; {found.num_preempted} preempted, {found.page_waste:.1%} of pages wasted",
+    )
+    yield Fact(
+        "engines",
+        "; ".join(f"busy {pool.utilisation:.0%}, {pool.mean_running:.3g} sequences in each" for pool in found.pools),
+    )
 
 
 def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:

@@ -1,0 +1,123 @@
+"""Simulates a planned service under Poisson arrivals: the scheduler of `batching` with the cost model as its clock."""
+
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.steps import Step
+from meshwright.batching.clock import Clock, TabledClock
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.batching.record import LatencyTargets, ServingSummary
+from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
+from meshwright.batching.traffic import fixed, poisson
+from meshwright.core.errors import InputError
+from meshwright.cost.setting import Setting
+from meshwright.cost.step_rates import strategy_placements
+from meshwright.cost.train_step import PricedStep
+from meshwright.cost.work.ops import is_attention
+from meshwright.plan.serving.engines import phase_setting
+from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
+from meshwright.plan.serving.storing import StoredDtypes
+
+PAGE_LEN = 16
+"""Positions of a page, as in vLLM."""
+
+TOKEN_BUDGET = 2048
+"""Most tokens of one step, those that are prefilled and one of each sequence that decodes: as in vLLM."""
+
+
+class PricedClock(Clock):
+    """Seconds of the steps of one engine, by the cost model.
+
+    A step that decodes takes the derived decode step at its mean cache; tokens that are prefilled take a prefill of so
+    many, and attention to the tokens before them. Beside decode only the share ``mixing`` of a prefill is waited for.
+    """
+
+    def __init__(self, setting: Setting, pool: EnginePool, dtypes: StoredDtypes, *, decodes: bool = True) -> None:
+        self._setting, self._pool, self._dtypes, self._decodes = setting.on(pool.part), pool, dtypes, decodes
+        self._mixing = setting.rates.efficiency.mixing
+
+    def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
+        """Returns the seconds of steps, see `Clock`; arguments may be arrays that broadcast."""
+        asked = (num_decode, cached_tokens, prefill_tokens, prefill_past)
+        decode, cached, tokens, past = (np.asarray(one, float) for one in asked)
+        decode_s: Any = 0.0
+        if self._decodes:
+            batch, length = np.maximum(decode, 1), np.maximum(cached / np.maximum(decode, 1), 1)
+            decode_s = np.where(decode > 0, self._seconds("decode", batch, length), 0.0)
+        prefill_s = np.where(tokens > 0, self._seconds("prefill", 1.0, np.maximum(tokens, 1)), 0.0)
+        pairs = np.maximum(tokens * (past + 1) - tokens**2 / 2, 0.0)
+        prefill_s = prefill_s + pairs * self._pair_s
+        return decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
+
+    @cached_property
+    def _pair_s(self) -> float:
+        """Seconds of attention for each pair of a query and an earlier key."""
+        length = 4096.0
+        step = self._step("prefill", 1.0, length)
+        seconds = sum(float(c.local_s * c.count) for c in step.costs.all if _attends(c.step))
+        return seconds / (length**2 / 2)
+
+    def _seconds(self, phase: str, batch: Any, length: Any) -> Any:
+        return self._step(phase, batch, length).seconds.step_s
+
+    def _step(self, phase: str, batch: Any, length: Any) -> PricedStep:
+        """Returns the priced step of a phase, with arrays as the sequences and as the positions."""
+        setting, strategy = phase_setting(self._setting, phase, self._dtypes, 1), self._pool.strategy
+        derived = setting.derived(strategy)
+        shards = strategy.mesh["expert"]
+        sizes = setting.sizes(strategy, microbatch_seqs=np.maximum(batch, shards))
+        dims = {**sizes.dims, "S": length} if phase == "decode" else {**sizes.dims, "T": length}
+        if phase == "prefill" and "C" in dims:
+            dims["C"] = dims["C"] * length  # slots of experts are those of one position so far
+        sizes = msgspec.structs.replace(sizes, dims=dims, cache={})
+        rates = setting.step_rates(strategy, strategy_placements(setting.cluster, strategy)[:1], derived)
+        return PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=setting.pipeline(strategy))
+
+
+def _attends(step: Step) -> bool:
+    return not step.is_collective and is_attention(step)
+
+
+def simulate_service(
+    result: ServiceResult, plan: ServicePlan, *, duration_s: float, requests_per_s: float, seed: int = 0
+) -> ServingSummary:
+    """Returns what requests with the service's lengths meet that arrive at random (Poisson) for ``duration_s``.
+
+    Engines prefill in chunks beside decode, at most `TOKEN_BUDGET` tokens a step, and have pages for as many whole
+    sequences as the plan; with pools a finished prompt waits for its transfer. Raises InputError for a rate or a
+    duration that is not positive.
+    """
+    if not (duration_s > 0 and requests_per_s > 0):
+        raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
+    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
+    traffic = poisson(
+        requests_per_s,
+        duration_s=duration_s,
+        prompt=fixed(service.new_prompt_tokens),
+        output=fixed(service.output_len),
+        seed=seed,
+    )
+
+    def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
+        batch, pages = plan.generate.batch_seqs, -(-service.max_len // PAGE_LEN)
+        limits = SchedulerLimits(
+            max_requests=batch, token_budget=max(TOKEN_BUDGET, batch + 1), page_len=PAGE_LEN, num_pages=batch * pages
+        )
+        most = (batch, batch * service.max_len, limits.token_budget, service.max_len)
+        clock = TabledClock(PricedClock(result.setting, pool, dtypes, decodes=decodes), most)
+        return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
+
+    targets = LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)
+    if not plan.has_pools:
+        return simulate(traffic, replicas(plan.generate)).summary(targets)
+    per_token_s = plan.transfer_s / service.prompt_len
+    record = simulate_disaggregated(
+        traffic,
+        prefill=replicas(plan.prefill, decodes=False),
+        decode=replicas(plan.generate),
+        transfer_s=lambda n: n * per_token_s,
+    )
+    return record.summary(targets)

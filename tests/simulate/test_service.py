@@ -1,0 +1,89 @@
+"""A planned service under load: its clock against the steps it was planned by, and what theory says of its queues."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from meshwright.api.rates import rates_for
+from meshwright.core.errors import InputError
+from meshwright.cost.train_step import price_strategy
+from meshwright.plan.serving.engines import phase_setting
+from meshwright.plan.serving.planner import plan_service, service_setting
+from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import StoredDtypes
+from meshwright.simulate.service import PricedClock, simulate_service
+from meshwright.spec.catalogue import load_model
+from meshwright.spec.cluster import parse_cluster
+
+CHAT = Service(prompt_len=1024, output_len=128, ttft_s=2.0, tpot_s=0.05)
+
+
+@pytest.fixture(scope="module", params=["llama3-8b", "mixtral-8x7b"])
+def planned(request):
+    cluster = parse_cluster("h100:8x1")
+    setting = service_setting(load_model(request.param), cluster, rates_for(cluster, None, fitted=True))
+    return plan_service(setting, CHAT)
+
+
+def clock_of(result, plan) -> PricedClock:
+    return PricedClock(result.setting, plan.generate, StoredDtypes(plan.weights, plan.cache))
+
+
+def test_steps_are_those_of_the_cost_model(planned):
+    """A decode step at one length, a prefill by itself, and both together: the prefill's share is added."""
+    plan, clock = planned.plans[0], clock_of(planned, planned.plans[0])
+    dtypes, pool, mixing = (
+        StoredDtypes(plan.weights, plan.cache),
+        plan.generate,
+        planned.setting.rates.efficiency.mixing,
+    )
+    seconds = {}
+    for phase, batch, length in (("decode", 8, 512), ("prefill", pool.strategy.mesh["expert"], 256)):
+        setting = phase_setting(planned.setting.on(pool.part), phase, dtypes, length, batch)
+        seconds[phase] = price_strategy(setting, pool.strategy).estimate.step_s
+    decode_s, prefill_s = seconds["decode"], seconds["prefill"]
+    assert clock.step_s(8, 8 * 512, 0, 0.0) == pytest.approx(decode_s, rel=1e-6)
+    # the first of 256 tokens sees itself, the last 256: 127.5 before one in the mean
+    assert clock.step_s(0, 0, 256, 127.5) == pytest.approx(prefill_s, rel=0.01)
+    assert clock.step_s(8, 8 * 512, 256, 127.5) == pytest.approx(decode_s + mixing * prefill_s, rel=0.01)
+    assert clock.step_s(0, 0, 256, 8000.0) > prefill_s
+    many = clock.step_s(np.array([1, 8, 64]), np.array([512, 4096, 32768]), 0, 0.0)
+    assert many[1] == pytest.approx(decode_s, rel=1e-6)
+    assert list(many) == sorted(many)
+
+
+def test_a_light_load_meets_what_was_planned(planned):
+    """At a tenth of the rate nothing queues long, TPOT is below the steady state of full batches, all are served."""
+    plan = planned.plans[0]
+    found = simulate_service(planned, plan, duration_s=60, requests_per_s=plan.requests_per_s / 10)
+    assert found.tpot.mean < plan.tpot_s
+    assert found.ttft.p50 < 2 * plan.ttft_s + found.tpot.p50
+    assert found.met > 0.95
+    assert found.requests_per_s == pytest.approx(plan.requests_per_s / 10, rel=0.25)
+
+
+def test_the_planned_rate_can_be_served_and_twice_as_much_cannot(planned):
+    plan = planned.plans[0]
+    within, beyond = (
+        simulate_service(planned, plan, duration_s=60, requests_per_s=share * plan.requests_per_s)
+        for share in (0.7, 2.0)
+    )
+    assert within.queue.p90 < 1
+    assert beyond.queue.p90 > 5 * within.queue.p90
+    assert beyond.goodput_per_s < beyond.requests_per_s
+    busiest = max(pool.utilisation for pool in beyond.pools)
+    assert busiest > 0.95
+
+
+def test_figures_that_make_no_sense(planned):
+    for fields in ({"duration_s": 0.0, "requests_per_s": 1.0}, {"duration_s": 1.0, "requests_per_s": -1.0}):
+        with pytest.raises(InputError, match="must be above 0"):
+            simulate_service(planned, planned.plans[0], **fields)
+
+
+def test_seeds_repeat(planned):
+    plan = planned.plans[0]
+    one, other = (
+        simulate_service(planned, plan, duration_s=20, requests_per_s=5.0, seed=seed) for seed in (3, 3)
+    )  # fmt: skip
+    assert msgspec.structs.asdict(one.ttft) == msgspec.structs.asdict(other.ttft)
