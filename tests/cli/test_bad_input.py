@@ -47,7 +47,7 @@ CASES = [
     (2, swapped(PLAN, "v5e:4x4", "trn3:4x4"), "nic_bytes_per_s of trn3 is not known"),
     (3, swapped(PLAN, "llama3-8b", "deepseek-v3"), "deepseek-v3 with 128 sequences of 4096 does not fit v5e:4x4"),
     # sizes of the job
-    (2, swapped(PLAN, "128seq", "4097"), "a whole number of sequences of 4096: 1 over 1. Use 4Ki (1 sequence)."),
+    (2, swapped(PLAN, "128seq", "4097"), "a whole number of sequences of 4096 (1, remainder 1). Use 4Ki (1 sequence)."),
     (2, swapped(PLAN, "128seq", "4M"), "Use 4Mi (1024 sequences)."),
     (2, swapped(PLAN, "128seq", "-4Mi"), "batch '-4Mi' is below 1. Give a number of at least 1."),
     (2, swapped(PLAN, "128seq", "0seq"), "batch '0' is below 1"),

@@ -94,8 +94,8 @@ def parse_batch(text: str, *, seq_len: int) -> int:
         exact = parse_count(short, what="batch") == near * seq_len
         advice = f"{short} ({near} sequence{'s' * (near > 1)})" if exact else f"{near}seq ({near * seq_len:,} tokens)"
         raise InputError(
-            f"batch {text} is {tokens} tokens, not a whole number of sequences of {seq_len}: "
-            f"{tokens % seq_len} over {tokens // seq_len}. Use {advice}."
+            f"batch {text} is {tokens} tokens, not a whole number of sequences of {seq_len} "
+            f"({tokens // seq_len}, remainder {tokens % seq_len}). Use {advice}."
         )
     return tokens // seq_len
 
