@@ -58,7 +58,7 @@ def test_the_head_makes_logits_of_one_position():
 
 def test_a_look_up_reads_int8_rows_and_their_scales():
     """A token of D=4096: its number, an int8 row with a float32 scale, and the bf16 row that is written."""
-    program = generation_program(LLAMA, "prefill", Storage(quantised=True))
+    program = generation_program(LLAMA, "prefill", Storage(weights="int8"))
     derived = derive_forward(program, Strategy(mesh=make_mesh({})))
     (step,) = (step for step in derived.blocks[0].forward if step.op == "quantised_embed")
     sizes = OpSizes(dims=LLAMA.dims | {"B": 1, "T": 1}, mesh={}, state="bf16-adam")
@@ -202,7 +202,7 @@ def test_scales_of_experts_and_of_what_two_products_sum_differently():
 
 
 def test_int8_weights_travel_as_int8():
-    program = generation_program(LLAMA, "decode", Storage(quantised=True))
+    program = generation_program(LLAMA, "decode", Storage(weights="int8"))
     derived = derive_forward(program, one_position(Strategy(mesh=make_mesh({"fsdp": 4, "tensor": 2}))))
     moved = {s.result.name: s.full.dtype for b in derived.blocks for s in b.forward if s.op == "all_gather"}
     assert moved.pop("logits") == "fp32"

@@ -9,14 +9,18 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import attention_work
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
+from meshwright.cost.work.kernel_times import collective_s, small_reduce_s
+from meshwright.cost.work.kernels import serving_kernels
 from meshwright.cost.work.ops import model_flops, op_flops, op_hbm_bytes
 from meshwright.spec.catalogue import load_model
+from meshwright.spec.chip import chip as catalogue_chip
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.efficiency import generation_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
 
 LLAMA = load_model("llama3-8b")
-INT8 = Storage(cache_dtype="int8", quantised=True)
+INT8 = Storage(cache_dtype="int8", weights="int8")
 
 
 def strategy_of(axes) -> Strategy:
@@ -76,7 +80,7 @@ def test_an_int8_cache_has_a_byte_an_element_and_its_scales():
 
 
 def test_an_int8_weight_has_a_byte_an_element_and_its_scales():
-    flops, moved = counted("q", storage=Storage(quantised=True))
+    flops, moved = counted("q", storage=Storage(weights="int8"))
     assert flops == 2 * 4 * 4096 * 4096
     assert moved == 4 * 4096 * 2 + 4096 * 4096 + 4 * 4096 + QUERIES == 16_859_136
     assert counted("q") == (flops, 4 * 4096 * 2 + 2 * 4096 * 4096 + QUERIES)
@@ -126,7 +130,7 @@ def test_the_least_time_is_weights_and_cache_over_the_bandwidth():
     for storage in (Storage(), INT8):
         found = priced(LLAMA, "v5e:2x4", decode(16, 8192), {"tensor": 8}, storage=storage)
         memory = found.estimate.memory
-        table = LLAMA.vocab_size * (LLAMA.d_model + 4 if storage.quantised else 2 * LLAMA.d_model) / 8
+        table = LLAMA.vocab_size * (LLAMA.d_model + 4 if storage.weights else 2 * LLAMA.d_model) / 8
         read = memory["weights"] - table + memory["kv_cache"]  # a few rows of the table are looked up
         groups = {"contraction": 0.0, "attention": 0.0}
         for cost in (cost for cost in found.costs.all if not cost.step.is_collective):
@@ -211,3 +215,23 @@ def test_a_cache_that_cannot_be_kept_so():
         Storage(cache_dtype="int4")
     with pytest.raises(InputError, match="page_len=-1"):
         Storage(page_len=-1)
+
+
+@pytest.mark.parametrize("tensor", [2, 8])
+def test_engines_add_up_by_measured_kernels(tensor):
+    """Sums of an engine's steps are the sooner of a kernel that reads peers' memory and NCCL's, one after the other."""
+    chip = catalogue_chip("h100")
+    rates, kernels = generation_calibration(chip), serving_kernels(chip)
+    assert rates is not None
+    assert kernels is not None
+    assumed = Assumptions(software="served", engine="vLLM", empty_slots=False)
+    job, cluster = Job(kind="decode", batch_seqs=16, seq_len=2048), parse_cluster(f"h100:{tensor}x1")
+    strategy = Strategy(mesh=make_mesh({"tensor": tensor}), assignment=standard_assignment(zero=0))
+    found = price_strategy(Setting(LLAMA, cluster, job, rates, assumptions=assumed), strategy)
+    sums = [cost for cost in found.costs.all if cost.step.op == "all_reduce" and "D" in cost.step.full.dims]
+    shape = {"n": tensor, "bytes": 16 * LLAMA.d_model * 2, "op": "all_reduce"}
+    by_hand = min(small_reduce_s(shape, kernels), collective_s(shape, kernels))
+    assert len(sums) >= 2
+    assert all(cost.network_s == pytest.approx(by_hand) for cost in sums)
+    in_turn = sum(float(cost.time_s * cost.count) for cost in found.costs.all)
+    assert found.estimate.step_s == pytest.approx(in_turn + rates.efficiency.engine_s["vLLM"])

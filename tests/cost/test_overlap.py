@@ -12,8 +12,9 @@ from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, Efficiency
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import IN_TURN, Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import IN_TURN, WITHOUT_HOST, Assumptions, Strategy, make_mesh, standard_assignment
 
+HOST_IN_TURN = tuple(name for name in IN_TURN if name not in WITHOUT_HOST)
 TINY = catalogue.load_model("tiny")
 JOB = Job(batch_seqs=64, seq_len=512)
 """The number of the block that layers repeat: the embedding comes before, the head after it."""
@@ -163,7 +164,7 @@ def test_eager_dispatch_is_no_faster_than_its_host():
 
 def test_collectives_fit_between_the_starts_of_kernels():
     """A host that needs longer than the device and its collectives hides both, in software without overlap too."""
-    for software in ("eager", *IN_TURN):
+    for software in ("eager", *HOST_IN_TURN):
         host = {"host_kernel_s": 1e-2}
         _, alone, _ = priced({"tensor": 8}, software=software, efficiency=host)
         _, slower, costs = priced({"tensor": 8}, software=software, efficiency=host | {"nvlink": 0.5})
@@ -172,7 +173,7 @@ def test_collectives_fit_between_the_starts_of_kernels():
 
 
 def test_the_host_adds_to_every_microbatch():
-    for software, seconds in (("compiled", 0.0), *((name, 0.5) for name in ("eager", *IN_TURN))):
+    for software, seconds in (("compiled", 0.0), *((name, 0.5) for name in ("eager", *HOST_IN_TURN))):
         found, times, _ = priced(
             {"fsdp": 8}, software=software, num_microbatches=4, efficiency={"host_microbatch_s": 0.5}
         )
@@ -187,10 +188,10 @@ def test_a_launch_on_the_device_is_part_of_each_op():
     assert launched.layers[0].forward - without.layers[0].forward == pytest.approx(kernels * 1e-3)
 
 
-@pytest.mark.parametrize("software", IN_TURN)
+@pytest.mark.parametrize("software", HOST_IN_TURN)
 def test_software_that_communicates_in_turn(software):
     """Compute, then the links: the exponent holds inside a kernel and nowhere else."""
-    assert set(IN_TURN) == {"eager-2021", "eager-in-turn"}
+    assert set(IN_TURN) == {"eager-2021", "eager-in-turn", "served"}
     for axes, zero in (({"fsdp": 8}, 3), ({"data": 8}, 0), ({"tensor": 2, "data": 4}, 0), ({"fsdp": 8}, 1)):
         _, times, costs = priced(axes, zero=zero, software=software, efficiency={"overlap": P})
         assert times.layers[0].forward == pytest.approx(local(costs, "forward") + moved(costs, "forward"))
@@ -247,7 +248,7 @@ def test_zero_1_gathers_weights_behind_the_next_forward_pass():
     own, gathers = updates(found)
     forward = partly.layers[0].forward
     assert partly.layers[0].update == pytest.approx(own + hidden(forward, gathers) - forward)
-    for software in IN_TURN:
+    for software in HOST_IN_TURN:
         found, serial, _ = priced({"fsdp": 8}, zero=1, software=software, efficiency={"overlap": P})
         own, gathers = updates(found)
         assert serial.layers[0].update == pytest.approx(own + gathers)

@@ -96,7 +96,7 @@ def generation_steps(model: Any, chosen: Chosen, *, which: str, cache_dtype: str
     """The same of a pass of generation: ``prefill``, or ``generate`` (one position of each row)."""
     from meshwright.algebra.generation import Storage, derive_forward, generation_program, one_position
 
-    storage = Storage(cache_dtype=cache_dtype, quantised=quantised)
+    storage = Storage(cache_dtype=cache_dtype, weights="int8" if quantised else "")
     if which == "prefill":
         return _sections(derive_forward(generation_program(model, "prefill", storage), chosen.strategy))
     return _sections(derive_forward(generation_program(model, "decode", storage), one_position(chosen.strategy)))

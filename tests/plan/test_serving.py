@@ -72,7 +72,7 @@ def test_more_devices_than_kv_heads_hold_these_twice():
 )
 def test_steps_are_priced_as_alone(model, cluster):
     given = setting(model, cluster, fitted=True)
-    stored = stored_dtypes()
+    stored = stored_dtypes(("bf16", "int8"), ("bf16", "int8"))
     fleet = fleet_of(given.model, given.cluster)
     found = price_fleet(given, CHAT, fleet, stored)
     rng = np.random.default_rng(0)
@@ -156,7 +156,7 @@ def test_without_targets_nothing_on_the_frontier_is_beaten():
     assert found.is_frontier
     assert len(points) > 3
     assert points == sorted(points, reverse=True)
-    every = priced("llama3-70b", "v5e:4x8", stored=stored_dtypes())
+    every = priced("llama3-70b", "v5e:4x8", stored=stored_dtypes(("bf16", "int8"), ("bf16", "int8")))
     services = all_services(every, CHAT, given.model)
     order = ranked(services, CHAT)
     assert len(frontier(services, order)) == len(points)

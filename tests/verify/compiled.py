@@ -35,7 +35,7 @@ def request_for(
     cluster = parse_cluster(on)
     need_compiler(target_of(cluster))
     strategy = Strategy(mesh=make_mesh(axes), **({"state": "bf16-adam"} | (choices or {})))
-    stored = Storage(cache_dtype=asked.pop("cache_dtype", "bf16"), quantised=weights == "int8")
+    stored = Storage(cache_dtype=asked.pop("cache_dtype", "bf16"), weights="int8" if weights == "int8" else "")
     job = job_of_step(Job(batch_seqs=seqs, seq_len=length), step)
     setting = Setting(given, cluster, job, storage=stored)
     return request_of(setting, strategy, ProofOptions(asked=step, **asked))

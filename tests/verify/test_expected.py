@@ -122,7 +122,7 @@ def test_every_step_of_generation_is_found_by_its_label(name):
     given = load_model(name)
     strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 2}), state="bf16-adam", context_attention="gather")
     for quantised in (False, True):
-        storage = Storage(quantised=quantised)
+        storage = Storage(weights="int8" if quantised else "")
         check_labels(derive_forward(generation_program(given, "prefill", storage), strategy))
         check_labels(derive_forward(generation_program(given, "decode", storage), one_position(strategy)))
 

@@ -112,7 +112,7 @@ def test_memory_of_generation_is_weights_and_cache(axes, share):
 
 def test_int8_weights_are_half_of_the_products_weights():
     plain, int8 = (
-        derivation({"tensor": 4}, step="decode", storage=s).memory() for s in (AS_WRITTEN, Storage(quantised=True))
+        derivation({"tensor": 4}, step="decode", storage=s).memory() for s in (AS_WRITTEN, Storage(weights="int8"))
     )
     saved = plain["weights"] - int8["weights"]
     assert 0.9 * matmul_params(TINY) / 4 < saved < 1.05 * (matmul_params(TINY) + TINY.vocab_size * TINY.d_model) / 4

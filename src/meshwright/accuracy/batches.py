@@ -10,6 +10,7 @@ import numpy as np
 
 from meshwright.accuracy.cases import Case
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.cost.arrays import map_figures, stack
 from meshwright.cost.network.collectives import leg_rates
 from meshwright.cost.network.legs import Leg, Level, group_legs
@@ -33,7 +34,7 @@ from meshwright.spec.efficiency import family, fitted_calibration
 NO_LEG = Leg(level="ici", size=1, bytes_per_s=1.0, hops=0, hop_s=0.0)
 """Leg of a case that has none where others have one: its size is 1, so it takes no time."""
 
-ALIKE = ("narrow", "attention", "overlap", "overlap_weights", "low", "high", "low_experts", "high_experts")
+ALIKE = ("narrow", "engine_s", "attention", "overlap", "overlap_weights", "low", "high", "low_experts", "high_experts")
 """Fields of an efficiency that are not stacked as they are: not needed, in the rates of a chip already, or None in some
 batches."""
 
@@ -111,6 +112,7 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
             num_nodes=self.num_nodes,
             hides_exchanges=exchanges_hide(self.cases[0].strategy, self.cases[0].setting.assumptions),
             narrow_gathers=gathers_narrow(self.cases[0].strategy, self.cases[0].setting.assumptions),
+            engine=self.cases[0].setting.assumptions.engine,
         )
 
 
@@ -136,26 +138,40 @@ def _pattern(case: Case) -> tuple[Any, ...]:
     """Returns the key that cases of one batch share: their derived steps differ in sizes alone."""
     strategy, setting, cluster = case.strategy, case.setting, case.setting.cluster
     shape = tuple((block.name, block.ops, block.carry) for block in setting.program.blocks)
-    choices = (strategy.remat, strategy.context_attention, strategy.schedule, strategy.state, strategy.assignment)
+    choices: tuple[Any, ...] = (
+        strategy.remat,
+        strategy.context_attention,
+        strategy.schedule,
+        strategy.state,
+        strategy.assignment,
+    )
     narrow = strategy.matmul_dtype in ("fp8", "fp4", "int8")
     # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
     fitted = family(cluster.chip) is not None
     assumed = setting.assumptions
+    if not setting.job.trains:
+        heads = strategy_of_heads(strategy, setting.model.num_kv_heads).assignment
+        choices = (setting.job.kind, setting.storage, heads, assumed.engine, cluster.chip.name)
     how = (assumed.software, assumed.dispatch, assumed.exchange_overlap, gathers_narrow(strategy, assumed))
     return (shape, *map(str, choices), *how, narrow, fitted, cluster.kind, cluster.num_slices > 1, _left_out(case))
 
 
 def _left_out(case: Case) -> tuple[str, ...]:
-    """Returns the axes that are left out of the derivation: with adapters, axes of size 1. Even at size 1 an axis
-    would delay the sum of the adapter's and the base's cotangents by a collective."""
-    mesh = case.strategy.mesh
-    return tuple(axis for axis, size in mesh.items() if size == 1) if case.setting.model.lora else ()
+    """Returns the axes that are left out of the derivation, axes of size 1: in generation, and with adapters. Even at
+    size 1 an axis would delay the sum of the adapter's and the base's cotangents by a collective."""
+    mesh, setting = case.strategy.mesh, case.setting
+    return (
+        tuple(axis for axis, size in mesh.items() if size == 1) if setting.model.lora or not setting.job.trains else ()
+    )
 
 
 def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
     chosen = tuple(cases[number] for number in numbers)
     first = chosen[0]
-    derived = first.setting.symbolic(first.strategy, without=_left_out(first))
+    if first.setting.job.trains:
+        derived = first.setting.symbolic(first.strategy, without=_left_out(first))
+    else:
+        derived = first.setting.derived(first.strategy)
     placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in chosen]
     groups = collective_groups(derived)
     return CaseBatch(
@@ -239,6 +255,8 @@ def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     stacked = _arrays([one.efficiency for one in calibrations], fields)
     some = calibrations[0].efficiency.overlap is not None
     exponents = ["overlap", "hiding"]
+    engines = [one.efficiency.engine_s for one in calibrations]
+    stacked["engine_s"] = {name: np.array([one.get(name, 0.0) for one in engines]) for name in engines[0]}
     stacked |= _arrays([one.efficiency for one in calibrations], exponents) if some else dict.fromkeys(exponents)
     efficiency = SimpleNamespace(**stacked)
     return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([one.hop_s for one in calibrations]), collectives=())
@@ -264,4 +282,5 @@ def _stacked_chips(chips: Sequence[ChipRates], efficiency: Any) -> ChipRates:
         by_expert=chips[0].by_expert,
         one_hot=chips[0].one_hot,
         efficiency=efficiency,
+        kernels=chips[0].kernels,
     )

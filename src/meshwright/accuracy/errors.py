@@ -75,6 +75,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     predictions: tuple[Comparison, ...]
     unpredicted: tuple[Unpredicted, ...]
+    what: str = "train"
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -121,11 +122,11 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``overall``, ``core_train``, for later records ``core_train_DATE``, each group, ``pick`` (regret),
-        ``records`` and ``unpredicted``."""
+        """Returns ``overall``, ``core_train`` or ``core_decode`` (``_DATE`` for later records), each group, ``pick``
+        (regret), ``records`` and ``unpredicted``."""
         found = {
             "overall": self.summary(),
-            **{f"core_train{'_' * bool(date)}{date}": core for date, core in self.cores.items()},
+            **{f"core_{self.what}{'_' * bool(date)}{date}": core for date, core in self.cores.items()},
             **{group: self.summary(group=group) for group in self.groups},
             "pick": self.regret(),
             "records": [{**msgspec.structs.asdict(one), "error": one.error} for one in self.predictions],
@@ -171,12 +172,14 @@ def accuracy_of(
     seconds: np.ndarray,
     calibrations: Mapping[str, Calibration],
     unpredicted: Sequence[Unpredicted],
+    what: str = "train",
 ) -> Accuracy:
     """Compares cases with their predicted seconds; intervals come from the calibrations."""
     pairs = zip(cases, seconds.tolist(), strict=True)
     return Accuracy(
         predictions=tuple(_predicted(case, s, calibrations[case.chip.name]) for case, s in pairs),
         unpredicted=tuple(unpredicted),
+        what=what,
     )
 
 

@@ -1,6 +1,6 @@
 """Fits the efficiency numbers of `spec.efficiency` to published step times, and cross-validates them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -117,18 +117,35 @@ def fit(
     """Returns the numbers that predict the cases of the mask ``chosen`` best, pulled towards their priors.
 
     Minimises errors of log step times (see `ERROR_SCALE`) from ``start`` (default: priors) in ``rounds`` iterations.
+    """
+
+    def errors(points: Sequence[Mapping[str, float]]) -> np.ndarray:
+        return np.log(predict(problem, points) / problem.measured_s)[:, chosen]
+
+    return minimise(errors, problem.weights[chosen], PRIORS, start=start, rounds=rounds)
+
+
+def minimise(
+    errors: Callable[[Sequence[Mapping[str, float]]], np.ndarray],
+    weights: np.ndarray,
+    priors: Mapping[str, tuple[float, float]],
+    *,
+    start: Mapping[str, float] | None = None,
+    rounds: int = 12,
+) -> dict[str, float]:
+    """Returns the numbers with the smallest weighted ``errors`` of logarithms [points, cases], pulled towards priors.
+
     Shares of a data-sheet rate are at most 1.
     """
-    names = list(PRIORS)
-    centre = np.log([PRIORS[name][0] for name in names])
-    spread = np.array([PRIORS[name][1] for name in names])
+    names = list(priors)
+    centre = np.log([priors[name][0] for name in names])
+    spread = np.array([priors[name][1] for name in names])
 
     def residuals(*points: np.ndarray) -> np.ndarray:
         every = np.stack(points)
-        seconds = predict(problem, [dict(zip(names, numbers, strict=True)) for numbers in np.exp(every).tolist()])
-        error = np.log(seconds / problem.measured_s)[:, chosen] / ERROR_SCALE
-        soft = np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1))
-        return np.concatenate([soft * problem.weights[chosen], (every - centre) / spread], axis=1)
+        found = errors([dict(zip(names, numbers, strict=True)) for numbers in np.exp(every).tolist()]) / ERROR_SCALE
+        soft = np.sign(found) * np.sqrt(2 * (np.sqrt(1 + found**2) - 1))
+        return np.concatenate([soft * weights, (every - centre) / spread], axis=1)
 
     def slopes(point: np.ndarray) -> np.ndarray:
         base, *moved = residuals(point, *(point + 1e-3 * np.eye(len(names))))
@@ -146,7 +163,12 @@ def folds(cases: Sequence[Case]) -> np.ndarray:
 
     Near duplicates (same group, model, chip, number of chips, mesh) are in the same fold.
     """
-    keys = [configuration(case) for case in cases]
+    return folds_of([configuration(case) for case in cases])
+
+
+def folds_of(keys: Sequence[tuple[Any, ...]]) -> np.ndarray:
+    """Returns the number of the fold of each key, below ``NUM_FOLDS`` [keys]; equal keys are in the same fold, and the
+    keys of a group, their first entry, are spread over all."""
     fold_of: dict[Any, int] = {}
     for group in sorted({key[0] for key in keys}):
         own = sorted({key for key in keys if key[0] == group}, key=str)
@@ -190,6 +212,18 @@ def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarra
     """Returns the weighted 10th and 90th percentiles of measured over predicted."""
     low, high = np.quantile(measured_s / predicted_s, COVERED, weights=weights, method="inverted_cdf")
     return float(low), float(high)
+
+
+def with_intervals(
+    predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray, experts: np.ndarray
+) -> dict[str, float]:
+    """Returns percentiles of measured over predicted for dense models and models with experts, if they have enough."""
+    found: dict[str, float] = {}
+    for suffix, chosen in (("", ~experts), ("_experts", experts)):
+        if chosen.sum() >= NUM_FOLDS:
+            at = interval(predicted_s[chosen], measured_s[chosen], weights[chosen])
+            found |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), at, strict=True)}
+    return found
 
 
 def rounded(numbers: Mapping[str, float], *, digits: int = 3) -> dict[str, float]:

@@ -55,6 +55,7 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
     cp: Degree | None = None
     ep: Degree | None = None
     vpp: Degree | None = None
+    moe_tp: RecordedSize | None = None
     zero_stage: Literal[0, 1, 2, 3] | None = None
     sp: bool | None = None
 
@@ -67,6 +68,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_chip: Positive | None = None
     tflops_per_chip: Positive | None = None
     mfu: Positive | None = None
+    tpot_ms: Positive | None = None
+    ttft_ms: Positive | None = None
 
 
 class RecordedLora(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +120,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     remat_policy: str | None = None
     precision: str = "unstated"
     measured: Measured = Measured()
+    isl: RecordedSize | None = None
+    osl: RecordedSize | None = None
+    concurrency: Annotated[float, msgspec.Meta(ge=0, le=LARGEST)] | None = None
+    backend: str = ""
     note: str = ""
     config: str = ""
     recipe: PublishedRecipe | None = None
@@ -137,7 +144,7 @@ def read_records(path: Path) -> tuple[Record, ...]:
 def _record(line: bytes, where: str) -> Record:
     try:
         head = msgspec.json.decode(line, type=dict[str, Any])
-        if head.get("kind") != "train":
+        if head.get("kind") != "train" and "isl" not in head:
             # other kinds of records have models of other shapes: they are counted, not predicted
             head = {name: head.get(name) for name in ("id", "kind", "group", "core") if head.get(name) is not None}
         return msgspec.convert(head, Record)

@@ -31,28 +31,34 @@ from meshwright.spec.weights import without_mtp
 
 GenerationPhase = Literal["prefill", "decode"]
 Attributes = tuple[tuple[str, str], ...]
-CacheDtype = Literal["bf16", "fp32", "int8"]
+CacheDtype = Literal["bf16", "fp32", "int8", "fp8"]
+WeightDtype = Literal["", "int8", "fp8", "int4", "fp4"]
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """How generation stores weights and caches.
 
-    ``quantised`` weights are int8 with `scales`. A cache is contiguous, position p of a sequence in slot p of S; where
-    the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len`` the other
-    layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All devices have ``num_pages``
-    together (0: enough for every sequence; unused without ``page_len``); sequences of one device share its pages.
+    ``weights`` is the dtype of matrices, with `scales` ("": the state's own, without); int8 alone is executed in this
+    version, and of caches all but fp8, which has no scales. A cache is contiguous, position p of a sequence in slot p
+    of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len``
+    the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All devices have
+    ``num_pages`` together (0: enough for every sequence; unused without ``page_len``); sequences of one device share
+    its pages.
     """
 
     cache_dtype: CacheDtype = "bf16"
-    quantised: bool = False
+    weights: WeightDtype = ""
     page_len: int = 0
     num_pages: int = 0
 
     def __post_init__(self) -> None:
-        dtype, known = self.cache_dtype, get_args(CacheDtype)
-        if dtype not in known:
-            options = ", ".join(known)
-            raise InputError(f"cache dtype {dtype!r} is not known.{nearest(dtype, known)} Use one of {options}.")
+        for what, dtype, known in (
+            ("cache", self.cache_dtype, get_args(CacheDtype)),
+            ("weight", self.weights, get_args(WeightDtype)),
+        ):
+            if dtype not in known:
+                options = ", ".join(filter(None, known))
+                raise InputError(f"{what} dtype {dtype!r} is not known.{nearest(dtype, known)} Use one of {options}.")
         if self.page_len < 0 or self.num_pages < 0:
             raise InputError(f"page_len={self.page_len} and num_pages={self.num_pages} must be at least 0.")
 
@@ -140,7 +146,7 @@ def one_position(strategy: Strategy) -> Strategy:
 
 
 def scales(model: Model) -> dict[str, Variable]:
-    """Maps each weight that may be int8 to the variable of its scales, whose dims are those that no product sums over.
+    """Maps each weight that may be quantised to the variable of its scales, whose dims are those that no product sums.
 
     These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
     of positions. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.
@@ -175,10 +181,10 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
     padding. Decode reads the same of one token of each row (T is 1, ``last`` 0), whose key it writes first.
     """
     program = _plain_program(model, phase, storage)
-    if not storage.quantised:
+    if not storage.weights:
         return program
     found = scales(model)
-    variables = {n: replace(v, dtype="int8") if n in found else v for n, v in program.variables.items()}
+    variables = {n: replace(v, dtype=storage.weights) if n in found else v for n, v in program.variables.items()}
     variables |= {scale.name: scale for scale in found.values()}
 
     def with_scale(op: Op) -> Op:
@@ -383,7 +389,7 @@ def cache_table(
     sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
     rows = []
     for block in program.blocks:
-        own = sizes | {"S": slots_kept(max_len, window_of(block))}
+        own = sizes | {"S": int(slots_kept(max_len, window_of(block)))}
         for array in (program.variables[name] for name in caches_of(block)):
             shape = tuple(own[dim] for dim in array.dims)
             rows.append(CacheArray(array.name, array.dims, shape, array.dtype, block.repeat))

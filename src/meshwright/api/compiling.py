@@ -52,7 +52,7 @@ def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:
         max_len=job.seq_len,
         batch_seqs=job.batch_seqs,
         cache_dtype=setting.storage.cache_dtype,
-        weights="int8" if setting.storage.quantised else "as they are",
+        weights="int8" if setting.storage.weights else "as they are",
         mesh=mesh,
     )
     return generate, (job.seq_len if job.kind == "prefill" else 0,)

@@ -154,4 +154,4 @@ def storage_of(given: Any, job: Job) -> Storage:
     """Returns the storage of ``--weights`` and ``--cache-dtype``. Raises InputError for either with a training step."""
     if job.trains and (given.weights, given.cache_dtype) != ("as they are", "bf16"):
         raise InputError("--weights and --cache-dtype are for prefill and generation. Take --step generate.")
-    return Storage(cache_dtype=given.cache_dtype, quantised=given.weights == "int8")
+    return Storage(cache_dtype=given.cache_dtype, weights="int8" if given.weights == "int8" else "")

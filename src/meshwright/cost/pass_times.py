@@ -170,7 +170,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             total(cost.count * (cost.network_s + cost.exposed_s - cost.latency_s) for cost in priced.exchanges),
             total(cost.latency_s for cost in priced.exchanges),
         ),
-        microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST),
+        microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST) + at.engine_s.get(rates.engine, 0.0),
         overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
         slowdown=1 + at.straggler * np.log2(rates.num_hosts),
         straggler_s=at.straggler_s * np.log2(rates.num_hosts),

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.dispatch import ROOM, exchanges_slots
+from meshwright.algebra.ops.dispatch import ROOM, exchanges_slots, has_slots
 from meshwright.algebra.ops.muon import padding_factor
 from meshwright.algebra.rewrites.rings import Round, num_moves
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
@@ -19,8 +19,10 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.arrays import largest, total
+from meshwright.cost.network.collectives import GroupRates
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_rates import StepRates
+from meshwright.cost.work.kernel_times import KernelRates, collective_s, small_reduce_s
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
 from meshwright.cost.work.slots import SlotSizes, expert_slots, places_of_token, slot_sizes
 from meshwright.spec.model import Model
@@ -127,6 +129,18 @@ def op_sizes(
         if assumptions.dispatch == "nodes" and strategy.matmul_dtype == "fp8"
         else STATE_BYTES[strategy.state]["weights"],
     )
+
+
+def _reduced_by_engine(step: Step, sent: Number, sizes: SlotSizes, group: GroupRates, kernels: KernelRates) -> StepCost:
+    """Prices a sum as engines make it: in a domain by a kernel that reads peers' memory, or by NCCL where that is
+    sooner. A token's experts are added up before."""
+    if has_slots(step.full):
+        sent = sent / sizes.dims["Ea"]
+    shape = {"n": np.maximum(group.size, 2), "bytes": sent, "op": "all_reduce"}
+    inside = np.minimum(small_reduce_s(shape, kernels), collective_s(shape, kernels))
+    rate = group["all_reduce"]
+    seconds = np.where(np.asarray(rate.level) == "nvlink", inside, rate.time(sent)) * (np.asarray(group.size) > 1)
+    return StepCost(step=step, network_bytes=sent, network_s=seconds, level=rate.level)
 
 
 def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
@@ -291,6 +305,8 @@ def price_step(
     sent = sizes.elements(step.full) * element * padding_factor(step, sizes)
     if exchanges_slots(step):
         sent = sent * sizes.load * _sent_share(step, sizes, rates)
+    if chip.kernels and step.op == "all_reduce":
+        return _reduced_by_engine(step, sent, sizes, group, chip.kernels)
     rate = group[step.op]
     moves = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own

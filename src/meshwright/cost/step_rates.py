@@ -46,6 +46,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: dict[AxisGroup, Number] = {}
     hides_exchanges: bool = False
     narrow_gathers: bool = False
+    engine: str = ""
 
     @property
     def compute_share(self) -> Number:
@@ -149,6 +150,7 @@ def step_rates(
         num_nodes=nodes,
         hides_exchanges=exchanges_hide(strategy, assumptions),
         narrow_gathers=gathers_narrow(strategy, assumptions),
+        engine=assumptions.engine,
     )
 
 

@@ -73,7 +73,7 @@ class GenerateStep:
         self.strategy = job_strategy(decode, strategy)
         self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
         self.quantised = weights == "int8"
-        storage = Storage(cache_dtype=cache_dtype, quantised=self.quantised, page_len=page_len)
+        storage = Storage(cache_dtype=cache_dtype, weights="int8" if self.quantised else "", page_len=page_len)
         self.prefill_declared, self.generate_declared = (
             derive_job(model, job, strategy, storage=storage) for job in (prefill, decode)
         )

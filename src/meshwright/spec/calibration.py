@@ -33,7 +33,7 @@ SHARES = ("compute", "attention", "hbm", "ici", "nvlink", "network", "dcn")
 
 PENALTIES = (
     *("contraction_half", "tile_tail", "head_half", "rows_half", "kernel_s", "host_kernel_s", "host_microbatch_s"),
-    *("straggler", "straggler_s"),
+    *("straggler", "straggler_s", "engine_s", "mixing"),
 )
 """Fields of an efficiency that are 0 on the data sheet."""
 
@@ -54,7 +54,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     communication added in full. ``overlap_weights`` is the exponent for gathers of weights in a pass (None: the same).
     For every doubling of hosts a step takes ``straggler_s`` longer, and ``straggler`` times as long again. ``low`` and
     ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile, for dense models;
-    ``low_experts`` and ``high_experts`` are these for models with experts.
+    ``low_experts`` and ``high_experts`` are these for models with experts. An engine that serves needs ``engine_s`` (by
+    its name) between two steps, and decode waits for the share ``mixing`` of the prefill of new requests.
     """
 
     compute: float = 1.0
@@ -77,6 +78,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     overlap: float | None = None
     straggler: float = 0.0
     straggler_s: float = 0.0
+    engine_s: dict[str, float] = {}
+    mixing: float = 1.0
     overlap_weights: float | None = None
     low: float | None = None
     high: float | None = None
@@ -171,8 +174,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Names the source of the rates in one line of the output."""
         if self.is_datasheet:
             return "datasheet peaks, no calibration"
-        if self.name == "fitted":
-            return f"numbers fitted on published training steps{f', {self.date}' if self.date else ''}"
+        fitted = {"fitted": "training steps", "served": "times per output token"}
+        if self.name in fitted:
+            return f"numbers fitted on published {fitted[self.name]}{f', {self.date}' if self.date else ''}"
         where = f" on {self.machine}" if self.machine else ""
         return f"calibration {self.name!r}{where}{f', {self.date}' if self.date else ''}"
 

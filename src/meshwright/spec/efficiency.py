@@ -17,6 +17,12 @@ from meshwright.spec.chip import Chip, catalogue_name, catalogued
 
 FILE = Path(__file__).parent / "data" / "efficiency.toml"
 
+KERNEL_NUMBERS = FILE.with_name("kernels.toml")
+"""Numbers of single kernels: `cost.work.kernel_times`."""
+
+GENERATION_NUMBERS = FILE.with_name("generation.toml")
+"""Numbers of steps of generation as inference engines run them."""
+
 BLACKWELL_WATTS_PER_FLOPS = 1000 / 2250e12
 """A B200's power over its dense bf16 peak. Power limits the products of Blackwell boards: a board with more peak for
 the same power reaches a smaller share of it."""
@@ -31,9 +37,9 @@ class FittedNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 @functools.cache
-def fitted_numbers() -> FittedNumbers:
-    """Returns the numbers shipped with the package."""
-    with FILE.open("rb") as file:
+def fitted_numbers(path: Path = FILE) -> FittedNumbers:
+    """Returns the numbers of a file shipped with the package."""
+    with path.open("rb") as file:
         return msgspec.convert(tomllib.load(file), FittedNumbers)
 
 
@@ -53,6 +59,27 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
         hop_s={level: values[f"hop_s.{level}"] for level in ("nvlink", "network") if f"hop_s.{level}" in values},
         sources={"efficiency": stored.source},
     )
+
+
+SENT = ("ici", "nvlink", "network", "dcn", "hop_s")
+"""First words of the numbers of links, which generation shares with training."""
+
+
+def generation_numbers() -> FittedNumbers:
+    """Returns the numbers of steps of generation: their own, and those of links that training was fitted with."""
+    own, trained = fitted_numbers(GENERATION_NUMBERS), fitted_numbers().numbers
+    shared = {name: value for name, value in trained.items() if name.split(".")[0] in SENT}
+    return msgspec.structs.replace(own, numbers=shared | own.numbers)
+
+
+def generation_calibration(chip: Chip) -> Calibration | None:
+    """Returns a GPU's calibration for steps that an inference engine runs; None for a family without numbers."""
+    found, base = generation_numbers(), family(chip)
+    if f"compute.{base}" not in found.numbers:
+        return None
+    fitted = fitted_calibration(chip, found.numbers)
+    assert fitted is not None
+    return msgspec.structs.replace(fitted, name="served", date=found.date, sources={"efficiency": found.source})
 
 
 def family(chip: Chip) -> str | None:
@@ -81,7 +108,8 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
     found |= {name: min(1.0, found[name]) for name in SHARES if name in found}
     ends = (f".{base}", f".{kind}")
     narrow = {key.split(".")[1]: v for key, v in values.items() if key.startswith("narrow.") and key.endswith(ends)}
-    return Efficiency(**found, narrow=narrow)
+    engines = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith("engine_s.")}
+    return Efficiency(**found, narrow=narrow, engine_s=engines)
 
 
 def _power_limit(chip: Chip, base: str) -> float:

@@ -247,11 +247,11 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.assignment.get(role, self.assignment.get(fallback, GENERATION_RULES.get(role, {})))
 
 
-Software = Literal["compiled", "captured", "captured-layers", "eager", "eager-in-turn", "eager-2021"]
+Software = Literal["compiled", "captured", "captured-layers", "served", "eager", "eager-in-turn", "eager-2021"]
 """How the step runs: "compiled" as one program; "eager" kernel by kernel from a host that stays ahead, with fused
 attention and overlapped communication; "eager-in-turn" without overlap; "eager-2021" also without fused attention.
 "captured" replays the kernels of a step from CUDA graphs, one for all experts of a product; "captured-layers" has
-graphs of everything but the experts."""
+graphs of everything but the experts. "served" is an inference engine: captured, with collectives in turn."""
 
 AttentionKernel = Literal["tuned", "portable", "narrow"]
 """Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip
@@ -263,12 +263,15 @@ one-hot rows; "devices" sends a row for each device with experts of the token, b
 passes it on there. "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both
 directions overlap (DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
 
+Engine = Literal["", "TensorRT-LLM", "vLLM", "SGLang"]
+"""An inference engine whose own seconds between two steps are known."""
+
 SENDING_SMS = 20
 
-IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021")
+IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021", "served")
 """Software without overlap of communication and compute."""
 
-WITHOUT_HOST: tuple[str, ...] = ("compiled", "captured")
+WITHOUT_HOST: tuple[str, ...] = ("compiled", "captured", "served")
 """Software whose kernels no host starts one by one."""
 
 
@@ -279,7 +282,7 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     over the mean where nothing bounds it. ``empty_slots`` says that compiled software without a bound has room for
     more rows than the mean at devices of experts, as arrays of fixed size need. ``dispatch`` is how tokens are sent;
     with ``exchange_overlap`` that hides behind another microbatch. With ``narrow_gathers`` weights are gathered in fp8
-    where products are in fp8.
+    where products are in fp8. ``engine`` serves, between steps of software "served".
     """
 
     software: Software = "compiled"
@@ -289,6 +292,7 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     dispatch: Dispatch = "experts"
     exchange_overlap: bool = False
     narrow_gathers: bool = False
+    engine: Engine = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -100,7 +100,7 @@ def test_the_picture(call, some, tmp_path):
     [
         (["{oops"], (), "a.jsonl:1: JSON is malformed"),
         ([""], (), "a.jsonl has no records"),
-        (['{"id": "x", "kind": "decode"}'], ("--png", "x.png"), "no record is predicted, so there is nothing to draw"),
+        (['{"id": "x", "kind": "decode"}'], ("--png", "x.png"), "a FILE of serving goes with --group"),
         (['{"id": "x", "kind": "decode"}'], ("-o", "x.toml"), "0 records can be predicted; a fit needs at least 10"),
     ],
 )

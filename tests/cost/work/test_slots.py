@@ -19,6 +19,7 @@ from meshwright.cost.work.slots import (
     num_slot_products,
     places_of_token,
     slot_sizes,
+    unread_bytes,
 )
 from meshwright.nn.experts.products import blocks_of
 from meshwright.spec import catalogue
@@ -270,3 +271,11 @@ def test_one_hot_products_bring_tokens_to_their_slots():
             rate = 989.4e12 * fitted_numbers().numbers["compute.h100"]
             assert cost.math_s == pytest.approx(times * 2 * slots * 2048 / rate)
             assert before[key].math_s == 0
+
+
+def test_experts_that_no_token_chose_are_not_read():
+    """A slot in the mean for each of 8 experts leaves e^-1 of them without a token; all weights, but no others."""
+    at = sizes(1.0)
+    at = msgspec.structs.replace(at, dims={**at.dims, "C": 1.0})
+    assert unread_bytes(PRODUCT, at) == pytest.approx(np.exp(-1) * at.bytes(WEIGHT))
+    assert unread_bytes(SILU, at) == unread_bytes(GRADIENT, at) == 0

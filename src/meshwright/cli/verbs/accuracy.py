@@ -24,7 +24,7 @@ from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
 from meshwright.spec.weights import has_frozen_matrices
 
 if TYPE_CHECKING:
-    from meshwright.accuracy.fit import Problem
+    pass
 
 KERNELS = Path("benchmarks/data/kernels")
 PUBLISHED = Path("benchmarks/data/published_training.jsonl")
@@ -68,6 +68,8 @@ def command(given: Given) -> Answer:
     if not chosen:
         groups = dict.fromkeys(record.group for record in records)
         raise InputError(f"{given.file} has no group {given.only!r}.{nearest(str(given.only), groups)}")
+    if {record.kind for record in chosen} & {"decode", "train"} == {"decode"}:
+        return _served(given, chosen)
     if given.cross_validate or given.out or given.page:
         return _fitted(chosen, out=given.out, page=given.page)
     found = accuracy(chosen, datasheet=given.datasheet)
@@ -129,7 +131,11 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
     """Returns one row per group with a prediction, then core training and everything."""
     rows = [(group or "no group", found.summary(group=group)) for group in found.groups]
     rows = [(group, at) for group, at in rows if at.n]
-    rows += [(f"core training{' of ' * bool(date)}{date}", core) for date, core in found.cores.items()]
+    if found.what == "decode":
+        kinds = {kind: [one for one in found.predictions if one.group.endswith(kind)] for kind in ("dense", "experts")}
+        rows += [(kind, summarise(some)) for kind, some in kinds.items() if some]
+    core = "core training" if found.what == "train" else f"core {found.what}"
+    rows += [(f"{core}{' of ' * bool(date)}{date}", one) for date, one in found.cores.items()]
     rows += [("all", found.summary())]
     size, sign, share = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
     columns: TableColumns = {
@@ -201,6 +207,44 @@ KERNEL_COLUMNS: TableColumns = {
 }
 
 
+# -- serving ---------------------------------------------------------------------------------------------
+
+SERVED = {
+    "served": f"{NUM_FOLDS}-fold cross-validation over configurations",
+    "served-chips": "Leaving out each chip in turn",
+    "served-engines": "Leaving out each engine in turn",
+    "served-fitted": "The numbers of the product, fitted on all records",
+}
+
+
+def _served(given: Given, records: tuple[Record, ...]) -> Answer:
+    """Compares times per output token with predictions, by the shipped numbers or by numbers fitted again."""
+    from meshwright.accuracy.served import fit_served, served_accuracy
+
+    if not (given.cross_validate or given.out or given.page):
+        if given.datasheet or given.png or given.every or given.worst:
+            raise InputError("a FILE of serving goes with --group, -o, --page, --cross-validate and --json alone.")
+        found = served_accuracy(records)
+        return Answer(found.to_json(), [*_accuracy_text(found, title="fitted numbers")], {}, [_summaries(found)])
+    if given.page:
+        _with_tables(given.page, dict.fromkeys(SERVED, ""))
+    numbers, by_heading = fit_served(records)
+    if given.out:
+        count = by_heading["served"].summary().n
+        source = f"fitted on {count:,} published times per output token, see docs/accuracy.md"
+        stored = FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
+        write_text_whole(given.out, dump_toml(stored))
+        fitted_numbers.cache_clear()
+        say(f"wrote {given.out}")
+    if given.page:
+        tables = {name: as_markdown(_summaries(one)) for name, one in by_heading.items()}
+        write_text_whole(given.page, _with_tables(given.page, tables))
+        say(f"wrote {given.page}")
+    text = [piece for name, one in by_heading.items() for piece in _accuracy_text(one, title=SERVED[name])]
+    facts = {name: one.to_json() for name, one in by_heading.items()} | {"numbers": numbers}
+    return Answer(facts, [*text, Table(["number", "value"], [*numbers.items()])])
+
+
 # -- fitting --------------------------------------------------------------------------------------------
 
 
@@ -257,7 +301,8 @@ def _fit_anew(
     numbers = fit.rounded(fit.fit(problem, np.ones(len(cases), dtype=bool)))
     say("cross-validating")
     crossed = fit.cross_validate(problem)
-    numbers |= _intervals(problem, crossed)
+    experts = np.array([case.setting.model.num_experts > 0 for case in cases])
+    numbers |= fit.with_intervals(crossed, problem.measured_s, problem.weights, experts)
     seconds = {"cross-validation": crossed}
     if with_groups:
         say("leaving out each group in turn")
@@ -265,16 +310,3 @@ def _fit_anew(
     seconds["fitted"] = fit.predict(problem, [numbers])[0]
     by = calibrations(cases, numbers)
     return numbers, {name: accuracy_of(cases, predicted, by, unpredicted) for name, predicted in seconds.items()}
-
-
-def _intervals(problem: "Problem", predicted_s: np.ndarray) -> dict[str, float]:
-    """Returns percentiles of measured over predicted for dense models and models with experts, if they have enough."""
-    from meshwright.accuracy.fit import interval
-
-    experts = np.array([case.setting.model.num_experts > 0 for case in problem.cases])
-    found: dict[str, float] = {}
-    for suffix, chosen in (("", ~experts), ("_experts", experts)):
-        if chosen.sum() >= NUM_FOLDS:
-            at = interval(predicted_s[chosen], problem.measured_s[chosen], problem.weights[chosen])
-            found |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), at, strict=True)}
-    return found

@@ -19,7 +19,7 @@ from meshwright.report.curves import curves_figure
 from meshwright.report.figure import Figure
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.strategy import AS_RUN, short_mesh
+from meshwright.spec.strategy import short_mesh
 
 OF_TRAINING = {
     "batch": "--batch",
@@ -58,9 +58,10 @@ def service_answer(given: Any) -> Answer:
         requests_per_s=given.rate,
         prefix_share=given.prefix_share,
     )
-    stored = stored_dtypes(*(tuple(filter(None, (text or "").split(","))) for text in (given.weights, given.kv)))
+    asked = (tuple(filter(None, (text or "").split(","))) for text in (given.weights, given.kv))
+    stored = stored_dtypes(*asked, chip=cluster.chip)
     setting = service_setting(model, cluster, rates_for(cluster, given.calibration, fitted=True))
-    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
+    assumed = with_fields(setting.assumptions, "assumptions", fields["assumptions"])
     setting = msgspec.structs.replace(setting, assumptions=assumed)
     result = plan_service(setting, service, stored=stored, axes=given.axes, pareto=given.pareto)
     facts = result.to_json()

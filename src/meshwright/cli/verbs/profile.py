@@ -92,7 +92,7 @@ def _step_of(chosen: Plan, storage: Storage) -> "TrainStep | GenerateStep":
             max_len=chosen.job.seq_len,
             batch_seqs=chosen.job.batch_seqs,
             cache_dtype=storage.cache_dtype,
-            weights="int8" if storage.quantised else "as they are",
+            weights="int8" if storage.weights else "as they are",
         )
     from meshwright.train.settings import settings_from_table
     from meshwright.train.step import make_step, require_divides

@@ -16,8 +16,9 @@ from meshwright.algebra.sizes import Number
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.work.host_work import amounts_of, pace_of
+from meshwright.cost.work.kernel_times import NCCL_LINKS, KernelRates, kernel_rates
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes, op_term
-from meshwright.cost.work.slots import SlotSizes, block_bytes, computed_share, slot_sizes
+from meshwright.cost.work.slots import SlotSizes, block_bytes, computed_share, slot_sizes, unread_bytes
 from meshwright.spec.calibration import (
     Calibration,
     Efficiency,
@@ -28,6 +29,7 @@ from meshwright.spec.calibration import (
     peak_known,
 )
 from meshwright.spec.chip import Chip
+from meshwright.spec.efficiency import KERNEL_NUMBERS, fitted_numbers
 from meshwright.spec.strategy import AS_RUN, WITHOUT_HOST, Assumptions
 
 AxisGroup = frozenset[str]
@@ -72,6 +74,7 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     one_hot: bool = False
     efficiency: Efficiency = Efficiency()
     host: HostRates | None = None
+    kernels: KernelRates | None = None
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +173,14 @@ def chip_rates(
         narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
         efficiency=efficiency,
         host=calibration.host,
+        kernels=serving_kernels(chip) if assumptions.software == "served" else None,
     )
+
+
+def serving_kernels(chip: Chip) -> KernelRates | None:
+    """Returns what kernels by themselves reach on a GPU with NVLink of the measured families, None elsewhere."""
+    known = chip.family in NCCL_LINKS
+    return kernel_rates(chip, fitted_numbers(KERNEL_NUMBERS).numbers) if known else None
 
 
 def local_cost(
@@ -194,6 +204,8 @@ def local_cost(
             seconds, moved = seconds + blocks * each, moved + blocks * casts
     else:
         flops, moved = op_flops(step, sizes) * computed_share(step, sizes), moved_bytes(step, sizes)
+        if rates.kernels:
+            moved = moved - unread_bytes(step, sizes)
         kernels = num_kernels(step, sizes)
         if is_attention(step):
             width = sizes.dims[queries_of(step).dims[-1]]

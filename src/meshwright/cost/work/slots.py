@@ -157,6 +157,15 @@ def block_bytes(step: Step, sizes: SlotSizes) -> Number:
     return np.where(_few(slots, sizes), 0.0, in_blocks)
 
 
+def unread_bytes(step: Step, sizes: SlotSizes) -> Number:
+    """Returns the bytes of the weights of experts that no token chose, which engines do not read: e^-C of them, with
+    tokens that choose evenly."""
+    if _slots(step) is None or not kind_of(step).is_einsum or "C" not in step.result.dims:
+        return 0.0
+    weights = [array for array in step.inputs if "E" in array.dims and not has_slots(array)]
+    return np.exp(-np.asarray(sizes.dims["C"], float)) * sizes.total(*weights)
+
+
 def _slots(step: Step) -> ShardedArray | None:
     arrays = (*step.inputs, *step.results)
     return next(filter(has_slots, arrays), None)

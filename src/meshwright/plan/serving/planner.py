@@ -16,8 +16,13 @@ from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.efficiency import generation_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
+from meshwright.spec.strategy import AS_RUN, Assumptions
+
+AS_SERVED = Assumptions(software="served", engine="vLLM", empty_slots=False)
+"""Steps of an inference engine: kernels of a CUDA graph, collectives in turn, vLLM's seconds between steps."""
 
 AS_PUBLISHED = StoredDtypes("bf16", "bf16")
 
@@ -26,8 +31,15 @@ MAX_PLANS = 100
 
 
 def service_setting(model: Model, cluster: Cluster, calibration: Calibration | None = None) -> Setting:
-    """Returns the setting in which services are planned; its job and storage are those of a step of one sequence."""
-    return Setting(model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration)
+    """Returns the setting in which services are planned; its job and storage are those of a step of one sequence.
+
+    With numbers fitted on training steps, GPUs that have numbers of generation take these: steps as an inference engine
+    runs them.
+    """
+    assumed, job = AS_RUN, Job(kind="decode", batch_seqs=1, seq_len=1)
+    if calibration and calibration.name == "fitted" and (served := generation_calibration(cluster.chip)):
+        calibration, assumed = served, AS_SERVED
+    return Setting(model, cluster, job, calibration, assumptions=assumed)
 
 
 def plan_service(
@@ -47,7 +59,7 @@ def plan_service(
     InputError for a prompt that is longer than the model's positions.
     """
     _require_served(setting.model, service)
-    chosen = tuple(stored) or stored_dtypes()
+    chosen = tuple(stored) or stored_dtypes(chip=setting.cluster.chip)
     priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), chosen)
     if not len(priced.decode) or not len(found := all_services(priced, service, setting.model)):
         raise CannotRunError(_does_not_fit(setting, service, priced))
@@ -151,6 +163,8 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
 
 
 def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -> Iterator[str]:
+    mixing = setting.rates.efficiency.mixing
+    mixed = ", which are not cut into chunks" if mixing == 1 else f", {mixing:.0%} of each as chunks beside steps"
     """Yields the conventions behind the numbers."""
     model, cluster, price = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
@@ -161,8 +175,10 @@ def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -
     )
     yield (
         "TPOT is in the steady state with full batches: a step at the mean length of the cache and, where engines "
-        "prefill too, (batch - 1) / output prefills of other prompts, which are not cut into chunks"
+        f"prefill too, (batch - 1) / output prefills of other prompts{mixed}"
     )
+    if engine := setting.assumptions.engine:
+        yield f"steps as {engine} runs them; docs/accuracy.md has the errors of such predictions"
     yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools the transfer"
     if price is not None:
         yield f"a chip-hour costs ${price:,.2f}; input tokens pay for prefill, output tokens for generation"
@@ -173,6 +189,10 @@ def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -
     elif setting.memory_margin:
         yield f"caches have room for whole sequences, and {setting.memory_margin:.0%} of a chip's memory stays free"
     if any(one != AS_PUBLISHED for one in chosen):
-        yield "what int8 does to the quality of answers is not predicted; products are in bf16 in any case"
+        names = sorted({name for one in chosen for name in (one.weights, one.cache)} - {"bf16"})
+        yield (
+            f"what {' or '.join(names)} does to the quality of answers is not predicted"
+            + "; products of int8 weights are in bf16" * ("int8" in names)
+        )
     if service.max_len > model.max_positions:
         yield f"the model's config has {model.max_positions:,} positions, and sequences with their output are longer"

@@ -19,6 +19,7 @@ import numpy as np
 
 from meshwright.algebra.generation import cache_table
 from meshwright.cost.arrays import map_figures, select
+from meshwright.cost.formulas.serving import waiting_s
 from meshwright.plan.serving.engines import PricedFleet, Steps
 from meshwright.plan.serving.fleet import transfer_bytes_per_s
 from meshwright.plan.serving.service import Service
@@ -94,7 +95,7 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
         num_decode=wanted,
         num_prefill=np.zeros(len(rows), dtype=np.int64),
         num_chips=wanted * chips,
-        tpot_s=step_s + (batch - 1) / output * prompt_s,
+        tpot_s=step_s + waiting_s(prompt_s, batch=batch, output_len=output, mixing=priced.mixing),
         transfer_s=np.zeros(len(rows)),
         requests_per_s=wanted * rate,
         free_bytes=free,

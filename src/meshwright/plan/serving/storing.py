@@ -7,6 +7,7 @@ import msgspec
 
 from meshwright.algebra.generation import CacheDtype, Storage
 from meshwright.core.errors import InputError, nearest
+from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import Precision
 
 
@@ -20,7 +21,10 @@ class StoredWeights(msgspec.Struct, frozen=True):
 WEIGHT_DTYPES: dict[str, StoredWeights] = {
     "bf16": StoredWeights({}),
     # products take int8 weights as bfloat16, with their scales after the product
-    "int8": StoredWeights({"quantised": True}),
+    "int8": StoredWeights({"weights": "int8"}),
+    "fp8": StoredWeights({"weights": "fp8"}, "fp8"),
+    "int4": StoredWeights({"weights": "int4"}),
+    "fp4": StoredWeights({"weights": "fp4"}, "fp4"),
 }
 """Dtypes of stored weights. A row is all that a further one needs, once `Storage` knows it."""
 
@@ -50,9 +54,26 @@ class StoredDtypes(msgspec.Struct, frozen=True):
         return WEIGHT_DTYPES[self.weights].precision
 
 
-def stored_dtypes(weights: Sequence[str] = (), caches: Sequence[str] = ()) -> tuple[StoredDtypes, ...]:
-    """Returns every pair of the given dtypes of weights and caches; all that are known where none is given."""
-    chosen = _known(weights, WEIGHT_DTYPES, "weights"), _known(caches, SERVED_CACHES, "KV caches")
+TRIED = ("bf16", "int8", "fp8")
+"""Dtypes of weights and of caches that are tried where none is asked for, as far as a chip has products in them."""
+
+
+def stored_dtypes(
+    weights: Sequence[str] = (), caches: Sequence[str] = (), *, chip: Chip | None = None
+) -> tuple[StoredDtypes, ...]:
+    """Returns every pair of the given dtypes of weights and caches; those of `TRIED` where none is given.
+
+    Raises InputError for a dtype that is not known, or that needs products which the chip lacks.
+    """
+    has = chip.peak_flops if chip and chip.peak_flops else {"fp8": 1.0, "fp4": 1.0}
+    for name in (*weights, *caches):
+        if name in ("fp8", "fp4") and name not in has:
+            raise InputError(f"{name} is for chips with products in {name}, which {chip and chip.name} has not.")
+    tried = [name for name in TRIED if name != "fp8" or name in has]
+    chosen = [
+        _known(given or [name for name in tried if name in options], options, what)
+        for given, options, what in ((weights, WEIGHT_DTYPES, "weights"), (caches, SERVED_CACHES, "KV caches"))
+    ]
     return tuple(StoredDtypes(one, other) for one in chosen[0] for other in chosen[1])
 
 

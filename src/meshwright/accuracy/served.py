@@ -1,0 +1,277 @@
+"""Published measurements of serving: each is a decode step and a prefill of this package, and the time per output token
+that both make under a steady load."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from meshwright.accuracy.batches import CaseBatch, batches, calibrations
+from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted, chip_of, model_of
+from meshwright.accuracy.errors import Accuracy, accuracy_of
+from meshwright.accuracy.fit import folds_of, minimise, rounded, with_intervals
+from meshwright.accuracy.records import Record
+from meshwright.algebra.generation import CacheDtype, Storage, WeightDtype
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.formulas.serving import waiting_s
+from meshwright.cost.setting import Setting
+from meshwright.cost.step_rates import strategy_placements
+from meshwright.spec.chip import Chip, known
+from meshwright.spec.cluster import make_cluster
+from meshwright.spec.efficiency import generation_numbers
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Assumptions, Engine, Precision, Strategy, make_mesh, standard_assignment
+
+PRIORS: dict[str, tuple[float, float]] = {
+    "compute.h100": (0.7, 0.15),
+    "compute.blackwell": (0.6, 0.2),
+    "hbm.gpu": (0.85, 0.1),
+    "attention.gpu": (0.4, 0.3),
+    "kernel_s.gpu": (2e-6, 0.3),
+    "engine_s.TensorRT-LLM": (5e-4, 0.7),
+    "engine_s.vLLM": (1e-3, 0.7),
+    "engine_s.SGLang": (1e-3, 0.7),
+    "mixing": (0.7, 0.3),
+}
+"""Fitted number of generation -> (prior value, standard deviation of its logarithm); `accuracy --kernels` has shares
+and starts like these, the seconds of engines are estimates."""
+
+CONSTANTS = {"overlap": 2.0}
+"""What is not fitted: compute and memory of a kernel make the root of their squares, as measured kernels do."""
+
+ENGINES: dict[str, Engine] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
+"""Backend of a record -> engine."""
+
+ProductDtype = Precision | Literal[""]
+"""Dtype of products, "" for 16 bits."""
+
+STORED: dict[str, tuple[WeightDtype, ProductDtype]] = {
+    "unstated": ("", ""),
+    "bf16": ("", ""),
+    "fp8": ("fp8", "fp8"),
+    "fp8_block": ("fp8", "fp8"),
+    "nvfp4": ("fp4", "fp4"),
+    "int4_wo": ("int4", ""),
+}
+"""Precision of a record -> dtypes of weights and of products; where a chip has no such products they are in 16 bits."""
+
+PREFILL_FIRST = ("sglang",)
+"""Backends that prefill all prompts that wait before they decode again: prompts of a client that keeps a number of
+requests running then come in waves, and half of a wave, in the mean, comes after a sequence's own prompt."""
+
+NARROW_CACHES = ("trtllm",)
+"""Backends that keep keys and values in fp8 by default where products are narrow; the others keep 16 bits."""
+
+
+class ServedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One record: its prefill of one prompt on each replica of attention, its decode step, and what was measured.
+
+    A replica of attention serves ``batch`` sequences at a time.
+    """
+
+    record: Record
+    prefill: Case
+    decode: Case
+    batch: float
+    output_len: int
+
+    @property
+    def chip(self) -> Chip:
+        """The chip that was measured."""
+        return self.decode.chip
+
+
+class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """All records with the batches that price them: ``prefill`` and ``decode`` index the cases of a record alike."""
+
+    cases: tuple[ServedCase, ...]
+    prefill: tuple[CaseBatch, ...]
+    decode: tuple[CaseBatch, ...]
+
+    def seconds(self, *points: Mapping[str, float]) -> np.ndarray:
+        """Returns predicted seconds per output token [points, cases] for several sets of numbers."""
+        every = [case.decode for case in self.cases]
+        tables = [calibrations(every, generation_numbers().numbers | CONSTANTS | dict(numbers)) for numbers in points]
+        decode_s, prefill_s = (self._seconds(parts, tables) for parts in (self.decode, self.prefill))
+        batch = np.array([case.batch for case in self.cases])
+        length = np.array([case.output_len for case in self.cases])
+        waves = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
+        mixing = [[table[case.chip.name].efficiency.mixing for case in self.cases] for table in tables] * waves
+        return decode_s + waiting_s(prefill_s, batch=batch, output_len=length, mixing=mixing)
+
+    def _seconds(self, parts: Sequence[CaseBatch], tables: Sequence[Any]) -> np.ndarray:
+        found = np.empty((len(tables), len(self.cases)))
+        for part in parts:
+            found[:, part.numbers] = part.seconds(*tables)
+        return found
+
+
+MOST_DEVICES = 16
+"""Devices of the largest engine that a record may have."""
+
+ROOM = 0.9
+"""Share of the memory that engines fill by default: vLLM's gpu_memory_utilization, TensorRT-LLM's free fraction."""
+
+
+def served_accuracy(records: Sequence[Record]) -> Accuracy:
+    """Compares all records with predictions from the shipped numbers of generation."""
+    cases, unpredicted = served_cases(records)
+    numbers = generation_numbers().numbers
+    return _compared(cases, served_batch(cases).seconds(numbers)[0], numbers, unpredicted)
+
+
+def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, Accuracy]]:
+    """Returns numbers fitted on all records, with intervals, and errors by heading: predicted by numbers that have not
+    seen the configuration, the chip or the engine, and by those of the product."""
+    cases, unpredicted = served_cases(records)
+    if len(cases) < 2 * NUM_FOLDS:
+        raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS}.")
+    batch = served_batch(cases)
+    measured = np.array([case.decode.measured_s for case in cases])
+
+    def fitted(chosen: np.ndarray) -> dict[str, float]:
+        return minimise(
+            lambda points: np.log(batch.seconds(*points) / measured)[:, chosen], np.ones(chosen.sum()), PRIORS
+        )
+
+    def held_out(parts: np.ndarray) -> np.ndarray:
+        found = np.empty(len(cases))
+        for part in np.unique(parts):
+            found[parts == part] = batch.seconds(fitted(parts != part))[0, parts == part]
+        return found
+
+    seconds = {
+        "served": held_out(folds_of([_configuration(case) for case in cases])),
+        "served-chips": held_out(np.array([case.chip.name for case in cases])),
+        "served-engines": held_out(np.array([case.record.backend for case in cases])),
+    }
+    experts = np.array([case.decode.setting.model.num_experts > 0 for case in cases])
+    numbers = rounded(fitted(np.ones(len(cases), dtype=bool)))
+    numbers |= with_intervals(seconds["served"], measured, np.ones(len(cases)), experts) | CONSTANTS
+    seconds["served-fitted"] = batch.seconds(numbers)[0]
+    return numbers, {name: _compared(cases, found, numbers, unpredicted) for name, found in seconds.items()}
+
+
+def _compared(
+    cases: Sequence[ServedCase], seconds: np.ndarray, numbers: Mapping[str, float], unpredicted: Sequence[Unpredicted]
+) -> Accuracy:
+    decode = [case.decode for case in cases]
+    return accuracy_of(decode, seconds, calibrations(decode, {**CONSTANTS, **numbers}), unpredicted, what="decode")
+
+
+def _configuration(case: ServedCase) -> tuple[Any, ...]:
+    """Returns a key that is equal for near duplicates: all lengths and batches of one engine on the same devices."""
+    record, mesh = case.record, case.decode.strategy.mesh
+    return (record.group, case.decode.setting.model.name, case.chip.name, tuple(mesh.values()), record.precision)
+
+
+def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tuple[Unpredicted, ...]]:
+    """Splits records into cases and records that are not predicted, with reasons; a measurement that several records
+    list counts once."""
+    found, left, seen = list[ServedCase](), list[Unpredicted](), set[tuple[Any, ...]]()
+    for record in records:
+        case = served_case(record)
+        if isinstance(case, ServedCase):
+            key = (*_configuration(case), case.batch, record.isl, record.osl, record.measured)
+            if key in seen:
+                case = Unpredicted(record=record, reason="the measurement is listed twice")
+            seen.add(key)
+        if isinstance(case, ServedCase):
+            found.append(case)
+        else:
+            left.append(case)
+    return tuple(found), tuple(left)
+
+
+def served_batch(cases: Sequence[ServedCase]) -> ServedBatch:
+    """Returns the cases with their prefills and decode steps in batches of one pattern each."""
+    prefill, decode = (batches([getattr(case, kind) for case in cases]) for kind in ("prefill", "decode"))
+    return ServedBatch(cases=tuple(cases), prefill=prefill, decode=decode)
+
+
+def served_case(record: Record) -> ServedCase | Unpredicted:
+    """Returns the case of a record of serving, or the reason why it cannot be predicted."""
+    try:
+        return _served(record)
+    except (InputError, CannotRunError) as error:
+        return Unpredicted(record=record, reason=str(error))
+
+
+def _served(record: Record) -> ServedCase:
+    if record.kind != "decode":
+        raise InputError(f"kind {record.kind}: only engines that prefill and decode are predicted in this version")
+    engine = ENGINES.get(record.backend)
+    tpot_ms, prompt, output, shape = record.measured.tpot_ms, record.isl, record.osl, record.model
+    if engine is None or not tpot_ms or not prompt or not output or not shape:
+        raise InputError("no time per output token of an engine that is known")
+    if record.precision not in STORED:
+        raise InputError(f"precision {record.precision!r} is not known")
+    kind = "experts" if shape.moe else "dense"
+    record = msgspec.structs.replace(record, group=f"{engine}, {kind}")
+    chip, model = chip_of(record), model_of(shape, prompt + output)
+    tensor, replicas = _degrees(record)
+    if tensor * replicas > MOST_DEVICES:
+        raise InputError(f"attention over more than {MOST_DEVICES} devices is a whole pool, listed as one engine")
+    cluster = make_cluster(chip, (tensor * replicas, 1))
+    weights, products = STORED[record.precision]
+    if products not in chip.peak_flops:
+        products = "fp8" if products == "fp4" and weights != "fp4" else ""
+    narrow = weights in ("fp8", "fp4") and record.backend in NARROW_CACHES
+    cache: CacheDtype = "fp8" if narrow and not model.latent_attention else "bf16"
+    strategy = Strategy(
+        mesh=make_mesh({"expert" if model.num_experts else "data": replicas, "tensor": tensor}),
+        assignment=standard_assignment(zero=0, sequence_parallel=False),
+        precision=products,
+    )
+    strategy = msgspec.structs.replace(strategy, placement=strategy_placements(cluster, strategy)[0].describe())
+    storage = Storage(weights=weights, cache_dtype=cache)
+    assumed = Assumptions(software="served", engine=engine, empty_slots=False)
+    full = Job(kind="decode", batch_seqs=replicas, seq_len=prompt + output)
+    at = Setting(model, cluster, full, storage=storage, assumptions=assumed)
+    fits = sequences_that_fit(at, strategy, replicas=replicas)
+    if fits < 1:
+        raise InputError("weights and one sequence do not fit the devices that are listed")
+    total = min(max(1, round(record.concurrency or record.global_batch_seqs or 1)), fits * replicas)
+
+    def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
+        job = Job(kind=kind, batch_seqs=batch_seqs, seq_len=seq_len)
+        return Case(
+            record=record,
+            setting=msgspec.structs.replace(at, job=job),
+            strategy=strategy,
+            measured_s=tpot_ms / 1e3,
+        )
+
+    return ServedCase(
+        record=record,
+        prefill=case("prefill", replicas, prompt),
+        decode=case("decode", max(total, replicas), prompt + output // 2),
+        batch=max(total / replicas, 1.0),
+        output_len=output,
+    )
+
+
+def sequences_that_fit(setting: Setting, strategy: Strategy, *, replicas: int) -> int:
+    """Returns the sequences of the job's length that the caches of one replica of attention have room for, in the share
+    `ROOM` of the memory that weights leave. The job is decode of one sequence on each replica."""
+    found = setting.memory(strategy)
+    return int((ROOM * known(setting.cluster.chip, "hbm_bytes") - found["weights"]) / found["kv_cache"])
+
+
+def _degrees(record: Record) -> tuple[int, int]:
+    """Returns the devices that split a layer's attention, and its replicas.
+
+    Some records count chips once for each part of the experts: degrees (e x e, e, e) of attention, experts and tensor
+    parallelism inside experts are those of e chips, as equal measurements with e chips show. Pools that are listed as
+    one attention over more devices than a domain has are refused elsewhere.
+    """
+    given = record.parallelism
+    tensor, replicas, expert, inside = given.tp or 1, given.dp or 1, given.ep or 1, given.moe_tp or 1
+    if expert == inside > 1 and tensor * replicas == expert**2:
+        return (tensor // expert, 1) if tensor > 1 else (1, replicas // expert)
+    if (tensor, replicas, expert, inside) == (4, 4, 16, 1):
+        return 4, 1
+    if record.model and record.model.moe and expert * max(inside, 1) != tensor * replicas:
+        raise InputError("degrees of attention and experts disagree")
+    return tensor, replicas
