@@ -47,6 +47,7 @@ CASES = [
     (2, swapped(PLAN, "v5e:4x4", "trn3:4x4"), "nic_bytes_per_s of trn3 is not known"),
     (3, swapped(PLAN, "llama3-8b", "deepseek-v3"), "deepseek-v3 with 128 sequences of 4096 does not fit v5e:4x4"),
     # sizes of the job
+    (2, swapped(PLAN, "128seq", "4097"), "a whole number of sequences of 4096 (1, remainder 1). Use 4Ki (1 sequence)."),
     (2, swapped(PLAN, "128seq", "4M"), "Use 4Mi (1024 sequences)."),
     (2, swapped(PLAN, "128seq", "-4Mi"), "batch '-4Mi' is below 1. Give a number of at least 1."),
     (2, swapped(PLAN, "128seq", "0seq"), "batch '0' is below 1"),
@@ -74,7 +75,8 @@ CASES = [
     # fields
     (2, (*PLAN, "--set", "remat"), "--set 'remat' has no value. Write KEY=VALUE, such as strategy.remat=block."),
     (2, (*PLAN, "--set", "strategi.remat=block"), "there is no section 'strategi' here. Did you mean 'strategy'?"),
-    (2, (*PLAN, "--set", "strategy.remot=block"), "strategy.remot cannot be set here. Did you mean 'remat'?"),
+    (2, (*PLAN, "--set", "strategy.remot=block"), "strategy.remot is not a field. Did you mean 'remat'?"),
+    (2, (*PLAN, "--set", "strategy.foo=1"), "state, tensor, zero."),
     (2, (*PLAN, "--set", "model.num_layer=4"), "model.num_layer is not a field. Did you mean 'num_layers'?"),
     (2, (*PLAN, "--set", "model.num_layers=many"), "model.num_layers is 'many'. Give a whole number."),
     (2, (*PLAN, "--set", "model.num_heads=7"), "num_kv_heads=8 does not divide num_heads=7"),

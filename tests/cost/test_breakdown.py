@@ -73,11 +73,6 @@ def test_the_step_without_overlap(name, rates):
         assert longer == pytest.approx(without_links + slowdown * sum(parts.alone.values()))
 
 
-def test_what_overlap_hides_in_words():
-    assert Breakdown(priced("fsdp x tensor", "fitted")).overlap().words.startswith("hides ")
-    assert Breakdown(priced("in turn")).overlap().words == ""
-
-
 def test_an_exponent_leaves_something_of_every_collective_standing():
     """By the data sheet gathers of weights hide, but for the last sums; fitted numbers leave more, and never all."""
     sheet, fitted = (Breakdown(priced("fsdp", rates)) for rates in ("datasheet", "fitted"))

@@ -151,6 +151,9 @@ def test_the_price_is_continuous_where_loads_begin_to_differ():
     assert tilted.step_s < twice.step_s < 2 * even.step_s
     assert even.memory == pytest.approx(twice.memory)
     assert price(4.0).step_s == pytest.approx(price(9.0).step_s)
+    for one in (tilted, twice, price(9.0)):
+        assert one.flops == pytest.approx(even.flops)
+        assert one.hfu / one.mfu == pytest.approx(even.hfu / even.mfu)
     bounded = price(1.0, 1.25)
     assert bounded.hbm_bytes_per_chip < even.hbm_bytes_per_chip
     assert price(1.25, 1.25) == bounded

@@ -284,6 +284,37 @@ def test_a_plan_names_assumptions_that_do_not_hold_here():
     assert slots_note(setting, spread)[0].endswith("1.1 times the mean of rows (assumptions.imbalance)")
 
 
+def test_the_load_of_experts_is_said_as_it_is_counted():
+    """No device has more rows than all: 4 times the mean of mixtral, whose tokens go to 2 of 8 experts."""
+    job, mesh = Job(batch_seqs=64, seq_len=4096), make_mesh({"fsdp": 4, "expert": 8})
+    model = catalogue.load_model("mixtral-8x7b")
+    for software in ("compiled", "eager"):
+        assumed = Assumptions(software=software, imbalance=100)
+        note = slots_note(Setting(model, parse_cluster("h100:8x4"), job, assumptions=assumed), Strategy(mesh=mesh))[0]
+        assert "counted with 4 times the mean of rows (assumptions.imbalance, capped at experts over" in note
+    few = msgspec.structs.replace(model, experts_per_token=7)
+    setting = Setting(few, parse_cluster("h100:8x4"), job)
+    note = imbalance_notes(setting, Strategy(mesh=mesh))[0]
+    assert "it has room for 1.14286 times" in note
+    assert "with 1.14286 times a step would take" in note
+
+
+def test_notes_are_of_the_slice_that_is_planned():
+    """Another number of chips than were asked for."""
+    found = planned(LLAMA8B, "v5e:3x5", 64, top=1)
+    used = found.strategies[0].cluster
+    assert used.short_name != "v5e:3x5"
+    assert not any("v5e:3x5 is not" in note for note in found.notes)
+    assert set(slice_note(used)) <= set(found.notes)
+
+
+@pytest.mark.parametrize(("software", "fused"), [("compiled", True), ("eager", True), ("eager-2021", False)])
+def test_attention_is_fused_but_in_software_of_2021(software, fused):
+    setting = Setting(TINY, parse_cluster("h100:8x1"), Job(batch_seqs=64, seq_len=512))
+    assumed = msgspec.structs.replace(setting, assumptions=Assumptions(software=software))
+    assert any("one fused kernel" in note for note in rank_plans(assumed, top=1).notes) == fused
+
+
 def test_top_is_a_number_of_strategies():
     assert len(planned(LLAMA8B, "v5p:4x4x4", 256, top=1).strategies) == 1
     with pytest.raises(InputError, match="top=0"):

@@ -153,7 +153,7 @@ def test_chip_from_a_table_on_a_base():
         ({"hbm_bytes": float("nan")}, "chip.hbm_bytes is nan: give a finite number, at most 1e+60."),
         ({"ici_hop_s": float("inf")}, "chip.ici_hop_s is inf: give a finite number, at most 1e+60."),
         ({"peak_flops": {"bf16": 0.0}}, "the chip's peak_flops.bf16 is 0, give a positive number."),
-        ({"hbm_bytes": "a"}, "chip.hbm_bytes is 'a'. Give a finite number or None."),
+        ({"hbm_bytes": "a"}, "chip.hbm_bytes is 'a'. Give a finite number."),
     ],
 )
 def test_figures_that_no_chip_has_are_refused_in_one_line(figures, words):
@@ -244,6 +244,7 @@ def test_a_tpu7x_has_what_the_compiler_offers_to_its_two_devices():
         ("hbm_bytes = 96e9", 'a chip needs base = "h100" (a known chip) and what differs, or name'),
         ('name = "big"', "or name, topology and figures"),
         ('base = "h100"\n[peak_flops]\nbf17 = 1e15', "'bf17' is not a dtype of matrix products. Did you mean 'bf16'?"),
+        ('base = "h100"\nmemory = 96e9', "big.toml:2: unknown key 'memory'. Did you mean 'hbm_bytes'?"),
         ('inherits = "h100"', "big.toml:1: unknown key 'inherits'. Did you mean 'base'?"),
         ("[[chip]]\nname = 'a'", "one table"),
         ('chip = "h100"\nshap = [4]', "big.toml:2: unknown key 'shap'"),

@@ -23,8 +23,10 @@ def test_a_job_trains_unless_it_says_otherwise():
 
 
 def test_an_unknown_kind_names_the_near_one():
-    with pytest.raises(InputError, match=r"job.kind 'decod' is not known.*decode.*Use one of train, prefill, decode"):
+    with pytest.raises(InputError, match=r"job.kind 'decod' is not known. Did you mean 'decode'\?$"):
         Job(kind="decod", batch_seqs=8, seq_len=512)
+    with pytest.raises(InputError, match=r"job.kind 'dance' is not known. Known: decode, prefill, train.$"):
+        Job(kind="dance", batch_seqs=8, seq_len=512)
 
 
 def test_only_training_has_tokens_in_all():

@@ -242,3 +242,9 @@ def test_a_wrong_assumption_is_said_in_one_line(text, words):
     assert "\n" not in str(raised.value)
     line = int(str(raised.value).split(":")[1])
     assert "software" in written.splitlines()[line - 1]
+
+
+def test_a_word_that_is_not_known_comes_with_those_that_are():
+    text = dump_toml(make()).replace('topology = "torus"', 'topology = "donut"')
+    with pytest.raises(InputError, match=r"cluster.chip.topology = 'donut': not known. Known: host, switched, torus."):
+        parse_plan(text)

@@ -123,8 +123,11 @@ def test_a_twisted_torus():
 
 def test_slices_that_are_not_offered():
     """Where libtpu has a topology the program is compiled, with a note; one chip is a host of its own."""
-    with pytest.raises(CannotRunError, match=r"v5e:3x5 is not a slice that is offered .* take --for cpu"):
+    with pytest.raises(CannotRunError, match=r"v5e:3x5 is not a slice that is offered .* take verify --for cpu"):
         target_of(parse_cluster("v5e:3x5"))
+    lowered = target_of(parse_cluster("v5e:3x5"), only_lower=True)
+    assert (lowered.platform, lowered.num_devices) == ("tpu", 15)
+    assert "v5e:3x5 is not a slice that is offered" in lowered.note
     assert "v5e:2x6 is not a slice that is offered" in target_of(parse_cluster("v5e:2x6")).note
     assert target_of(parse_cluster("v5e:1x1")).options == {"chips_per_host_bounds": (1, 1, 1)}
 
@@ -154,7 +157,7 @@ def test_every_chip_of_the_catalogue_has_a_target_or_a_line_that_says_none():
                 without[name] = str(error)
     assert {(name, "tpu") for name in TPUS} | {(name, "cuda") for name in GPUS} >= with_one
     assert {name for name, _ in with_one} >= {*TPUS, "a100", "h100", "h200", "b200"}
-    assert "take --for cpu" in without["mi300x"]
+    assert "take verify --for cpu" in without["mi300x"]
     assert not any("\n" in line for line in without.values())
 
 

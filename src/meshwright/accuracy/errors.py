@@ -11,19 +11,21 @@ from meshwright.accuracy.batches import batches, calibrations
 from meshwright.accuracy.cases import Case, Unpredicted, case_of
 from meshwright.accuracy.records import Record
 from meshwright.spec.calibration import Calibration
+from meshwright.spec.weights import has_frozen_matrices
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """One measured step and its prediction, in seconds; ``low_s`` and ``high_s`` are its 10th and 90th percentile.
 
     ``fitted`` is true if fitted numbers were used; data-sheet rates come without an interval. ``job`` names model,
-    cluster and batch, so that it is equal for different strategies.
+    cluster and batch, so that it is equal for different strategies. ``adapters`` stand beside frozen matrices.
     """
 
     id: str
     group: str
     job: str
     core: bool
+    adapters: bool = False
     added: str = ""
     chip: str
     fitted: bool
@@ -192,6 +194,7 @@ def _predicted(case: Case, seconds: float, calibration: Calibration) -> Comparis
         group=case.record.group,
         job=f"{model.name} on {cluster.short_name}, {job.batch_seqs} x {job.seq_len}",
         core=case.record.core,
+        adapters=has_frozen_matrices(model),
         added=case.record.added,
         chip=case.chip.name,
         fitted=not calibration.is_datasheet,

@@ -101,7 +101,7 @@ def _target(setting: Setting, options: ProofOptions) -> Any:
 
     platform: Any = options.platform
     if options.depth == "lower" and platform != "cpu":
-        own = target_of(setting.cluster)
+        own = target_of(setting.cluster, only_lower=True)
         if platform in (None, own.platform):
             return own
     return usable_target(setting.cluster, wanted=platform)

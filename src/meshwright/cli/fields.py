@@ -52,6 +52,9 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
             raise InputError(f"--set {pair!r} names no field.{nearest(name, SECTION_OF)} Write strategy.remat=block.")
         if section not in found:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
+        if section == "strategy" and SECTION_OF.get(field := name.partition(".")[0]) not in ("strategy", "assumptions"):
+            known = {one for one, of in SECTION_OF.items() if of == "strategy"} - {"mesh", "placement"}
+            raise InputError(f"strategy.{field} is not a field.{nearest(field, known)}")
         value = field_value(text.strip())
         if section == "strategy" and "assumptions" in found and name in Assumptions.__struct_fields__:
             section = "assumptions"

@@ -152,15 +152,13 @@ def _fit(value: Any, hint: Any) -> Any:
 
 
 def _hint_words(hint: Any) -> str:
-    """Returns the words for a type hint: ``"a table {text: a whole number} or None"``."""
+    """Returns the words for a type hint: ``"a table {text: a whole number} or text"``."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return " or ".join(map(_hint_words, parts))
+        return " or ".join(_hint_words(part) for part in parts if part is not NoneType)
     if kind is Literal:
         *others, last = [str(part) for part in parts if part] or ["nothing"]
         return f"{', '.join(others)} or {last}" if others else last
-    if kind is NoneType:
-        return "None"
     if isinstance(kind, type) and issubclass(kind, Mapping):
         return f"a table {{{': '.join(map(_hint_words, parts))}}}"
     if kind in (tuple, Sequence):

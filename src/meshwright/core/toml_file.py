@@ -158,7 +158,9 @@ def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: KeyPath) -> li
         msgspec.convert(value, Any if Any in plain else reduce(operator.or_, plain))
     except msgspec.ValidationError as error:
         name = ".".join(str(part) for part in at)
-        return [f"{file.where(at)}: {name} = {_shown(value)}: {_reason(error)}"]
+        known = [str(word) for option in options if isinstance(option, inspect.LiteralType) for word in option.values]
+        reason = f"not known.{nearest(value, known)}" if known and isinstance(value, str) else _reason(error)
+        return [f"{file.where(at)}: {name} = {_shown(value)}: {reason}"]
     return []
 
 

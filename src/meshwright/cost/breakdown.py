@@ -11,7 +11,6 @@ from meshwright.algebra.ops import kind_of
 from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.algebra.steps import Step
 from meshwright.core.labels import OPTIMIZER
-from meshwright.core.units import format_seconds
 from meshwright.cost.network.collectives import received_share
 from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pass_times import StepSeconds, block_times
@@ -30,9 +29,6 @@ WORDS: dict[str, str] = {
     "pcie": "transfers to the host",
     "other": "host, stragglers, latency",
 }
-
-MIN_HIDDEN = 0.1
-"""Least share of a step that overlap hides for it to be said."""
 
 ROUNDING = 1e-9
 """Share of a step below which a difference of sums is rounding."""
@@ -88,17 +84,6 @@ class PricedOverlap(msgspec.Struct, frozen=True, kw_only=True):
     hidden_s: float
     exposed_step_s: float
     exposed_mfu: float
-
-    @property
-    def words(self) -> str:
-        """The step without overlap in words; "" if overlap hides less than `MIN_HIDDEN` of it."""
-        if self.hidden_s < MIN_HIDDEN * self.step_s:
-            return ""
-        hidden, alone, step = map(format_seconds, (self.hidden_s, self.alone_s, self.exposed_step_s))
-        return (
-            f"hides {hidden} of {alone} of communication; without any the step takes {step} (MFU "
-            f"{self.exposed_mfu:.0%}). meshwright verify shows what of it is compiled"
-        )
 
 
 class LabelledStep(msgspec.Struct, frozen=True, kw_only=True):

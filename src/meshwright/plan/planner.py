@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from meshwright.algebra.ops.dispatch import ROOM
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.setting import Setting
+from meshwright.cost.step_rates import attention_scores
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
@@ -74,7 +74,7 @@ def rank_plans(
         outcome = _largest_part(space, top)
     outcome = _without_stages(space, top, outcome)
     best = outcome.found[0]
-    notes = (*_notes(space, setting), *imbalance_notes(best.setting, *(one.strategy for one in outcome.found)))
+    notes = (*_notes(space, best.setting), *imbalance_notes(best.setting, *(one.strategy for one in outcome.found)))
     near = None
     shortfall: tuple[str, ...] = ()
     if outcome.found[0].cluster != cluster:
@@ -157,7 +157,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
     ]
     if cluster.kind != "host" and setting.rates.is_datasheet:
         notes.append("nothing is measured or fitted behind these rates: real steps take longer, see docs/accuracy.md")
-    if cluster.kind != "host":
+    if attention_scores(cluster, setting.assumptions) == "on_chip":
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(setting.memory_limit):
         notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
@@ -178,24 +178,27 @@ def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
     spread = setting.model.num_experts and strategy.mesh["expert"] > 1
     if not spread or strategy.capacity_factor:
         return []
-    room = f"; it has room for {ROOM:g} times, and takes more in further rounds"
+    at = setting.sizes(strategy)
+    room = f"; it has room for {at.room:g} times, and takes more in further rounds"
+    most = ", capped at experts over experts per token" * (at.load < setting.assumptions.imbalance)
     return [
-        f"the busiest device of experts is counted with {setting.assumptions.imbalance:g} times the mean of rows "
-        f"(assumptions.imbalance){room * setting.assumptions.holds_empty_slots}"
+        f"the busiest device of experts is counted with {at.load:g} times the mean of rows "
+        f"(assumptions.imbalance{most}){room * setting.assumptions.holds_empty_slots}"
     ]
 
 
 def imbalance_notes(setting: Setting, *strategies: Strategy) -> list[str]:
     """Returns `slots_note` of the first strategy, with its step at a load of `UNEVEN`, and which is fastest then."""
     notes = slots_note(setting, strategies[0])
-    if not notes or setting.assumptions.imbalance >= UNEVEN:
-        return notes
     assumptions = msgspec.structs.replace(setting.assumptions, imbalance=UNEVEN)
     uneven = msgspec.structs.replace(setting, assumptions=assumptions)
+    load = uneven.sizes(strategies[0]).load
+    if not notes or setting.assumptions.imbalance >= load:
+        return notes
     seconds = [price_strategy(uneven, strategy).estimate.step_s for strategy in strategies]
     fastest = min(range(len(seconds)), key=seconds.__getitem__)
     then = f", and number {fastest + 1} be the fastest, {format_seconds(seconds[fastest])}" if fastest else ""
-    return [f"{notes[0]}; with {UNEVEN:g} times a step would take {format_seconds(seconds[0])}{then}"]
+    return [f"{notes[0]}; with {load:g} times a step would take {format_seconds(seconds[0])}{then}"]
 
 
 def assumption_notes(setting: Setting) -> list[str]:

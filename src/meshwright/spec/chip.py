@@ -361,6 +361,10 @@ def compiled_as(chip: Chip) -> Chip:
     return chip if own or any(getattr(chip, name) != getattr(base, name) for name in _IN_PROGRAMS) else base
 
 
+OTHER_NAMES = {"extends": "base", "inherits": "base", "parent": "base", "memory": "hbm_bytes", "flops": "peak_flops"}
+"""Names that persons give to keys of a chip's file -> the keys."""
+
+
 def read_chip(path: Path) -> Chip:
     """Returns the chip of a file: its keys, or those of its table ``[chip]``, which may also be a name."""
     file = read_toml(path)
@@ -373,8 +377,8 @@ def read_chip(path: Path) -> Chip:
             return chip(table)
     if not isinstance(table, dict):
         raise file.error(at, "chip is neither a table nor a name. Write one table [chip].")
-    for key in table.keys() & {"extends", "inherits", "parent"}:
-        raise file.error((*at, key), f"unknown key {key!r}. Did you mean 'base'?")
+    for key in table.keys() & OTHER_NAMES.keys():
+        raise file.error((*at, key), f"unknown key {key!r}. Did you mean {OTHER_NAMES[key]!r}?")
     file.check_keys(Chip.__struct_fields__, at=at)
     with file.at(at):
         return chip_from_table(table)

@@ -3,7 +3,7 @@
 import math
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.spec.chip import Chip
+from meshwright.spec.chip import Chip, catalogued
 
 ClusterShape = tuple[int, ...]
 
@@ -40,6 +40,13 @@ def can_twist(chip: Chip, shape: ClusterShape) -> bool:
         return False
     short, middle, long = sorted(shape)
     return long == 2 * short and middle in (short, long)
+
+
+def is_offered(chip: Chip, shape: ClusterShape) -> bool:
+    """True if slices of this shape, in any order of its axes, are offered, or if it is not known which are."""
+    target = catalogued(chip, "libtpu")
+    cubes = chip.num_ici_axes == 3 and all(torus_wraps(chip, shape))
+    return not target or not target.slices or cubes or times(tuple(sorted(shape))) in target.slices
 
 
 def complete_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
@@ -110,7 +117,10 @@ def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
     cube = 4 if axes == 3 and most % 64 == 0 else 1
     pod = chip.pod_shape or tuple(cube * size for size in balanced_shape(most // cube**axes, axes))
     if wanted <= most:
-        near = next((s for n in range(wanted, most + 1) if _in_pod(chip, s := balanced_shape(n, axes))), pod)
+        side = cube if wanted > cube**axes else 1
+        boxes = (balanced_shape(n, axes) for n in range(-(-wanted // side**axes), most // side**axes + 1))
+        shapes = (tuple(side * size for size in box) for box in boxes)
+        near = next((one for one in shapes if _in_pod(chip, one) and is_offered(chip, one)), pod)
         return f"{math.prod(near):,} chips are for example {chip.name}:{times(near)}."
     if chip.dcn_bytes_per_s is None:
         return f"The largest slice is {chip.name}:{times(pod)}."

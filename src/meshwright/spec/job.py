@@ -33,10 +33,7 @@ class Job(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind not in JOB_KINDS:
-            options = ", ".join(JOB_KINDS)
-            raise InputError(
-                f"job.kind {self.kind!r} is not known.{nearest(self.kind, JOB_KINDS)} Use one of {options}."
-            )
+            raise InputError(f"job.kind {self.kind!r} is not known.{nearest(self.kind, JOB_KINDS)}")
         if self.kind != "train" and self.train_tokens is not None:
             raise InputError(f"job.train_tokens is for jobs of kind train. Leave it out of a job of kind {self.kind}.")
         if self.optimizer not in OPTIMIZERS:
@@ -95,10 +92,10 @@ def parse_batch(text: str, *, seq_len: int) -> int:
         near = _nearest_batch(tokens, seq_len)
         short = format_count(near * seq_len).replace(" ", "")
         exact = parse_count(short, what="batch") == near * seq_len
-        advice = f"{short} ({near} sequences)" if exact else f"{near}seq ({near * seq_len:,} tokens)"
+        advice = f"{short} ({near} sequence{'s' * (near > 1)})" if exact else f"{near}seq ({near * seq_len:,} tokens)"
         raise InputError(
             f"batch {text} is {tokens} tokens, not a whole number of sequences of {seq_len} "
-            f"({tokens / seq_len:.2f}). Use {advice}."
+            f"({tokens // seq_len}, remainder {tokens % seq_len}). Use {advice}."
         )
     return tokens // seq_len
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import Chip, catalogued, chip
 from meshwright.spec.cluster import CHIP_NAME, Cluster, make_cluster, parse_cluster
-from meshwright.spec.cluster_shapes import ClusterShape, can_twist, times, torus_wraps
+from meshwright.spec.cluster_shapes import ClusterShape, can_twist, is_offered
 
 _TEXT = re.compile(rf"({CHIP_NAME}):(\d+)chips")
 
@@ -50,13 +50,6 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
                 sorted([*found, *twisted], key=lambda c: (-bisection_links(c), sum(c.shape), c.shape, c.twisted))
             )
     raise CannotRunError(f"no slices of {chip.name} have {num_chips:,} chips. {_advice(chip, num_chips)}")
-
-
-def is_offered(chip: Chip, shape: ClusterShape) -> bool:
-    """True if slices of this shape, in any order of its axes, are offered, or if it is not known which are."""
-    target = catalogued(chip, "libtpu")
-    cubes = chip.num_ici_axes == 3 and all(torus_wraps(chip, shape))
-    return not target or not target.slices or cubes or times(tuple(sorted(shape))) in target.slices
 
 
 def slice_note(cluster: Cluster) -> list[str]:

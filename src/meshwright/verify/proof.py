@@ -137,6 +137,8 @@ def _refusal(request: Request, outcome: CompileOutcome) -> str:
     where = "compiled" if outcome.lowered else "lowered"
     how = {"crash": "the compiler died", "timeout": "the time was up"}.get(outcome.ended)
     message = f"{how}: {outcome.message}" if how else outcome.message
+    if "Mosaic kernels cannot be automatically partitioned" in message:
+        message = "XLA partitions no kernels of TPUs by itself. Leave --gspmd out, or take it with --for cpu or on GPUs"
     more = " Give more time with --timeout." if outcome.ended == "timeout" else ""
     return f"the {request.step} step of {request.setting.model.name} could not be {where}: {message.rstrip('.')}.{more}"
 

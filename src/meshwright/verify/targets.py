@@ -17,6 +17,8 @@ CompilerPlatform = Literal["tpu", "cuda", "cpu"]
 MAX_CPU_DEVICES = 2048
 """Most devices in one process that XLA's CPU compiler accepts; it refuses 4096 (measured, jax 0.10.2)."""
 
+WITHOUT_COMPILER = "Without a compiler, take verify --for cpu (no memory) or --depth lower, and plan without --verify."
+
 PLUGINS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "gpu")}
 """The module that compiles for a platform, and the extra of this package that installs it."""
 
@@ -59,16 +61,20 @@ def is_installed(platform: CompilerPlatform) -> bool:
     return platform == "cpu" or importlib.util.find_spec(PLUGINS[platform][0]) is not None
 
 
-def target_of(cluster: Cluster) -> Target:
+def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
     """Returns the target of a cluster's own hardware.
 
-    Raises CannotRunError for a chip without a known compiler.
+    Raises CannotRunError for chips and slices without a compiler, unless steps are ``only_lower``ed: that needs none,
+    and is then for CPUs if the chips have none.
     """
     own, chip = cluster.chip, compiled_as(cluster.chip)
     note = "" if chip is own else f"compiled as for {chip.full_name or chip.name}: what differs is no part of programs"
     if libtpu := catalogued(chip, "libtpu"):
         if own.memory_bytes != chip.memory_bytes and chip.memory_bytes:
             note += f", except that libtpu plans with {format_bytes(chip.memory_bytes)} of memory"
+        if not (only_lower or compiles(cluster.shape)):
+            odd = "; ".join(slice_note(cluster)) or cluster.short_name
+            raise CannotRunError(f"{odd}. Name another slice. {WITHOUT_COMPILER}")
         found = _tpu(cluster, libtpu)
         return msgspec.structs.replace(found, note="; ".join(filter(None, (found.note, note))))
     if gpu := catalogued(chip, "xla_gpu"):
@@ -79,10 +85,12 @@ def target_of(cluster: Cluster) -> Target:
         return Target(platform="cuda", options=options, num_devices=cluster.num_chips, note=note)
     if cluster.kind == "host":
         return Target(platform="cpu", num_devices=cluster.num_chips)
+    if only_lower:
+        return Target(platform="cpu", num_devices=cluster.num_chips, note="lowered for CPUs: no compiler is known")
     known = ", ".join(name for name, one in chips().items() if one.libtpu or one.xla_gpu)
     raise CannotRunError(
         f"no compiler is known for {own.full_name or own.name}. Programs are compiled for {known} "
-        f"and cpu; take --for cpu to see the collectives, without the memory."
+        f"and cpu. {WITHOUT_COMPILER}"
     )
 
 
@@ -109,7 +117,7 @@ def _stand_in(cluster: Cluster, why: str) -> Target:
     if cluster.num_chips > MAX_CPU_DEVICES:
         raise CannotRunError(
             f"a CPU emulates at most {MAX_CPU_DEVICES} devices, and this cluster has {cluster.num_chips}; {why}. "
-            f"Install the compiler, verify on fewer chips, or take --depth lower."
+            f"Install the compiler, name fewer chips, or take verify --depth lower."
         )
     note = (
         f"compiled for emulated CPU devices: {why}. That shows which collectives run, how often and over which axes; "
@@ -120,8 +128,6 @@ def _stand_in(cluster: Cluster, why: str) -> Target:
 
 def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
     note = slice_note(cluster)
-    if not compiles(cluster.shape):
-        raise CannotRunError(f"{'; '.join(note) or cluster.short_name}. Name another slice, or take --for cpu.")
     sizes = times(cluster.shape)
     options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if cluster.num_chips == cluster.num_slices else {}
     if cluster.num_slices > 1:

@@ -155,6 +155,7 @@ def test_a_fit_of_its_own(call, tmp_path):
     said = call("accuracy", str(path), "-o", "own.toml", "--page", "page.md", "--json")
     assert said.code == 0, said.err
     assert "fitting on 12 records; left out: 1 that train adapters" in said.err
+    assert "all: 1 train adapters and are in no fit; the other 12 have a MAPE of" in call("accuracy", str(path)).words
     found = said.json
     write(path, *rows)
     assert found["fitted"]["overall"]["mape"] < 0.1 < call("accuracy", str(path), "--json").json["overall"]["mape"]

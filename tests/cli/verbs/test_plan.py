@@ -4,10 +4,18 @@ import csv
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from meshwright.cli.verbs.plan_pictures import overlap_words
+from meshwright.cost.breakdown import PricedOverlap
+from meshwright.cost.setting import Setting
 from meshwright.spec.calibration import Calibration, CollectiveRate, save_calibration
+from meshwright.spec.catalogue import load_model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
 from meshwright.spec.plan_file import load_plan
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh
 
 LLAMA = ("plan", "llama3-70b", "--batch", "4Mi", "--seq", "4096")
 SMALL = ("plan", "llama3-8b", "--on", "v5e:4x4", "--batch", "128seq", "--seq", "4096")
@@ -178,3 +186,33 @@ def test_overlap_that_matters_is_said(call):
     assert words in said.words
     assert words in call("explain", "plan.toml").words
     assert "overlap" not in call("plan", "llama3-8b", "--on", "v5p:4x4x4", "--batch", "2Mi", "--seq", "4096").words
+
+
+@pytest.mark.parametrize(
+    ("on", "fields", "named"),
+    [
+        ("h100:8x4", {}, True),
+        ("h100:8x4", {"assumptions": Assumptions(software="eager")}, False),
+        ("h100:8x4", {"precision": "fp8"}, False),
+        ("mi300x:8x4", {}, False),
+        ("v5e:3x5", {}, False),
+        ("v5e:4x4", {}, True),
+    ],
+)
+def test_the_line_about_overlap_names_verify_where_that_runs(on, fields, named):
+    fields = dict(fields)
+    assumed = fields.pop("assumptions", AS_RUN)
+    setting = Setting(load_model("llama3-8b"), parse_cluster(on), Job(batch_seqs=60, seq_len=4096), assumptions=assumed)
+    overlap = PricedOverlap(step_s=1.0, alone_s=0.5, hidden_s=0.4, exposed_step_s=1.4, exposed_mfu=0.25)
+    words = overlap_words(overlap, setting, Strategy(mesh=make_mesh({}), **fields))
+    assert words.startswith("hides 400 ms of 500 ms of communication; without any the step takes 1.4 s (MFU 25%)")
+    assert ("meshwright verify shows" in words) == named
+    little = msgspec.structs.replace(overlap, hidden_s=0.09)
+    assert overlap_words(little, setting, Strategy(mesh=make_mesh({}), **fields)) == ""
+
+
+def test_verify_of_a_slice_that_is_not_compiled_says_what_plan_has(call):
+    said = call("plan", "tiny", "--on", "v5e:3x5", "--batch", "60seq", "--seq", "512", "--top", "1", "--verify")
+    assert said.code == 3
+    assert "Name another slice." in said.err
+    assert "plan without --verify" in said.err

@@ -89,14 +89,30 @@ def test_a_large_plan_is_lowered_without_any_compiler(call):
     assert "collectives" not in said.json
 
 
+def test_a_slice_without_a_topology_is_lowered(call):
+    asked = ("verify", "tiny", "--on", "v5e:3x5", "--batch", "15seq", "--seq", "64", "--axes", "data=15")
+    said = call(*asked, "--depth", "lower", "--calibration", "datasheet", "--json")
+    assert (said.code, said.json["target"], said.json["runs"]) == (0, "tpu", True)
+    assert "no program can be compiled" in said.json["note"]
+
+
+def test_the_gspmd_form_is_not_of_tpus(call):
+    """One line that says what to do, in place of JAX's about kernels."""
+    asked = ("verify", "tiny", "--on", "v5e:2x2", "--batch", "8seq", "--seq", "512", "--axes", "fsdp=4", "--gspmd")
+    said = call(*asked, "--depth", "lower", "--calibration", "datasheet")
+    assert said.code == 3
+    assert "XLA partitions no kernels of TPUs by itself. Leave --gspmd out, or take it with --for cpu" in said.err
+    assert "shard_map" not in said.err
+
+
 def test_a_chip_without_a_compiler(call):
-    """Refused in one line, which says what can be asked for instead; that is taken at every depth."""
+    """Lowered without one; else refused in one line, which says what can be asked for instead: taken at every depth."""
     asked = ("verify", "tiny", "--on", "mi300x:8x1", "--batch", "8seq", "--seq", "64", "--step", "generate")
     for depth in ("lower", "partition"):
         said = call(*asked, "--axes", "data=2,tensor=4", "--depth", depth)
-        assert said.code == 3
-        assert "no compiler is known for Instinct MI300X" in said.err
-        assert "take --for cpu" in said.err
+        assert said.code == (0 if depth == "lower" else 3)
+        refusal = "no compiler is known for Instinct MI300X" in said.err and "take verify --for cpu" in said.err
+        assert refusal == (depth != "lower")
         job = Job(kind="decode", batch_seqs=8, seq_len=64)
         setting = Setting(load_model("tiny"), parse_cluster("mi300x:8x1"), job)
         strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 4}), state="bf16-adam")
@@ -129,7 +145,7 @@ def test_no_time(call, rates):
         (("--axes", "fsdp=4", "--cache-dtype", "int4"), "'int4' is not one of"),
         (("--axes", "fsdp=4", "--set", "train.learning_rat=1"), "train.learning_rat is not a setting"),
         (("--step", "prefill", "--axes", "fsdp=4", "--set", "train.seed=1"), "train.seed is a setting of training"),
-        (("--axes", "fsdp=4", "--set", "strategy.remta=full"), "strategy.remta cannot be set here"),
+        (("--axes", "fsdp=4", "--set", "strategy.remta=full"), "strategy.remta is not a field. Did you mean"),
         (("--axes", "fsdp=4", "--depth", "deep"), "'deep' is not one of"),
     ],
 )

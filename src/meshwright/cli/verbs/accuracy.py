@@ -114,6 +114,10 @@ def _accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
             f"the pick: of the configurations measured for one job, the one predicted fastest takes {pick.regret:.1%} "
             f"longer than the fastest ({pick.num_jobs} jobs, right in {pick.right:.0%}); a random one {pick.random:.0%}"
         )
+    whole = [one for one in found.predictions if not one.adapters]
+    if whole and (rest := len(found.predictions) - len(whole)):
+        mape = summarise(whole).mape
+        yield f"all: {rest:,} train adapters and are in no fit; the other {len(whole):,} have a MAPE of {mape:.1%}"
     unfitted = [one for one in found.predictions if not one.fitted]
     if unfitted and len(unfitted) < len(found.predictions):
         chips = ", ".join(dict.fromkeys(one.chip for one in unfitted))

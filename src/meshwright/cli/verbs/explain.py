@@ -11,6 +11,7 @@ from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import format_flop_count, four_digits, say
 from meshwright.cli.verb import verb
+from meshwright.cli.verbs.plan_pictures import overlap_words
 from meshwright.cli.verbs.plan_words import (
     budget_text,
     collective_matmul_words,
@@ -168,7 +169,7 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         f"{estimate.bound_by}",
     )
     also = f", {without:.1%} without masked scores" if (without := unmasked(estimate)) else ""
-    if words := told.overlap.words:
+    if words := overlap_words(told.overlap, setting_of(told.plan), told.plan.strategy):
         yield Fact("overlap", words)
     yield Fact(
         "utilisation",

@@ -13,7 +13,7 @@ from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with
 from meshwright.cli.output import format_range, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
 from meshwright.cli.verb import Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
-from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer
+from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer, overlap_words
 from meshwright.cli.verbs.plan_questions import parse_why_not, recipe_answer, what_if_answer, why_not_answer
 from meshwright.cli.verbs.plan_service import service_answer
 from meshwright.cli.verbs.plan_words import BOUND_BY, CHOICES, MEMORY, STEP, budget_text, mfu_columns, placement_words
@@ -176,7 +176,7 @@ def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:
             f"the compiler accepts none of the {len(found)} best strategies. Of the first: {found[0]['refusal']}"
         )
     how = f"compile for {result.cluster.chip.full_name or result.cluster.chip.name} and fit"
-    if usable_target(result.cluster).platform == "cpu":
+    if usable_target(result.strategies[0].cluster).platform == "cpu":
         how = "compile for emulated CPU devices, which shows nothing of their memory"
     note = f"{len(kept)} of {len(found)} strategies {how}"
     return msgspec.structs.replace(result, strategies=tuple(kept), notes=(*result.notes, note)), found
@@ -218,7 +218,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     if same:
         yield Fact("all of them", ", ".join(filter(None, (words(strategies[0]) for words in same))))
     yield Fact("placement", f"of the best: {placement_words(best.strategy.placement)}")
-    if words := result.overlap.words:
+    if words := overlap_words(result.overlap, best.setting, best.strategy):
         yield Fact("overlap", f"of the best: {words}")
     budget = run_budget(result.plan(), step_s=best.estimate.step_s)
     if budget is not None:

@@ -1,12 +1,13 @@
-"""The tables and pictures of `plan --pareto` and `plan --breakdown`."""
+"""The tables and pictures of `plan --pareto` and `plan --breakdown`, and the line about overlap."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.verbs.plan_words import MEMORY, STEP, mfu_columns
+from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes, format_count, format_seconds
-from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.breakdown import Breakdown, PricedOverlap
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.pareto import Frontier, pareto
@@ -17,10 +18,15 @@ from meshwright.report.bars import breakdown_figure
 from meshwright.report.figure import Figure
 from meshwright.report.plans.pareto import pareto_figure
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import mesh_words, short_mesh
+from meshwright.spec.model import require_runnable
+from meshwright.spec.strategy import Strategy, mesh_words, require_runnable_strategy, short_mesh
+from meshwright.verify.targets import target_of
 
 LEAST_SAVING = 0.1
 """Share of memory that a listed plan saves over the one listed before it."""
+
+MIN_HIDDEN = 0.1
+"""Least share of a step that overlap hides for it to be said."""
 
 
 # -- frontiers ------------------------------------------------------------------------------------------
@@ -122,6 +128,22 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
 
 
 # -- the parts of a step --------------------------------------------------------------------------------
+
+
+def overlap_words(priced: PricedOverlap, setting: Setting, strategy: Strategy) -> str:
+    """Returns what overlap hides, and the verb that shows more if it can compile this; "" below `MIN_HIDDEN`."""
+    if priced.hidden_s < MIN_HIDDEN * priced.step_s:
+        return ""
+    hidden, alone, step = map(format_seconds, (priced.hidden_s, priced.alone_s, priced.exposed_step_s))
+    step += f" (MFU {priced.exposed_mfu:.0%})"
+    try:
+        require_runnable(setting.model)
+        require_runnable_strategy(strategy)
+        compiled = target_of(setting.cluster).platform != "cpu" and not setting.assumptions.of_other_software
+    except CannotRunError:
+        compiled = False
+    more = ". meshwright verify shows what of it is compiled" * compiled
+    return f"hides {hidden} of {alone} of communication; without any the step takes {step}{more}"
 
 
 def breakdown_answer(result: PlanResult, png: Path | None) -> Answer:

@@ -80,6 +80,7 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of one execution of a derived step on one device, and how many times a training step executes it.
 
+    ``flops`` are those of a device in the mean, seconds and bytes those of the busiest device of experts.
     ``count`` is over all layers, ``here`` over those of the busiest device of a pipeline, which has the head.
     ``network_bytes`` are those of the full array of a collective, ``latency_s`` is the part of ``network_s`` that bytes
     do not explain, and ``level`` is the level of the network that binds. ``overlap`` is the exponent of
@@ -196,7 +197,7 @@ def local_cost(
     if step.parts:
         # each block is a smaller product, and a launch of its own
         blocks = num_blocks(step, sizes)
-        flops, moved, kernels = op_flops(step, sizes), op_hbm_bytes(step, sizes), len(step.parts) * blocks
+        moved, kernels = op_hbm_bytes(step, sizes), len(step.parts) * blocks
         small = replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / blocks}, cache={})
         for part in step.parts:
             each, casts = _product_s(part, op_flops(part, small), small, rates)
@@ -225,7 +226,7 @@ def local_cost(
             moved = moved * at.eager_traffic if rates.eager and step.phase != "update" else moved
     return StepCost(
         step=step,
-        flops=flops,
+        flops=_mean_flops(step, sizes),
         hbm_bytes=moved,
         math_s=seconds,
         hbm_s=moved / rates.hbm_bytes_per_s,
@@ -241,6 +242,12 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
         return np.maximum(first, second)
     found: Number = (first**overlap + second**overlap) ** (1 / overlap)
     return found
+
+
+def _mean_flops(step: Step, sizes: SlotSizes) -> Number:
+    """Returns the FLOPs of one execution of a step on a device in the mean: an uneven load of experts adds none."""
+    even = sizes if np.all(np.asarray(sizes.load) == 1) else replace(sizes, load=1.0, cache={})
+    return op_flops(step, even) * computed_share(step, even)
 
 
 def moved_bytes(step: Step, sizes: SlotSizes) -> Number:
@@ -293,7 +300,7 @@ def _host_cost(
     kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
     return StepCost(
         step=step,
-        flops=op_flops(step, sizes) * computed_share(step, sizes),
+        flops=_mean_flops(step, sizes),
         hbm_bytes=moved_bytes(step, sizes),
         math_s=amounts.math_s(pace),
         hbm_s=amounts.memory_s(pace) + block_bytes(step, sizes) * host.stream.byte,
