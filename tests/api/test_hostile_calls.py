@@ -94,6 +94,19 @@ CALLS = {
         (lambda: mw.rank_plans(SETTING, overrides={"rows": 7}), "strategy.rows cannot be set here"),
         (lambda: mw.rank_plans(SETTING, top="a"), "top is 'a'"),
     ],
+    "Service": [
+        (lambda: mw.Service(prompt_len="a", output_len=3), "Service.prompt_len is 'a'. Give a whole number."),
+        (lambda: mw.Service(prompt_len=0, output_len=3), "service.prompt_len=0 must be at least 1 token"),
+        (lambda: mw.Service(prompt_len=8, output_len=3, ttft_s=-1), "service.ttft_s=-1 must be above 0"),
+    ],
+    "plan_service": [
+        (lambda: mw.plan_service("x", mw.Service(prompt_len=8, output_len=3)), "setting is 'x'. Give a Setting."),
+        (lambda: mw.plan_service(SETTING, None), "plan_service: service is None. Give a Service."),
+        (
+            lambda: mw.plan_service(SETTING, mw.Service(prompt_len=8, output_len=3), axes={"fsdp": 2}),
+            "'fsdp' splits no",
+        ),
+    ],
     "explain": [(lambda: mw.explain("q.toml"), "explain: plan is 'q.toml'. Give a Plan.")],
     "changed_plan": [
         (lambda: mw.changed_plan(PLAN, job=None), "Plan.job is None. Give a Job."),

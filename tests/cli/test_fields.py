@@ -72,7 +72,7 @@ def test_assumptions_are_taken_in_the_strategy_too():
         (
             {"software": "egar"},
             r"^assumptions\.software is 'egar'\. "
-            r"Give compiled, captured, captured-layers, eager, eager-in-turn or eager-2021\.$",
+            r"Give compiled, captured, captured-layers, served, eager, eager-in-turn or eager-2021\.$",
         ),
         ({"sofware": "eager"}, r"^assumptions\.sofware is not a field\. Did you mean 'software'\?$"),
         ({"imbalance": 0.5}, r"^assumptions\.imbalance=0\.5 must be at least 1\.$"),
