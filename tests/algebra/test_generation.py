@@ -16,7 +16,7 @@ from meshwright.algebra.ops import kind_of
 from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer, weight_variables
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
@@ -208,3 +208,13 @@ def test_int8_weights_travel_as_int8():
     assert moved.pop("logits") == "fp32"
     assert set(moved.values()) == {"int8"}
     assert {"wq", "wo", "w_down", "embed", "unembed"} <= set(moved)
+
+
+def test_what_is_planned_and_not_executed():
+    assert Storage(weights="int8", cache_dtype="int8").executed == ("int8", "int8")
+    assert Storage().executed == ("bf16", "as they are")
+    for planned in (Storage(weights="fp8"), Storage(weights="fp4"), Storage(cache_dtype="fp8")):
+        with pytest.raises(CannotRunError, match="planned, not executed"):
+            _ = planned.executed
+    with pytest.raises(InputError, match="weight dtype 'fp9' is not known"):
+        Storage(weights="fp9")

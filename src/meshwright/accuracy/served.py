@@ -12,7 +12,7 @@ from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted, chip_of, mod
 from meshwright.accuracy.errors import Accuracy, accuracy_of
 from meshwright.accuracy.fit import folds_of, minimise, rounded, with_intervals
 from meshwright.accuracy.records import Record
-from meshwright.algebra.generation import CacheDtype, Storage, WeightDtype
+from meshwright.algebra.generation import PlannedCacheDtype, Storage, WeightDtype
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.cost.setting import Setting
@@ -218,7 +218,7 @@ def _served(record: Record) -> ServedCase:
     if products not in chip.peak_flops:
         products = "fp8" if products == "fp4" and weights != "fp4" else ""
     narrow = weights in ("fp8", "fp4") and record.backend in NARROW_CACHES
-    cache: CacheDtype = "fp8" if narrow and not model.latent_attention else "bf16"
+    cache: PlannedCacheDtype = "fp8" if narrow and not model.latent_attention else "bf16"
     strategy = Strategy(
         mesh=make_mesh({"expert" if model.num_experts else "data": replicas, "tensor": tensor}),
         assignment=standard_assignment(zero=0, sequence_parallel=False),

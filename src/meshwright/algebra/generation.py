@@ -31,8 +31,12 @@ from meshwright.spec.weights import without_mtp
 
 GenerationPhase = Literal["prefill", "decode"]
 Attributes = tuple[tuple[str, str], ...]
-CacheDtype = Literal["bf16", "fp32", "int8", "fp8"]
+CacheDtype = Literal["bf16", "fp32", "int8"]
+PlannedCacheDtype = CacheDtype | Literal["fp8"]
 WeightDtype = Literal["", "int8", "fp8", "int4", "fp4"]
+
+CACHE_DTYPES: tuple[str, ...] = (*get_args(CacheDtype), "fp8")
+"""Dtypes of caches that are planned; all but fp8 are executed."""
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,14 +50,14 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     its pages.
     """
 
-    cache_dtype: CacheDtype = "bf16"
+    cache_dtype: PlannedCacheDtype = "bf16"
     weights: WeightDtype = ""
     page_len: int = 0
     num_pages: int = 0
 
     def __post_init__(self) -> None:
         for what, dtype, known in (
-            ("cache", self.cache_dtype, get_args(CacheDtype)),
+            ("cache", self.cache_dtype, CACHE_DTYPES),
             ("weight", self.weights, get_args(WeightDtype)),
         ):
             if dtype not in known:
@@ -61,6 +65,16 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(f"{what} dtype {dtype!r} is not known.{nearest(dtype, known)} Use one of {options}.")
         if self.page_len < 0 or self.num_pages < 0:
             raise InputError(f"page_len={self.page_len} and num_pages={self.num_pages} must be at least 0.")
+
+    @property
+    def executed(self) -> tuple[CacheDtype, Literal["as they are", "int8"]]:
+        """The dtypes of caches and weights as `GenerateStep` takes them. Raises CannotRunError for others."""
+        if self.cache_dtype == "fp8" or self.weights not in ("", "int8"):
+            raise CannotRunError(
+                f"weights in {self.weights or 'their own dtype'} and caches in {self.cache_dtype} are planned, not "
+                f"executed, in this version. Use int8 or none of them."
+            )
+        return self.cache_dtype, "int8" if self.weights else "as they are"
 
 
 AS_WRITTEN = Storage()

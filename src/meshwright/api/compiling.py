@@ -46,13 +46,14 @@ def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:
         return step, (job.batch_seqs, job.seq_len)
     from meshwright.parallel.generate_step import GenerateStep
 
+    cache_dtype, weights = setting.storage.executed
     generate = GenerateStep(
         setting.model,
         request.strategy,
         max_len=job.seq_len,
         batch_seqs=job.batch_seqs,
-        cache_dtype=setting.storage.cache_dtype,
-        weights="int8" if setting.storage.weights else "as they are",
+        cache_dtype=cache_dtype,
+        weights=weights,
         mesh=mesh,
     )
     return generate, (job.seq_len if job.kind == "prefill" else 0,)

@@ -15,7 +15,6 @@ from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
 from meshwright.cli.verb import Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
 from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer, overlap_words
 from meshwright.cli.verbs.plan_questions import parse_why_not, recipe_answer, what_if_answer, why_not_answer
-from meshwright.cli.verbs.plan_service import service_answer
 from meshwright.cli.verbs.plan_words import BOUND_BY, CHOICES, MEMORY, STEP, budget_text, mfu_columns, placement_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count
@@ -86,6 +85,9 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Find how to split the training of MODEL (a name or a config.json) over a cluster, or how to serve it there."""
     if given.serve:
+        # plans of training start without what simulates services
+        from meshwright.cli.verbs.plan_service import service_answer
+
         return service_answer(given)
     if given.batch is None or given.seq_len is None:
         missing = "--batch" if given.batch is None else "--seq"

@@ -86,13 +86,14 @@ def _step_of(chosen: Plan, storage: Storage) -> "TrainStep | GenerateStep":
     if not chosen.job.trains:
         from meshwright.parallel.generate_step import GenerateStep
 
+        cache_dtype, weights = storage.executed
         return GenerateStep(
             chosen.model,
             chosen.strategy,
             max_len=chosen.job.seq_len,
             batch_seqs=chosen.job.batch_seqs,
-            cache_dtype=storage.cache_dtype,
-            weights="int8" if storage.weights else "as they are",
+            cache_dtype=cache_dtype,
+            weights=weights,
         )
     from meshwright.train.settings import settings_from_table
     from meshwright.train.step import make_step, require_divides

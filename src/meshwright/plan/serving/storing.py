@@ -1,11 +1,11 @@
 """The dtypes in which a served model may store its weights and its caches, as choices of a search."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from meshwright.algebra.generation import CacheDtype, Storage
+from meshwright.algebra.generation import Storage
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import Precision
@@ -28,7 +28,7 @@ WEIGHT_DTYPES: dict[str, StoredWeights] = {
 }
 """Dtypes of stored weights. A row is all that a further one needs, once `Storage` knows it."""
 
-SERVED_CACHES: tuple[str, ...] = tuple(name for name in ("bf16", "fp8", "int8", "int4") if name in get_args(CacheDtype))
+SERVED_CACHES: tuple[str, ...] = ("bf16", "fp8", "int8")
 """Dtypes of caches that are searched."""
 
 
