@@ -5,11 +5,11 @@ import pytest
 
 from meshwright.accuracy.kernels import kernel_numbers
 from meshwright.core.errors import InputError
+from meshwright.cost.formulas.serving import experts_read
 from meshwright.cost.work import kernel_times
 from meshwright.cost.work.kernel_times import (
     attention_s,
     collective_s,
-    experts_met,
     experts_s,
     gated_s,
     generation_attention_s,
@@ -257,8 +257,6 @@ def test_latent_attention_is_bound_by_products_or_by_bytes_and_rotates_queries()
 
 def test_experts_read_the_weights_of_those_that_are_met_once():
     """Two tokens that choose 2 of 8 each meet 3.5 experts. One of 3 x 4096 x 14336 has 64 rows more on Hopper."""
-    assert experts_met(2, 2, 8) == pytest.approx(3.5)
-    assert experts_met(1, 8, 256) == pytest.approx(8)
     weights, shape = 3 * 4096 * 14336, {"M": 4, "G": 3.5, "K": 4096, "N": 14336}
     moved = (2 * 3.5 * weights + 4 * (8 * 4096 + 6 * 14336)) / 3.35e12
     math = 2 * (4 + 3.5 * 64) * weights / 989.4e12
@@ -293,7 +291,7 @@ def test_generation_takes_longer_with_batch_and_length_and_never_less_than_its_b
         assert (np.diff(generation_attention_s(make(steps), at)) > 0).all()
         assert (np.diff(latent_attention_s(make(steps), at)) > 0).all()
     assert (np.diff(product_s({"M": steps, "K": 8192, "N": 7168}, at)) > 0).all()
-    met = {"M": 8 * steps, "G": experts_met(steps, 8, 256), "K": 7168, "N": 2048}
+    met = {"M": 8 * steps, "G": experts_read(steps, num_experts=256, active_experts=8), "K": 7168, "N": 2048}
     assert (np.diff(experts_s(met, at)) > 0).all()
     assert (np.diff(small_reduce_s({"n": 8, "bytes": 1024 * steps}, at)) > 0).all()
     large = 512 * 65536 * 8 * 128 * 4 / at.hbm_bytes_per_s / at["streams"]

@@ -19,10 +19,9 @@ from meshwright.core.toml_file import load_toml
 from meshwright.cost.work import kernel_times as times
 from meshwright.cost.work.kernel_times import KernelRates, kernel_rates
 from meshwright.spec.chip import chip as find_chip
-from meshwright.spec.efficiency import FILE as TRAINING_NUMBERS
-from meshwright.spec.efficiency import FittedNumbers
+from meshwright.spec.efficiency import KERNEL_NUMBERS, FittedNumbers
 
-FILE = TRAINING_NUMBERS.with_name("kernels.toml")
+FILE = KERNEL_NUMBERS
 MOST_NUMBERS = 28
 GOAL, GENERATION_GOAL, FEWEST_ROWS = 0.08, 0.10, 10
 """Median error that a chip and an operation should reach, and one of token generation, where it has at least so many

@@ -2,7 +2,7 @@
 that both make under a steady load."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,16 +12,17 @@ from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted, chip_of, mod
 from meshwright.accuracy.errors import Accuracy, accuracy_of
 from meshwright.accuracy.fit import folds_of, minimise, rounded, with_intervals
 from meshwright.accuracy.records import Record
-from meshwright.algebra.generation import PlannedCacheDtype, Storage, WeightDtype
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
+from meshwright.plan.serving.storing import WEIGHT_DTYPES, StoredDtypes
+from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import make_cluster
 from meshwright.spec.efficiency import generation_numbers
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Engine, Precision, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, standard_assignment
 
 PRIORS: dict[str, tuple[float, float]] = {
     "compute.h100": (0.7, 0.15),
@@ -43,18 +44,8 @@ CONSTANTS = {"overlap": 2.0}
 ENGINES: dict[str, Engine] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
 """Backend of a record -> engine."""
 
-ProductDtype = Precision | Literal[""]
-"""Dtype of products, "" for 16 bits."""
-
-STORED: dict[str, tuple[WeightDtype, ProductDtype]] = {
-    "unstated": ("", ""),
-    "bf16": ("", ""),
-    "fp8": ("fp8", "fp8"),
-    "fp8_block": ("fp8", "fp8"),
-    "nvfp4": ("fp4", "fp4"),
-    "int4_wo": ("int4", ""),
-}
-"""Precision of a record -> dtypes of weights and of products; where a chip has no such products they are in 16 bits."""
+STORED = {"unstated": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4", "int4_wo": "int4"}
+"""Precision of a record -> dtype of weights; products are in it where the chip has such, else in 16 bits."""
 
 PREFILL_FIRST = ("sglang",)
 """Backends that prefill all prompts that wait before they decode again: prompts of a client that keeps a number of
@@ -62,6 +53,13 @@ requests running then come in waves, and half of a wave, in the mean, comes afte
 
 NARROW_CACHES = ("trtllm",)
 """Backends that keep keys and values in fp8 by default where products are narrow; the others keep 16 bits."""
+
+
+MOST_DEVICES = 16
+"""Devices of the largest engine that a record may have."""
+
+MEMORY_SHARE = 0.9
+"""Share of the memory that engines fill by default: vLLM's gpu_memory_utilization, TensorRT-LLM's free fraction."""
 
 
 class ServedCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +90,7 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, *points: Mapping[str, float]) -> np.ndarray:
         """Returns predicted seconds per output token [points, cases] for several sets of numbers."""
         every = [case.decode for case in self.cases]
-        tables = [calibrations(every, generation_numbers().numbers | CONSTANTS | dict(numbers)) for numbers in points]
+        tables = [_calibrations(every, numbers) for numbers in points]
         decode_s, prefill_s = (self._seconds(parts, tables) for parts in (self.decode, self.prefill))
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
@@ -107,18 +105,10 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-MOST_DEVICES = 16
-"""Devices of the largest engine that a record may have."""
-
-ROOM = 0.9
-"""Share of the memory that engines fill by default: vLLM's gpu_memory_utilization, TensorRT-LLM's free fraction."""
-
-
 def served_accuracy(records: Sequence[Record]) -> Accuracy:
     """Compares all records with predictions from the shipped numbers of generation."""
     cases, unpredicted = served_cases(records)
-    numbers = generation_numbers().numbers
-    return _compared(cases, served_batch(cases).seconds(numbers)[0], numbers, unpredicted)
+    return _compared(cases, served_batch(cases).seconds({})[0], {}, unpredicted)
 
 
 def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, Accuracy]]:
@@ -157,7 +147,12 @@ def _compared(
     cases: Sequence[ServedCase], seconds: np.ndarray, numbers: Mapping[str, float], unpredicted: Sequence[Unpredicted]
 ) -> Accuracy:
     decode = [case.decode for case in cases]
-    return accuracy_of(decode, seconds, calibrations(decode, {**CONSTANTS, **numbers}), unpredicted, what="decode")
+    return accuracy_of(decode, seconds, _calibrations(decode, numbers), unpredicted, what="decode")
+
+
+def _calibrations(cases: Sequence[Case], numbers: Mapping[str, float]) -> dict[str, Calibration]:
+    """Maps the name of every chip to its calibration with these numbers, else the shipped ones."""
+    return calibrations(cases, generation_numbers().numbers | CONSTANTS | dict(numbers))
 
 
 def _configuration(case: ServedCase) -> tuple[Any, ...]:
@@ -214,21 +209,19 @@ def _served(record: Record) -> ServedCase:
     if tensor * replicas > MOST_DEVICES:
         raise InputError(f"attention over more than {MOST_DEVICES} devices is a whole pool, listed as one engine")
     cluster = make_cluster(chip, (tensor * replicas, 1))
-    weights, products = STORED[record.precision]
-    if products not in chip.peak_flops:
-        products = "fp8" if products == "fp4" and weights != "fp4" else ""
-    narrow = weights in ("fp8", "fp4") and record.backend in NARROW_CACHES
-    cache: PlannedCacheDtype = "fp8" if narrow and not model.latent_attention else "bf16"
+    weights = STORED[record.precision]
+    products = WEIGHT_DTYPES[weights]
+    narrow = products and record.backend in NARROW_CACHES and not model.latent_attention
+    stored = StoredDtypes(weights, "fp8" if narrow else "bf16")
     strategy = Strategy(
         mesh=make_mesh({"expert" if model.num_experts else "data": replicas, "tensor": tensor}),
         assignment=standard_assignment(zero=0, sequence_parallel=False),
-        precision=products,
+        precision=products if products in chip.peak_flops else "",
     )
     strategy = msgspec.structs.replace(strategy, placement=strategy_placements(cluster, strategy)[0].describe())
-    storage = Storage(weights=weights, cache_dtype=cache)
     assumed = Assumptions(software="served", engine=engine, empty_slots=False)
     full = Job(kind="decode", batch_seqs=replicas, seq_len=prompt + output)
-    at = Setting(model, cluster, full, storage=storage, assumptions=assumed)
+    at = Setting(model, cluster, full, storage=stored.storage, assumptions=assumed)
     fits = sequences_that_fit(at, strategy, replicas=replicas)
     if fits < 1:
         raise InputError("weights and one sequence do not fit the devices that are listed")
@@ -254,24 +247,21 @@ def _served(record: Record) -> ServedCase:
 
 def sequences_that_fit(setting: Setting, strategy: Strategy, *, replicas: int) -> int:
     """Returns the sequences of the job's length that the caches of one replica of attention have room for, in the share
-    `ROOM` of the memory that weights leave. The job is decode of one sequence on each replica."""
+    `MEMORY_SHARE` of the memory that weights leave. The job is decode of one sequence on each replica."""
     found = setting.memory(strategy)
-    return int((ROOM * known(setting.cluster.chip, "hbm_bytes") - found["weights"]) / found["kv_cache"])
+    return int((MEMORY_SHARE * known(setting.cluster.chip, "hbm_bytes") - found["weights"]) / found["kv_cache"])
 
 
 def _degrees(record: Record) -> tuple[int, int]:
     """Returns the devices that split a layer's attention, and its replicas.
 
     Some records count chips once for each part of the experts: degrees (e x e, e, e) of attention, experts and tensor
-    parallelism inside experts are those of e chips, as equal measurements with e chips show. Pools that are listed as
-    one attention over more devices than a domain has are refused elsewhere.
+    parallelism inside experts are those of e chips, as equal measurements with e chips show.
     """
     given = record.parallelism
     tensor, replicas, expert, inside = given.tp or 1, given.dp or 1, given.ep or 1, given.moe_tp or 1
     if expert == inside > 1 and tensor * replicas == expert**2:
         return (tensor // expert, 1) if tensor > 1 else (1, replicas // expert)
-    if (tensor, replicas, expert, inside) == (4, 4, 16, 1):
-        return 4, 1
-    if record.model and record.model.moe and expert * max(inside, 1) != tensor * replicas:
+    if record.model and record.model.moe and expert * inside != tensor * replicas:
         raise InputError("degrees of attention and experts disagree")
     return tensor, replicas

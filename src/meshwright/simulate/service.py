@@ -32,7 +32,7 @@ class PricedClock(Clock):
     """Seconds of the steps of one engine, by the cost model.
 
     A step that decodes takes the derived decode step at its mean cache; tokens that are prefilled take a prefill of so
-    many, and attention to the tokens before them. Beside decode only the share ``mixing`` of a prefill is waited for.
+    many, as of one prompt, and attention to the tokens before them. Decode waits for the share ``mixing`` of it.
     """
 
     def __init__(self, setting: Setting, pool: EnginePool, dtypes: StoredDtypes, *, decodes: bool = True) -> None:
@@ -84,19 +84,23 @@ def _attends(step: Step) -> bool:
 def simulate_service(
     result: ServiceResult, plan: ServicePlan, *, duration_s: float, requests_per_s: float, seed: int = 0
 ) -> ServingSummary:
-    """Returns what requests with the service's lengths meet that arrive at random (Poisson) for ``duration_s``.
+    """Returns the times of requests with the service's lengths that arrive at random (Poisson) for ``duration_s``.
 
     Engines prefill in chunks beside decode, at most `TOKEN_BUDGET` tokens a step, and have pages for as many whole
     sequences as the plan; with pools a finished prompt waits for its transfer. Raises InputError for a rate or a
-    duration that is not positive.
+    duration that is not positive, and for a service with known parts of prompts.
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
+    if result.service.prefix_share:
+        raise InputError(
+            "services with known parts of prompts are not simulated in this version. Leave out --prefix-hits."
+        )
     service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
     traffic = poisson(
         requests_per_s,
         duration_s=duration_s,
-        prompt=fixed(service.new_prompt_tokens),
+        prompt=fixed(service.prompt_len),
         output=fixed(service.output_len),
         seed=seed,
     )

@@ -274,8 +274,8 @@ def test_one_hot_products_bring_tokens_to_their_slots():
 
 
 def test_experts_that_no_token_chose_are_not_read():
-    """A slot in the mean for each of 8 experts leaves e^-1 of them without a token; all weights, but no others."""
+    """4 tokens that choose two of 8 experts, a slot for each in the mean, leave (6/8)^4 of them without a token."""
     at = sizes(1.0)
-    at = msgspec.structs.replace(at, dims={**at.dims, "C": 1.0})
-    assert unread_bytes(PRODUCT, at) == pytest.approx(np.exp(-1) * at.bytes(WEIGHT))
+    at = msgspec.structs.replace(at, dims={**at.dims, "C": 1.0, "Ea": 2.0})
+    assert unread_bytes(PRODUCT, at) == pytest.approx(0.75**4 * at.bytes(WEIGHT))
     assert unread_bytes(SILU, at) == unread_bytes(GRADIENT, at) == 0

@@ -328,12 +328,6 @@ def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     return found
 
 
-def experts_met(tokens: Number, chosen: int, experts: int) -> Number:
-    """Returns the number of experts that any of the tokens chooses, where each chooses evenly at random."""
-    found: Number = experts * (1 - (1 - chosen / experts) ** tokens)
-    return found
-
-
 def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, blocks: bool = False) -> Number:
     """Returns the seconds of a layer of gated experts: M rows in all through G experts of three weights [K, N] each.
 

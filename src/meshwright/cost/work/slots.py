@@ -13,6 +13,7 @@ from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
+from meshwright.cost.formulas.serving import experts_read
 from meshwright.spec.model import Model
 
 GROUP_TILE = 128
@@ -158,12 +159,13 @@ def block_bytes(step: Step, sizes: SlotSizes) -> Number:
 
 
 def unread_bytes(step: Step, sizes: SlotSizes) -> Number:
-    """Returns the bytes of the weights of experts that no token chose, which engines do not read: e^-C of them, with
-    tokens that choose evenly."""
+    """Returns the bytes of the weights of experts that no token chose, which engines do not read (`experts_read`)."""
     if _slots(step) is None or not kind_of(step).is_einsum or "C" not in step.result.dims:
         return 0.0
     weights = [array for array in step.inputs if "E" in array.dims and not has_slots(array)]
-    return np.exp(-np.asarray(sizes.dims["C"], float)) * sizes.total(*weights)
+    count, chosen = sizes.dims["E"], sizes.dims["Ea"]
+    read = experts_read(sizes.dims["C"] * count / chosen, num_experts=count, active_experts=chosen)
+    return (1 - read / count) * sizes.total(*weights)
 
 
 def _slots(step: Step) -> ShardedArray | None:

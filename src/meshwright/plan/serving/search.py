@@ -1,11 +1,11 @@
 """Combines the priced steps of a fleet into services: engines that do both phases, and pools of engines for each.
 
-In the steady state of an engine of B sequences that does both (aggregated, without chunked prefill) each sequence that
-ends makes room for a prompt, whose prefill stops the others. While a sequence makes its ``output`` tokens, each of the
-other B - 1 is replaced once:
+In the steady state of an engine of B sequences that does both (aggregated) each sequence that ends makes room for a
+prompt, and the others wait for the share ``mixing`` of its prefill (1 without chunks). While a sequence makes its
+``output`` tokens, each of the other B - 1 is replaced once, and before them it waits for its own prompt:
 
-    TPOT = t_step + (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over its prompts,
-    requests/s of an engine = B / (output * t_step + B * t_prompt).
+    TPOT = t_step + mixing (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over its prompts,
+    requests/s of an engine = B / (output * TPOT + t_prompt).
 
 With pools (disaggregated) TPOT = t_step, an engine prefills 1 / t_prompt prompts a second, and one that generates ends
 B / (output * t_step) sequences. The numbers P and G of engines balance where P / t_prompt = B G / (t_step output). The
@@ -82,7 +82,8 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     rows, other, free = rows[fits], other[fits], free[fits]
     prompt_s = prefill.step_s[other] / prefill.batch[other]
     batch, step_s, output = decode.batch[rows], decode.step_s[rows], service.output_len
-    rate = batch / (output * step_s + batch * prompt_s)
+    tpot_s = step_s + waiting_s(prompt_s, batch=batch, output_len=output, mixing=priced.mixing)
+    rate = batch / (output * tpot_s + prompt_s)
     chips = priced.fleet.num_chips[decode.engine[rows]]
     most = priced.fleet.cluster.num_chips // chips
     wanted = most if service.requests_per_s is None else np.ceil(service.requests_per_s / rate).astype(np.int64)
@@ -95,7 +96,7 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
         num_decode=wanted,
         num_prefill=np.zeros(len(rows), dtype=np.int64),
         num_chips=wanted * chips,
-        tpot_s=step_s + waiting_s(prompt_s, batch=batch, output_len=output, mixing=priced.mixing),
+        tpot_s=tpot_s,
         transfer_s=np.zeros(len(rows)),
         requests_per_s=wanted * rate,
         free_bytes=free,

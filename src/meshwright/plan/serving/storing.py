@@ -1,7 +1,7 @@
 """The dtypes in which a served model may store its weights and its caches, as choices of a search."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Literal
 
 import msgspec
 
@@ -10,23 +10,8 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import Precision
 
-
-class StoredWeights(msgspec.Struct, frozen=True):
-    """What a dtype of weights sets: fields of `Storage`, and the dtype of products ("" for that of the state)."""
-
-    fields: dict[str, Any]
-    precision: Precision | str = ""
-
-
-WEIGHT_DTYPES: dict[str, StoredWeights] = {
-    "bf16": StoredWeights({}),
-    # products take int8 weights as bfloat16, with their scales after the product
-    "int8": StoredWeights({"weights": "int8"}),
-    "fp8": StoredWeights({"weights": "fp8"}, "fp8"),
-    "int4": StoredWeights({"weights": "int4"}),
-    "fp4": StoredWeights({"weights": "fp4"}, "fp4"),
-}
-"""Dtypes of stored weights. A row is all that a further one needs, once `Storage` knows it."""
+WEIGHT_DTYPES: dict[str, Precision | Literal[""]] = {"bf16": "", "int8": "", "fp8": "fp8", "int4": "", "fp4": "fp4"}
+"""Dtype of stored weights -> dtype of their products, "" for that of the state: integers are widened."""
 
 SERVED_CACHES: tuple[str, ...] = ("bf16", "fp8", "int8")
 """Dtypes of caches that are searched."""
@@ -46,12 +31,13 @@ class StoredDtypes(msgspec.Struct, frozen=True):
     @property
     def storage(self) -> Storage:
         """How generation stores these."""
-        return Storage(cache_dtype=self.cache, **WEIGHT_DTYPES[self.weights].fields)  # type: ignore[arg-type]
+        weights = "" if self.weights == "bf16" else self.weights
+        return Storage(cache_dtype=self.cache, weights=weights)  # type: ignore[arg-type]
 
     @property
-    def precision(self) -> str:
+    def precision(self) -> Precision | Literal[""]:
         """The dtype of matrix products, "" for that of the state."""
-        return WEIGHT_DTYPES[self.weights].precision
+        return WEIGHT_DTYPES[self.weights]
 
 
 TRIED = ("bf16", "int8", "fp8")
@@ -66,14 +52,14 @@ def stored_dtypes(
     Raises InputError for a dtype that is not known, or that needs products which the chip lacks.
     """
     has = chip.peak_flops if chip and chip.peak_flops else {"fp8": 1.0, "fp4": 1.0}
-    for name in (*weights, *caches):
-        if name in ("fp8", "fp4") and name not in has:
-            raise InputError(f"{name} is for chips with products in {name}, which {chip and chip.name} has not.")
     tried = [name for name in TRIED if name != "fp8" or name in has]
     chosen = [
         _known(given or [name for name in tried if name in options], options, what)
         for given, options, what in ((weights, WEIGHT_DTYPES, "weights"), (caches, SERVED_CACHES, "KV caches"))
     ]
+    for name in (*weights, *caches):
+        if name in ("fp8", "fp4") and name not in has:
+            raise InputError(f"{name} is for chips with products in {name}, and {chip and chip.name} has none.")
     return tuple(StoredDtypes(one, other) for one in chosen[0] for other in chosen[1])
 
 
