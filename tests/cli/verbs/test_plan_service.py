@@ -1,6 +1,7 @@
 """`meshwright plan --serve`: the table, what the best consists of, JSON, pictures, and what it refuses."""
 
 import csv
+import re
 from io import StringIO
 
 import pytest
@@ -75,7 +76,7 @@ def test_experts(call):
         (2, ("--prefix-hits", "1"), "service.prefix_share=1 must be a share, at least 0 and below 1."),
         (2, ("--batch", "4Mi"), "--batch is for plans of training. Leave it out with --serve."),
         (2, ("--why-not", "tensor=4"), "--why-not is for plans of training."),
-        (2, ("-o", "plan.toml"), "-o is for plans of training."),
+        (2, ("-o", "."), "cannot write the plan to .: "),
         (2, ("--set", "model.max_positions=4096"), "a prompt of 8,192 tokens is longer than the 4,096 positions"),
         (2, ("--set", "strategy.remat=full"), "there is no section 'strategy' here."),
         (2, ("--top", "0"), "--top '0' is below 1."),
@@ -106,3 +107,44 @@ def test_the_first_plan_under_load(call):
     assert 0 < found["ttft"]["p50"] <= found["ttft"]["p90"] <= found["ttft"]["p99"]
     assert 0 < found["tpot"]["mean"] < 0.1
     call(*asked, "--simulate", "20s").assert_refused(2, "--simulate needs --rate")
+
+
+@pytest.fixture
+def written(call):
+    """The name of a service file with both phases on the same chips."""
+    said = call(*SERVE[:2], "--on", "h100:8x1", *SERVE[4:], "--tpot", "100ms", "-o", "service.toml")
+    assert (said.code, said.err) == (0, "wrote service.toml\n")
+    return "service.toml"
+
+
+def test_a_service_is_explained(call, written):
+    said = call("explain", written)
+    assert (said.code, said.err) == (0, "")
+    assert all(len(line) <= 80 for line in said.out.splitlines())
+    assert "o[B, T, N_tensor, H] = cached_attention(" in said.words
+    assert "requests/s G x B / (output x TPOT + t_prompt) = " in said.words
+    found = said.printed("json").json
+    assert found["decode"]["pool"]["step_s"] == pytest.approx(found["decode"]["step_s"])
+    figures = {one["name"]: one["value"] for one in found["formulas"]}
+    assert figures["TPOT"] == pytest.approx(found["plan"]["tpot_s"])
+    assert "AllReduce_tensor" in said.printed("csv").out
+
+
+def test_an_edited_service_says_what_it_now_predicts(call, written, tmp_path):
+    path = tmp_path / written
+    text = path.read_text()
+    assert text.count("\nbatch_seqs = ") == 2
+    path.write_text(text.replace("\nbatch_seqs = ", "\nbatch_seqs = 1\n# was ", 1))
+    said = call("explain", written)
+    assert said.code == 0
+    assert "is not as meshwright wrote it" in said.err
+    assert re.search(r"predicts TPOT .*, now .*: it was changed by hand", said.err)
+    path.write_text(text)
+    call("explain", written, "--batch", "8seq").assert_refused(2, "says all of a service; leave --batch out")
+    path.write_text(text.partition("\n")[2].replace("version = 1", "version = 2"))
+    call("explain", written).assert_refused(2, "plan version 2 is not known; this meshwright reads version 1.")
+
+
+@pytest.mark.parametrize("verb", ["train", "profile"])
+def test_services_are_not_trained(call, written, verb):
+    call(verb, written).assert_refused(2, "this is the plan of a service, and one of training is needed here.")

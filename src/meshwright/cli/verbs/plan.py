@@ -10,7 +10,7 @@ import msgspec
 
 from meshwright.api.rates import rates_for
 from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with_fields
-from meshwright.cli.output import format_range, say, width
+from meshwright.cli.output import format_range, save_to, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
 from meshwright.cli.verb import Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
 from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer, overlap_words
@@ -123,7 +123,7 @@ def command(given: Given) -> Answer:
         result, table = _verified(result)
         parts.append(Answer({"verified": table}, []))
     if given.out:
-        _save(result, given.out)
+        save_to(given.out, lambda path: save_plan(result.plan(), path))
     if given.pareto or (given.png and not given.breakdown):
         parts.append(frontier_answer(result, png=None if given.breakdown else given.png))
     if given.breakdown:
@@ -182,16 +182,6 @@ def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:
         how = "compile for emulated CPU devices, which shows nothing of their memory"
     note = f"{len(kept)} of {len(found)} strategies {how}"
     return msgspec.structs.replace(result, strategies=tuple(kept), notes=(*result.notes, note)), found
-
-
-def _save(result: PlanResult, out: Path) -> None:
-    try:
-        save_plan(result.plan(), out)
-    except OSError as error:
-        raise InputError(
-            f"cannot write the plan to {out}: {error.strerror}. Name a file in a folder of yours."
-        ) from None
-    say(f"wrote {out}")
 
 
 def plan_text(result: PlanResult) -> Iterator[Piece]:

@@ -8,9 +8,10 @@ import msgspec
 from meshwright.api.rates import rates_for
 from meshwright.batching.record import ServingSummary
 from meshwright.cli.fields import parse_fields, with_fields
-from meshwright.cli.output import three_digits
+from meshwright.cli.output import save_to, three_digits
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
 from meshwright.plan.serving.service import Service
@@ -28,7 +29,6 @@ OF_TRAINING = {
     "seq_len": "--seq",
     "tokens": "--tokens",
     "collective_matmul": "--collective-matmul",
-    "out": "-o",
     "full": "--full",
     "breakdown": "--breakdown",
     "why_nots": "--why-not",
@@ -66,6 +66,8 @@ def service_answer(given: Any) -> Answer:
     assumed = with_fields(setting.assumptions, "assumptions", fields["assumptions"])
     setting = msgspec.structs.replace(setting, assumptions=assumed)
     result = plan_service(setting, service, stored=stored, axes=given.axes, pareto=given.pareto)
+    if given.out:
+        save_to(given.out, lambda path: save_service(service_file(result, result.plans[0]), path))
     facts, under_load = result.to_json(), None
     if given.simulate:
         if given.rate is None:
@@ -111,13 +113,13 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
     yield (
         f"serving {result.setting.model.name} on {cluster.short_name} ({cluster.num_chips:,} "
         f"chip{'s' * (cluster.num_chips > 1)}): {service.prompt_len:,} tokens of prompt{known}, "
-        f"{service.output_len:,} of output{_target_words(service)}"
+        f"{service.output_len:,} of output{target_words(service)}"
     )
     listed = result.listed(top)
     loaded = service.requests_per_s is not None
     first = "best first" if not result.is_frontier else "fewest chips first" if loaded else "most tokens first"
     columns: TableColumns = {
-        f"engines, {first}": lambda plan: "\n".join(_engine_lines(plan)),
+        f"engines, {first}": lambda plan: "\n".join(engine_lines(plan)),
         "TTFT": ("ttft_s", format_seconds),
         "TPOT": ("tpot_s", format_seconds),
         "chips" if loaded else "tok/s": (
@@ -166,7 +168,7 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
         yield Fact(
             "all in bf16",
             f"the best {made} at TPOT {format_seconds(other.tpot_s)}: "
-            f"{', '.join(line.strip() for line in _engine_lines(other))}",
+            f"{', '.join(line.strip() for line in engine_lines(other))}",
         )
 
 
@@ -180,7 +182,7 @@ def _step_words(pool: EnginePool) -> str:
     return f"{format_seconds(pool.step_s)} ({said}, each by itself)"
 
 
-def _engine_lines(plan: ServicePlan) -> list[str]:
+def engine_lines(plan: ServicePlan) -> list[str]:
     """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
     own, other = plan.generate, plan.prefill
     dtypes = StoredDtypes(plan.weights, plan.cache).words
@@ -188,7 +190,7 @@ def _engine_lines(plan: ServicePlan) -> list[str]:
     return lines + [f"  prefill on {other.num_engines} x {short_mesh(other.strategy.mesh)}"] * plan.has_pools
 
 
-def _target_words(service: Service) -> str:
+def target_words(service: Service) -> str:
     targets: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s}
     said = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
     said += [f"{service.requests_per_s:,.10g} requests/s"] if service.requests_per_s is not None else []
@@ -203,7 +205,7 @@ def _frontier_figure(result: ServiceResult) -> Figure:
         x_title="time per output token (ms)",
         y_title="output tokens per second and chip",
         title=f"{result.setting.model.name} on {cluster.short_name}: services that nothing beats",
-        subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{_target_words(service)}",
+        subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{target_words(service)}",
     )
 
 

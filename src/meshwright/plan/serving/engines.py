@@ -19,6 +19,7 @@ from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import PricedStep
+from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
 from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
@@ -207,7 +208,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
             dtypes=np.zeros(len(rows), dtype=np.int64),
             batch=batch,
             step_s=np.broadcast_to(step.seconds.step_s, len(rows)),
-            bounds_s=_bounds_s(step, len(rows)),
+            bounds_s=bounds_s(step, len(rows)),
             memory=memory,
         )
 
@@ -269,7 +270,13 @@ def _largest(need: np.ndarray, powers: np.ndarray, room: float) -> np.ndarray:
     return np.where(fits[:, 0], np.maximum(found, powers[last]), 0).astype(np.int64)
 
 
-def _bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
+def loads(cost: StepCost) -> str:
+    """Returns which of `BOUNDS` the seconds of a local step's memory traffic count as."""
+    kind = kind_of(cost.step)
+    return "KV" if kind.group == "attention" else "parameters" if kind.is_einsum else "other"
+
+
+def bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
     """Returns the seconds of each of `BOUNDS` by itself."""
     found: dict[str, Number] = dict.fromkeys(BOUNDS, 0.0)
     found["stragglers"] = step.times.straggler_s + step.seconds.step_s * (1 - 1 / np.asarray(step.times.slowdown))
@@ -277,9 +284,7 @@ def _bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
         if cost.step.is_collective:
             found["network"] = found["network"] + cost.network_s * cost.here
             continue
-        kind = kind_of(cost.step)
-        loads = "KV" if kind.group == "attention" else "parameters" if kind.is_einsum else "other"
-        found[loads] = found[loads] + cost.hbm_s * cost.here
+        found[loads(cost)] = found[loads(cost)] + cost.hbm_s * cost.here
         found["FLOPs"] = found["FLOPs"] + cost.math_s * cost.here
         found["other"] = found["other"] + cost.launch_s * cost.here
     return {name: np.broadcast_to(np.asarray(value, dtype=float), count) for name, value in found.items()}

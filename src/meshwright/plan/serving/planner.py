@@ -80,7 +80,7 @@ def plan_service(
         num_services=len(found),
         num_meeting=int(found.meets(service).sum()),
         frontiers={one.words: _points(found, frontier(found, some)) for one, some in groups.items() if len(some)},
-        notes=tuple(_notes(setting, service, chosen)),
+        notes=tuple(service_notes(setting, service, chosen)),
     )
 
 
@@ -162,10 +162,10 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
     )
 
 
-def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -> Iterator[str]:
+def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -> Iterator[str]:
+    """Yields the conventions behind the numbers."""
     mixing = setting.rates.efficiency.mixing
     mixed = ", which are not cut into chunks" if mixing == 1 else f", {mixing:.0%} of each as chunks beside steps"
-    """Yields the conventions behind the numbers."""
     model, cluster, price = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
     yield (

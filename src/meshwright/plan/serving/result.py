@@ -13,7 +13,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import Strategy
 
 
-class EnginePool(msgspec.Struct, frozen=True, kw_only=True):
+class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``num_engines`` equal engines and one step of each: ``batch_seqs`` sequences in ``step_s`` seconds.
 
     ``bounds_s`` are the seconds of each part of the step by itself, ``bound_by`` is the longest; ``memory`` is in bytes
@@ -42,21 +42,15 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True):
         return {**found, **more, "bounds_s": self.bounds_s, "memory": self.memory}
 
 
-class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to serve; see `plan.serving.search` for the formulas.
+class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The figures of one way to serve; see `plan.serving.search` for the formulas.
 
-    ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a pool of their own if
-    the plan ``has_pools``. ``tpot_s`` is in the steady state, ``ttft_s`` at low load. The engines could serve
-    ``requests_per_s``; the other figures count ``served_per_s``, at most the load, and ``num_chips``, which are paid
-    for. Dollars are None without a price: of a million input tokens those of prefill, of
-    a million output tokens those of generation; chips that are idle count with both alike.
+    ``tpot_s`` is in the steady state, ``ttft_s`` at low load. The engines could serve ``requests_per_s``; the other
+    figures count ``served_per_s``, at most the load, and ``num_chips``, which are paid for. Dollars are None without a
+    price: of a million input tokens those of prefill, of a million output tokens those of generation; chips that are
+    idle count with both alike.
     """
 
-    has_pools: bool
-    weights: str
-    cache: str
-    generate: EnginePool
-    prefill: EnginePool
     ttft_s: float
     tpot_s: float
     transfer_s: float
@@ -65,8 +59,19 @@ class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_chip: float
     num_chips: int
     free_bytes: float
-    usd_per_m_input: float | None
-    usd_per_m_output: float | None
+    usd_per_m_input: float | None = None
+    usd_per_m_output: float | None = None
+
+
+class ServicePlan(ServiceFigures, frozen=True, kw_only=True):
+    """One way to serve. ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a
+    pool of their own if the plan ``has_pools``. ``weights`` and ``cache`` are the dtypes in which these are stored."""
+
+    has_pools: bool
+    weights: str
+    cache: str
+    generate: EnginePool
+    prefill: EnginePool
 
     @property
     def bound_by(self) -> str:
