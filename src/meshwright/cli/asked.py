@@ -119,7 +119,7 @@ def service_of(given: PlanOptions) -> ServiceFile | None:
 
     Raises InputError for options that would change it.
     """
-    if not given.what.endswith(".toml") or not is_service_file(given.what):
+    if not is_service_file(given.what):
         return None
     options: dict[str, Any] = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
     options |= {"--set": given.pairs, "--calibration": given.calibration}

@@ -133,8 +133,8 @@ def parse_service(text: str, *, path: str = "<text>") -> ServiceFile:
 
 
 def is_service_file(path: Path | str) -> bool:
-    """True if a TOML file has the table of a service."""
-    return SERVICE in read_toml(Path(path)).data
+    """True if this is a TOML file with the table of a service."""
+    return str(path).endswith(".toml") and Path(path).is_file() and SERVICE in read_toml(Path(path)).data
 
 
 def _decode(file: TomlFile) -> ServiceFile:
