@@ -221,9 +221,10 @@ def test_both_steps_of_a_service(call, monkeypatch):
     ]  # fmt: skip
     assert set(said.printed("json").json) == {"decode", "prefill"}
     phases = []
-    monkeypatch.setattr(verify, "prove_service", lambda file, asked, options: phases.append(asked) or {})
-    for step in ("generate", "decode", "prefill"):
-        assert call("verify", "service.toml", "--step", step).code == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(verify, "prove_service", lambda file, asked, options: phases.append(asked) or {})
+        for step in ("generate", "decode", "prefill"):
+            assert call("verify", "service.toml", "--step", step).code == 0
     assert phases == [("decode",), ("decode",), ("prefill",)]
     for more in (("--step", "train"), ("--weights", "int8")):
         call("verify", "service.toml", *more).assert_refused(2, "service.toml says how a service is stored")
