@@ -75,7 +75,14 @@ def test_experts(call):
         (2, ("--rate", "20/day"), "--rate '20/day' is not a rate of requests. Write for example 20/s"),
         (2, ("--prefix-hits", "1"), "service.prefix_share=1 must be a share, at least 0 and below 1."),
         (2, ("--batch", "4Mi"), "--batch is for plans of training. Leave it out with --serve."),
-        (2, ("--why-not", "tensor=4"), "--why-not is for plans of training."),
+        (2, ("--why-not", "data=4"), "data is nothing that a service chooses. Known: batch, context, expert"),
+        (2, ("--why-not", "batch=many"), "--why-not batch=many: give a size, such as tensor=4."),
+        (2, ("--why-not", "pools=1"), "--why-not pools=1: give true or false."),
+        (2, ("--what-if", "chip.speed=2x"), "'chip.speed' cannot be changed."),
+        (2, ("--what-if", "chip.hbm=2"), "is not a factor from 0.001x to 1000x."),
+        (2, ("--what-if", "batch=2x"), "--what-if batch: services have none."),
+        (2, ("--what-if", "service.length=4"), "service.length is not a field."),
+        (2, ("--what-if", "service.tpot_s=soon"), "--what-if service.tpot_s 'soon'"),
         (2, ("-o", "."), "cannot write the plan to .: "),
         (2, ("--set", "model.max_positions=4096"), "a prompt of 8,192 tokens is longer than the 4,096 positions"),
         (2, ("--set", "strategy.remat=full"), "there is no section 'strategy' here."),
@@ -148,3 +155,32 @@ def test_an_edited_service_says_what_it_now_predicts(call, written, tmp_path):
 @pytest.mark.parametrize("verb", ["train", "profile"])
 def test_services_are_not_trained(call, written, verb):
     call(verb, written).assert_refused(2, "this is the plan of a service, and one of training is needed here.")
+
+
+def test_why_not(call):
+    questions = ("tensor=16", "batch=1024,tensor=8", "weights=bf16", "batch=33,tensor=8", "tensor=5")
+    said = call(*SERVE, "--tpot", "30ms", *(part for one in questions for part in ("--why-not", one)), "--top", "1")
+    found = said.printed("json").json["why_not"]
+    assert [bool(one["refusal"]) for one in found] == [False, True, False, True, True]
+    assert all(len(line) <= 80 for line in said.out.splitlines())
+    assert "Why not batch 1024, tensor 8 refused with batch 1,024 the leanest such engine (8 chips) needs" in said.words
+    assert "it fits, but batches are powers of two and the largest that fits. Ask for batch=" in said.words
+    assert "chip-time of a token first here" in said.words
+    assert "fewer than the first" in said.words
+
+
+def test_what_if(call):
+    asked = ("chip.hbm=2x", "service.prompt_len=16Ki,model.num_kv_heads=4", "service.tpot_s=1ms", "chips=0.5x")
+    said = call(*SERVE, "--tpot", "30ms", "--set", "model.max_positions=32768", "--top", "1",
+                *(part for one in asked for part in ("--what-if", one)))  # fmt: skip
+    faster, longer, none, half = said.printed("json").json["what_if"]
+    assert faster["changed"] == ["chip.hbm 2x: 819 GB/s -> 1.64 TB/s"]
+    assert faster["then"]["tokens_per_s_per_chip"] > 1.1 * faster["now"]["tokens_per_s_per_chip"]
+    assert longer["changed"] == ["model.num_kv_heads: 8 -> 4", "service.prompt_len: 8192 -> 16384"]
+    assert longer["then"]["ttft_s"] > longer["now"]["ttft_s"]
+    assert none["then"] is None
+    assert "nothing serves" in said.words
+    assert "none meets TPOT 1 ms" in none["note"]
+    assert half["then"]["num_chips"] == 128
+    now, then = (faster[name]["tokens_per_s_per_chip"] for name in ("now", "then"))
+    assert f"in all {then / now:.3g} times the output tokens per second and chip" in said.words

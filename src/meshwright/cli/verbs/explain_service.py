@@ -7,8 +7,7 @@ import msgspec
 
 from meshwright.cli.output import say
 from meshwright.cli.verbs.explain_text import TERMS, algorithm_text
-from meshwright.cli.verbs.plan_service import engine_lines, target_words
-from meshwright.cli.verbs.plan_words import placement_words
+from meshwright.cli.verbs.plan_words import engine_lines, placement_words, target_words
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.plan.serving.file import ServiceFile
 from meshwright.plan.serving.planner import service_notes

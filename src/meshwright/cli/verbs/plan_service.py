@@ -1,28 +1,31 @@
 """The answer of `plan --serve`: the ways to serve a model on a cluster."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from meshwright.api.rates import rates_for
 from meshwright.batching.record import ServingSummary
-from meshwright.cli.fields import parse_fields, with_fields
+from meshwright.cli.fields import field_value, parse_fields, split_pairs, with_fields
 from meshwright.cli.output import save_to, three_digits
-from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_seconds
+from meshwright.cli.verbs.plan_questions import parse_why_not
+from meshwright.cli.verbs.plan_words import engine_lines, target_words
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes, format_seconds, parse_count
 from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
-from meshwright.plan.serving.service import Service
-from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.plan.serving.service import Service, parse_load, parse_target
+from meshwright.plan.serving.storing import stored_dtypes
+from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
+from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
+from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table, TableColumns
 from meshwright.report.curves import curves_figure
 from meshwright.report.figure import Figure
 from meshwright.simulate.service import simulate_service
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.strategy import short_mesh
 
 OF_TRAINING = {
     "batch": "--batch",
@@ -31,8 +34,6 @@ OF_TRAINING = {
     "collective_matmul": "--collective-matmul",
     "full": "--full",
     "breakdown": "--breakdown",
-    "why_nots": "--why-not",
-    "what_ifs": "--what-if",
     "verify": "--verify",
     "recipe": "--recipe",
 }
@@ -74,9 +75,15 @@ def service_answer(given: Any) -> Answer:
             raise InputError("--simulate needs --rate, the requests that arrive. Write --rate 10/s.")
         under_load = simulate_service(result, result.plans[0], duration_s=given.simulate, requests_per_s=given.rate)
         facts["simulated"] = msgspec.to_builtins(under_load)
+    parts = [*service_text(result, given.top), *(_load_text(under_load, given) if under_load else ())]
+    if told := [why_not_service(result, parse_why_not(text)) for text in given.why_nots]:
+        facts["why_not"] = told
+        parts += [piece for one in told for piece in _why_not_text(result, one)]
+    for changed in [_changed(result, text) for text in given.what_ifs]:
+        facts.setdefault("what_if", []).append(changed.facts)
+        parts += changed.pieces
     rows = [{name: value for name, value in plan.items() if not isinstance(value, dict)} for plan in facts["plans"]]
-    text = [*service_text(result, given.top), *(_load_text(under_load, given) if under_load else ())]
-    return Answer(facts, text, {given.png: lambda: _frontier_figure(result)}, [rows])
+    return Answer(facts, parts, {given.png: lambda: _frontier_figure(result)}, [rows])
 
 
 def _load_text(found: ServingSummary, given: Any) -> Iterator[Piece]:
@@ -118,18 +125,7 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
     listed = result.listed(top)
     loaded = service.requests_per_s is not None
     first = "best first" if not result.is_frontier else "fewest chips first" if loaded else "most tokens first"
-    columns: TableColumns = {
-        f"engines, {first}": lambda plan: "\n".join(engine_lines(plan)),
-        "TTFT": ("ttft_s", format_seconds),
-        "TPOT": ("tpot_s", format_seconds),
-        "chips" if loaded else "tok/s": (
-            ("num_chips", "{:,}".format) if loaded else ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
-        ),
-        "$/M in": ("usd_per_m_input", _usd, "usd_per_m_input"),
-        "$/M out": ("usd_per_m_output", _usd, "usd_per_m_output"),
-        "bound by": "bound_by",
-    }
-    yield Table.of(listed, columns).known()
+    yield Table.of(listed, _columns(f"engines, {first}", service)).known()
     if result.is_frontier:
         left = len(result.plans) - len(listed)
         more = f"; {left} more of them are in --json" * bool(left)
@@ -142,6 +138,21 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
         else f"{result.num_services:,} ways to serve fit in memory",
     )
     yield from result.notes
+
+
+def _columns(first: str, service: Service) -> TableColumns:
+    """Returns the columns of plans; ``first`` is the title of the first."""
+    made = ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
+    loaded = service.requests_per_s is not None
+    return {
+        first: lambda plan: "\n".join(engine_lines(plan)),
+        "TTFT": ("ttft_s", format_seconds),
+        "TPOT": ("tpot_s", format_seconds),
+        "chips" if loaded else "tok/s": ("num_chips", "{:,}".format) if loaded else made,
+        "$/M in": ("usd_per_m_input", _usd, "usd_per_m_input"),
+        "$/M out": ("usd_per_m_output", _usd, "usd_per_m_output"),
+        "bound by": "bound_by",
+    }
 
 
 def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
@@ -182,21 +193,6 @@ def _step_words(pool: EnginePool) -> str:
     return f"{format_seconds(pool.step_s)} ({said}, each by itself)"
 
 
-def engine_lines(plan: ServicePlan) -> list[str]:
-    """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
-    own, other = plan.generate, plan.prefill
-    dtypes = StoredDtypes(plan.weights, plan.cache).words
-    lines = [f"{own.num_engines} x {short_mesh(own.strategy.mesh)}, batch {own.batch_seqs:,}", f"  {dtypes}"]
-    return lines + [f"  prefill on {other.num_engines} x {short_mesh(other.strategy.mesh)}"] * plan.has_pools
-
-
-def target_words(service: Service) -> str:
-    targets: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s}
-    said = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
-    said += [f"{service.requests_per_s:,.10g} requests/s"] if service.requests_per_s is not None else []
-    return f"; {', '.join(said)}" if said else ""
-
-
 def _frontier_figure(result: ServiceResult) -> Figure:
     curves = {name: [(1e3 * x, y) for x, y in points] for name, points in result.frontiers.items()}
     service, cluster = result.service, result.setting.cluster
@@ -211,3 +207,97 @@ def _frontier_figure(result: ServiceResult) -> Figure:
 
 def _usd(dollars: float) -> str:
     return f"{dollars:.3g}" if dollars < 100 else f"{dollars:,.0f}"
+
+
+# -- questions --------------------------------------------------------------------------------------------
+
+
+def _why_not_text(result: ServiceResult, told: ServiceWhyNot) -> Iterator[Piece]:
+    """Yields why an engine is refused, or its best service beside the first and what takes the time of its chips."""
+    yield ""
+    yield f"Why not {', '.join(f'{name} {str(value).lower()}' for name, value in told.asked.items())}"
+    if told.plan is None:
+        yield Fact("  refused", told.refusal)
+        return
+    first, best = result.plans[0], told.plan
+    yield Fact("  best with it", ", ".join(line.strip() for line in engine_lines(best)))
+    figures = {"TTFT": (best.ttft_s, result.service.ttft_s), "TPOT": (best.tpot_s, result.service.tpot_s)}
+    for name, times in told.misses.items():
+        if name in figures:
+            here, target = (format_seconds(seconds or 0.0) for seconds in figures[name])
+            yield Fact(f"  misses {name}", f"{here}, {times - 1:.1%} above {target}")
+        else:
+            yield Fact(
+                "  misses the load", f"it needs {best.num_chips:,} chips of {result.setting.cluster.num_chips:,}"
+            )
+    if best == first:
+        yield Fact("", "that is the first plan itself")
+        return
+    ratio = best.tokens_per_s_per_chip / first.tokens_per_s_per_chip - 1
+    yield Fact(
+        "  output",
+        f"{three_digits(best.tokens_per_s_per_chip)} tok/s per chip, {abs(ratio):.1%} "
+        f"{'more' if ratio > 0 else 'fewer'} than the first",
+    )
+    for name, field in (("TPOT", "tpot_s"), ("TTFT", "ttft_s")):
+        here, other = (format_seconds(getattr(one, field)) for one in (best, first))
+        yield Fact(f"  {name}", f"{here}, the first's is {other}")
+    rows = [(f"  {name}", *pair) for name, pair in told.chip_s.items()]
+    shown = [Heading(name, format_seconds) for name in ("first", "here")]
+    yield Table([Heading("  chip-time of a token", None, "part"), *shown], rows)
+
+
+def _changed(result: ServiceResult, text: str) -> Answer:
+    """Returns the first plan now and with what ``text`` changes, side by side: factors of the chip, links and cluster
+    (chip.hbm=2x), fields of the model and of the service (service.prompt_len=32Ki)."""
+    factors, fields = {}, {"model": {}, "service": {}}  # type: ignore[var-annotated]
+    for name, value in split_pairs(text, "name=value. Write for example chip.hbm=2x", what="--what-if").items():
+        section, _, field = name.partition(".")
+        if section in fields:
+            now = getattr(getattr(result.setting, section, result.service), field, None)
+            fields[section][field] = _field_of(name, value, now)
+        elif name in ("batch", "seq"):
+            raise InputError(f"--what-if {name}: services have none. Change service.prompt_len or service.output_len.")
+        else:
+            factors |= parse_what_if(f"{name}={value}")
+    setting, words = changed_setting(result.setting, factors)
+    setting = msgspec.structs.replace(setting, model=with_fields(setting.model, "model", fields["model"]))
+    service = with_fields(result.service, "service", fields["service"])
+    for section, before in (("model", result.setting.model), ("service", result.service)):
+        words += tuple(f"{section}.{name}: {getattr(before, name)} -> {new}" for name, new in fields[section].items())
+    facts: dict[str, Any] = {
+        "asked": text,
+        "changed": words,
+        "now": result.plans[0].to_json(),
+        "then": None,
+        "note": "",
+    }
+    said: list[Piece] = ["", *(Paragraph(f"{'    and' if n else 'What if'} {one}", 10) for n, one in enumerate(words))]
+    try:
+        then = plan_service(setting, service, stored=result.stored, axes=result.axes, pareto=result.is_frontier).plans[
+            0
+        ]
+    except CannotRunError as error:
+        return Answer({**facts, "note": str(error)}, [*said, Fact("  nothing serves", str(error))])
+    both = [result.plans[0], then]
+    table = Table.of(both, _columns("engines", service)).known()
+    rows = [[f"  {name}", *row] for name, row in zip(("now", "then"), table.rows, strict=True)]
+    made = then.tokens_per_s_per_chip / both[0].tokens_per_s_per_chip
+    said += [
+        Table([Heading("", None, "plan"), *table.columns], rows),
+        Fact("  in all", f"{three_digits(made)} times the output tokens per second and chip"),
+    ]
+    return Answer({**facts, "then": then.to_json()}, said)
+
+
+def _field_of(name: str, text: str, now: Any) -> Any:
+    """Returns the new value of a field: a factor of the present number (2x), a time, a load, a count, or TOML."""
+    what, field = f"--what-if {name}", name.rpartition(".")[2]
+    if text.endswith("x") and isinstance(now, int | float):
+        (factor,) = parse_what_if(f"chip.flops={text}").values()
+        return round(now * factor) if isinstance(now, int) else now * factor
+    if field in ("ttft_s", "tpot_s"):
+        return parse_target(text, what=what)
+    if field == "requests_per_s":
+        return parse_load(text, what=what)
+    return parse_count(text, what=what) if text[:1].isdigit() and text[-1:] in "ikMB" else field_value(text)

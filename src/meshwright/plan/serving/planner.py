@@ -62,7 +62,7 @@ def plan_service(
     chosen = tuple(stored) or stored_dtypes(chip=setting.cluster.chip)
     priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), chosen)
     if not len(priced.decode) or not len(found := all_services(priced, service, setting.model)):
-        raise CannotRunError(_does_not_fit(setting, service, priced))
+        raise CannotRunError(does_not_fit(setting, service, priced))
     order = ranked(found, service)
     if not len(order):
         raise CannotRunError(_misses(setting, service, found))
@@ -74,6 +74,8 @@ def plan_service(
     return ServiceResult(
         setting=setting,
         service=service,
+        stored=chosen,
+        axes=dict(axes or {}),
         plans=tuple(service_plan(priced, found, number, service) for number in kept),
         is_frontier=is_frontier,
         as_written=service_plan(priced, found, published[0], service) if len(published) else None,
@@ -120,7 +122,7 @@ def _points(found: Services, chosen: np.ndarray) -> tuple[tuple[float, float], .
 # -- what is said ---------------------------------------------------------------------------------------
 
 
-def _does_not_fit(setting: Setting, service: Service, priced: PricedFleet) -> str:
+def does_not_fit(setting: Setting, service: Service, priced: PricedFleet) -> str:
     """Says how much memory the leanest engine needs; of memory alone, not of targets."""
     cluster, margin = setting.cluster, setting.memory_margin
     what = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"

@@ -1,5 +1,6 @@
 """The plans of a service as data and as JSON."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from meshwright.cost.setting import Setting
 from meshwright.plan.serving.engines import PricedFleet, Steps
 from meshwright.plan.serving.search import Services
 from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import Strategy
 
@@ -89,11 +91,14 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``as_written`` is the best plan with weights and caches in bfloat16, None if none was asked for or fits the targets.
     Of ``num_services`` that fit in memory ``num_meeting`` meet the targets. ``frontiers`` has for each pair of dtypes
-    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both.
+    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both. ``stored`` and
+    ``axes`` are the dtypes and sizes that it was planned with.
     """
 
     setting: Setting
     service: Service
+    stored: tuple[StoredDtypes, ...]
+    axes: Mapping[str, int]
     plans: tuple[ServicePlan, ...]
     is_frontier: bool
     as_written: ServicePlan | None
