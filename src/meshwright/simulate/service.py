@@ -120,8 +120,7 @@ def simulate_service(
     per_token_s = plan.transfer_s / service.prompt_len
     record = simulate_disaggregated(
         traffic,
-        prefill=replicas(plan.prefill, decodes=False),
-        decode=replicas(plan.generate),
+        (replicas(plan.prefill, decodes=False), replicas(plan.generate)),
         transfer_s=lambda n: n * per_token_s,
     )
     return record.summary(targets)
