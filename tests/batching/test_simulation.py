@@ -160,7 +160,7 @@ def test_a_client_does_not_send_what_has_not_arrived():
         traffic_of([0.0, 0.5, 9.0], 4, 2), ReplicaPool(limits=bounds, clock=SECOND), concurrency=1
     )  # fmt: skip
     assert record.traffic.arrival_s.tolist() == [0.0, 2.0, 9.0]
-    with pytest.raises(InputError, match="concurrency is 0. Give a client"):
+    with pytest.raises(InputError, match=r"concurrency is 0\. Give a client"):
         simulate(made := traffic_of([0.0], 4, 2), ReplicaPool(limits=bounds, clock=SECOND), concurrency=len(made) - 1)
 
 

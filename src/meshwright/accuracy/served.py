@@ -65,13 +65,18 @@ MEMORY_SHARE = 0.9
 class ServedCase(msgspec.Struct, frozen=True, kw_only=True):
     """One record: its prefill of one prompt on each replica of attention, its decode step, and what was measured.
 
-    A replica of attention serves ``batch`` sequences at a time.
+    A replica of attention serves ``batch`` sequences at a time, has ``room`` for so many, and gets the requests of
+    ``clients``: the record's concurrency over its replicas.
     """
 
     record: Record
     prefill: Case
     decode: Case
     batch: float
+    room: int
+    clients: int
+    replicas: int
+    prompt_len: int
     output_len: int
 
     @property
@@ -132,7 +137,7 @@ def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, A
         return found
 
     seconds = {
-        "served": held_out(folds_of([_configuration(case) for case in cases])),
+        "served": held_out(folds_of([configuration(case) for case in cases])),
         "served-chips": held_out(np.array([case.chip.name for case in cases])),
         "served-engines": held_out(np.array([case.record.backend for case in cases])),
     }
@@ -155,7 +160,7 @@ def _calibrations(cases: Sequence[Case], numbers: Mapping[str, float]) -> dict[s
     return calibrations(cases, generation_numbers().numbers | CONSTANTS | dict(numbers))
 
 
-def _configuration(case: ServedCase) -> tuple[Any, ...]:
+def configuration(case: ServedCase) -> tuple[Any, ...]:
     """Returns a key that is equal for near duplicates: all lengths and batches of one engine on the same devices."""
     record, mesh = case.record, case.decode.strategy.mesh
     return (record.group, case.decode.setting.model.name, case.chip.name, tuple(mesh.values()), record.precision)
@@ -168,7 +173,7 @@ def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tup
     for record in records:
         case = served_case(record)
         if isinstance(case, ServedCase):
-            key = (*_configuration(case), case.batch, record.isl, record.osl, record.measured)
+            key = (*configuration(case), case.batch, record.isl, record.osl, record.measured)
             if key in seen:
                 case = Unpredicted(record=record, reason="the measurement is listed twice")
             seen.add(key)
@@ -225,7 +230,8 @@ def _served(record: Record) -> ServedCase:
     fits = sequences_that_fit(at, strategy, replicas=replicas)
     if fits < 1:
         raise InputError("weights and one sequence do not fit the devices that are listed")
-    total = min(max(1, round(record.concurrency or record.global_batch_seqs or 1)), fits * replicas)
+    asked = max(1, round(record.concurrency or record.global_batch_seqs or 1))
+    total = min(asked, fits * replicas)
 
     def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
         job = Job(kind=kind, batch_seqs=batch_seqs, seq_len=seq_len)
@@ -241,6 +247,10 @@ def _served(record: Record) -> ServedCase:
         prefill=case("prefill", replicas, prompt),
         decode=case("decode", max(total, replicas), prompt + output // 2),
         batch=max(total / replicas, 1.0),
+        room=fits,
+        clients=max(round(asked / replicas), 1),
+        replicas=replicas,
+        prompt_len=prompt,
         output_len=output,
     )
 

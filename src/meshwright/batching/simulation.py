@@ -113,8 +113,12 @@ def _run(
                 coming[number] = whole
             if not request.prefilled:
                 send(now_s)
+            planned_s = replicas[at].end_s
             replicas[at].submit(request, now_s)
-            heappush(events, (now_s, 2, at) if replicas[at].end_s == inf else (replicas[at].end_s, 0, at))
+            if planned_s == inf:
+                heappush(events, (now_s, 2, at))
+            elif replicas[at].end_s < planned_s:
+                heappush(events, (replicas[at].end_s, 0, at))
         elif kind == 2:
             if replicas[number].end_s == inf and replicas[number].begin(now_s):
                 heappush(events, (replicas[number].end_s, 0, number))
@@ -161,7 +165,7 @@ def simulate(
 
     A client has at most ``concurrency`` requests on their way: the next one is sent when one ends, if it has arrived,
     and its arrival in the record is when it is sent. ``most_jump=1`` takes every step by itself, with the same result.
-    ``spans`` keeps who held which slot, for small simulations. Raises InputError for bounds or requests that cannot run.
+    ``spans`` keeps who held which slot, for small simulations. Raises InputError for what cannot run.
     """
     return _run(traffic, [pool], concurrency=concurrency, transfer_s=float, most_jump=most_jump, spans=spans)
 
