@@ -57,7 +57,8 @@ def queued_times(cases: Sequence[ServedCase], calibrations: Sequence[Mapping[str
 def client_traffic(case: ServedCase) -> RequestTraffic:
     """Returns the requests that one replica of attention gets, all there from the start."""
     generator, count = np.random.default_rng(0), REQUESTS * case.clients
-    prompt, output = (uniform(max(int(RANGE * most), 1), most) for most in (case.prompt_len, case.output_len))
+    ratio = RANGE if (case.prompt_len, case.output_len) in ((1024, 1024), (1024, 8192), (8192, 1024)) else 1.0
+    prompt, output = (uniform(max(int(ratio * most), 1), most) for most in (case.prompt_len, case.output_len))
     return traffic_of(np.zeros(count), prompt(generator, count), output(generator, count))
 
 

@@ -52,7 +52,15 @@ class PricedClock(Clock):
         prefill_s = np.where(tokens > 0, self._seconds("prefill", 1.0, np.maximum(tokens, 1)), 0.0)
         pairs = np.maximum(tokens * (past + 1) - tokens**2 / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
-        return decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
+        device_s = decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
+        return np.where(tokens > 0, np.maximum(device_s, self._host_s), device_s)
+
+    @cached_property
+    def _host_s(self) -> float:
+        """Seconds in which the host starts the kernels of a prefill one by one; graphs hold those of decode alone."""
+        costs = self._step("prefill", 1.0, 1024.0).costs.all
+        starts = sum(float(np.max(c.num_kernels + c.step.is_collective)) * float(np.max(c.count)) for c in costs)
+        return starts * self._setting.rates.efficiency.host_kernel_s
 
     @cached_property
     def _pair_s(self) -> float:
