@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from meshwright.accuracy.cases import Unpredicted
+from meshwright.accuracy.errors import Accuracy, accuracy_of
 from meshwright.accuracy.served import ServedCase, configuration
 from meshwright.batching.clock import TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
@@ -32,6 +34,39 @@ class QueuedTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_s: np.ndarray
     tpot_s: np.ndarray
+
+
+def queued_accuracy(
+    cases: Sequence[ServedCase],
+    calibrations: Sequence[Mapping[str, Calibration]],
+    unpredicted: Sequence[Unpredicted],
+) -> dict[str, Accuracy]:
+    """Returns errors of simulated mean times to the first token, and from token to token; without intervals."""
+    found = queued_times(cases, calibrations)
+    seconds = {"ttft": (found.ttft_s, "ttft_ms"), "simulated": (found.tpot_s, "tpot_ms")}
+    return {
+        f"served-{name}": _without_intervals(cases, calibrations, unpredicted, predicted=predicted, measured=measured)
+        for name, (predicted, measured) in seconds.items()
+    }
+
+
+def _without_intervals(
+    cases: Sequence[ServedCase],
+    calibrations: Sequence[Mapping[str, Calibration]],
+    unpredicted: Sequence[Unpredicted],
+    *,
+    predicted: np.ndarray,
+    measured: str,
+) -> Accuracy:
+    decode = [
+        msgspec.structs.replace(case.decode, measured_s=getattr(case.record.measured, measured) / 1e3)
+        for case in cases
+    ]
+    found = accuracy_of(decode, predicted, calibrations[0], unpredicted, what="decode")
+    return msgspec.structs.replace(
+        found,
+        predictions=tuple(msgspec.structs.replace(one, low_s=None, high_s=None) for one in found.predictions),
+    )
 
 
 def queued_times(cases: Sequence[ServedCase], calibrations: Sequence[Mapping[str, Calibration]]) -> QueuedTimes:

@@ -94,8 +94,7 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def seconds(self, *points: Mapping[str, float]) -> np.ndarray:
         """Returns predicted seconds per output token [points, cases] for several sets of numbers."""
-        every = [case.decode for case in self.cases]
-        tables = [_calibrations(every, numbers) for numbers in points]
+        tables = [served_calibrations(self.cases, numbers) for numbers in points]
         decode_s, prefill_s = (self._seconds(parts, tables) for parts in (self.decode, self.prefill))
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
@@ -116,9 +115,20 @@ def served_accuracy(records: Sequence[Record]) -> Accuracy:
     return _compared(cases, served_batch(cases).seconds({})[0], {}, unpredicted)
 
 
-def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, Accuracy]]:
-    """Returns numbers fitted on all records, with intervals, and errors by heading: predicted by numbers that have not
-    seen the configuration, the chip or the engine, and by those of the product."""
+class FittedServing(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers fitted on all records, with intervals, and errors by heading: predicted by numbers that have not seen the
+    configuration, the chip or the engine, and by those of the product. ``held_out`` has, for each case, the
+    calibrations by chip that have not seen its configuration."""
+
+    numbers: dict[str, float]
+    errors: dict[str, Accuracy]
+    cases: tuple[ServedCase, ...]
+    unpredicted: tuple[Unpredicted, ...]
+    held_out: tuple[Mapping[str, Calibration], ...]
+
+
+def fit_served(records: Sequence[Record]) -> FittedServing:
+    """Fits the numbers of generation to the times per output token, and cross-validates them."""
     cases, unpredicted = served_cases(records)
     if len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS}.")
@@ -130,14 +140,18 @@ def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, A
             lambda points: np.log(batch.seconds(*points) / measured)[:, chosen], np.ones(chosen.sum()), PRIORS
         )
 
-    def held_out(parts: np.ndarray) -> np.ndarray:
+    folds = folds_of([configuration(case) for case in cases])
+    by_fold = {fold: fitted(folds != fold) for fold in np.unique(folds).tolist()}
+
+    def held_out(parts: np.ndarray, numbers: Mapping[Any, Mapping[str, float]] | None = None) -> np.ndarray:
         found = np.empty(len(cases))
-        for part in np.unique(parts):
-            found[parts == part] = batch.seconds(fitted(parts != part))[0, parts == part]
+        for part in np.unique(parts).tolist():
+            here = parts == part
+            found[here] = batch.seconds(numbers[part] if numbers else fitted(~here))[0, here]
         return found
 
     seconds = {
-        "served": held_out(folds_of([configuration(case) for case in cases])),
+        "served": held_out(folds, by_fold),
         "served-chips": held_out(np.array([case.chip.name for case in cases])),
         "served-engines": held_out(np.array([case.record.backend for case in cases])),
     }
@@ -145,19 +159,26 @@ def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, A
     numbers = rounded(fitted(np.ones(len(cases), dtype=bool)))
     numbers |= with_intervals(seconds["served"], measured, np.ones(len(cases)), experts) | CONSTANTS
     seconds["served-fitted"] = batch.seconds(numbers)[0]
-    return numbers, {name: _compared(cases, found, numbers, unpredicted) for name, found in seconds.items()}
+    tables = {fold: served_calibrations(cases, numbers) for fold, numbers in by_fold.items()}
+    return FittedServing(
+        numbers=numbers,
+        errors={name: _compared(cases, found, numbers, unpredicted) for name, found in seconds.items()},
+        cases=cases,
+        unpredicted=unpredicted,
+        held_out=tuple(tables[fold] for fold in folds.tolist()),
+    )
 
 
 def _compared(
     cases: Sequence[ServedCase], seconds: np.ndarray, numbers: Mapping[str, float], unpredicted: Sequence[Unpredicted]
 ) -> Accuracy:
     decode = [case.decode for case in cases]
-    return accuracy_of(decode, seconds, _calibrations(decode, numbers), unpredicted, what="decode")
+    return accuracy_of(decode, seconds, served_calibrations(cases, numbers), unpredicted, what="decode")
 
 
-def _calibrations(cases: Sequence[Case], numbers: Mapping[str, float]) -> dict[str, Calibration]:
+def served_calibrations(cases: Sequence[ServedCase], numbers: Mapping[str, float]) -> dict[str, Calibration]:
     """Maps the name of every chip to its calibration with these numbers, else the shipped ones."""
-    return calibrations(cases, generation_numbers().numbers | CONSTANTS | dict(numbers))
+    return calibrations([case.decode for case in cases], generation_numbers().numbers | CONSTANTS | dict(numbers))
 
 
 def configuration(case: ServedCase) -> tuple[Any, ...]:
