@@ -67,7 +67,7 @@ def test_jumps_equal_single_steps_of_two_pools(traffic, limits, clock, concurren
 @given(traffic=traffic(), limits=limits(), clock=CLOCKS)
 def test_times_equal_those_of_a_naive_simulation(traffic, limits, clock):
     bounds = msgspec.structs.replace(
-        limits, prefix_cache=False, policy="interleaved" if limits.policy == "static" else limits.policy
+        limits, prefix_cache=False, look_every=1, policy="interleaved" if limits.policy == "static" else limits.policy
     )
     record = simulate(traffic, ReplicaPool(limits=bounds, clock=clock))
     first, ended = serve(traffic, bounds, clock)

@@ -20,7 +20,7 @@ from meshwright.plan.serving.storing import WEIGHT_DTYPES, StoredDtypes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import make_cluster
-from meshwright.spec.efficiency import generation_numbers
+from meshwright.spec.efficiency import family, generation_numbers
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, standard_assignment
 
@@ -52,7 +52,8 @@ PREFILL_FIRST = ("sglang",)
 requests running then come in waves, and half of a wave, in the mean, comes after a sequence's own prompt."""
 
 NARROW_CACHES = ("trtllm",)
-"""Backends that keep keys and values in fp8 by default where products are narrow; the others keep 16 bits."""
+"""Backends that keep keys and values in fp8 where products are narrow; the others do so on Blackwell, and keep 16 bits
+before (--kv-cache-dtype in InferenceX's benchmarks/*.sh)."""
 
 
 MOST_DEVICES = 16
@@ -237,7 +238,7 @@ def _served(record: Record) -> ServedCase:
     cluster = make_cluster(chip, (tensor * replicas, 1))
     weights = STORED[record.precision]
     products = WEIGHT_DTYPES[weights]
-    narrow = products and record.backend in NARROW_CACHES and not model.latent_attention
+    narrow = products and (record.backend in NARROW_CACHES or family(chip) == "blackwell")
     stored = StoredDtypes(weights, "fp8" if narrow else "bf16")
     strategy = Strategy(
         mesh=make_mesh({"expert" if model.num_experts else "data": replicas, "tensor": tensor}),
