@@ -26,7 +26,9 @@ def planned(request):
 
 
 def clock_of(result, plan) -> PricedClock:
-    return PricedClock(result.setting, plan.generate, StoredDtypes(plan.weights, plan.cache))
+    setting = result.setting.on(plan.generate.part)
+    stored = StoredDtypes(plan.weights, plan.cache).storage
+    return PricedClock(msgspec.structs.replace(setting, storage=stored), plan.generate.strategy)
 
 
 def test_steps_are_those_of_the_cost_model(planned):

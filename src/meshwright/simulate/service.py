@@ -3,8 +3,8 @@
 from functools import cached_property
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from meshwright.algebra.steps import Step
 from meshwright.batching.clock import Clock, TabledClock
@@ -17,9 +17,10 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.ops import is_attention
-from meshwright.plan.serving.engines import phase_setting
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
 from meshwright.plan.serving.storing import StoredDtypes
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy
 
 PAGE_LEN = 16
 """Positions of a page, as in vLLM."""
@@ -32,11 +33,12 @@ class PricedClock(Clock):
     """Seconds of the steps of one engine, by the cost model.
 
     A step that decodes takes the derived decode step at its mean cache; tokens that are prefilled take a prefill of so
-    many, as of one prompt, and attention to the tokens before them. Decode waits for the share ``mixing`` of it.
+    many, as of one prompt, and attention to the tokens before them. Decode waits for the share ``mixing`` of it. With
+    ``num_shards`` above 1 the requests are those of one of so many replicas of attention, all of which do the same.
     """
 
-    def __init__(self, setting: Setting, pool: EnginePool, dtypes: StoredDtypes, *, decodes: bool = True) -> None:
-        self._setting, self._pool, self._dtypes, self._decodes = setting.on(pool.part), pool, dtypes, decodes
+    def __init__(self, setting: Setting, strategy: Strategy, *, decodes: bool = True, num_shards: int = 1) -> None:
+        self._setting, self._strategy, self._decodes, self._num_shards = setting, strategy, decodes, num_shards
         self._mixing = setting.rates.efficiency.mixing
 
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
@@ -46,11 +48,19 @@ class PricedClock(Clock):
         decode_s: Any = 0.0
         if self._decodes:
             batch, length = np.maximum(decode, 1), np.maximum(cached / np.maximum(decode, 1), 1)
-            decode_s = np.where(decode > 0, self._seconds("decode", batch, length), 0.0)
+            decode_s = np.where(decode > 0, self._seconds("decode", batch * self._num_shards, length), 0.0)
         prefill_s = np.where(tokens > 0, self._seconds("prefill", 1.0, np.maximum(tokens, 1)), 0.0)
         pairs = np.maximum(tokens * (past + 1) - tokens**2 / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
-        return decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
+        device_s = decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
+        return np.where(tokens > 0, np.maximum(device_s, self._host_s), device_s)
+
+    @cached_property
+    def _host_s(self) -> float:
+        """Seconds in which the host starts the kernels of a prefill one by one; graphs hold those of decode alone."""
+        costs = self._step("prefill", 1.0, 1024.0).costs.all
+        starts = sum(float(np.max(c.num_kernels + c.step.is_collective)) * float(np.max(c.count)) for c in costs)
+        return starts * self._setting.rates.efficiency.host_kernel_s
 
     @cached_property
     def _pair_s(self) -> float:
@@ -65,14 +75,14 @@ class PricedClock(Clock):
 
     def _step(self, phase: str, batch: Any, length: Any) -> PricedStep:
         """Returns the priced step of a phase, with arrays as the sequences and as the positions."""
-        setting, strategy = phase_setting(self._setting, phase, self._dtypes, 1), self._pool.strategy
+        setting, strategy = replace(self._setting, job=Job(kind=phase, batch_seqs=1, seq_len=1)), self._strategy
         derived = setting.derived(strategy)
-        shards = strategy.mesh["expert"]
+        shards = max(strategy.mesh["expert"], self._num_shards)
         sizes = setting.sizes(strategy, microbatch_seqs=np.maximum(batch, shards))
         dims = {**sizes.dims, "S": length} if phase == "decode" else {**sizes.dims, "T": length}
         if phase == "prefill" and "C" in dims:
             dims["C"] = dims["C"] * length  # slots of experts are those of one position so far
-        sizes = msgspec.structs.replace(sizes, dims=dims, cache={})
+        sizes = replace(sizes, dims=dims, cache={})
         rates = setting.step_rates(strategy, strategy_placements(setting.cluster, strategy)[:1], derived)
         return PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=setting.pipeline(strategy))
 
@@ -111,7 +121,8 @@ def simulate_service(
             max_requests=batch, token_budget=max(TOKEN_BUDGET, batch + 1), page_len=PAGE_LEN, num_pages=batch * pages
         )
         most = (batch, batch * service.max_len, limits.token_budget, service.max_len)
-        clock = TabledClock(PricedClock(result.setting, pool, dtypes, decodes=decodes), most)
+        setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
+        clock = TabledClock(PricedClock(setting, pool.strategy, decodes=decodes), most)
         return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
 
     targets = LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)
@@ -120,8 +131,7 @@ def simulate_service(
     per_token_s = plan.transfer_s / service.prompt_len
     record = simulate_disaggregated(
         traffic,
-        prefill=replicas(plan.prefill, decodes=False),
-        decode=replicas(plan.generate),
+        (replicas(plan.prefill, decodes=False), replicas(plan.generate)),
         transfer_s=lambda n: n * per_token_s,
     )
     return record.summary(targets)
