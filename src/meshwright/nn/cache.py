@@ -50,10 +50,10 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     The slots of a head are together on GPUs, as batched products read them. On TPUs a slot is a tile of heads and
     widths, which a write replaces, and scales have slots in the lanes. In any other order XLA copies whole caches.
     """
-    on_tpu, num_heads = platform == "tpu", shape[3]
-    if not dims[2].startswith("K") or not (on_tpu or platform in ("cuda", "rocm")):
+    on_tpu = platform == "tpu"
+    if not dims[2:3] or not dims[2].startswith("K") or not (on_tpu or platform in ("cuda", "rocm")):
         return None
-    has_widths, packed = len(shape) == 5, 4 // int(DTYPE_BYTES[dtype])
+    num_heads, has_widths, packed = shape[3], len(shape) == 5, 4 // int(DTYPE_BYTES[dtype])
     order = (0, 1, 2, 3, 4) if on_tpu and has_widths else (0, 1, 3, 2, 4)[: len(shape)]
     if not on_tpu:
         return Layout(order)
