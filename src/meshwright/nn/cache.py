@@ -12,8 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
+from meshwright.algebra.sizes import LANES, SUBLANES
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn.activations import capped
 
 Pages = Int[Array, "B Bp"]
@@ -39,6 +42,30 @@ class LayerCache:
         """Returns the slots of one sequence."""
         each = self.stack.shape[2]
         return each if pages is None else pages.shape[1] * each
+
+
+def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Layout | None:
+    """Returns the order in memory of a device's shard, all layers, of a cache with heads; None for the platform's own.
+
+    The slots of a head are together on GPUs, as batched products read them. On TPUs a slot is a tile of heads and
+    widths, which a write replaces, and scales have slots in the lanes. In any other order XLA copies whole caches.
+    """
+    on_tpu = platform == "tpu"
+    if not dims[2:3] or not dims[2].startswith("K") or not (on_tpu or platform in ("cuda", "rocm")):
+        return None
+    num_heads, has_widths, packed = shape[3], len(shape) == 5, 4 // int(DTYPE_BYTES[dtype])
+    order = (0, 1, 2, 3, 4) if on_tpu and has_widths else (0, 1, 3, 2, 4)[: len(shape)]
+    if not on_tpu:
+        return Layout(order)
+    if has_widths and num_heads == 1:
+        return None
+    tile = min(SUBLANES, max(packed, 1 << (num_heads - 1).bit_length())), LANES
+    return Layout(order, tiling=(tile, (packed, 1)) if packed > 1 else (tile,))
+
+
+def in_order(stack: Array, layout: Layout | None) -> Array:
+    """Returns an array that XLA keeps in the order of a layout, if there is one, also inside loops."""
+    return stack if layout is None else with_layout_constraint(stack, layout)
 
 
 def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"]) -> LayerCache:
@@ -127,8 +154,8 @@ def cached_attention(
     if value_scale is not None:
         weights = weights * _over_queries(value_scale)
     dtype = parts[0].queries.dtype
-    mixed = jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(dtype), values.astype(dtype))
-    return mixed.reshape(*parts[0].queries.shape[:3], values.shape[-1])
+    mixed = jnp.einsum("BKGTS,BSKH->BKGTH", weights.astype(dtype), values.astype(dtype))
+    return jnp.moveaxis(mixed, 3, 1).reshape(*parts[0].queries.shape[:3], values.shape[-1])
 
 
 def _over_queries(scale: Float[Array, "B S K"]) -> Float[Array, "B K 1 1 S"]:
