@@ -8,16 +8,17 @@ from msgspec.structs import replace
 
 from meshwright.algebra.steps import Step
 from meshwright.batching.clock import Clock, TabledClock
-from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.record import LatencyTargets, ServingSummary
+from meshwright.batching.limits import Policy, SchedulerLimits
+from meshwright.batching.record import LatencyTargets, ServingRecord
 from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
-from meshwright.batching.traffic import fixed, poisson
+from meshwright.batching.traffic import RequestTraffic, parse_lengths, poisson
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.ops import is_attention
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
+from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy
@@ -91,47 +92,71 @@ def _attends(step: Step) -> bool:
     return not step.is_collective and is_attention(step)
 
 
-def simulate_service(
-    result: ServiceResult, plan: ServicePlan, *, duration_s: float, requests_per_s: float, seed: int = 0
-) -> ServingSummary:
-    """Returns the times of requests with the service's lengths that arrive at random (Poisson) for ``duration_s``.
+def service_traffic(
+    service: Service, *, duration_s: float, requests_per_s: float, prompts: str = "", outputs: str = "", seed: int = 0
+) -> RequestTraffic:
+    """Returns requests that arrive at random (Poisson) for ``duration_s``.
 
-    Engines prefill in chunks beside decode, at most `TOKEN_BUDGET` tokens a step, and have pages for as many whole
-    sequences as the plan; with pools a finished prompt waits for its transfer. Raises InputError for a rate or a
-    duration that is not positive, and for a service with known parts of prompts.
+    ``prompts`` and ``outputs`` are lengths as `parse_lengths` reads them, "" for the service's own. Raises InputError
+    for a rate or a duration that is not positive.
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
-    if result.service.prefix_share:
+    lengths = {
+        "prompt": parse_lengths(prompts or f"{service.prompt_len}"),
+        "output": parse_lengths(outputs or f"{service.output_len}"),
+    }
+    return poisson(requests_per_s, duration_s=duration_s, seed=seed, **lengths)
+
+
+def simulate_service(
+    result: ServiceResult,
+    plan: ServicePlan,
+    traffic: RequestTraffic,
+    *,
+    policy: Policy = "chunked",
+    spans: bool = False,
+) -> ServingRecord:
+    """Returns what happens to traffic; see `service_targets` for its summary.
+
+    Engines that do both phases follow the ``policy``, those of pools always prefill in chunks, at most `TOKEN_BUDGET`
+    tokens a step. They have pages for as many whole sequences as the plan; with pools a finished prompt waits for its
+    transfer. ``spans`` keeps who held which slot. Raises InputError for another policy than chunks with pools, for a
+    request that is too long for an engine, and for a service with known parts of prompts.
+    """
+    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
+    if service.prefix_share:
         raise InputError(
             "services with known parts of prompts are not simulated in this version. Leave out --prefix-hits."
         )
-    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
-    traffic = poisson(
-        requests_per_s,
-        duration_s=duration_s,
-        prompt=fixed(service.prompt_len),
-        output=fixed(service.output_len),
-        seed=seed,
-    )
+    if plan.has_pools and policy != "chunked":
+        raise InputError(f"engines of pools do one phase each, so the policy {policy!r} is not for them.")
 
     def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
         batch, pages = plan.generate.batch_seqs, -(-service.max_len // PAGE_LEN)
         limits = SchedulerLimits(
-            max_requests=batch, token_budget=max(TOKEN_BUDGET, batch + 1), page_len=PAGE_LEN, num_pages=batch * pages
-        )
-        most = (batch, batch * service.max_len, limits.token_budget, service.max_len)
+            policy=policy, max_requests=batch, token_budget=max(TOKEN_BUDGET, batch + 1), page_len=PAGE_LEN,
+            num_pages=batch * pages,
+        )  # fmt: skip
+        # a static batch prefills all its prompts in one step, interleaved at least one whole
+        longest, prompt = int((traffic.prompt + traffic.output).max()), int(traffic.prompt.max())
+        most_new = {"static": batch * prompt, "interleaved": prompt, "chunked": 0}[policy]
+        most = (batch, batch * pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
         setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
         clock = TabledClock(PricedClock(setting, pool.strategy, decodes=decodes), most)
         return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
 
-    targets = LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)
     if not plan.has_pools:
-        return simulate(traffic, replicas(plan.generate)).summary(targets)
+        return simulate(traffic, replicas(plan.generate), spans=spans)
     per_token_s = plan.transfer_s / service.prompt_len
-    record = simulate_disaggregated(
+    return simulate_disaggregated(
         traffic,
         (replicas(plan.prefill, decodes=False), replicas(plan.generate)),
         transfer_s=lambda n: n * per_token_s,
+        spans=spans,
     )
-    return record.summary(targets)
+
+
+def service_targets(service: Service) -> LatencyTargets:
+    """Returns the targets that `ServingRecord.summary` counts by; one that is open is always met."""
+    return LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)
