@@ -91,7 +91,7 @@ def _phase_text(told: PhaseExplanation) -> Iterator[Piece]:
     if told.phase == "decode":
         what = f"a token of {pool.batch_seqs:,} sequence{several}, {length} positions in each cache"
     yield ""
-    yield f"{told.phase} on {pool.part.short_name} ({short_mesh(pool.strategy.mesh)}): {what}"
+    yield f"{told.phase} on {pool.part.short_name} ({short_mesh(pool.strategy.mesh, pool.strategy.cache_split)}): {what}"
     yield Fact("placement", placement_words(pool.strategy.placement))
     for part in told.blocks:
         yield from algorithm_text(part)

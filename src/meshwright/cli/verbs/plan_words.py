@@ -114,7 +114,8 @@ def engine_lines(plan: ServicePlan) -> list[str]:
     """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
     own, other = plan.generate, plan.prefill
     dtypes = StoredDtypes(plan.weights, plan.cache).words
-    lines = [f"{own.num_engines} x {short_mesh(own.strategy.mesh)}, batch {own.batch_seqs:,}", f"  {dtypes}"]
+    mesh = short_mesh(own.strategy.mesh, own.strategy.cache_split)
+    lines = [f"{own.num_engines} x {mesh}, batch {own.batch_seqs:,}", f"  {dtypes}"]
     return lines + [f"  prefill on {other.num_engines} x {short_mesh(other.strategy.mesh)}"] * plan.has_pools
 
 

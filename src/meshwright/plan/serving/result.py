@@ -41,6 +41,7 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         found = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
         axes = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
         more = {"part": self.part.short_name, "axes": axes, "placement": self.strategy.placement}
+        more |= {"cache_split": self.strategy.cache_split}
         return {**found, **more, "bounds_s": self.bounds_s, "memory": self.memory}
 
 
