@@ -16,7 +16,8 @@ from meshwright.batching.traffic import RequestTraffic, traffic_of, uniform
 from meshwright.simulate.service import PAGE_LEN, PricedClock
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.efficiency import family
-STD=lambda case:(case.prompt_len, case.output_len) in ((1024, 1024), (1024, 8192), (8192, 1024))
+
+STD = lambda case: (case.prompt_len, case.output_len) in ((1024, 1024), (1024, 8192), (8192, 1024))
 
 REQUESTS = 10
 """Requests in all for each one that is on its way at a time (InferenceX, benchmarks/*.sh: --num-prompts CONC * 10)."""
@@ -61,8 +62,7 @@ def _without_intervals(
     measured: str,
 ) -> Accuracy:
     decode = [
-        msgspec.structs.replace(case.decode, measured_s=getattr(case.record.measured, measured) / 1e3)
-        for case in cases
+        msgspec.structs.replace(case.decode, measured_s=getattr(case.record.measured, measured) / 1e3) for case in cases
     ]
     found = accuracy_of(decode, predicted, calibrations[0], unpredicted, what="decode")
     return msgspec.structs.replace(
@@ -109,7 +109,9 @@ def engine_limits(case: ServedCase) -> SchedulerLimits:
         page_len=PAGE_LEN,
         num_pages=min(case.room, case.clients) * pages,
         watermark=0.0,
-        look_every=(30 if case.clients >= 16 else 10) if case.record.backend=="sglang" and family(case.chip)=="blackwell" and STD(case) else 1,
+        look_every=(30 if case.clients >= 16 else 10)
+        if case.record.backend == "sglang" and family(case.chip) == "blackwell" and STD(case)
+        else 1,
     )
 
 

@@ -17,6 +17,7 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.ops import is_attention
+from meshwright.plan.serving.fleet import sequence_shards
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
@@ -78,7 +79,7 @@ class PricedClock(Clock):
         """Returns the priced step of a phase, with arrays as the sequences and as the positions."""
         setting, strategy = replace(self._setting, job=Job(kind=phase, batch_seqs=1, seq_len=1)), self._strategy
         derived = setting.derived(strategy)
-        shards = max(strategy.mesh["expert"], self._num_shards)
+        shards = max(sequence_shards(strategy), self._num_shards)
         sizes = setting.sizes(strategy, microbatch_seqs=np.maximum(batch, shards))
         dims = {**sizes.dims, "S": length} if phase == "decode" else {**sizes.dims, "T": length}
         if phase == "prefill" and "C" in dims:

@@ -119,8 +119,8 @@ def _weight_rules(axes: tuple[str, ...]) -> Rules:
 
 
 def cache_assignment(dim: str) -> dict[str, Rules]:
-    """Returns rules of generation whose weights are split over ``tensor`` and ``context`` and whose caches over kv heads
-    and, with ``context``, over ``dim``: B, the sequences, or S, their positions.
+    """Returns rules of generation: weights are split over ``tensor`` and ``context``, caches over kv heads and, with
+    ``context``, over ``dim``: B, the sequences, or S, their positions.
 
     Source of the order, heads, then sequences, then positions: How to Scale Your Model, section 7.3.3.
     """

@@ -34,11 +34,8 @@ def forward(tape: Tape) -> None:
     here = first.resharded({"B": rows, "N": heads})
     for array in others:
         # a latent (B S Rkv) has no heads: every device has all of it
-        if array.dims[2:3] == ("K",) or array.dims[2:3] == ("Kt",):
-            if array.axes_of(array.dims[2]) != heads:
-                raise InputError(
-                    f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes."
-                )
+        if array.dims[2:3] in (("K",), ("Kt",), ("Kct",)) and array.axes_of(array.dims[2]) != heads:
+            raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
         if "Pg" in array.dims and array.axes_of("Pg") != rows:
             raise InputError(
                 f"attention of {first} with {array}: pages must be split as sequences. Give Pg the axes of B."
