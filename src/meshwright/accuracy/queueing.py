@@ -63,8 +63,7 @@ def _without_intervals(
     measured: str,
 ) -> Accuracy:
     decode = [
-        msgspec.structs.replace(case.decode, measured_s=getattr(case.record.measured, measured) / 1e3)
-        for case in cases
+        msgspec.structs.replace(case.decode, measured_s=getattr(case.record.measured, measured) / 1e3) for case in cases
     ]
     found = accuracy_of(decode, predicted, calibrations[0], unpredicted, what="decode")
     return msgspec.structs.replace(
