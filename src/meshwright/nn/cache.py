@@ -84,9 +84,7 @@ class OwnSlots:
         return cls(first_index(axes, own), own * lax.axis_size(axes) if axes else own)
 
 
-def write_prompt(
-    cache: LayerCache, values: Array, last: Int[Array, " B"], slots: OwnSlots | None = None
-) -> LayerCache:
+def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"], slots: OwnSlots | None = None) -> LayerCache:
     """Writes positions 0 to ``last`` of each row of values[B, T, ...], or those of these that the slots hold.
 
     Padding after ``last`` is written too: later positions overwrite it before it is read.

@@ -91,7 +91,7 @@ class GenerateStep:
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
                 check(array, sizes, strategy.mesh)
         for row in self.table:  # of a window a ring has fewer slots
-            check(self.generate_declared.declared[row.name], dict(zip(row.dims, row.shape)), strategy.mesh)
+            check(self.generate_declared.declared[row.name], dict(zip(row.dims, row.shape, strict=True)), strategy.mesh)
         self.mesh = mesh or strategy_mesh(strategy)
         self.compiler = compiler_options(self.mesh)
         self._compiled: dict[int, jax.stages.Compiled] = {}

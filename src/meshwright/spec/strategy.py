@@ -382,16 +382,12 @@ def mesh_words(mesh: Mapping[str, int], join: str = ", ", *, alone: str = "one d
     return join.join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or alone
 
 
-SHORT_SPLITS = {"sequences": "kvb", "positions": "kvs"}
-"""Short name of ``context`` where it splits caches, and weights as ``tensor`` does."""
-
 SHORT_AXES = {"pipeline": "pp", "data": "dp", "fsdp": "fsdp", "expert": "ep", "context": "cp", "tensor": "tp"}
 
 
-def short_mesh(mesh: Mapping[str, int], split: CacheSplit | None = None) -> str:
+def short_mesh(mesh: Mapping[str, int]) -> str:
     """Returns ``"dp8 fsdp64 tp4"``: axes larger than 1, major to minor; ``"1 chip"`` without any."""
-    names = {**SHORT_AXES, "context": SHORT_SPLITS[split]} if split else SHORT_AXES
-    return " ".join(f"{names[axis]}{size}" for axis, size in mesh.items() if size > 1) or "1 chip"
+    return " ".join(f"{SHORT_AXES[axis]}{size}" for axis, size in mesh.items() if size > 1) or "1 chip"
 
 
 def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:

@@ -26,9 +26,9 @@ def queries_of(step: Step) -> ShardedArray:
 def forward(tape: Tape) -> None:
     """Moves the queries to the devices of their cache, attends, and reshards the result for the product after it.
 
-    Devices that split a cache over sequences beyond the batch of the queries exchange heads for sequences by all-to-all.
-    Devices that split its positions gather the heads of queries, and each attends to its own positions: results are
-    scaled by each device's share of the sum of exponentials, and summed.
+    Devices that split a cache over sequences beyond the batch of the queries exchange heads for sequences by
+    all-to-all. Devices that split its positions gather the heads of queries, and each attends to its own positions:
+    results are scaled by each device's share of the sum of exponentials, and summed.
     """
     first, *others = tape.inputs
     cache = next(array for array in others if array.dims[1:2] in (("S",), ("Pl",)))
@@ -38,7 +38,9 @@ def forward(tape: Tape) -> None:
     for array in others:
         if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != kept:
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
-        if "Pg" in array.dims and (array.axes_of("Pg") != rows or rows[: len(first.axes_of("B"))] != first.axes_of("B")):
+        if "Pg" in array.dims and (
+            array.axes_of("Pg") != rows or rows[: len(first.axes_of("B"))] != first.axes_of("B")
+        ):
             raise InputError(
                 f"attention of {first} with {array}: pages must be split as sequences. Give Pg the axes of B."
             )

@@ -1,6 +1,6 @@
 """Prices every engine of a fleet in both phases of generation, for all batches and dtypes.
 
-Steps are derived once for each phase, pair of dtypes and form (split of caches; kv heads as they are, or repeated); engines and batches
+Steps are derived once for each phase, pair of dtypes and form (kv heads as they are, or repeated); engines and batches
 are arrays.
 """
 
@@ -22,7 +22,7 @@ from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
-from meshwright.plan.serving.fleet import OTHER_AXES, SPLITS, Fleet, engine_strategy
+from meshwright.plan.serving.fleet import LAYOUTS, OTHER_AXES, Fleet, engine_strategy
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
@@ -107,7 +107,7 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
     if not decode:
         raise CannotRunError(
             f"no engine of {setting.model.name} on {setting.cluster.short_name} with these sizes can generate: they "
-            f"must divide the model's widths, and context splits caches only beyond the kv heads. Use other sizes of tensor and expert."
+            f"must divide the model's widths, and context splits prompts alone. Use other sizes of tensor and expert."
         )
     every = map_figures(lambda *columns: np.concatenate(columns), *(steps for _, steps in prefill))
     order = np.full(len(fleet) * len(stored) * len(at_once), -1)
@@ -135,8 +135,8 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     service: Service
     fleet: Fleet
     dtypes: StoredDtypes
+    strategy: Strategy
     engines: np.ndarray
-    template: Strategy
     steps: dict[str, Derived]
 
     def decode(self, beside: np.ndarray) -> tuple[Steps, np.ndarray]:
@@ -186,7 +186,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         """Returns bytes per chip of weights, caches and the rest."""
         setting = self._setting(phase, length)
         parts = memory_parts(self.steps[phase], self._sizes(setting, rows, batch))
-        items = parts.items(setting.pipeline(self.template), ())
+        items = parts.items(setting.pipeline(self.strategy), ())
         weights, cache = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
         rest = np.broadcast_to(total_bytes(items), len(rows)) - weights - cache
         return {"weights": weights, "kv_cache": cache, "activations": rest}
@@ -196,13 +196,14 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Steps:
         """Returns the steps of engines (``rows`` of the form's) at batches and one length."""
         setting, derived, engines = self._setting(phase, length), self.steps[phase], self.engines[rows]
-        rates = setting.step_rates(self.template, self.fleet.placements, derived)
+        strategy = self.strategy
+        rates = setting.step_rates(strategy, self.fleet.placements, derived)
         rates = msgspec.structs.replace(rates, num_hosts=np.array([part.num_hosts for part in self.fleet.parts]))
         step = PricedStep(
             derived=derived,
             sizes=self._sizes(setting, rows, batch),
             rates=select(rates, engines),
-            pipeline=setting.pipeline(self.template),
+            pipeline=setting.pipeline(strategy),
         )
         return Steps(
             engine=engines,
@@ -218,7 +219,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray) -> SlotSizes:
         mesh = {axis: sizes[self.engines[rows]].astype(float) for axis, sizes in self.fleet.mesh.items()}
-        return setting.sizes(self.template, mesh=mesh, microbatch_seqs=batch.astype(float))
+        return setting.sizes(self.strategy, mesh=mesh, microbatch_seqs=batch.astype(float))
 
 
 def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: int, batch_seqs: int = 1) -> Setting:
@@ -228,19 +229,19 @@ def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: in
 
 
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
-    """Yields the engines of each split of caches that repeat kv heads and those that do not, with the steps of their
-    phases: of engines that split prompts over ``context`` prefill alone."""
-    repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
-    for repeated, generates, split in itertools.product((False, True), (True, False), range(len(SPLITS))):
-        template = engine_strategy({}, dtypes.precision, SPLITS[split])
+    """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
+    split prompts over ``context`` prefill alone."""
+    repeats = (setting.model.num_kv_heads % fleet.mesh["tensor"] != 0) & (fleet.layout == "prompts")
+    for repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
+        template = engine_strategy({}, dtypes.precision, layout)
         strategy = with_repeated_heads(template) if repeated else template
-        chosen = np.flatnonzero((repeats == repeated) & (fleet.generates == generates) & (fleet.split == split))
+        chosen = np.flatnonzero((repeats == repeated) & (fleet.decodes == decodes) & (fleet.layout == layout))
         if not len(chosen):
             continue
-        without = (*OTHER_AXES, "context") if generates and not split else OTHER_AXES
+        without = (*OTHER_AXES, "context") if decodes and layout == "prompts" else OTHER_AXES
         steps = {
             phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=without)
-            for phase in (("prefill", "decode") if generates else ("prefill",))
+            for phase in (("prefill", "decode") if decodes else ("prefill",))
         }
         chosen = chosen[_divides(setting, fleet, chosen, steps)]
         if len(chosen):
@@ -249,17 +250,20 @@ def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtype
                 service=service,
                 fleet=fleet,
                 dtypes=dtypes,
+                strategy=template,
                 engines=chosen,
-                template=template,
                 steps=steps,
             )
 
 
 def _divides(setting: Setting, fleet: Fleet, chosen: np.ndarray, steps: dict[str, Derived]) -> np.ndarray:
-    """True for engines whose sizes divide the dims of the model; prompts are padded, and batches divide."""
+    """True for engines whose sizes divide the dims of the model; prompts and caches are padded, and batches divide."""
     mesh = {axis: sizes[chosen] for axis, sizes in fleet.mesh.items()}
-    whole = {"B": fleet.batch_shards[chosen], "T": mesh["context"] * mesh["tensor"], "S": mesh["context"]}
-    dims = setting.model.dims | whole
+    dims = setting.model.dims | {
+        "B": fleet.batch_shards[chosen],
+        "T": mesh["context"] * mesh["tensor"],
+        "S": mesh["context"],
+    }
     facts = StrategySizes(model=setting.model.name, cluster="", num_chips=0, mesh=mesh, dims=dims)
     rules = [rule for derived in steps.values() for rule in size_rules(derived)]
     return np.broadcast_to(mask(rules, facts), len(chosen))

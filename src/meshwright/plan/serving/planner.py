@@ -9,7 +9,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.setting import Setting
 from meshwright.plan.serving.engines import PricedFleet, price_fleet
-from meshwright.plan.serving.fleet import ENGINE_AXES, fleet_of
+from meshwright.plan.serving.fleet import fleet_of
 from meshwright.plan.serving.result import ServiceResult, service_plan
 from meshwright.plan.serving.search import Services, all_services, frontier, ranked
 from meshwright.plan.serving.service import Service
@@ -109,8 +109,7 @@ def _distinct(priced: PricedFleet, found: Services, order: np.ndarray) -> np.nda
     facts = (
         found.pools[order],
         decode.dtypes[found.decode[order]],
-        *(fleet.mesh[axis][engines] for axis in ENGINE_AXES),
-        fleet.split[engines],
+        *(fleet.mesh[axis][engines] for axis in ("expert", "tensor")),
     )
     _, first = np.unique(np.stack(facts), axis=1, return_index=True)
     return order[np.sort(first)]
@@ -172,9 +171,9 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     model, cluster, price = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
     yield (
-        "tok/s are output tokens per second and chip; tp is the mesh axis tensor, cp is context, which splits prompts; "
-        "as kvb it splits weights as tp does, but caches over sequences, as kvs over positions"
-        + ", ep is expert, which also splits the sequences (experts with data-parallel attention)"
+        "tok/s are output tokens per second and chip; tp is the mesh axis tensor; cp is context, which splits prompts, "
+        "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions"
+        + "; ep is expert, which also splits the sequences (experts with data-parallel attention)"
         * bool(model.num_experts)
     )
     yield (
