@@ -22,11 +22,11 @@ from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
-from meshwright.plan.serving.fleet import LAYOUTS, OTHER_AXES, Fleet, engine_strategy
+from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import LAYOUTS, Strategy
 
 BOUNDS = ("parameters", "KV", "FLOPs", "network", "stragglers", "other")
 """What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts waiting

@@ -14,20 +14,12 @@ from meshwright.plan.candidates import parts_of
 from meshwright.plan.legal import divisors
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Rules, Strategy, cache_assignment, make_mesh, short_mesh, standard_assignment
+from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh, short_mesh
 
 ENGINE_AXES = ("expert", "context", "tensor")
 """Mesh axes of an engine: ``tensor`` splits heads and widths; ``expert`` splits experts, and the sequences too (experts
 with data-parallel attention). Weights are split over nothing else: each step would gather them. What ``context`` splits
 is said by the layout."""
-
-LAYOUTS: dict[str, dict[str, Rules]] = {
-    "prompts": standard_assignment(zero=0),
-    "sequences": cache_assignment("sequences"),
-    "positions": cache_assignment("positions"),
-}
-"""Layout -> assignment. "prompts": ``context`` splits positions of a prompt, for engines that only prefill. Else it
-splits heads and widths of weights as ``tensor`` does, and caches, beyond their heads, over sequences or positions."""
 
 OTHER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis not in ENGINE_AXES)
 
