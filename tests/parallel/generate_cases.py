@@ -61,8 +61,9 @@ def dequantise_params(model: Model, params: Params) -> Params:
     }
 
 
-def step_of(model: Model, axes: dict[str, int], **options: Any) -> GenerateStep:
+def step_of(model: Model, axes: dict[str, int], assignment: Any = None, **options: Any) -> GenerateStep:
     strategy = Strategy(mesh=make_mesh(axes), state="fp32")
+    strategy = strategy if assignment is None else replace(strategy, assignment=assignment)
     given = {"max_len": MAX_LEN, "batch_seqs": len(LENGTHS), "cache_dtype": "fp32", **options}
     return GenerateStep(model, strategy, **given)
 

@@ -12,7 +12,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.quantisation import quantise_params
 from meshwright.parallel.generate_step import GenerateStep
-from meshwright.spec.strategy import held_dims
+from meshwright.spec.strategy import cache_assignment, held_dims
 from tests.parallel.generate_cases import (
     DEFAULT,
     FAMILIES,
@@ -69,6 +69,25 @@ def test_no_mesh_changes_anything(name, axes):
     step = step_of(FAMILIES[name], axes)
     assert_close(with_cache(step, float_params(FAMILIES[name])).logits, uncached(name))
     if axes == {"data": 2, "tensor": 2}:
+        assert_collectives_are_derived(step)
+
+
+CACHES = [
+    ("llama", {"tensor": 4, "context": 2}, "B"),
+    ("deepseek_v2", {"context": 2}, "B"),
+    pytest.param("gpt_oss", {"tensor": 2, "context": 2}, "B", marks=pytest.mark.slow),
+    pytest.param("gemma2", {"data": 2, "tensor": 2, "context": 2}, "B", marks=pytest.mark.slow),
+    pytest.param("mixtral", {"expert": 2, "tensor": 2, "context": 2}, "B", marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", {"expert": 2, "context": 2}, "B", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "dim"), CACHES)
+def test_caches_are_split_beyond_their_heads(name, axes, dim):
+    """Weights over ``tensor`` and ``context``, caches over heads and then over sequences: section 7.3.3."""
+    step = step_of(FAMILIES[name], axes, cache_assignment(dim))
+    assert_close(with_cache(step, float_params(FAMILIES[name])).logits, uncached(name))
+    if not step.model.num_experts:
         assert_collectives_are_derived(step)
 
 

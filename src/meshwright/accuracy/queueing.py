@@ -16,10 +16,12 @@ from meshwright.batching.traffic import RequestTraffic, traffic_of, uniform
 from meshwright.simulate.service import PAGE_LEN, PricedClock
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.efficiency import family
-STD=lambda case:(case.prompt_len, case.output_len) in ((1024, 1024), (1024, 8192), (8192, 1024))
 
 REQUESTS = 10
 """Requests in all for each one that is on its way at a time (InferenceX, benchmarks/*.sh: --num-prompts CONC * 10)."""
+
+INFERENCEX = ((1024, 1024), (1024, 8192), (8192, 1024))
+"""Prompts and outputs of InferenceX (SemiAnalysisAI/InferenceX, benchmarks/*.sh), whose settings are in its scripts."""
 
 RANGE = 0.8
 """Least length as a share of the nominal one; lengths are drawn uniformly (InferenceX: RANDOM_RANGE_RATIO 0.8)."""
@@ -94,7 +96,7 @@ def queued_times(cases: Sequence[ServedCase], calibrations: Sequence[Mapping[str
 def client_traffic(case: ServedCase) -> RequestTraffic:
     """Returns the requests that one replica of attention gets, all there from the start."""
     generator, count = np.random.default_rng(0), REQUESTS * case.clients
-    ratio = RANGE if (case.prompt_len, case.output_len) in ((1024, 1024), (1024, 8192), (8192, 1024)) else 1.0
+    ratio = RANGE if (case.prompt_len, case.output_len) in INFERENCEX else 1.0
     prompt, output = (uniform(max(int(ratio * most), 1), most) for most in (case.prompt_len, case.output_len))
     return traffic_of(np.zeros(count), prompt(generator, count), output(generator, count))
 
@@ -109,8 +111,27 @@ def engine_limits(case: ServedCase) -> SchedulerLimits:
         page_len=PAGE_LEN,
         num_pages=min(case.room, case.clients) * pages,
         watermark=0.0,
-        look_every=(30 if case.clients >= 16 else 10) if case.record.backend=="sglang" and family(case.chip)=="blackwell" and STD(case) else 1,
+        look_every=_look_every(case),
     )
+
+
+def _look_every(case: ServedCase) -> int:
+    """Returns the decode steps between two looks for new requests, where the scripts of `INFERENCEX` set them.
+
+    SGLang on Blackwell: --scheduler-recv-interval, 30 from 16 clients on, else 10. TensorRT-LLM: with several replicas
+    of attention timeout_iters 60 of attention_dp_config; batch_wait_timeout_iters 40 for DeepSeek on Blackwell with
+    1,024 + 1,024 tokens and 64 to 255 clients.
+    """
+    if (case.prompt_len, case.output_len) not in INFERENCEX:
+        return 1
+    is_blackwell, backend = family(case.chip) == "blackwell", case.record.backend
+    if backend == "sglang" and is_blackwell:
+        return 30 if case.clients >= 16 else 10
+    if backend == "trtllm" and case.replicas > 1:
+        return 60
+    delays = case.prompt_len == case.output_len and 64 <= case.clients < 256
+    latent = case.decode.setting.model.latent_attention
+    return 40 if backend == "trtllm" and is_blackwell and latent and delays else 1
 
 
 def _clock(cases: Sequence[ServedCase], calibration: Calibration) -> TabledClock:

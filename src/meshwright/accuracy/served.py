@@ -95,13 +95,17 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def seconds(self, *points: Mapping[str, float]) -> np.ndarray:
         """Returns predicted seconds per output token [points, cases] for several sets of numbers."""
+        return self.times(*points)[0]
+
+    def times(self, *points: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns predicted seconds per output token, and of a prompt by itself [points, cases]."""
         tables = [served_calibrations(self.cases, numbers) for numbers in points]
         decode_s, prefill_s = (self._seconds(parts, tables) for parts in (self.decode, self.prefill))
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
         waves = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
         mixing = [[table[case.chip.name].efficiency.mixing for case in self.cases] for table in tables] * waves
-        return decode_s + waiting_s(prefill_s, batch=batch, output_len=length, mixing=mixing)
+        return decode_s + waiting_s(prefill_s, batch=batch, output_len=length, mixing=mixing), prefill_s
 
     def _seconds(self, parts: Sequence[CaseBatch], tables: Sequence[Any]) -> np.ndarray:
         found = np.empty((len(tables), len(self.cases)))

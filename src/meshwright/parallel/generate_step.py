@@ -211,7 +211,7 @@ class GenerateStep:
 
     def init_pages(self) -> np.ndarray:
         """Returns a page table [B, Bp] that gives every sequence its own pages, numbered within its device's shard."""
-        split = self.generate_declared.declared["last"].axes_of("B")
+        split = next(self.generate_declared.declared[row.name] for row in self.table if "Pg" in row.dims).axes_of("Pg")
         rows = self.batch_seqs // math.prod(self.strategy.mesh[axis] for axis in split)
         each = self.cache_sizes["Bp"]
         return ((np.arange(self.batch_seqs) % rows)[:, None] * each + np.arange(each)).astype(np.int32)
@@ -358,7 +358,7 @@ class GenerateStep:
 def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int) -> None:
     """Raises InputError or CannotRunError for a model, strategy or length that cannot generate."""
     require_runnable(model)
-    require_runnable_strategy(strategy)
+    require_runnable_strategy(strategy, trains=False)
     if max_len < 1:
         raise InputError(f"max_len={max_len} must be at least 1.")
     if model.learned_positions and max_len > model.max_positions:

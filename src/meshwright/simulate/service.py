@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.dispatch import is_at_experts
 from meshwright.algebra.steps import Step
 from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
@@ -16,10 +18,13 @@ from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
+from meshwright.cost.work.kernel_times import NVIDIA_TILE, PAIRED_ROWS
 from meshwright.cost.work.ops import is_attention
+from meshwright.plan.serving.fleet import sequence_shards
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
+from meshwright.spec.efficiency import family
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy
 
@@ -50,7 +55,7 @@ class PricedClock(Clock):
         if self._decodes:
             batch, length = np.maximum(decode, 1), np.maximum(cached / np.maximum(decode, 1), 1)
             decode_s = np.where(decode > 0, self._seconds("decode", batch * self._num_shards, length), 0.0)
-        prefill_s = np.where(tokens > 0, self._seconds("prefill", 1.0, np.maximum(tokens, 1)), 0.0)
+        prefill_s = np.where(tokens > 0, self._prefill_s(np.maximum(tokens, 1)), 0.0)
         pairs = np.maximum(tokens * (past + 1) - tokens**2 / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
         device_s = decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
@@ -71,6 +76,25 @@ class PricedClock(Clock):
         seconds = sum(float(c.local_s * c.count) for c in step.costs.all if _attends(c.step))
         return seconds / (length**2 / 2)
 
+    def _prefill_s(self, tokens: Any) -> Any:
+        """Returns the seconds of a prefill, whose grouped products compute a tile of rows more for each expert."""
+        step, model = self._step("prefill", 1.0, tokens), self._setting.model
+        found = step.seconds.step_s
+        if model.num_experts:
+            rows = (
+                tokens
+                * max(self._strategy.mesh["expert"], self._num_shards)
+                * model.experts_per_token
+                / model.num_experts
+            )
+            tile = PAIRED_ROWS if family(self._setting.cluster.chip) == "blackwell" else NVIDIA_TILE[0]
+            for cost in step.costs.all:
+                if not cost.step.is_collective and kind_of(cost.step).is_einsum and is_at_experts(cost.step):
+                    found = found + cost.count * (
+                        np.hypot(cost.math_s * (1 + tile / rows), cost.hbm_s) - np.hypot(cost.math_s, cost.hbm_s)
+                    )
+        return found
+
     def _seconds(self, phase: str, batch: Any, length: Any) -> Any:
         return self._step(phase, batch, length).seconds.step_s
 
@@ -78,7 +102,7 @@ class PricedClock(Clock):
         """Returns the priced step of a phase, with arrays as the sequences and as the positions."""
         setting, strategy = replace(self._setting, job=Job(kind=phase, batch_seqs=1, seq_len=1)), self._strategy
         derived = setting.derived(strategy)
-        shards = max(strategy.mesh["expert"], self._num_shards)
+        shards = max(sequence_shards(strategy), self._num_shards)
         sizes = setting.sizes(strategy, microbatch_seqs=np.maximum(batch, shards))
         dims = {**sizes.dims, "S": length} if phase == "decode" else {**sizes.dims, "T": length}
         if phase == "prefill" and "C" in dims:

@@ -118,6 +118,26 @@ def _weight_rules(axes: tuple[str, ...]) -> Rules:
     }
 
 
+def cache_assignment(dim: str) -> dict[str, Rules]:
+    """Returns rules of generation: weights are split over ``tensor`` and ``context``, caches over kv heads and, with
+    ``context``, over ``dim``: B, the sequences, or S, their positions.
+
+    Source of the order, heads, then sequences, then positions: How to Scale Your Model, section 7.3.3.
+    """
+    both = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",), "E": ("expert",)}
+    rows = (*BATCH_AXES, "context") if dim == "B" else BATCH_AXES
+    places = {"S": ("context",)} if dim == "S" else {"Pg": rows}
+    return {
+        "activation": {**both, "B": BATCH_AXES, "C": ("data", "fsdp", *both["N"]), "T": both["N"]},
+        "weight": both,
+        "vector": {},
+        "input": {"B": BATCH_AXES},
+        "position": {"B": BATCH_AXES},
+        "cache": {"B": rows, "K": ("tensor",), **places},
+        "output": {"B": BATCH_AXES},
+    }
+
+
 GENERATION_RULES: dict[str, Rules] = {
     "cache": {"B": BATCH_AXES, "Pg": BATCH_AXES, "K": ("tensor",)},
     "output": {"B": BATCH_AXES},
@@ -320,18 +340,18 @@ AS_RUN = Assumptions()
 """Assumptions that hold for programs of this package."""
 
 
-def require_runnable_strategy(strategy: Strategy) -> None:
+def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> None:
     """Raises CannotRunError for strategies that are derived and priced but not executed in this version.
 
     Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
-    for the standard assignments and is not shown for others.
+    for the standard assignments and is not shown for others. What does not train runs under any assignment.
     """
     for axis in strategy.mesh:
         if axis not in MESH_AXES:
             raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
     if strategy.precision not in ("", strategy.state_dtype):
         _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
-    if strategy.zero is None:
+    if trains and strategy.zero is None:
         differing = next(
             role
             for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)

@@ -227,4 +227,4 @@ def test_drafts(call):
     assert (best["num_drafts"], best["step_tokens"]) == (4, pytest.approx(3.3616))
     assert "its drafts 4 a step, which makes 3.36 tokens of a sequence in the mean" in said.words
     assert "drafts are right with probability 0.8, each takes 0.05 of a step without any" in said.words
-    call(*SERVE, "--drafts", "4", exit_code=2, error="--accept")
+    call(*SERVE, "--drafts", "4").assert_refused(2, "--drafts changes nothing here: it is for --accept.")

@@ -26,7 +26,8 @@ def forward(tape: Tape) -> None:
     cache, values, *where = tape.inputs
     require_whole(cache, cache.dims[1], tape.op.kind)
     rows = {"B": cache.axes_of(cache.dims[0])}
-    here = tape.move(values, values.like(cache).resharded({"T": (), **rows}))
+    heads = {dim: cache.axes_of(dim) for dim in values.dims if dim in cache.dims}
+    here = tape.move(values, values.resharded({**heads, "T": (), **rows}))
     places = [tape.move(one, one.resharded(rows)) for one in where]
     tape.run("cache_write", (cache, here, *places), tape.out, details=tape.details(CacheWrite))
 

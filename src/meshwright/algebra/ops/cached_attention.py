@@ -23,18 +23,25 @@ def queries_of(step: Step) -> ShardedArray:
 
 
 def forward(tape: Tape) -> None:
-    """Attends with queries that are sharded as their cache is, then reshards the result for the product after it."""
+    """Attends with queries that are sharded as their cache is, then reshards the result for the product after it.
+
+    Axes that split heads of the queries and sequences of the cache move from one to the other, and back after it.
+    """
     first, *others = tape.inputs
+    cache = next(array for array in others if array.dims[1:2] in (("S",), ("Pl",)))
+    rows = cache.axes_of(cache.dims[0])
+    heads = tuple(axis for axis in first.axes_of("N") if axis not in rows)
+    here = first.resharded({"B": rows, "N": heads})
     for array in others:
         # a latent (B S Rkv) has no heads: every device has all of it
-        if len(array.dims) == 4 and array.axes_of(array.dims[2]) != first.axes_of("N"):
+        if array.dims[2:3] in (("K",), ("Kt",), ("Kct",)) and array.axes_of(array.dims[2]) != heads:
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
-        if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
+        if "Pg" in array.dims and array.axes_of("Pg") != rows:
             raise InputError(
                 f"attention of {first} with {array}: pages must be split as sequences. Give Pg the axes of B."
             )
-    inputs = (first, *(tape.move(array, array.like(first)) for array in others))
-    result = tape.out.like(first)
+    inputs = tuple(tape.move(array, array.like(here)) for array in tape.inputs)
+    result = tape.out.like(here)
     tape.run(tape.op.kind, inputs, result, details=tape.details(CachedAttention))
     tape.move(result, tape.out)
 
