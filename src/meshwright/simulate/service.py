@@ -146,13 +146,15 @@ def simulate_service(
     Engines that do both phases follow the ``policy``, those of pools always prefill in chunks, at most `TOKEN_BUDGET`
     tokens a step. They have pages for as many whole sequences as the plan; with pools a finished prompt waits for its
     transfer. ``spans`` keeps who held which slot. Raises InputError for another policy than chunks with pools, for a
-    request that is too long for an engine, and for a service with known parts of prompts.
+    request that is too long for an engine, and for a service with known parts of prompts or with drafts.
     """
     service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
     if service.prefix_share:
         raise InputError(
             "services with known parts of prompts are not simulated in this version. Leave out --prefix-hits."
         )
+    if service.speculation:
+        raise InputError("services with drafts are not simulated in this version. Leave out --accept.")
     if plan.has_pools and policy != "chunked":
         raise InputError(f"engines of pools do one phase each, so the policy {policy!r} is not for them.")
 
