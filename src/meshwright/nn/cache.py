@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from meshwright.nn.activations import capped
@@ -30,7 +31,9 @@ class LayerCache:
 
     def read(self, pages: Pages | None = None) -> Array:
         """Returns the layer, [B, S, ...]; with a page table the slots of each sequence's pages, concatenated."""
-        layer = jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+        # else XLA for GPUs copies the caches of all layers into the layout of a layer's products, and back, in each step
+        stack = with_layout_constraint(self.stack, Layout(major_to_minor=tuple(range(self.stack.ndim))))
+        layer = jax.lax.dynamic_index_in_dim(stack, self.layer, keepdims=False)
         if pages is None:
             return layer
         return layer[pages].reshape(pages.shape[0], self.num_slots(pages), *layer.shape[2:])
