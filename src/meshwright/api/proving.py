@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwright.algebra.generation import AS_WRITTEN
 from meshwright.algebra.rewrites.torus import mesh_order
 from meshwright.core.errors import InputError
 from meshwright.core.fields import Checked
@@ -75,7 +74,7 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
     order: tuple[int, ...] = ()
     target = _target(setting, options)
     if target.platform != "cpu" or cluster.kind == "torus":
-        laid = price_strategy(msgspec.structs.replace(setting, storage=AS_WRITTEN), strategy).placement
+        laid = price_strategy(setting, strategy).placement
         strategy = msgspec.structs.replace(strategy, placement=laid.describe())
         links = [link.name for link in laid.links]
         order = tuple(mesh_order(strategy.mesh, strategy.placement, links=links).ravel().tolist())
