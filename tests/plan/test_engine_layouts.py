@@ -40,7 +40,7 @@ def test_weights_in_two_dims_win_where_the_closed_form_says():
     wins = {}
     for name in ("v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x8"):
         cluster = parse_cluster(name)
-        count, link = cluster.num_chips, 2 * cluster.chip.link_bytes_per_s
+        count, link = cluster.num_chips, 2 * cluster.chip.ici_link_bytes_per_s
         form = WeightStationary(d_model=PLAIN.d_model, d_ff=PLAIN.d_ff, num_chips=count)
         one, two = mlp_s(cluster, "prompts", tensor=count), mlp_s(cluster, "widths", context=4, tensor=count // 4)
         assert one == pytest.approx(form.tensor_comms_s(4096, axis_bytes_per_s=link), rel=1e-3)
