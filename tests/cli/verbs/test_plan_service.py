@@ -56,9 +56,7 @@ def test_a_load_and_a_price(call):
 
 def test_experts(call):
     said = call("plan", "qwen3-30b-a3b", "--on", "h100:8x1", "--serve", "--prompt", "2000", "--output", "200")
-    assert (
-        "tp is the mesh axis tensor, cp is context, which splits prompts, ep is expert, which also splits" in said.words
-    )
+    assert "; ep is expert, which also splits the sequences (experts with data-parallel attention)" in said.words
     assert any("expert" in one["generate"]["axes"] for one in said.printed("json").json["plans"])
 
 
@@ -193,12 +191,21 @@ def test_services_are_not_trained(call, written, verb):
 
 
 def test_why_not(call):
-    questions = ("tensor=16", "batch=1024,tensor=8", "weights=bf16", "batch=33,tensor=8", "tensor=5")
+    questions = (
+        "tensor=16",
+        "batch=1024,tensor=8,context=1",
+        "weights=bf16",
+        "batch=33,tensor=8,context=1",
+        "tensor=5",
+    )
     said = call(*SERVE, "--tpot", "30ms", *(part for one in questions for part in ("--why-not", one)), "--top", "1")
     found = said.printed("json").json["why_not"]
     assert [bool(one["refusal"]) for one in found] == [False, True, False, True, True]
     assert all(len(line) <= 80 for line in said.out.splitlines())
-    assert "Why not batch 1024, tensor 8 refused with batch 1,024 the leanest such engine (8 chips) needs" in said.words
+    assert (
+        "Why not batch 1024, tensor 8, context 1 refused with batch 1,024 the leanest such engine (8 chips) needs"
+        in said.words
+    )
     assert "it fits, but batches are powers of two and the largest that fits. Ask for batch=" in said.words
     assert "chip-time of a token first here" in said.words
     assert "fewer than the first" in said.words

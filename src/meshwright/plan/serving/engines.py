@@ -308,7 +308,10 @@ def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtype
         chosen = np.flatnonzero((repeats == repeated) & (fleet.decodes == decodes) & (fleet.layout == layout))
         if not len(chosen):
             continue
-        without = (*OTHER_AXES, "context") if decodes and layout == "prompts" else OTHER_AXES
+        alone = ("context",) if decodes and layout == "prompts" else ()
+        # an axis of one device would keep others from moving
+        alone += ("tensor",) * bool(layout != "prompts" and (fleet.mesh["tensor"][chosen] == 1).all())
+        without = (*OTHER_AXES, *alone)
         steps = {
             phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=without)
             for phase in (("prefill", "decode") if decodes else ("prefill",))
