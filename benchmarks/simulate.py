@@ -47,8 +47,7 @@ def disaggregated(traffic: RequestTraffic, clock: Clock) -> ServingRecord:
     """16 replicas prefill one prompt after the other and send the cache at 50 GB/s, 48 decode."""
     return simulate_disaggregated(
         traffic,
-        prefill=pool(clock, "interleaved", 16, token_budget=1),
-        decode=pool(clock, "chunked", 48),
+        (pool(clock, "interleaved", 16, token_budget=1), pool(clock, "chunked", 48)),
         transfer_s=lambda tokens: tokens * CACHE_BYTES / 50e9,
     )
 

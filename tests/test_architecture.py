@@ -23,11 +23,12 @@ SOURCE = ROOT / "src" / PACKAGE
 
 PLANNING = ("core", "spec", "algebra", "cost", "plan", "batching")
 RUNTIME = ("nn", "parallel")
-PRODUCTS = ("train", "serve", "verify", "profile", "accuracy", "simulate")
+PRODUCTS = ("train", "serve", "verify", "profile", "accuracy")
 LAYERS: tuple[tuple[str, ...], ...] = (
     *((name,) for name in PLANNING),
     *((name,) for name in RUNTIME),
     ("hlo",),
+    ("simulate",),
     PRODUCTS,
     ("bench",),
     ("report",),

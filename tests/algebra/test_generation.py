@@ -8,6 +8,7 @@ from meshwright.algebra.generation import (
     Storage,
     cache_table,
     derive_forward,
+    derive_phase,
     generation_program,
     one_position,
     scales,
@@ -19,7 +20,7 @@ from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.spec.catalogue import load_model, models
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, cache_assignment, make_mesh, standard_assignment
 
 LLAMA = load_model("llama3-8b")
 
@@ -218,3 +219,27 @@ def test_what_is_planned_and_not_executed():
             _ = planned.executed
     with pytest.raises(InputError, match="weight dtype 'fp9' is not known"):
         Storage(weights="fp9")
+
+
+def test_a_cache_split_over_sequences_is_the_book_s_twelve_steps():
+    """How to Scale Your Model, section 7.3.3, Y = tensor for the kv heads and Z = context beyond them: the cache stays,
+    queries and outputs of attention move. Listed are its steps, without rotation and the write into the cache; the
+    book's reshapes between N and K, G are inside attention, which is its three steps."""
+    strategy = Strategy(mesh=make_mesh({"tensor": 8, "context": 4}), assignment=cache_assignment("sequences"))
+    derived = derive_phase(load_model("llama3-70b"), "decode", strategy)
+    (block,) = (each for each in derived.blocks if each.block.carry)
+    left_out = ("rms_norm", "rope", "cache_write", "slice")
+    lines = [str(step) for step in block.forward if step.op not in left_out]
+    assert lines[: next(i for i, line in enumerate(lines) if line.startswith("x1"))] == [
+        "q[B, T, N_{tensor,context}, H] = h[B, T, D] * wq[D, N_{tensor,context}, H]",
+        "k[B, T, K_tensor, H] = h[B, T, D] * wk[D, K_tensor, H]",
+        "v[B, T, K_tensor, H] = h[B, T, D] * wv[D, K_tensor, H]",
+        "qr[B_context, T, N_tensor, H] = AllToAll_context:N->B(qr[B, T, N_{tensor,context}, H])",
+        "o[B_context, T, N_tensor, H] = cached_attention(qr[B_context, T, N_tensor, H], "
+        "cache_k'[B_context, S, K_tensor, H], cache_v'[B_context, S, K_tensor, H], positions[B_context, T])",
+        "o[B, T, N_{tensor,context}, H] = AllToAll_context:B->N(o[B_context, T, N_tensor, H])",
+        "a[B, T, D]{U_{tensor,context}} = o[B, T, N_{tensor,context}, H] * wo[N_{tensor,context}, H, D]",
+        "a[B, T, D] = AllReduce_{tensor,context}(a[B, T, D]{U_{tensor,context}})",
+    ]
+    # a new key is made by every device of Z, and kept by the one that has its sequence: a slice sends nothing
+    assert not any(step.is_collective and step.result.name in ("kr", "v") for step in block.forward)

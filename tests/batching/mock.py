@@ -43,6 +43,7 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         num_pages=draw(st.integers(least_pages, 2 * least_pages)),
         watermark=draw(st.sampled_from([0.0, 0.05])),
         prefix_cache=draw(st.booleans()),
+        look_every=draw(st.sampled_from([1, 1, 4, 30])),
     )
 
 

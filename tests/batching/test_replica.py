@@ -3,9 +3,8 @@
 import pytest
 
 from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.replica import Replica, RequestTimes
-from meshwright.batching.request import GenerationRequest
-from meshwright.batching.steps_log import StepsLog
+from meshwright.batching.simulation import ReplicaPool, simulate
+from meshwright.batching.traffic import traffic_of
 from meshwright.core.errors import InputError
 from tests.batching.mock import AffineClock
 
@@ -15,15 +14,11 @@ NAN = float("nan")
 
 def served(clock, *requests, **bounds):
     """Times and gaps (seconds, end, requests) of requests of (arrival, prompt, output)."""
-    times, log = RequestTimes(len(requests)), StepsLog(1)
+    arrival_s, prompt, output = zip(*requests, strict=True)
     limits = SchedulerLimits(**{"num_pages": 100, "max_requests": 4, "token_budget": 8, **bounds})
-    replica = Replica(limits, clock, times, log, 256)
-    for number, (at_s, prompt, output) in enumerate(requests):
-        replica.advance(at_s)
-        replica.submit(GenerationRequest(number=number, prompt=prompt, output=output), at_s)
-    replica.advance(INF)
-    gaps = log.gaps()
-    return times, sorted(zip(gaps.gap_s.tolist(), gaps.end_s.tolist(), gaps.num.tolist(), strict=True))
+    record = simulate(traffic_of(arrival_s, prompt, output), ReplicaPool(limits=limits, clock=clock))
+    gaps = record.gaps
+    return record.times, sorted(zip(gaps.gap_s.tolist(), gaps.end_s.tolist(), gaps.num.tolist(), strict=True))
 
 
 def test_one_request():

@@ -15,6 +15,8 @@ from tests.batching.mock import CLOCKS, AffineClock, limits, traffic
 from tests.batching.naive import serve
 
 SECOND = AffineClock(1.0)
+CLIENTS = st.sampled_from([1, 3, 8, np.inf])
+"""Requests of the client on their way at most."""
 
 
 def figures(record):
@@ -34,24 +36,29 @@ def figures(record):
     limits=limits(),
     clock=CLOCKS,
     routing=st.sampled_from(["round_robin", "least_loaded", "prefix_aware"]),
+    concurrency=CLIENTS,
 )
-def test_jumps_equal_single_steps(traffic, limits, clock, routing):
+def test_jumps_equal_single_steps(traffic, limits, clock, routing, concurrency):
     pool = ReplicaPool(limits=limits, clock=clock, num_replicas=2, routing=routing)
-    jumped, single = simulate(traffic, pool), simulate(traffic, pool, most_jump=1)
+    jumped, single = (simulate(traffic, pool, concurrency=concurrency, most_jump=most) for most in (256, 1))
     np.testing.assert_allclose(figures(jumped), figures(single), rtol=1e-9)
 
 
 @settings(max_examples=50, deadline=None)
-@given(traffic=traffic(), limits=limits(), clock=CLOCKS)
-def test_jumps_equal_single_steps_of_two_pools(traffic, limits, clock):
+@given(traffic=traffic(), limits=limits(), clock=CLOCKS, concurrency=CLIENTS)
+def test_jumps_equal_single_steps_of_two_pools(traffic, limits, clock, concurrency):
     policy = "chunked" if limits.policy == "static" else limits.policy
     bounds = msgspec.structs.replace(limits, policy=policy, token_budget=limits.max_requests + 5)
-    pools = {
-        "prefill": ReplicaPool(limits=limits, clock=clock, num_replicas=2),
-        "decode": ReplicaPool(limits=bounds, clock=clock),
-        "transfer_s": lambda tokens: 0.1 * tokens,
-    }
-    jumped, single = (simulate_disaggregated(traffic, **pools, most_jump=most) for most in (256, 1))
+    pools = (
+        ReplicaPool(limits=limits, clock=clock, num_replicas=2),
+        ReplicaPool(limits=bounds, clock=clock, num_replicas=2, routing="least_loaded"),
+    )
+    jumped, single = (
+        simulate_disaggregated(
+            traffic, pools, transfer_s=lambda tokens: 0.1 * tokens, concurrency=concurrency, most_jump=most
+        )
+        for most in (256, 1)
+    )
     np.testing.assert_allclose(figures(jumped), figures(single), rtol=1e-9)
     assert jumped.gaps.num.sum() == (traffic.output - 1).sum()
 
@@ -60,7 +67,7 @@ def test_jumps_equal_single_steps_of_two_pools(traffic, limits, clock):
 @given(traffic=traffic(), limits=limits(), clock=CLOCKS)
 def test_times_equal_those_of_a_naive_simulation(traffic, limits, clock):
     bounds = msgspec.structs.replace(
-        limits, prefix_cache=False, policy="interleaved" if limits.policy == "static" else limits.policy
+        limits, prefix_cache=False, look_every=1, policy="interleaved" if limits.policy == "static" else limits.policy
     )
     record = simulate(traffic, ReplicaPool(limits=bounds, clock=clock))
     first, ended = serve(traffic, bounds, clock)
@@ -123,14 +130,61 @@ def test_a_pool_hands_over_to_another():
     # Prefill 1 s each, one after the other; 0.5 s to hand over; three decoding steps from the next second on.
     record = simulate_disaggregated(
         traffic_of([0.0, 0.0], [5, 5], [4, 1]),
-        prefill=ReplicaPool(limits=SchedulerLimits(policy="interleaved", token_budget=1, num_pages=9), clock=SECOND),
-        decode=ReplicaPool(limits=SchedulerLimits(num_pages=9), clock=SECOND),
+        (
+            ReplicaPool(limits=SchedulerLimits(policy="interleaved", token_budget=1, num_pages=9), clock=SECOND),
+            ReplicaPool(limits=SchedulerLimits(num_pages=9), clock=SECOND),
+        ),
         transfer_s=lambda tokens: tokens / 10,
     )
     assert record.times.first_token_s.tolist() == [1.0, 2.0]
     assert record.times.ended_s.tolist() == [4.5, 2.0]
     assert sorted(record.gaps.gap_s.tolist()) == [1.0, 1.0, 1.5]
     assert len(record.summary(warm_up=0.0).pools) == 2
+
+
+def test_a_client_sends_the_next_request_when_one_ends():
+    # One prompt of 4 tokens a step: first tokens at 1 and 2 s, ends at 3 and 4 s. The third is sent at 3 s and comes at
+    # 4 s, in the step that also ends the second; the fourth is sent then and comes at 5 s.
+    bounds = SchedulerLimits(max_requests=2, token_budget=5, num_pages=9)
+    made = traffic_of([0.0] * 4, 4, 3)
+    record = simulate(made, ReplicaPool(limits=bounds, clock=SECOND), concurrency=2)
+    assert record.traffic.arrival_s.tolist() == [0.0, 0.0, 3.0, 4.0]
+    assert record.ttft_s.tolist() == [1.0, 2.0, 1.0, 1.0]
+    assert record.times.ended_s.tolist() == [3.0, 4.0, 6.0, 7.0]
+    assert made.arrival_s.tolist() == [0.0] * 4
+
+
+def test_a_client_does_not_send_what_has_not_arrived():
+    bounds = SchedulerLimits(max_requests=2, token_budget=5, num_pages=9)
+    record = simulate(
+        traffic_of([0.0, 0.5, 9.0], 4, 2), ReplicaPool(limits=bounds, clock=SECOND), concurrency=1
+    )  # fmt: skip
+    assert record.traffic.arrival_s.tolist() == [0.0, 2.0, 9.0]
+    with pytest.raises(InputError, match=r"concurrency is 0\. Give a client"):
+        simulate(made := traffic_of([0.0], 4, 2), ReplicaPool(limits=bounds, clock=SECOND), concurrency=len(made) - 1)
+
+
+def test_a_client_of_two_pools():
+    # Prefill to 1 s, 0.5 s to hand over, three decoding steps to 4.5 s; then the next.
+    pool = ReplicaPool(limits=SchedulerLimits(num_pages=9), clock=SECOND)
+    record = simulate_disaggregated(
+        traffic_of([0.0, 0.0], 5, 4), (pool, pool), transfer_s=lambda tokens: tokens / 10, concurrency=1
+    )
+    assert record.traffic.arrival_s.tolist() == [0.0, 4.5]
+    assert record.ttft_s.tolist() == [1.0, 1.0]
+    assert record.times.ended_s.tolist() == [4.5, 9.0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(traffic=traffic(), limits=limits(), clock=CLOCKS)
+def test_no_more_requests_are_on_their_way_than_the_client_has(traffic, limits, clock):
+    record = simulate(traffic, ReplicaPool(limits=limits, clock=clock, num_replicas=2), concurrency=3)
+    sent_s, ended_s = record.traffic.arrival_s, record.times.ended_s
+    assert (sent_s >= traffic.arrival_s).all()
+    for number, at_s in enumerate(sent_s):
+        assert (ended_s[:number] > at_s).sum() < 3
+        # it waits for nothing but its arrival or the end of another one
+        assert at_s == traffic.arrival_s[number] or at_s in ended_s[:number]
 
 
 def test_requests_go_to_the_least_loaded_replica():

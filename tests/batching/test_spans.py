@@ -50,7 +50,7 @@ def test_chunks_run_beside_decoding():
 def test_disaggregated_pools_have_spans_of_their_own():
     pool = ReplicaPool(limits=SchedulerLimits(num_pages=100, max_requests=2), clock=AffineClock(1.0))
     record = simulate_disaggregated(
-        traffic_of([0.0], 4, 3), prefill=pool, decode=pool, transfer_s=lambda tokens: tokens / 8, spans=True
+        traffic_of([0.0], 4, 3), (pool, pool), transfer_s=lambda tokens: tokens / 8, spans=True
     )
     (prefill,), (decode,) = record.spans
     assert (prefill.start_s, prefill.end_s, prefill.phase) == (0.0, 1.0, "prefill")

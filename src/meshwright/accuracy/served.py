@@ -20,7 +20,7 @@ from meshwright.plan.serving.storing import WEIGHT_DTYPES, StoredDtypes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import make_cluster
-from meshwright.spec.efficiency import generation_numbers
+from meshwright.spec.efficiency import family, generation_numbers
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, standard_assignment
 
@@ -52,7 +52,8 @@ PREFILL_FIRST = ("sglang",)
 requests running then come in waves, and half of a wave, in the mean, comes after a sequence's own prompt."""
 
 NARROW_CACHES = ("trtllm",)
-"""Backends that keep keys and values in fp8 by default where products are narrow; the others keep 16 bits."""
+"""Backends that keep keys and values in fp8 where products are narrow; the others do so on Blackwell, and keep 16 bits
+before (--kv-cache-dtype in InferenceX's benchmarks/*.sh)."""
 
 
 MOST_DEVICES = 16
@@ -65,13 +66,18 @@ MEMORY_SHARE = 0.9
 class ServedCase(msgspec.Struct, frozen=True, kw_only=True):
     """One record: its prefill of one prompt on each replica of attention, its decode step, and what was measured.
 
-    A replica of attention serves ``batch`` sequences at a time.
+    A replica of attention serves ``batch`` sequences at a time, has ``room`` for so many, and gets the requests of
+    ``clients``: the record's concurrency over its replicas.
     """
 
     record: Record
     prefill: Case
     decode: Case
     batch: float
+    room: int
+    clients: int
+    replicas: int
+    prompt_len: int
     output_len: int
 
     @property
@@ -89,14 +95,17 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def seconds(self, *points: Mapping[str, float]) -> np.ndarray:
         """Returns predicted seconds per output token [points, cases] for several sets of numbers."""
-        every = [case.decode for case in self.cases]
-        tables = [_calibrations(every, numbers) for numbers in points]
+        return self.times(*points)[0]
+
+    def times(self, *points: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns predicted seconds per output token, and of a prompt by itself [points, cases]."""
+        tables = [served_calibrations(self.cases, numbers) for numbers in points]
         decode_s, prefill_s = (self._seconds(parts, tables) for parts in (self.decode, self.prefill))
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
         waves = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
         mixing = [[table[case.chip.name].efficiency.mixing for case in self.cases] for table in tables] * waves
-        return decode_s + waiting_s(prefill_s, batch=batch, output_len=length, mixing=mixing)
+        return decode_s + waiting_s(prefill_s, batch=batch, output_len=length, mixing=mixing), prefill_s
 
     def _seconds(self, parts: Sequence[CaseBatch], tables: Sequence[Any]) -> np.ndarray:
         found = np.empty((len(tables), len(self.cases)))
@@ -111,9 +120,20 @@ def served_accuracy(records: Sequence[Record]) -> Accuracy:
     return _compared(cases, served_batch(cases).seconds({})[0], {}, unpredicted)
 
 
-def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, Accuracy]]:
-    """Returns numbers fitted on all records, with intervals, and errors by heading: predicted by numbers that have not
-    seen the configuration, the chip or the engine, and by those of the product."""
+class FittedServing(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers fitted on all records, with intervals, and errors by heading: predicted by numbers that have not seen the
+    configuration, the chip or the engine, and by those of the product. ``held_out`` has, for each case, the
+    calibrations by chip that have not seen its configuration."""
+
+    numbers: dict[str, float]
+    errors: dict[str, Accuracy]
+    cases: tuple[ServedCase, ...]
+    unpredicted: tuple[Unpredicted, ...]
+    held_out: tuple[Mapping[str, Calibration], ...]
+
+
+def fit_served(records: Sequence[Record]) -> FittedServing:
+    """Fits the numbers of generation to the times per output token, and cross-validates them."""
     cases, unpredicted = served_cases(records)
     if len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS}.")
@@ -125,14 +145,18 @@ def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, A
             lambda points: np.log(batch.seconds(*points) / measured)[:, chosen], np.ones(chosen.sum()), PRIORS
         )
 
-    def held_out(parts: np.ndarray) -> np.ndarray:
+    folds = folds_of([configuration(case) for case in cases])
+    by_fold = {fold: fitted(folds != fold) for fold in np.unique(folds).tolist()}
+
+    def held_out(parts: np.ndarray, numbers: Mapping[Any, Mapping[str, float]] | None = None) -> np.ndarray:
         found = np.empty(len(cases))
-        for part in np.unique(parts):
-            found[parts == part] = batch.seconds(fitted(parts != part))[0, parts == part]
+        for part in np.unique(parts).tolist():
+            here = parts == part
+            found[here] = batch.seconds(numbers[part] if numbers else fitted(~here))[0, here]
         return found
 
     seconds = {
-        "served": held_out(folds_of([_configuration(case) for case in cases])),
+        "served": held_out(folds, by_fold),
         "served-chips": held_out(np.array([case.chip.name for case in cases])),
         "served-engines": held_out(np.array([case.record.backend for case in cases])),
     }
@@ -140,22 +164,29 @@ def fit_served(records: Sequence[Record]) -> tuple[dict[str, float], dict[str, A
     numbers = rounded(fitted(np.ones(len(cases), dtype=bool)))
     numbers |= with_intervals(seconds["served"], measured, np.ones(len(cases)), experts) | CONSTANTS
     seconds["served-fitted"] = batch.seconds(numbers)[0]
-    return numbers, {name: _compared(cases, found, numbers, unpredicted) for name, found in seconds.items()}
+    tables = {fold: served_calibrations(cases, numbers) for fold, numbers in by_fold.items()}
+    return FittedServing(
+        numbers=numbers,
+        errors={name: _compared(cases, found, numbers, unpredicted) for name, found in seconds.items()},
+        cases=cases,
+        unpredicted=unpredicted,
+        held_out=tuple(tables[fold] for fold in folds.tolist()),
+    )
 
 
 def _compared(
     cases: Sequence[ServedCase], seconds: np.ndarray, numbers: Mapping[str, float], unpredicted: Sequence[Unpredicted]
 ) -> Accuracy:
     decode = [case.decode for case in cases]
-    return accuracy_of(decode, seconds, _calibrations(decode, numbers), unpredicted, what="decode")
+    return accuracy_of(decode, seconds, served_calibrations(cases, numbers), unpredicted, what="decode")
 
 
-def _calibrations(cases: Sequence[Case], numbers: Mapping[str, float]) -> dict[str, Calibration]:
+def served_calibrations(cases: Sequence[ServedCase], numbers: Mapping[str, float]) -> dict[str, Calibration]:
     """Maps the name of every chip to its calibration with these numbers, else the shipped ones."""
-    return calibrations(cases, generation_numbers().numbers | CONSTANTS | dict(numbers))
+    return calibrations([case.decode for case in cases], generation_numbers().numbers | CONSTANTS | dict(numbers))
 
 
-def _configuration(case: ServedCase) -> tuple[Any, ...]:
+def configuration(case: ServedCase) -> tuple[Any, ...]:
     """Returns a key that is equal for near duplicates: all lengths and batches of one engine on the same devices."""
     record, mesh = case.record, case.decode.strategy.mesh
     return (record.group, case.decode.setting.model.name, case.chip.name, tuple(mesh.values()), record.precision)
@@ -168,7 +199,7 @@ def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tup
     for record in records:
         case = served_case(record)
         if isinstance(case, ServedCase):
-            key = (*_configuration(case), case.batch, record.isl, record.osl, record.measured)
+            key = (*configuration(case), case.batch, record.isl, record.osl, record.measured)
             if key in seen:
                 case = Unpredicted(record=record, reason="the measurement is listed twice")
             seen.add(key)
@@ -211,7 +242,7 @@ def _served(record: Record) -> ServedCase:
     cluster = make_cluster(chip, (tensor * replicas, 1))
     weights = STORED[record.precision]
     products = WEIGHT_DTYPES[weights]
-    narrow = products and record.backend in NARROW_CACHES and not model.latent_attention
+    narrow = products and (record.backend in NARROW_CACHES or family(chip) == "blackwell")
     stored = StoredDtypes(weights, "fp8" if narrow else "bf16")
     strategy = Strategy(
         mesh=make_mesh({"expert" if model.num_experts else "data": replicas, "tensor": tensor}),
@@ -225,7 +256,8 @@ def _served(record: Record) -> ServedCase:
     fits = sequences_that_fit(at, strategy, replicas=replicas)
     if fits < 1:
         raise InputError("weights and one sequence do not fit the devices that are listed")
-    total = min(max(1, round(record.concurrency or record.global_batch_seqs or 1)), fits * replicas)
+    asked = max(1, round(record.concurrency or record.global_batch_seqs or 1))
+    total = min(asked, fits * replicas)
 
     def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
         job = Job(kind=kind, batch_seqs=batch_seqs, seq_len=seq_len)
@@ -241,6 +273,10 @@ def _served(record: Record) -> ServedCase:
         prefill=case("prefill", replicas, prompt),
         decode=case("decode", max(total, replicas), prompt + output // 2),
         batch=max(total / replicas, 1.0),
+        room=fits,
+        clients=max(round(asked / replicas), 1),
+        replicas=replicas,
+        prompt_len=prompt,
         output_len=output,
     )
 

@@ -12,6 +12,8 @@ prompts are prefilled as soon as there is room, and nothing decodes in that step
 running requests and spends the rest of its token budget on prompts, in chunks (Agrawal et al., Sarathi-Serve, 2024;
 the default of vLLM V1). Source of the first two: How to Scale Your Model, section 7."""
 
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one replica.
@@ -20,7 +22,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     prompt beyond it is prefilled in a step of its own by ``interleaved``, and ``static`` ignores it. ``num_pages`` of
     ``page_len`` tokens hold the KV cache. ``watermark``: share of the pages that stays free when a request is admitted,
     so that it is not preempted at once (vLLM: 0.01 in V0, 0 in V1). ``prefix_cache``: pages of shared prefixes
-    are kept after their requests end, until the room is needed.
+    are kept after their requests end, until the room is needed. While requests decode, new ones are looked for every
+    ``look_every`` steps alone, counted from the last prefill (SGLang's --scheduler-recv-interval).
     """
 
     policy: Policy = "chunked"
@@ -30,12 +33,13 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     watermark: float = 0.01
     prefix_cache: bool = False
+    look_every: int = 1
 
     def check(self) -> None:
         """Raises InputError for bounds with which nothing could run."""
-        if self.policy not in get_args(Policy):
-            raise InputError(f"policy {self.policy!r} is not known.{nearest(self.policy, get_args(Policy))}")
-        for name in ("max_requests", "token_budget", "page_len", "num_pages"):
+        if self.policy not in POLICIES:
+            raise InputError(f"policy {self.policy!r} is not known.{nearest(self.policy, POLICIES)}")
+        for name in ("max_requests", "token_budget", "page_len", "num_pages", "look_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name):,}. Give a positive number.")
         if not 0 <= self.watermark < 1:

@@ -37,7 +37,7 @@ class Replica:
         self, limits: SchedulerLimits, clock: Clock, times: RequestTimes, log: StepsLog, most_jump: int
     ) -> None:
         self.scheduler = Scheduler(limits)
-        self.end_s = inf  # of the run in progress; inf when idle
+        self.end_s = inf  # of the run in progress; inf without one
         self.recorder: SlotRecorder | None = None
         self._clock = clock
         self._times = times
@@ -52,34 +52,23 @@ class Replica:
         self._away: dict[int, float] = {}
 
     def submit(self, request: GenerationRequest, at_s: float) -> None:
-        """Adds a request at a time up to which `advance` has run."""
+        """Adds a request at a time at which no step is still to end."""
         scheduler = self.scheduler
         was_blocked = bool(scheduler.waiting)  # the head of the queue had no room, and has none until something ends
         scheduler.submit(request)
         if request.prefilled:
             self._away[request.number] = self._times.first_token_s[request.number]
-        if self.end_s == inf:
-            self.end_s = at_s
-        elif len(self._ends_s) > 1 and not was_blocked and len(scheduler.running) < scheduler.limits.max_requests:
+        if len(self._ends_s) > 1 and not was_blocked and len(scheduler.running) < scheduler.limits.max_requests:
             num_steps = int(np.searchsorted(self._ends_s, at_s)) + 1
             self._ends_s = self._ends_s[:num_steps]
             self.end_s = float(self._ends_s[-1])
 
-    def advance(self, until_s: float) -> None:
-        """Runs all steps that end before a time."""
-        while self.end_s < until_s:
-            now_s = self.end_s
-            if self._step:
-                self._commit(self._step, now_s)
-            self._begin(now_s)
-
-    def _begin(self, now_s: float) -> None:
-        """Plans the next run of steps."""
+    def begin(self, now_s: float) -> bool:
+        """Starts the next run of steps, unless there is nothing to run; returns whether it did."""
         step = self.scheduler.plan()
         self._start_s = now_s
         if not step.repeats:
-            self._step, self.end_s, self._ends_s = None, inf, np.empty(0)
-            return
+            return False
         for active in step.admitted:
             number = active.request.number
             if active.is_ready:
@@ -107,10 +96,14 @@ class Replica:
         if not now_s < self.end_s < inf:
             load = f"{len(step.decode):,} requests that decode and {step.prefill_tokens:,} tokens of prefill"
             raise InputError(f"a step with {load} lasts {self.end_s - now_s:g} s. Give a clock with positive times.")
+        return True
 
-    def _commit(self, step: EngineStep, now_s: float) -> None:
-        """Counts what the run of steps has done, which ends now."""
+    def end(self) -> list[GenerationRequest]:
+        """Counts what the run of steps has done, which ends at `end_s`, and returns the requests that it has ended."""
+        step, now_s = self._step, self.end_s
         scheduler, ends_s, log, times = self.scheduler, self._ends_s, self._log, self._times
+        assert step
+        self._step, self.end_s, self._ends_s = None, inf, np.empty(0)
         num_steps, num_live = len(ends_s), scheduler.num_live
         log.add_run(self._start_s, now_s, len(scheduler.running), num_live if step.decode else 0)
         if step.decode:
@@ -137,3 +130,4 @@ class Replica:
         if self.recorder:
             self.recorder.step(step, self._start_s, now_s)
             self.recorder.leave(ended, scheduler.running.values())
+        return [active.request for active in ended]

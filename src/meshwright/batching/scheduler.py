@@ -65,6 +65,7 @@ class Scheduler:
         # Decoding requests by the round, modulo page_len, in which they write the first token of a page.
         self._crossings = [0] * limits.page_len
         self._num_admitted = 0
+        self._looked = 0  # round after the last step that prefilled
 
     @property
     def load(self) -> int:
@@ -104,12 +105,13 @@ class Scheduler:
         admitted: list[ActiveRequest] = []
         preempted: list[ActiveRequest] = []
         chunks: list[tuple[ActiveRequest, int]] = []
+        rest = (self._looked - self.round) % self.limits.look_every if self._decoding else 0
         if policy == "chunked":
             preempted = self._take_decode_pages()
-            chunks = self._chunks(admitted, may_admit=not preempted or not self.running)
+            chunks = self._chunks(admitted, may_admit=not rest and (not preempted or not self.running))
         else:
             admit = self._whole_prompts if policy == "interleaved" else self._static_batch
-            chunks = admit(admitted)
+            chunks = [] if rest else admit(admitted)
             if not chunks:
                 preempted = self._take_decode_pages()
                 if preempted and not self.running:
@@ -126,7 +128,7 @@ class Scheduler:
             prefill_tokens=tokens,
             prefill_past=before / (2 * tokens) if tokens else 0.0,
             # After a preemption there may be room again for the next in the queue.
-            repeats=1 if chunks or preempted else self._quiet_rounds() if decode else 0,
+            repeats=1 if chunks or preempted else self._quiet_rounds(rest) if decode else 0,
             admitted=tuple(admitted),
             preempted=tuple(preempted),
         )
@@ -143,6 +145,7 @@ class Scheduler:
                 self.pages.take(self._pages_of_rounds(num_steps - 1))
             self.round += num_steps
             self._cached += num_steps * len(step.decode)
+        self._looked = self.round if step.prefill else self._looked
         for active, num in step.prefill:
             active.cached += num
             if not active.uncached:
@@ -319,8 +322,9 @@ class Scheduler:
             self._crossings[at % self.limits.page_len] for at in range(start, start + rest)
         )
 
-    def _quiet_rounds(self) -> int:
-        """Returns for how many rounds no request ends before the last and the free pages suffice."""
+    def _quiet_rounds(self, rest: int) -> int:
+        """Returns for how many rounds no request ends before the last and the free pages suffice, at most ``rest`` if
+        requests wait to be looked for."""
         while (active := self._decoding.get(self._ends[0][1])) is None or active.end_round != self._ends[0][0]:
             heappop(self._ends)
         most, page_len, room = self._ends[0][0] - self.round - 1, self.limits.page_len, self.pages.room
@@ -331,4 +335,5 @@ class Scheduler:
             if room < 0:
                 break
             rounds += 1
-        return min(rounds, most) + 1
+        found = min(rounds, most) + 1
+        return min(found, rest) if rest and self.waiting else found

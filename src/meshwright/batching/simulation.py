@@ -1,10 +1,12 @@
 """Traffic through one or two pools of replicas: who serves which request, and what comes out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from math import inf
 from typing import Literal, get_args
 
 import msgspec
-import numpy as np
+from msgspec.structs import replace
 
 from meshwright.batching.clock import Clock
 from meshwright.batching.limits import SchedulerLimits
@@ -44,39 +46,100 @@ class ReplicaPool(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"routing {self.routing!r} is not known.{nearest(self.routing, get_args(RoutingPolicy))}")
 
 
-class _Served(msgspec.Struct, frozen=True):
-    log: StepsLog
-    spans: tuple[SlotSpan, ...]
+class _Line:
+    """The replicas of a pool behind its router."""
+
+    def __init__(self, pool: ReplicaPool, times: RequestTimes, *, most_jump: int, spans: bool) -> None:
+        pool.check()
+        self.log = StepsLog(pool.num_replicas)
+        self.replicas = [Replica(pool.limits, pool.clock, times, self.log, most_jump) for _ in range(pool.num_replicas)]
+        for number, one in enumerate(self.replicas if spans else ()):
+            one.recorder = SlotRecorder(number, pool.limits.max_requests)
+        self._routing, self._homes, self._count = pool.routing, dict[int, int](), 0
+
+    @property
+    def spans(self) -> tuple[SlotSpan, ...]:
+        """Who held which slot, if that is recorded."""
+        return tuple(span for one in self.replicas if one.recorder for span in one.recorder.spans)
+
+    def route(self, request: GenerationRequest) -> int:
+        """Returns the number of the replica that a request goes to."""
+        self._count += 1
+        if self._routing == "round_robin":
+            return (self._count - 1) % len(self.replicas)
+        return _route([one.scheduler.load for one in self.replicas], self._routing, request.prefix, self._homes)
 
 
-def _serve(
-    pool: ReplicaPool,
-    requests: Iterable[tuple[float, GenerationRequest]],
-    times: RequestTimes,
+def _run(
+    traffic: RequestTraffic,
+    pools: Sequence[ReplicaPool],
     *,
+    concurrency: float,
+    transfer_s: Callable[[int], float],
     most_jump: int,
     spans: bool,
-) -> _Served:
-    """Runs requests, in order of their arrival, through a pool until all have ended."""
-    pool.check()
-    log = StepsLog(pool.num_replicas)
-    replicas = [Replica(pool.limits, pool.clock, times, log, most_jump) for _ in range(pool.num_replicas)]
-    for number, one in enumerate(replicas if spans else ()):
-        one.recorder = SlotRecorder(number, pool.limits.max_requests)
-    homes: dict[int, int] = {}
-    for count, (at_s, request) in enumerate(requests):
-        if pool.routing == "round_robin":
-            chosen = replicas[count % pool.num_replicas]
-            chosen.advance(at_s)
-        else:
-            for one in replicas:
-                if one.end_s < at_s:
-                    one.advance(at_s)
-            chosen = replicas[_route([one.scheduler.load for one in replicas], pool.routing, request.prefix, homes)]
-        chosen.submit(request, at_s)
-    for one in replicas:
-        one.advance(np.inf)
-    return _Served(log, tuple(span for one in replicas if one.recorder for span in one.recorder.spans))
+) -> ServingRecord:
+    """Runs traffic through one pool, or two of which the first makes the first token, until all requests have ended.
+
+    At one time steps end first, then requests arrive, then steps begin.
+    """
+    if not concurrency >= 1:
+        raise InputError(f"concurrency is {concurrency:g}. Give a client of one request at a time, or of more.")
+    times, sent_s = RequestTimes(len(traffic)), traffic.arrival_s.copy()
+    lines = [_Line(pool, times, most_jump=most_jump, spans=spans) for pool in pools]
+    replicas = [one for line in lines for one in line.replicas]
+    num_first, source, in_flight = len(lines[0].replicas), traffic.requests(), 0
+    coming: dict[int, GenerationRequest] = {}
+    events: list[tuple[float, int, int]] = []  # time; 0 a step ends, 1 a request arrives, 2 a step begins; whose
+
+    def send(now_s: float) -> None:
+        nonlocal in_flight
+        if in_flight < concurrency and (found := next(source, None)):
+            in_flight += 1
+            at_s, request = max(found[0], now_s), found[1]
+            sent_s[request.number] = at_s
+            coming[request.number] = request
+            heappush(events, (at_s, 1, request.number))
+
+    send(0.0)
+    while events:
+        now_s, kind, number = heappop(events)
+        if kind == 1:
+            request = coming.pop(number)
+            line = lines[request.prefilled]
+            at = line.route(request) + num_first * request.prefilled
+            if len(lines) > 1 and not request.prefilled:
+                request, whole = replace(request, output=1), request
+                coming[number] = whole
+            if not request.prefilled:
+                send(now_s)
+            planned_s = replicas[at].end_s
+            replicas[at].submit(request, now_s)
+            if planned_s == inf:
+                heappush(events, (now_s, 2, at))
+            elif replicas[at].end_s < planned_s:
+                heappush(events, (replicas[at].end_s, 0, at))
+        elif kind == 2:
+            if replicas[number].end_s == inf and replicas[number].begin(now_s):
+                heappush(events, (replicas[number].end_s, 0, number))
+        elif replicas[number].end_s == now_s:
+            for ended in replicas[number].end():
+                whole = coming.pop(ended.number, ended)
+                if whole.output > ended.output:
+                    coming[ended.number] = replace(whole, prefilled=True)
+                    heappush(events, (now_s + transfer_s(ended.prompt), 1, ended.number))
+                    continue
+                in_flight -= 1
+                if in_flight == concurrency - 1:
+                    send(now_s)
+            heappush(events, (now_s, 2, number))
+    return ServingRecord(
+        traffic=replace(traffic, arrival_s=sent_s),
+        times=times,
+        page_len=pools[-1].limits.page_len,
+        logs=tuple(line.log for line in lines),
+        spans=tuple(line.spans for line in lines),
+    )
 
 
 def _route(loads: list[int], routing: RoutingPolicy, prefix: int | None, homes: dict[int, int]) -> int:
@@ -91,50 +154,35 @@ def _route(loads: list[int], routing: RoutingPolicy, prefix: int | None, homes: 
 
 
 def simulate(
-    traffic: RequestTraffic, pool: ReplicaPool, *, most_jump: int = MOST_JUMP, spans: bool = False
+    traffic: RequestTraffic,
+    pool: ReplicaPool,
+    *,
+    concurrency: float = inf,
+    most_jump: int = MOST_JUMP,
+    spans: bool = False,
 ) -> ServingRecord:
     """Returns what happens to traffic in a pool of replicas that prefill and decode.
 
-    ``most_jump=1`` takes every step by itself, with the same result. ``spans`` keeps who held which slot, for small
-    simulations. Raises InputError for bounds or requests that cannot run.
+    A client has at most ``concurrency`` requests on their way: the next one is sent when one ends, if it has arrived,
+    and its arrival in the record is when it is sent. ``most_jump=1`` takes every step by itself, with the same result.
+    ``spans`` keeps who held which slot, for small simulations. Raises InputError for what cannot run.
     """
-    times = RequestTimes(len(traffic))
-    served = _serve(pool, traffic.requests(), times, most_jump=most_jump, spans=spans)
-    return ServingRecord(
-        traffic=traffic, times=times, page_len=pool.limits.page_len, logs=(served.log,), spans=(served.spans,)
-    )
+    return _run(traffic, [pool], concurrency=concurrency, transfer_s=float, most_jump=most_jump, spans=spans)
 
 
 def simulate_disaggregated(
     traffic: RequestTraffic,
+    pools: tuple[ReplicaPool, ReplicaPool],
     *,
-    prefill: ReplicaPool,
-    decode: ReplicaPool,
     transfer_s: Callable[[int], float],
+    concurrency: float = inf,
     most_jump: int = MOST_JUMP,
     spans: bool = False,
 ) -> ServingRecord:
-    """Returns what happens to traffic whose prompts one pool prefills and whose outputs another one decodes.
+    """Returns what happens to traffic whose prompts the first pool prefills and whose outputs the second one decodes.
 
     The first pool makes the first token. ``transfer_s`` seconds, of the number of tokens in the prompt, after it the
     request is queued in the second pool, which keeps its own pages; transfers do not wait for each other. A request
-    that is preempted there is prefilled again there. Raises InputError as `simulate`.
+    that is preempted there is prefilled again there. Other arguments and errors are as for `simulate`.
     """
-    times = RequestTimes(len(traffic))
-    asked = list(traffic.requests())
-    first = ((at_s, msgspec.structs.replace(one, output=1)) for at_s, one in asked)
-    before = _serve(prefill, first, times, most_jump=most_jump, spans=spans)
-    handed = [
-        (float(times.first_token_s[one.number]) + transfer_s(one.prompt), msgspec.structs.replace(one, prefilled=True))
-        for _, one in asked
-        if one.output > 1
-    ]
-    handed.sort(key=lambda each: each[0])
-    after = _serve(decode, handed, times, most_jump=most_jump, spans=spans)
-    return ServingRecord(
-        traffic=traffic,
-        times=times,
-        page_len=decode.limits.page_len,
-        logs=(before.log, after.log),
-        spans=(before.spans, after.spans),
-    )
+    return _run(traffic, pools, concurrency=concurrency, transfer_s=transfer_s, most_jump=most_jump, spans=spans)

@@ -3,23 +3,30 @@
 from functools import cached_property
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.dispatch import is_at_experts
 from meshwright.algebra.steps import Step
 from meshwright.batching.clock import Clock, TabledClock
-from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.record import LatencyTargets, ServingSummary
+from meshwright.batching.limits import Policy, SchedulerLimits
+from meshwright.batching.record import LatencyTargets, ServingRecord
 from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
-from meshwright.batching.traffic import fixed, poisson
+from meshwright.batching.traffic import RequestTraffic, parse_lengths, poisson
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
+from meshwright.cost.work.kernel_times import NVIDIA_TILE, PAIRED_ROWS
 from meshwright.cost.work.ops import is_attention
-from meshwright.plan.serving.engines import phase_setting
+from meshwright.plan.serving.fleet import sequence_shards
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
+from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
+from meshwright.spec.efficiency import family
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy
 
 PAGE_LEN = 16
 """Positions of a page, as in vLLM."""
@@ -32,11 +39,12 @@ class PricedClock(Clock):
     """Seconds of the steps of one engine, by the cost model.
 
     A step that decodes takes the derived decode step at its mean cache; tokens that are prefilled take a prefill of so
-    many, as of one prompt, and attention to the tokens before them. Decode waits for the share ``mixing`` of it.
+    many, as of one prompt, and attention to the tokens before them. Decode waits for the share ``mixing`` of it. With
+    ``num_shards`` above 1 the requests are those of one of so many replicas of attention, all of which do the same.
     """
 
-    def __init__(self, setting: Setting, pool: EnginePool, dtypes: StoredDtypes, *, decodes: bool = True) -> None:
-        self._setting, self._pool, self._dtypes, self._decodes = setting.on(pool.part), pool, dtypes, decodes
+    def __init__(self, setting: Setting, strategy: Strategy, *, decodes: bool = True, num_shards: int = 1) -> None:
+        self._setting, self._strategy, self._decodes, self._num_shards = setting, strategy, decodes, num_shards
         self._mixing = setting.rates.efficiency.mixing
 
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
@@ -46,11 +54,19 @@ class PricedClock(Clock):
         decode_s: Any = 0.0
         if self._decodes:
             batch, length = np.maximum(decode, 1), np.maximum(cached / np.maximum(decode, 1), 1)
-            decode_s = np.where(decode > 0, self._seconds("decode", batch, length), 0.0)
-        prefill_s = np.where(tokens > 0, self._seconds("prefill", 1.0, np.maximum(tokens, 1)), 0.0)
+            decode_s = np.where(decode > 0, self._seconds("decode", batch * self._num_shards, length), 0.0)
+        prefill_s = np.where(tokens > 0, self._prefill_s(np.maximum(tokens, 1)), 0.0)
         pairs = np.maximum(tokens * (past + 1) - tokens**2 / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
-        return decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
+        device_s = decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
+        return np.where(tokens > 0, np.maximum(device_s, self._host_s), device_s)
+
+    @cached_property
+    def _host_s(self) -> float:
+        """Seconds in which the host starts the kernels of a prefill one by one; graphs hold those of decode alone."""
+        costs = self._step("prefill", 1.0, 1024.0).costs.all
+        starts = sum(float(np.max(c.num_kernels + c.step.is_collective)) * float(np.max(c.count)) for c in costs)
+        return starts * self._setting.rates.efficiency.host_kernel_s
 
     @cached_property
     def _pair_s(self) -> float:
@@ -60,19 +76,38 @@ class PricedClock(Clock):
         seconds = sum(float(c.local_s * c.count) for c in step.costs.all if _attends(c.step))
         return seconds / (length**2 / 2)
 
+    def _prefill_s(self, tokens: Any) -> Any:
+        """Returns the seconds of a prefill, whose grouped products compute a tile of rows more for each expert."""
+        step, model = self._step("prefill", 1.0, tokens), self._setting.model
+        found = step.seconds.step_s
+        if model.num_experts:
+            rows = (
+                tokens
+                * max(self._strategy.mesh["expert"], self._num_shards)
+                * model.experts_per_token
+                / model.num_experts
+            )
+            tile = PAIRED_ROWS if family(self._setting.cluster.chip) == "blackwell" else NVIDIA_TILE[0]
+            for cost in step.costs.all:
+                if not cost.step.is_collective and kind_of(cost.step).is_einsum and is_at_experts(cost.step):
+                    found = found + cost.count * (
+                        np.hypot(cost.math_s * (1 + tile / rows), cost.hbm_s) - np.hypot(cost.math_s, cost.hbm_s)
+                    )
+        return found
+
     def _seconds(self, phase: str, batch: Any, length: Any) -> Any:
         return self._step(phase, batch, length).seconds.step_s
 
     def _step(self, phase: str, batch: Any, length: Any) -> PricedStep:
         """Returns the priced step of a phase, with arrays as the sequences and as the positions."""
-        setting, strategy = phase_setting(self._setting, phase, self._dtypes, 1), self._pool.strategy
+        setting, strategy = replace(self._setting, job=Job(kind=phase, batch_seqs=1, seq_len=1)), self._strategy
         derived = setting.derived(strategy)
-        shards = strategy.mesh["expert"]
+        shards = max(sequence_shards(strategy), self._num_shards)
         sizes = setting.sizes(strategy, microbatch_seqs=np.maximum(batch, shards))
         dims = {**sizes.dims, "S": length} if phase == "decode" else {**sizes.dims, "T": length}
         if phase == "prefill" and "C" in dims:
             dims["C"] = dims["C"] * length  # slots of experts are those of one position so far
-        sizes = msgspec.structs.replace(sizes, dims=dims, cache={})
+        sizes = replace(sizes, dims=dims, cache={})
         rates = setting.step_rates(strategy, strategy_placements(setting.cluster, strategy)[:1], derived)
         return PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=setting.pipeline(strategy))
 
@@ -81,47 +116,71 @@ def _attends(step: Step) -> bool:
     return not step.is_collective and is_attention(step)
 
 
-def simulate_service(
-    result: ServiceResult, plan: ServicePlan, *, duration_s: float, requests_per_s: float, seed: int = 0
-) -> ServingSummary:
-    """Returns the times of requests with the service's lengths that arrive at random (Poisson) for ``duration_s``.
+def service_traffic(
+    service: Service, *, duration_s: float, requests_per_s: float, prompts: str = "", outputs: str = "", seed: int = 0
+) -> RequestTraffic:
+    """Returns requests that arrive at random (Poisson) for ``duration_s``.
 
-    Engines prefill in chunks beside decode, at most `TOKEN_BUDGET` tokens a step, and have pages for as many whole
-    sequences as the plan; with pools a finished prompt waits for its transfer. Raises InputError for a rate or a
-    duration that is not positive, and for a service with known parts of prompts.
+    ``prompts`` and ``outputs`` are lengths as `parse_lengths` reads them, "" for the service's own. Raises InputError
+    for a rate or a duration that is not positive.
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
-    if result.service.prefix_share:
+    lengths = {
+        "prompt": parse_lengths(prompts or f"{service.prompt_len}"),
+        "output": parse_lengths(outputs or f"{service.output_len}"),
+    }
+    return poisson(requests_per_s, duration_s=duration_s, seed=seed, **lengths)
+
+
+def simulate_service(
+    result: ServiceResult,
+    plan: ServicePlan,
+    traffic: RequestTraffic,
+    *,
+    policy: Policy = "chunked",
+    spans: bool = False,
+) -> ServingRecord:
+    """Returns what happens to traffic; see `service_targets` for its summary.
+
+    Engines that do both phases follow the ``policy``, those of pools always prefill in chunks, at most `TOKEN_BUDGET`
+    tokens a step. They have pages for as many whole sequences as the plan; with pools a finished prompt waits for its
+    transfer. ``spans`` keeps who held which slot. Raises InputError for another policy than chunks with pools, for a
+    request that is too long for an engine, and for a service with known parts of prompts.
+    """
+    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
+    if service.prefix_share:
         raise InputError(
             "services with known parts of prompts are not simulated in this version. Leave out --prefix-hits."
         )
-    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
-    traffic = poisson(
-        requests_per_s,
-        duration_s=duration_s,
-        prompt=fixed(service.prompt_len),
-        output=fixed(service.output_len),
-        seed=seed,
-    )
+    if plan.has_pools and policy != "chunked":
+        raise InputError(f"engines of pools do one phase each, so the policy {policy!r} is not for them.")
 
     def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
         batch, pages = plan.generate.batch_seqs, -(-service.max_len // PAGE_LEN)
         limits = SchedulerLimits(
-            max_requests=batch, token_budget=max(TOKEN_BUDGET, batch + 1), page_len=PAGE_LEN, num_pages=batch * pages
-        )
-        most = (batch, batch * service.max_len, limits.token_budget, service.max_len)
-        clock = TabledClock(PricedClock(result.setting, pool, dtypes, decodes=decodes), most)
+            policy=policy, max_requests=batch, token_budget=max(TOKEN_BUDGET, batch + 1), page_len=PAGE_LEN,
+            num_pages=batch * pages,
+        )  # fmt: skip
+        # a static batch prefills all its prompts in one step, interleaved at least one whole
+        longest, prompt = int((traffic.prompt + traffic.output).max()), int(traffic.prompt.max())
+        most_new = {"static": batch * prompt, "interleaved": prompt, "chunked": 0}[policy]
+        most = (batch, batch * pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
+        setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
+        clock = TabledClock(PricedClock(setting, pool.strategy, decodes=decodes), most)
         return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
 
-    targets = LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)
     if not plan.has_pools:
-        return simulate(traffic, replicas(plan.generate)).summary(targets)
+        return simulate(traffic, replicas(plan.generate), spans=spans)
     per_token_s = plan.transfer_s / service.prompt_len
-    record = simulate_disaggregated(
+    return simulate_disaggregated(
         traffic,
-        prefill=replicas(plan.prefill, decodes=False),
-        decode=replicas(plan.generate),
+        (replicas(plan.prefill, decodes=False), replicas(plan.generate)),
         transfer_s=lambda n: n * per_token_s,
+        spans=spans,
     )
-    return record.summary(targets)
+
+
+def service_targets(service: Service) -> LatencyTargets:
+    """Returns the targets that `ServingRecord.summary` counts by; one that is open is always met."""
+    return LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)

@@ -61,14 +61,14 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
     )
 
 
-SENT = ("ici", "nvlink", "network", "dcn", "hop_s")
-"""First words of the numbers of links, which generation shares with training."""
+SHARED = ("ici", "nvlink", "network", "dcn", "hop_s", "host_kernel_s")
+"""First words of the numbers of links, and of a host that starts kernels, which generation shares with training."""
 
 
 def generation_numbers() -> FittedNumbers:
     """Returns the numbers of steps of generation: their own, and those of links that training was fitted with."""
     own, trained = fitted_numbers(GENERATION_NUMBERS), fitted_numbers().numbers
-    shared = {name: value for name, value in trained.items() if name.split(".")[0] in SENT}
+    shared = {name: value for name, value in trained.items() if name.split(".")[0] in SHARED}
     return msgspec.structs.replace(own, numbers=shared | own.numbers)
 
 

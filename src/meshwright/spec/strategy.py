@@ -125,6 +125,25 @@ GENERATION_RULES: dict[str, Rules] = {
 """Default sharding of cached keys and values and of output logits in generation: each device caches its own sequences
 and heads, and has the whole vocabulary of its sequences."""
 
+CacheSplit = Literal["sequences", "positions"]
+
+
+def cache_assignment(split: CacheSplit) -> dict[str, Rules]:
+    """Returns rules for engines with more devices than kv heads: ``context`` splits weights as ``tensor`` does, but of
+    caches[B_context, S, K_tensor, H] it splits the sequences, or the positions S (weights W[D, F_{tensor,context}]).
+
+    Source: How to Scale Your Model, section 7.3.3.
+    """
+    found = standard_assignment(zero=0)
+    heads: Rules = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",)}
+    rows = (*BATCH_AXES, "context") if split == "sequences" else BATCH_AXES
+    positions: Rules = {"S": ("context",)} if split == "positions" else {}
+    cache: Rules = {"B": rows, "Pg": rows, **positions, "K": ("tensor",)}
+    # a device needs all tokens for its part of the vocabulary
+    found |= {"input": {"B": BATCH_AXES}, "cache": cache}
+    return found | {role: {**found[role], **heads} for role in ("activation", "weight")}
+
+
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
 """The standard assignment with everything sharded (ZeRO-3)."""
 
@@ -233,6 +252,11 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return int(match[1]) if match else None
 
     @property
+    def cache_split(self) -> CacheSplit | None:
+        """What ``context`` splits of caches if this is a `cache_assignment`; None for another assignment."""
+        return next((one for one in get_args(CacheSplit) if self.assignment == cache_assignment(one)), None)
+
+    @property
     def zero(self) -> int | None:
         """The ZeRO stage whose standard assignment this is; None for another assignment."""
         for stage in (3, 2, 1, 0):
@@ -320,7 +344,7 @@ AS_RUN = Assumptions()
 """Assumptions that hold for programs of this package."""
 
 
-def require_runnable_strategy(strategy: Strategy) -> None:
+def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> None:
     """Raises CannotRunError for strategies that are derived and priced but not executed in this version.
 
     Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
@@ -331,7 +355,7 @@ def require_runnable_strategy(strategy: Strategy) -> None:
             raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
     if strategy.precision not in ("", strategy.state_dtype):
         _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
-    if strategy.zero is None:
+    if strategy.zero is None and (trains or strategy.cache_split is None):
         differing = next(
             role
             for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)

@@ -3,6 +3,7 @@
 import csv
 import re
 from io import StringIO
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +115,40 @@ def test_the_first_plan_under_load(call):
     assert 0 < found["ttft"]["p50"] <= found["ttft"]["p90"] <= found["ttft"]["p99"]
     assert 0 < found["tpot"]["mean"] < 0.1
     call(*asked, "--simulate", "20s").assert_refused(2, "--simulate needs --rate")
+
+
+def test_requests_of_other_lengths_and_policies(call):
+    """Lengths that vary, a trace, and a policy, which is for engines that do both phases; the slots are drawn."""
+    asked = (
+        "plan",
+        "llama3-8b",
+        "--on",
+        "v5e:1x1",
+        "--serve",
+        "--prompt",
+        "512",
+        "--output",
+        "64",
+        "--weights",
+        "int8",
+    )
+    loaded = (*asked, "--rate", "6/s", "--simulate", "20s")
+    said = call(*loaded, "--outputs", "1..127", "--policy", "static", "--slots", "slots.png", "--json")
+    assert said.err == "wrote slots.png\n"
+    assert Path("slots.png").read_bytes()[:4] == b"\x89PNG"
+    assert said.json["simulated"]["latency"]["p99"] > 2 * said.json["simulated"]["latency"]["p50"] / 3
+    assert "policy static, on 1 x 1 chip, batch" in call(*loaded, "--policy", "static").words
+    Path("trace.csv").write_text("arrival_s,prompt,output\n0,100,5\n0.5,300,50\n")
+    found = call(*asked, "--trace", "trace.csv", "--json").json["simulated"]
+    assert found["num_requests"] == 2
+    # all of both: 55 tokens until the last has ended
+    assert found["output_tokens_per_s"] == pytest.approx(55 / found["end_s"])
+    call(*asked, "--slots", "slots.png").assert_refused(
+        2, "--slots changes nothing here: it is for --simulate or --trace"
+    )
+    call(*loaded, "--trace", "trace.csv").assert_refused(2, "--trace has the requests")
+    call(*loaded, "--outputs", "9..1").assert_refused(2, "lengths from 9 to 1 tokens")
+    call(*loaded, "--prompts", "600000").assert_refused(2, "of 16 tokens, of")
 
 
 @pytest.fixture

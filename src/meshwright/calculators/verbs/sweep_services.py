@@ -22,7 +22,6 @@ from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.scaling import service_figure
 from meshwright.spec.calibration import Calibration
-from meshwright.spec.strategy import short_mesh
 
 SERVED: dict[str, tuple[str, Callable[..., Any]]] = {
     "prompt": ("prompt_len", lambda text, what: parse_count(text, what=what, least=1)),
@@ -44,7 +43,7 @@ FIGURES: dict[str, Figures] = {
 }
 OF_PLAN = (*FIGURES, "usd_per_m_input", "bound_by", "weights", "has_pools")
 COLUMNS: dict[str, Any] = {
-    "engines": lambda row: row["axes"] and f"{row['num_engines']} x {short_mesh(row['axes'])}",
+    "engines": "engines",
     "batch": "batch_seqs",
     "stored": lambda row: row["axes"] and StoredDtypes(row["weights"], row["kv"]).words.replace(", KV", ","),
     "prefill": "prefill_engines",
@@ -147,7 +146,7 @@ def _point(
         "chip": cluster.chip.name,
         "held": ", ".join(f"{name} {shown[name]}" for name in at if name not in (*varied, "model", "on")),
         **dict.fromkeys(
-            ("reason", "least_bytes", "kv", "batch_seqs", "axes", "num_engines", "prefill_engines", *OF_PLAN)
+            ("reason", "least_bytes", "kv", "batch_seqs", "axes", "engines", "num_engines", "prefill_engines", *OF_PLAN)
         ),
     }
     stored = stored_dtypes(*((at[name],) if name in at else () for name in ("weights", "kv")), chip=cluster.chip)
@@ -164,6 +163,7 @@ def _point(
         "kv": best.cache,
         "batch_seqs": own.batch_seqs,
         "axes": dict(own.strategy.mesh),
+        "engines": own.words,
         "num_engines": own.num_engines,
-        "prefill_engines": f"{other.num_engines} x {short_mesh(other.strategy.mesh)}" if best.has_pools else "same",
+        "prefill_engines": other.words if best.has_pools else "same",
     }

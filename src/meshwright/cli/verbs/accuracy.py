@@ -214,11 +214,14 @@ SERVED = {
     "served-chips": "Leaving out each chip in turn",
     "served-engines": "Leaving out each engine in turn",
     "served-fitted": "The numbers of the product, fitted on all records",
+    "served-ttft": "Times to the first token, simulated with queues by numbers of other folds",
+    "served-simulated": "Times per output token of the same simulations",
 }
 
 
 def _served(given: Given, records: tuple[Record, ...]) -> Answer:
     """Compares times per output token with predictions, by the shipped numbers or by numbers fitted again."""
+    from meshwright.accuracy.queueing import queued_accuracy
     from meshwright.accuracy.served import fit_served, served_accuracy
 
     if not (given.cross_validate or given.out or given.page):
@@ -228,7 +231,10 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
         return Answer(found.to_json(), [*_accuracy_text(found, title="fitted numbers")], {}, [_summaries(found)])
     if given.page:
         _with_tables(given.page, dict.fromkeys(SERVED, ""))
-    numbers, by_heading = fit_served(records)
+    fitted = fit_served(records)
+    say("simulating the queues of every client")
+    numbers = fitted.numbers
+    by_heading = fitted.errors | queued_accuracy(fitted.cases, fitted.held_out, fitted.unpredicted)
     if given.out:
         count = by_heading["served"].summary().n
         source = f"fitted on {count:,} published times per output token, see docs/accuracy.md"

@@ -10,10 +10,10 @@ from meshwright.cli.verbs.explain_text import TERMS, algorithm_text
 from meshwright.cli.verbs.plan_words import engine_lines, placement_words, target_words
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.plan.serving.file import ServiceFile
+from meshwright.plan.serving.fleet import engine_words
 from meshwright.plan.serving.planner import service_notes
 from meshwright.plan.why.explain_service import PhaseExplanation, ServiceExplanation, StepPart, explain_service
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
-from meshwright.spec.strategy import short_mesh
 
 
 def service_explanation(file: ServiceFile, name: str) -> Answer:
@@ -91,7 +91,7 @@ def _phase_text(told: PhaseExplanation) -> Iterator[Piece]:
     if told.phase == "decode":
         what = f"a token of {pool.batch_seqs:,} sequence{several}, {length} positions in each cache"
     yield ""
-    yield f"{told.phase} on {pool.part.short_name} ({short_mesh(pool.strategy.mesh)}): {what}"
+    yield f"{told.phase} on {pool.part.short_name} ({engine_words(pool.strategy)}): {what}"
     yield Fact("placement", placement_words(pool.strategy.placement))
     for part in told.blocks:
         yield from algorithm_text(part)

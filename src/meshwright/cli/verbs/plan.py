@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from meshwright.api.rates import rates_for
+from meshwright.batching.limits import POLICIES
 from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.output import format_range, save_to, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
@@ -35,6 +36,7 @@ from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import AS_RUN, COLLECTIVE_MATMULS, Strategy, mesh_words
 
 SERVED = {"serve": "--serve"}
+SIMULATED = {"is_simulated": "--simulate or --trace"}
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
 
@@ -74,11 +76,24 @@ class Given(Options):
     tpot: TargetTime | None = option("Target of the time per output token, such as 20ms.", needs=SERVED)
     rate: Load | None = option("Load, such as 20/s or 600/min: gives the number of chips.", needs=SERVED)
     simulate: TargetTime | None = option("Simulate the first plan at --rate for so long, such as 600s.", needs=SERVED)
+    trace: Path | None = option("Simulate the requests of this file: arrival_s, prompt, output.", needs=SERVED)
+    prompts: str | None = option("Lengths of simulated prompts: 1..999, lognormal:500:0.8.", needs=SIMULATED)
+    outputs: str | None = option("Lengths of simulated outputs.", needs=SIMULATED)
+    policy: str | None = option(
+        "Simulate the first plan without pools: how its engines take prompts up.", type=click.Choice(POLICIES),
+        needs=SIMULATED,
+    )  # fmt: skip
+    slots: Path | None = option("Draw who holds which slot of the simulated engines when.", needs=SIMULATED)
     weights: str | None = option("Dtypes of weights to try, such as int8 or bf16,int8.", needs=SERVED)
     kv: str | None = option("Dtypes of cached keys and values to try.", needs=SERVED)
     prefix_share: float = option(
         "Share of a prompt that is cached already.", "--prefix-hits", default=0.0, needs=SERVED
     )
+
+    @property
+    def is_simulated(self) -> bool:
+        """True if requests are sent to a service."""
+        return self.simulate is not None or self.trace is not None
 
 
 @verb(Given)

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.batching.record import ServingSummary
+from meshwright.batching.record import WARM_UP, ServingRecord, ServingSummary
+from meshwright.batching.trace import load_trace
 from meshwright.cli.fields import field_value, parse_fields, split_pairs, with_fields
 from meshwright.cli.output import save_to, three_digits
 from meshwright.cli.verbs.plan_questions import parse_why_not
@@ -23,7 +24,8 @@ from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
 from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table, TableColumns
 from meshwright.report.curves import curves_figure
 from meshwright.report.figure import Figure
-from meshwright.simulate.service import simulate_service
+from meshwright.report.plans.slots import slots_figure
+from meshwright.simulate.service import service_targets, service_traffic, simulate_service
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 
@@ -69,13 +71,15 @@ def service_answer(given: Any) -> Answer:
     result = plan_service(setting, service, stored=stored, axes=given.axes, pareto=given.pareto)
     if given.out:
         save_to(given.out, lambda path: save_service(service_file(result, result.plans[0]), path))
-    facts, under_load = result.to_json(), None
-    if given.simulate:
-        if given.rate is None:
-            raise InputError("--simulate needs --rate, the requests that arrive. Write --rate 10/s.")
-        under_load = simulate_service(result, result.plans[0], duration_s=given.simulate, requests_per_s=given.rate)
+    facts, parts = result.to_json(), [*service_text(result, given.top)]
+    figures = {given.png: lambda: _frontier_figure(result)}
+    if given.is_simulated:
+        plan, record = _simulated(result, given)
+        # traces are summed up whole, random arrivals once they are steady
+        under_load = record.summary(service_targets(service), warm_up=0.0 if given.trace else WARM_UP)
         facts["simulated"] = msgspec.to_builtins(under_load)
-    parts = [*service_text(result, given.top), *(_load_text(under_load, given) if under_load else ())]
+        parts += _load_text(under_load, plan, given)
+        figures[given.slots] = lambda: _slots_figure(result, plan, record)
     if told := [why_not_service(result, parse_why_not(text)) for text in given.why_nots]:
         facts["why_not"] = told
         parts += [piece for one in told for piece in _why_not_text(result, one)]
@@ -83,10 +87,38 @@ def service_answer(given: Any) -> Answer:
         facts.setdefault("what_if", []).append(changed.facts)
         parts += changed.pieces
     rows = [{name: value for name, value in plan.items() if not isinstance(value, dict)} for plan in facts["plans"]]
-    return Answer(facts, parts, {given.png: lambda: _frontier_figure(result)}, [rows])
+    return Answer(facts, parts, figures, [rows])
 
 
-def _load_text(found: ServingSummary, given: Any) -> Iterator[Piece]:
+def _simulated(result: ServiceResult, given: Any) -> tuple[ServicePlan, ServingRecord]:
+    """Returns the plan that is simulated, and what happened: the first, or the first without pools for a policy."""
+    if given.trace:
+        if given.simulate or given.prompts or given.outputs:
+            raise InputError("--trace has the requests. Leave out --simulate, --prompts and --outputs.")
+        traffic = load_trace(given.trace)
+    elif given.rate is None:
+        raise InputError("--simulate needs --rate, the requests that arrive. Write --rate 10/s.")
+    else:
+        lengths = {"prompts": given.prompts or "", "outputs": given.outputs or ""}
+        traffic = service_traffic(result.service, duration_s=given.simulate, requests_per_s=given.rate, **lengths)
+    fitting = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
+    if not fitting:
+        raise CannotRunError(f"--policy {given.policy} is for engines that do both phases, and every plan has pools.")
+    policy = given.policy or "chunked"
+    return fitting[0], simulate_service(result, fitting[0], traffic, policy=policy, spans=bool(given.slots))
+
+
+def _slots_figure(result: ServiceResult, plan: ServicePlan, record: ServingRecord) -> Figure:
+    names = ("prefill", "generate") if plan.has_pools else ("engine",)
+    service = result.service
+    return slots_figure(
+        dict(zip(names, record.spans, strict=True)),
+        title=f"{result.setting.model.name} on {result.setting.cluster.short_name}: who holds which slot",
+        subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{target_words(service)}",
+    )
+
+
+def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator[Piece]:
     """Yields what requests meet that arrive at random, in percentiles."""
     rows = [
         {"of a request": name, **msgspec.structs.asdict(getattr(found, field))}
@@ -99,9 +131,9 @@ def _load_text(found: ServingSummary, given: Any) -> Iterator[Piece]:
     yield ""
     yield Table.of(rows, columns)
     yield ""
-    yield Fact(
-        "simulated", f"{format_seconds(given.simulate)} of Poisson arrivals at {found.offered_per_s:.3g} requests/s"
-    )
+    policy = f", policy {given.policy}, on {', '.join(map(str.strip, engine_lines(plan)))}" * bool(given.policy)
+    source = given.trace or f"{format_seconds(given.simulate)} of Poisson arrivals"
+    yield Fact("simulated", f"{source} at {found.offered_per_s:.3g} requests/s{policy}")
     yield Fact(
         "served",
         f"{found.requests_per_s:.3g} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; {found.met:.0%} of "

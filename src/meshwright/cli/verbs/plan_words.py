@@ -12,7 +12,7 @@ from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.report.answer import Fact, Piece, TableColumns
 from meshwright.spec.plan_file import unmasked
-from meshwright.spec.strategy import Strategy, mesh_words, short_mesh
+from meshwright.spec.strategy import Strategy, mesh_words
 
 STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
 
@@ -114,8 +114,8 @@ def engine_lines(plan: ServicePlan) -> list[str]:
     """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
     own, other = plan.generate, plan.prefill
     dtypes = StoredDtypes(plan.weights, plan.cache).words
-    lines = [f"{own.num_engines} x {short_mesh(own.strategy.mesh)}, batch {own.batch_seqs:,}", f"  {dtypes}"]
-    return lines + [f"  prefill on {other.num_engines} x {short_mesh(other.strategy.mesh)}"] * plan.has_pools
+    lines = [f"{own.words}, batch {own.batch_seqs:,}", f"  {dtypes}"]
+    return lines + [f"  prefill on {other.words}"] * plan.has_pools
 
 
 def target_words(service: Service) -> str:

@@ -22,10 +22,11 @@ from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
-from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
+from meshwright.plan.serving.fleet import LAYOUTS, OTHER_AXES, Fleet, engine_strategy
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy
 
 BOUNDS = ("parameters", "KV", "FLOPs", "network", "stragglers", "other")
 """What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts waiting
@@ -134,6 +135,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     service: Service
     fleet: Fleet
     dtypes: StoredDtypes
+    strategy: Strategy
     engines: np.ndarray
     steps: dict[str, Derived]
 
@@ -184,7 +186,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         """Returns bytes per chip of weights, caches and the rest."""
         setting = self._setting(phase, length)
         parts = memory_parts(self.steps[phase], self._sizes(setting, rows, batch))
-        items = parts.items(setting.pipeline(engine_strategy({})), ())
+        items = parts.items(setting.pipeline(self.strategy), ())
         weights, cache = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
         rest = np.broadcast_to(total_bytes(items), len(rows)) - weights - cache
         return {"weights": weights, "kv_cache": cache, "activations": rest}
@@ -194,7 +196,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Steps:
         """Returns the steps of engines (``rows`` of the form's) at batches and one length."""
         setting, derived, engines = self._setting(phase, length), self.steps[phase], self.engines[rows]
-        strategy = engine_strategy({}, self.dtypes.precision)
+        strategy = self.strategy
         rates = setting.step_rates(strategy, self.fleet.placements, derived)
         rates = msgspec.structs.replace(rates, num_hosts=np.array([part.num_hosts for part in self.fleet.parts]))
         step = PricedStep(
@@ -217,7 +219,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray) -> SlotSizes:
         mesh = {axis: sizes[self.engines[rows]].astype(float) for axis, sizes in self.fleet.mesh.items()}
-        return setting.sizes(engine_strategy({}), mesh=mesh, microbatch_seqs=batch.astype(float))
+        return setting.sizes(self.strategy, mesh=mesh, microbatch_seqs=batch.astype(float))
 
 
 def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: int, batch_seqs: int = 1) -> Setting:
@@ -229,27 +231,39 @@ def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: in
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
     """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
     split prompts over ``context`` prefill alone."""
-    template = engine_strategy({}, dtypes.precision)
-    repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
-    for repeated, splits_prompts in itertools.product((False, True), repeat=2):
+    repeats = (setting.model.num_kv_heads % fleet.mesh["tensor"] != 0) & (fleet.layout == "prompts")
+    for repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
+        template = engine_strategy({}, dtypes.precision, layout)
         strategy = with_repeated_heads(template) if repeated else template
-        chosen = np.flatnonzero((repeats == repeated) & ((fleet.mesh["context"] > 1) == splits_prompts))
+        chosen = np.flatnonzero((repeats == repeated) & (fleet.decodes == decodes) & (fleet.layout == layout))
         if not len(chosen):
             continue
-        without = OTHER_AXES if splits_prompts else (*OTHER_AXES, "context")
+        without = (*OTHER_AXES, "context") if decodes and layout == "prompts" else OTHER_AXES
         steps = {
             phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=without)
-            for phase in (("prefill",) if splits_prompts else ("prefill", "decode"))
+            for phase in (("prefill", "decode") if decodes else ("prefill",))
         }
         chosen = chosen[_divides(setting, fleet, chosen, steps)]
         if len(chosen):
-            yield _Form(setting=setting, service=service, fleet=fleet, dtypes=dtypes, engines=chosen, steps=steps)
+            yield _Form(
+                setting=setting,
+                service=service,
+                fleet=fleet,
+                dtypes=dtypes,
+                strategy=template,
+                engines=chosen,
+                steps=steps,
+            )
 
 
 def _divides(setting: Setting, fleet: Fleet, chosen: np.ndarray, steps: dict[str, Derived]) -> np.ndarray:
-    """True for engines whose sizes divide the dims of the model; prompts are padded, and batches divide."""
+    """True for engines whose sizes divide the dims of the model; prompts and caches are padded, and batches divide."""
     mesh = {axis: sizes[chosen] for axis, sizes in fleet.mesh.items()}
-    dims = setting.model.dims | {"B": mesh["expert"], "T": mesh["context"] * mesh["tensor"], "S": 1}
+    dims = setting.model.dims | {
+        "B": fleet.batch_shards[chosen],
+        "T": mesh["context"] * mesh["tensor"],
+        "S": mesh["context"],
+    }
     facts = StrategySizes(model=setting.model.name, cluster="", num_chips=0, mesh=mesh, dims=dims)
     rules = [rule for derived in steps.values() for rule in size_rules(derived)]
     return np.broadcast_to(mask(rules, facts), len(chosen))

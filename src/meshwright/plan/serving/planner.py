@@ -171,8 +171,9 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     model, cluster, price = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
     yield (
-        "tok/s are output tokens per second and chip; tp is the mesh axis tensor, cp is context, which splits prompts"
-        + ", ep is expert, which also splits the sequences (experts with data-parallel attention)"
+        "tok/s are output tokens per second and chip; tp is the mesh axis tensor; cp is context, which splits prompts, "
+        "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions"
+        + "; ep is expert, which also splits the sequences (experts with data-parallel attention)"
         * bool(model.num_experts)
     )
     yield (

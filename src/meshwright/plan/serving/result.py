@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.cost.setting import Setting
 from meshwright.plan.serving.engines import PricedFleet, Steps
+from meshwright.plan.serving.fleet import engine_words, layout_of
 from meshwright.plan.serving.search import Services
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
@@ -32,6 +33,11 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     memory: dict[str, float]
 
     @property
+    def words(self) -> str:
+        """``"8 x tp8"``."""
+        return f"{self.num_engines} x {engine_words(self.strategy)}"
+
+    @property
     def num_chips(self) -> int:
         """Chips of all engines."""
         return self.num_engines * self.part.num_chips
@@ -40,7 +46,12 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Returns plain data."""
         found = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
         axes = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
-        more = {"part": self.part.short_name, "axes": axes, "placement": self.strategy.placement}
+        more = {
+            "part": self.part.short_name,
+            "axes": axes,
+            "layout": layout_of(self.strategy),
+            "placement": self.strategy.placement,
+        }
         return {**found, **more, "bounds_s": self.bounds_s, "memory": self.memory}
 
 

@@ -104,7 +104,7 @@ def _exceeded(these: Services, result: ServiceResult) -> dict[str, np.ndarray]:
 def _does_not_fit(result: ServiceResult, priced: PricedFleet, engines: np.ndarray, asked: Mapping[str, Any]) -> str:
     """Says what the leanest of some engines needs at the asked batch, or at its smallest."""
     fleet, service = priced.fleet, result.service
-    numbers = [int(number) for number in np.flatnonzero(engines & (fleet.mesh["context"] == 1))]
+    numbers = [int(number) for number in np.flatnonzero(engines & fleet.decodes)]
     needs: list[tuple[float, int]] = []
     for number in numbers:
         batch = int(asked.get("batch", fleet.batch_shards[number]))
