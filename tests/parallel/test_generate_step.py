@@ -78,7 +78,7 @@ SPLIT_CACHES = [
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            ("llama", {"data": 2, "tensor": 4, "context": 2}, "sequences", {}),
+            ("llama", {"data": 2, "tensor": 2, "context": 2}, "sequences", {}),
             ("llama", {"context": 8}, "positions", {}),
             ("llama", {"tensor": 2, "context": 4}, "sequences", {"page_len": 4}),
             ("gpt_oss", {"tensor": 2, "context": 2}, "positions", {}),

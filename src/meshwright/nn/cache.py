@@ -56,13 +56,14 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     if not dims[2:3] or not dims[2].startswith("K") or not (on_tpu or platform in ("cuda", "rocm")):
         return None
     num_heads, has_widths, packed = shape[3], len(shape) == 5, 4 // int(DTYPE_BYTES[dtype])
-    order = (0, 1, 2, 3, 4) if on_tpu and has_widths else (0, 1, 3, 2, 4)[: len(shape)]
+    heads_in_tiles = on_tpu and has_widths and num_heads > 1
+    order = (0, 1, 2, 3, 4) if heads_in_tiles else (0, 1, 3, 2, 4)[: len(shape)]
     if not on_tpu:
         return Layout(order)
-    if has_widths and num_heads == 1:
-        return None
-    tile = min(SUBLANES, max(packed, 1 << (num_heads - 1).bit_length())), LANES
-    return Layout(order, tiling=(tile, (packed, 1)) if packed > 1 else (tile,))
+    rows = min(SUBLANES, max(packed, 1 << (num_heads - 1).bit_length()))
+    if has_widths and not heads_in_tiles:
+        rows = SUBLANES * (4 if packed == 4 else 1)
+    return Layout(order, tiling=((rows, LANES), (packed, 1)) if packed > 1 else ((rows, LANES),))
 
 
 def in_order(stack: Array, layout: Layout | None) -> Array:

@@ -219,3 +219,12 @@ def test_what_if(call):
     assert half["then"]["num_chips"] == 128
     now, then = (faster[name]["tokens_per_s_per_chip"] for name in ("now", "then"))
     assert f"in all {then / now:.3g} times the output tokens per second and chip" in said.words
+
+
+def test_drafts(call):
+    said = call(*SERVE, "--tpot", "50ms", "--accept", "0.8", "--drafts", "4", "--axes", "tensor=8")
+    best = said.printed("json").json["plans"][0]
+    assert (best["num_drafts"], best["step_tokens"]) == (4, pytest.approx(3.3616))
+    assert "its drafts 4 a step, which makes 3.36 tokens of a sequence in the mean" in said.words
+    assert "drafts are right with probability 0.8, each takes 0.05 of a step without any" in said.words
+    call(*SERVE, "--drafts", "4").assert_refused(2, "--drafts changes nothing here: it is for --accept.")

@@ -24,6 +24,7 @@ from meshwright.cost.train_step import Estimate
 from meshwright.plan.planner import rank_slices
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.run_budget import run_budget
+from meshwright.plan.serving.service import MAX_DRAFTS
 from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import CHANGES, parse_what_if
 from meshwright.plan.why.what_if import what_if
@@ -36,6 +37,7 @@ from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import AS_RUN, COLLECTIVE_MATMULS, Strategy, mesh_words
 
 SERVED = {"serve": "--serve"}
+DRAFTED = {"accept": "--accept"}
 SIMULATED = {"is_simulated": "--simulate or --trace"}
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
@@ -88,6 +90,18 @@ class Given(Options):
     kv: str | None = option("Dtypes of cached keys and values to try.", needs=SERVED)
     prefix_share: float = option(
         "Share of a prompt that is cached already.", "--prefix-hits", default=0.0, needs=SERVED
+    )
+
+    accept: float | None = option(
+        "Speculation: the probability that a drafted token is right.", type=click.FloatRange(0, 1, min_open=True),
+        needs=SERVED,
+    )  # fmt: skip
+    drafts: int | None = option(
+        "Drafts of a step [default: as many as make tokens fastest].", type=click.IntRange(0, MAX_DRAFTS),
+        needs=DRAFTED,
+    )  # fmt: skip
+    draft_cost: float = option(
+        "Time of a draft's step over one of the model.", type=click.FloatRange(0), default=0.05, needs=DRAFTED
     )
 
     @property

@@ -17,7 +17,7 @@ from meshwright.core.units import format_bytes, format_seconds, parse_count
 from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
-from meshwright.plan.serving.service import Service, parse_load, parse_target
+from meshwright.plan.serving.service import Service, Speculation, parse_load, parse_target
 from meshwright.plan.serving.storing import stored_dtypes
 from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
 from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
@@ -62,6 +62,8 @@ def service_answer(given: Any) -> Answer:
         tpot_s=given.tpot,
         requests_per_s=given.rate,
         prefix_share=given.prefix_share,
+        speculation=given.accept
+        and Speculation(acceptance=given.accept, draft_cost=given.draft_cost, num_drafts=given.drafts),
     )
     asked = (tuple(filter(None, (text or "").split(","))) for text in (given.weights, given.kv))
     stored = stored_dtypes(*asked, chip=cluster.chip)
@@ -199,6 +201,12 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
         )
     yield Fact("the first", rate)
     yield Fact("its decode step", _step_words(best.generate))
+    if service.speculation:
+        yield Fact(
+            "its drafts",
+            f"{best.num_drafts} a step, which makes {best.step_tokens:.3g} tokens of a sequence in the mean: "
+            f"{format_seconds(best.generate.step_s / best.step_tokens)} a token",
+        )
     transfer = f"; sending its keys and values {format_seconds(best.transfer_s)}" * best.has_pools
     prompts = f"{best.prefill.batch_seqs} prompt{'s' * (best.prefill.batch_seqs > 1)}"
     yield Fact("its prefill", f"of {prompts}: {_step_words(best.prefill)}{transfer}")

@@ -6,6 +6,7 @@ are arrays.
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -16,14 +17,16 @@ from meshwright.algebra.rewrites.repeated_heads import with_repeated_heads
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.arrays import map_figures, select
+from meshwright.cost.formulas.serving import expected_tokens
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.setting import Setting
+from meshwright.cost.step_costs import Priced, price_steps
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
 from meshwright.plan.serving.fleet import LAYOUTS, OTHER_AXES, Fleet, engine_strategy
-from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.service import Service, Speculation
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy
@@ -41,7 +44,8 @@ PREFILL_TOKENS = 16_384
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of one phase, an entry each: the engine's number, its dtypes' number, sequences of all its chips, seconds,
-    seconds of each of `BOUNDS` by itself, and bytes per chip of weights, caches and the rest."""
+    seconds of each of `BOUNDS` by itself (of drafts too, if there are any), and bytes per chip of weights, caches and
+    the rest. A step of decode checks ``drafts`` tokens of each sequence and makes ``tokens`` in the mean."""
 
     engine: np.ndarray
     dtypes: np.ndarray
@@ -49,6 +53,8 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     step_s: np.ndarray
     bounds_s: dict[str, np.ndarray]
     memory: dict[str, np.ndarray]
+    drafts: np.ndarray
+    tokens: np.ndarray
 
     def __len__(self) -> int:
         return len(self.engine)
@@ -57,6 +63,11 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     def need(self) -> np.ndarray:
         """Bytes per chip."""
         return sum_of(self.memory)
+
+    @property
+    def token_s(self) -> np.ndarray:
+        """Seconds per token of each sequence."""
+        return self.step_s / self.tokens
 
 
 class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,10 +167,40 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         rows, grid = (np.concatenate(columns) for columns in zip(*found, strict=True))
         pairs = np.unique(np.stack([rows, grid]), axis=1)
         rows, grid = pairs[:, pairs[1] > 0]
+        if self.service.speculation:
+            return self.drafted(rows, grid, self.service.speculation), need[:, 0]
         memory = self.memory("decode", rows, grid, self.service.max_len)
         kept = sum_of(memory) <= self.setting.memory_room
         chosen: dict[str, np.ndarray] = select(memory, kept)
         return self.priced("decode", rows[kept], grid[kept], self.service.mean_len, chosen), need[:, 0]
+
+    def drafted(self, rows: np.ndarray, batch: np.ndarray, given: Speculation) -> Steps:
+        """Returns the decode steps that fit, each with the drafts that make its tokens fastest.
+
+        A step that checks K drafts is the derived step with K + 1 positions of each sequence: products and collectives
+        of as many rows, caches read once. Drafts take K times ``draft_cost`` of the step without any.
+        """
+        tried, length = np.array(given.tried), self.service.mean_len
+        one = self.priced("decode", rows, batch, length, {})
+        shape = (len(rows), len(tried))
+        each, seqs, drafts = (np.repeat(rows, len(tried)), np.repeat(batch, len(tried)), np.tile(tried, len(rows)))
+        memory = self.memory("decode", each, seqs, self.service.max_len, drafts + 1)
+        # beside what attention needs, the head has logits of every position
+        rows_alone = self.memory("decode", each, seqs * (drafts + 1), 1)["activations"]
+        memory["activations"] = np.maximum(memory["activations"], rows_alone)
+        steps = self.priced("decode", each, seqs, length, memory, drafts + 1)
+        drafting = drafts * given.draft_cost * np.repeat(one.step_s, len(tried))
+        steps = msgspec.structs.replace(
+            steps,
+            step_s=steps.step_s + drafting,
+            bounds_s={**steps.bounds_s, "drafts": drafting},
+            drafts=drafts,
+            tokens=expected_tokens(given.acceptance, drafts),
+        )
+        token_s = np.where(steps.need <= self.setting.memory_room, steps.token_s, np.inf).reshape(shape)
+        best = np.arange(len(rows)) * len(tried) + np.argmin(token_s, axis=1)
+        found: Steps = select(steps, best[np.isfinite(token_s.min(axis=1))])
+        return found
 
     def prefill(self, at_once: Sequence[int]) -> Steps:
         """Returns a step for each engine and number of prompts at once on each device that has its own sequences.
@@ -182,29 +223,41 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         )
         return msgspec.structs.replace(own, step_s=np.maximum(own.step_s, whole.step_s - known.step_s))
 
-    def memory(self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    def memory(
+        self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int, checked: Number = 1
+    ) -> dict[str, np.ndarray]:
         """Returns bytes per chip of weights, caches and the rest."""
         setting = self._setting(phase, length)
-        parts = memory_parts(self.steps[phase], self._sizes(setting, rows, batch))
+        parts = memory_parts(self.steps[phase], self._sizes(setting, rows, batch, checked))
         items = parts.items(setting.pipeline(self.strategy), ())
         weights, cache = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
         rest = np.broadcast_to(total_bytes(items), len(rows)) - weights - cache
         return {"weights": weights, "kv_cache": cache, "activations": rest}
 
     def priced(
-        self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int, memory: dict[str, np.ndarray]
+        self,
+        phase: str,
+        rows: np.ndarray,
+        batch: np.ndarray,
+        length: int,
+        memory: dict[str, np.ndarray],
+        checked: Number = 1,
     ) -> Steps:
-        """Returns the steps of engines (``rows`` of the form's) at batches and one length."""
+        """Returns the steps of engines (``rows`` of the form's) at batches and one length; in decode they check so many
+        positions of each sequence."""
         setting, derived, engines = self._setting(phase, length), self.steps[phase], self.engines[rows]
         strategy = self.strategy
         rates = setting.step_rates(strategy, self.fleet.placements, derived)
         rates = msgspec.structs.replace(rates, num_hosts=np.array([part.num_hosts for part in self.fleet.parts]))
         step = PricedStep(
             derived=derived,
-            sizes=self._sizes(setting, rows, batch),
+            sizes=self._sizes(setting, rows, batch, checked),
             rates=select(rates, engines),
             pipeline=setting.pipeline(strategy),
         )
+        if np.ndim(checked):
+            of_head = self._sizes(setting, rows, batch * checked)
+            step = _CheckingStep(**msgspec.structs.asdict(step), head_sizes=of_head)
         return Steps(
             engine=engines,
             dtypes=np.zeros(len(rows), dtype=np.int64),
@@ -212,14 +265,31 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
             step_s=np.broadcast_to(step.seconds.step_s, len(rows)),
             bounds_s=bounds_s(step, len(rows)),
             memory=memory,
+            drafts=np.zeros(len(rows), dtype=np.int64),
+            tokens=np.ones(len(rows)),
         )
 
     def _setting(self, phase: str, length: int) -> Setting:
         return phase_setting(self.setting, phase, self.dtypes, length)
 
-    def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray) -> SlotSizes:
+    def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray, checked: Number = 1) -> SlotSizes:
         mesh = {axis: sizes[self.engines[rows]].astype(float) for axis, sizes in self.fleet.mesh.items()}
-        return setting.sizes(self.strategy, mesh=mesh, microbatch_seqs=batch.astype(float))
+        found = setting.sizes(self.strategy, mesh=mesh, microbatch_seqs=batch.astype(float))
+        # tokens of a step, and with them the slots of experts
+        dims = {dim: found.dims[dim] * checked for dim in ("T", "C") if dim in found.dims}
+        return found if np.ndim(checked) == 0 else msgspec.structs.replace(found, dims={**found.dims, **dims}, cache={})
+
+
+class _CheckingStep(PricedStep, frozen=True, kw_only=True, dict=True):
+    """A step whose head has other sizes: that of decode makes logits of one position of each of its sequences."""
+
+    head_sizes: SlotSizes
+
+    @cached_property
+    def costs(self) -> Priced:
+        """The cost of every step."""
+        own, head = (price_steps(self.derived, s, self.rates, self.pipeline) for s in (self.sizes, self.head_sizes))
+        return msgspec.structs.replace(own, blocks=(*own.blocks[:-1], head.blocks[-1]))
 
 
 def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: int, batch_seqs: int = 1) -> Setting:

@@ -180,6 +180,11 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
         "TPOT is in the steady state with full batches: a step at the mean length of the cache and, where engines "
         f"prefill too, (batch - 1) / output prefills of other prompts{mixed}"
     )
+    if given := service.speculation:
+        yield (
+            f"drafts are right with probability {given.acceptance:.10g}, each takes {given.draft_cost:.10g} of a step "
+            "without any; a step checks all of a sequence and its own token: products of as many rows, caches read once"
+        )
     if engine := setting.assumptions.engine:
         yield f"steps as {engine} runs them; docs/accuracy.md has the errors of such predictions"
     yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools the transfer"

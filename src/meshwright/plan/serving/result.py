@@ -78,13 +78,16 @@ class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class ServicePlan(ServiceFigures, frozen=True, kw_only=True):
     """One way to serve. ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a
-    pool of their own if the plan ``has_pools``. ``weights`` and ``cache`` are the dtypes in which these are stored."""
+    pool of their own if the plan ``has_pools``. ``weights`` and ``cache`` are the dtypes in which these are stored. A
+    step of generation checks ``num_drafts`` tokens and makes ``step_tokens`` of each sequence in the mean."""
 
     has_pools: bool
     weights: str
     cache: str
     generate: EnginePool
     prefill: EnginePool
+    num_drafts: int = 0
+    step_tokens: float = 1.0
 
     @property
     def bound_by(self) -> str:
@@ -156,7 +159,8 @@ def service_plan(priced: PricedFleet, found: Services, number: int, service: Ser
         share = prefill.num_chips / (prefill.num_chips + generate.num_chips)
     else:
         prompt_s = float(found.prompt_s[number])
-        share = prompt_s / (prompt_s + service.output_len * generate.step_s / generate.batch_seqs)
+        token_s = float(priced.decode.token_s[generated])
+        share = prompt_s / (prompt_s + service.output_len * token_s / generate.batch_seqs)
     price = priced.fleet.cluster.chip.price_usd_per_hour
     usd = None if price is None else price / 3600 * paid * 1e6
     return ServicePlan(
@@ -165,6 +169,8 @@ def service_plan(priced: PricedFleet, found: Services, number: int, service: Ser
         cache=dtypes.cache,
         generate=generate,
         prefill=prefill,
+        num_drafts=int(priced.decode.drafts[generated]),
+        step_tokens=float(priced.decode.tokens[generated]),
         ttft_s=float(found.ttft_s[number]),
         tpot_s=float(found.tpot_s[number]),
         transfer_s=float(found.transfer_s[number]),

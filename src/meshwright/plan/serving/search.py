@@ -10,6 +10,7 @@ prompt, and the others wait for the share ``mixing`` of its prefill (1 without c
 With pools (disaggregated) TPOT = t_step, an engine prefills 1 / t_prompt prompts a second, and one that generates ends
 B / (output * t_step) sequences. The numbers P and G of engines balance where P / t_prompt = B G / (t_step output). The
 time to the first token at low load is that of one prefill, and with pools also that of sending its keys and values.
+With drafts t_step is a step, with its drafts, over the tokens that it makes in the mean.
 """
 
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     fits &= (prefill.batch[other] <= decode.batch[rows]) | (other == first[rows])
     rows, other, free = rows[fits], other[fits], free[fits]
     prompt_s = prefill.step_s[other] / prefill.batch[other]
-    batch, step_s, output = decode.batch[rows], decode.step_s[rows], service.output_len
+    batch, step_s, output = decode.batch[rows], decode.token_s[rows], service.output_len
     tpot_s = step_s + waiting_s(prompt_s, batch=batch, output_len=output, mixing=priced.mixing)
     rate = batch / (output * tpot_s + prompt_s)
     chips = priced.fleet.num_chips[decode.engine[rows]]
@@ -110,10 +111,12 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
     link = transfer_bytes_per_s(fleet.cluster)
     for number, dtypes in enumerate(priced.stored):
         first = np.flatnonzero(decode.dtypes == number)
-        second = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s))
+        # engines whose caches are split prefill for themselves alone
+        usual = fleet.layout[prefill.engine] == "prompts"
+        second = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s) & usual)
         rows, other = np.repeat(first, len(second)), np.tile(second, len(first))
         chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, other)))
-        ends = decode.batch[rows] / (service.output_len * decode.step_s[rows])
+        ends = decode.batch[rows] / (service.output_len * decode.token_s[rows])
         begins = prefill.batch[other] / prefill.step_s[other]
         if service.requests_per_s is None:
             num_prefill, num_decode = _balanced(total, prefill_chips, chips, begins, ends)
@@ -137,7 +140,7 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
             num_decode=num_decode[kept],
             num_prefill=num_prefill[kept],
             num_chips=used if service.requests_per_s is not None else np.full(len(rows), total),
-            tpot_s=decode.step_s[rows],
+            tpot_s=decode.token_s[rows],
             transfer_s=sent / (senders * link),
             requests_per_s=np.minimum(num_prefill * begins, num_decode * ends)[kept],
             free_bytes=priced.room - np.maximum(decode.need[rows], prefill.need[other]),

@@ -5,13 +5,39 @@ from meshwright.core.fields import Checked, shown
 from meshwright.core.units import parse_seconds
 from meshwright.spec.strategy import MAX_SEQUENCES
 
+MAX_DRAFTS = 16
+"""Most drafted tokens of a step that are tried."""
+
+
+class Speculation(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Drafts that each step of generation checks: a draft is right with probability ``acceptance``, and takes
+    ``draft_cost`` of the model's own step. ``num_drafts`` a step; None for those that make tokens fastest."""
+
+    acceptance: float
+    draft_cost: float = 0.05
+    num_drafts: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.acceptance <= 1:
+            raise InputError(f"speculation.acceptance={shown(self.acceptance)} must be above 0 and at most 1.")
+        if not self.draft_cost >= 0:
+            raise InputError(f"speculation.draft_cost={shown(self.draft_cost)} must be at least 0.")
+        if self.num_drafts is not None and not 0 <= self.num_drafts <= MAX_DRAFTS:
+            raise InputError(f"speculation.num_drafts={self.num_drafts} must be from 0 to {MAX_DRAFTS}.")
+
+    @property
+    def tried(self) -> tuple[int, ...]:
+        """Numbers of drafts to choose from."""
+        return tuple(range(MAX_DRAFTS + 1)) if self.num_drafts is None else (self.num_drafts,)
+
 
 class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Requests of ``prompt_len`` tokens that are answered with ``output_len`` tokens, in the mean.
 
     ``prefix_share`` is the share of a prompt whose keys and values are in a cache of earlier prompts. ``ttft_s``, the
     time to the first token, and ``tpot_s``, the time per output token after it, are targets; ``requests_per_s`` is the
-    load. None leaves one open.
+    load. None leaves one open. ``speculation`` drafts tokens.
     """
 
     prompt_len: int
@@ -20,6 +46,7 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tpot_s: float | None = None
     requests_per_s: float | None = None
     prefix_share: float = 0.0
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

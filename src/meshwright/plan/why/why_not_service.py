@@ -134,8 +134,8 @@ def _chip_seconds(first: ServicePlan, other: ServicePlan) -> dict[str, tuple[flo
     found: dict[str, list[float]] = {}
     for plan in (first, other):
         own = plan.generate
-        each = own.part.num_chips / own.batch_seqs
-        for name in BOUNDS:
-            found.setdefault(name, []).append(each * own.bounds_s[name])
+        each = own.part.num_chips / (own.batch_seqs * plan.step_tokens)
+        for name in (*BOUNDS, "drafts"):
+            found.setdefault(name, []).append(each * own.bounds_s.get(name, 0.0))
         found.setdefault("prefill, idle", []).append(1 / plan.tokens_per_s_per_chip - each * own.step_s)
     return {name: (a, b) for name, (a, b) in found.items() if max(a, b) > 0}
