@@ -116,7 +116,7 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
         k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
     here = [other.like(q) for other in others]
     # arrays with rows are needed for queries and for keys
-    rows = [pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims]
+    rows = [(own, of.resharded({"B": k.axes_of("B")})) for own, of in zip(here, others, strict=True) if "B" in of.dims]
     positions, key_positions = rows.pop(0) if placed else (None, None)
     arrays = AttentionArrays(
         sinks=next((array for array in here if "B" not in array.dims), None),
@@ -142,6 +142,8 @@ def forward(tape: Tape, form: type[Attention] = Attention) -> None:
     details, arrays, needed = _layout(tape, form)
     for array, target in zip(tape.inputs, needed, strict=True):
         tape.move(array, target)
+    for other in (array for array in tape.inputs[3:] if "B" in array.dims):
+        tape.move(other, other.resharded({"B": arrays.k.axes_of("B")}))
     result, lse = _statistics(tape.out, arrays.q)
     step = Step(op=tape.op.kind, inputs=arrays.inputs, result=result, more=(lse,), details=details)
     tape.add(*in_ring(step, (arrays.k, arrays.v)))

@@ -4,12 +4,17 @@ from functools import partial
 
 from meshwright.algebra.kinds import OpKind, StepKind, row_stream
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops import wide_rms_norm
 from meshwright.algebra.tape import Tape, require_whole
 
 
 def forward(tape: Tape) -> None:
-    """Normalises ``kind(x, scale)`` or ``kind(x, scale, bias)`` in the sharding of the row."""
+    """Normalises ``kind(x, scale)`` or ``kind(x, scale, bias)`` in the sharding of the row; a split row as
+    `wide_rms_norm` does."""
     x, *vectors = tape.inputs
+    if tape.op.kind == "rms_norm" and any(x.axes_of(dim) for dim in vectors[0].dims):
+        wide_rms_norm.forward(tape)
+        return
     for dim in vectors[0].dims:
         require_whole(x, dim, tape.op.kind)
     whole = [tape.move(vector, _whole(vector)) for vector in vectors]

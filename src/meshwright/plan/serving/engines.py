@@ -25,11 +25,11 @@ from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
-from meshwright.plan.serving.fleet import LAYOUTS, OTHER_AXES, Fleet, engine_strategy
+from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
 from meshwright.plan.serving.service import Service, Speculation
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import LAYOUTS, Strategy
 
 BOUNDS = ("parameters", "KV", "FLOPs", "network", "stragglers", "other")
 """What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts waiting
@@ -301,7 +301,8 @@ def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: in
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
     """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
     split prompts over ``context`` prefill alone."""
-    repeats = (setting.model.num_kv_heads % fleet.mesh["tensor"] != 0) & (fleet.layout == "prompts")
+    repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
+    repeats &= np.isin(fleet.layout, ("prompts", "widths"))
     for repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
         template = engine_strategy({}, dtypes.precision, layout)
         strategy = with_repeated_heads(template) if repeated else template

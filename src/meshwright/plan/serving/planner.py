@@ -172,7 +172,8 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     yield f"times rest on {setting.rates.describe()}"
     yield (
         "tok/s are output tokens per second and chip; tp is the mesh axis tensor; cp is context, which splits prompts, "
-        "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions"
+        "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions, and "
+        "wd where it splits the other dim of weights (2-D weight-stationary)"
         + "; ep is expert, which also splits the sequences (experts with data-parallel attention)"
         * bool(model.num_experts)
     )
