@@ -22,8 +22,8 @@ from meshwright.plan.serving.storing import stored_dtypes
 from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
 from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
 from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table, TableColumns
-from meshwright.report.curves import curves_figure
 from meshwright.report.figure import Figure
+from meshwright.report.plans.services import services_figure
 from meshwright.report.plans.slots import slots_figure
 from meshwright.simulate.service import service_targets, service_traffic, simulate_service
 from meshwright.spec.catalogue import load_model
@@ -234,12 +234,15 @@ def _step_words(pool: EnginePool) -> str:
 
 
 def _frontier_figure(result: ServiceResult) -> Figure:
-    curves = {name: [(1e3 * x, y) for x, y in points] for name, points in result.frontiers.items()}
-    service, cluster = result.service, result.setting.cluster
-    return curves_figure(
+    curves, split = (
+        {name: [(1e3 * x, factor * y) for x, y in points] for name, points in found.items()}
+        for found, factor in ((result.frontiers, 1.0), (result.split, 1e3))
+    )
+    service, cluster, first = result.service, result.setting.cluster, result.plans[0]
+    return services_figure(
         curves,
-        x_title="time per output token (ms)",
-        y_title="output tokens per second and chip",
+        split,
+        (1e3 * first.tpot_s, first.tokens_per_s_per_chip, f"the first: {engine_lines(first)[0]}"),
         title=f"{result.setting.model.name} on {cluster.short_name}: services that nothing beats",
         subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{target_words(service)}",
     )

@@ -82,6 +82,7 @@ def plan_service(
         num_services=len(found),
         num_meeting=int(found.meets(service).sum()),
         frontiers={one.words: _points(found, frontier(found, some)) for one, some in groups.items() if len(some)},
+        split=_split(priced, found, frontier(found, order)),
         notes=tuple(service_notes(setting, service, chosen)),
     )
 
@@ -117,6 +118,14 @@ def _distinct(priced: PricedFleet, found: Services, order: np.ndarray) -> np.nda
 
 def _points(found: Services, chosen: np.ndarray) -> tuple[tuple[float, float], ...]:
     return tuple(zip(found.tpot_s[chosen].tolist(), found.tokens_per_s_per_chip[chosen].tolist(), strict=True))
+
+
+def _split(priced: PricedFleet, found: Services, chosen: np.ndarray) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Returns (TPOT, seconds of a token) of each part of a decode step by itself, and of the prefills of others."""
+    steps, tpot_s = found.decode[chosen], found.tpot_s[chosen]
+    parts = {name: s[steps] / priced.decode.tokens[steps] for name, s in priced.decode.bounds_s.items()}
+    parts["prefills of others"] = tpot_s - priced.decode.token_s[steps]
+    return {name: tuple(zip(tpot_s.tolist(), s.tolist(), strict=True)) for name, s in parts.items()}
 
 
 # -- what is said ---------------------------------------------------------------------------------------

@@ -105,8 +105,9 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``as_written`` is the best plan with weights and caches in bfloat16, None if none was asked for or fits the targets.
     Of ``num_services`` that fit in memory ``num_meeting`` meet the targets. ``frontiers`` has for each pair of dtypes
-    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both. ``stored`` and
-    ``axes`` are the dtypes and sizes that it was planned with.
+    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both. ``split`` has for
+    each of `BOUNDS`, and the prefills of others, the points (TPOT, seconds of a token by itself) of the plans that none
+    at all beats. ``stored`` and ``axes`` are the dtypes and sizes that it was planned with.
     """
 
     setting: Setting
@@ -119,6 +120,7 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
     num_services: int
     num_meeting: int
     frontiers: dict[str, tuple[tuple[float, float], ...]]
+    split: dict[str, tuple[tuple[float, float], ...]]
     notes: tuple[str, ...]
 
     def listed(self, top: int) -> tuple[ServicePlan, ...]:
@@ -140,6 +142,7 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
             "num_services": self.num_services,
             "num_meeting": self.num_meeting,
             "frontiers": self.frontiers,
+            "split": self.split,
             "memory_room": self.setting.memory_room,
             "notes": list(self.notes),
         }
