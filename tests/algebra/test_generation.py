@@ -225,7 +225,7 @@ def test_a_cache_split_over_sequences_is_the_book_s_twelve_steps():
     """How to Scale Your Model, section 7.3.3, Y = tensor for the kv heads and Z = context beyond them: the cache stays,
     queries and outputs of attention move. Listed are its steps, without rotation and the write into the cache; the
     book's reshapes between N and K, G are inside attention, which is its three steps."""
-    strategy = Strategy(mesh=make_mesh({"tensor": 8, "context": 4}), assignment=cache_assignment("B"))
+    strategy = Strategy(mesh=make_mesh({"tensor": 8, "context": 4}), assignment=cache_assignment("sequences"))
     derived = derive_phase(load_model("llama3-70b"), "decode", strategy)
     (block,) = (each for each in derived.blocks if each.block.carry)
     left_out = ("rms_norm", "rope", "cache_write", "slice")

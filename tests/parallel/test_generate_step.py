@@ -12,7 +12,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.quantisation import quantise_params
 from meshwright.parallel.generate_step import GenerateStep
-from meshwright.spec.strategy import cache_assignment, held_dims
+from meshwright.spec.strategy import held_dims
 from tests.parallel.generate_cases import (
     DEFAULT,
     FAMILIES,
@@ -72,22 +72,32 @@ def test_no_mesh_changes_anything(name, axes):
         assert_collectives_are_derived(step)
 
 
-CACHES = [
-    ("llama", {"tensor": 4, "context": 2}, "B"),
-    ("deepseek_v2", {"context": 2}, "B"),
-    pytest.param("gpt_oss", {"tensor": 2, "context": 2}, "B", marks=pytest.mark.slow),
-    pytest.param("gemma2", {"data": 2, "tensor": 2, "context": 2}, "B", marks=pytest.mark.slow),
-    pytest.param("mixtral", {"expert": 2, "tensor": 2, "context": 2}, "B", marks=pytest.mark.slow),
-    pytest.param("deepseek_v3", {"expert": 2, "context": 2}, "B", marks=pytest.mark.slow),
+SPLIT_CACHES = [
+    ("llama", {"tensor": 2, "context": 2}, "sequences", {}),
+    ("llama", {"tensor": 2, "context": 2}, "positions", {}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("llama", {"data": 2, "tensor": 2, "context": 2}, "sequences", {}),
+            ("llama", {"context": 8}, "positions", {}),
+            ("llama", {"tensor": 2, "context": 4}, "sequences", {"page_len": 4}),
+            ("gpt_oss", {"tensor": 2, "context": 2}, "positions", {}),
+            ("gpt_oss", {"tensor": 2, "context": 2}, "sequences", {}),
+            ("gemma2", {"tensor": 2, "context": 2}, "positions", {}),
+            ("deepseek_v2", {"context": 4}, "sequences", {}),
+            ("deepseek_v2", {"tensor": 2, "context": 2}, "positions", {}),
+            ("mixtral", {"expert": 2, "context": 2}, "sequences", {}),
+            ("mixtral", {"expert": 2, "context": 4}, "positions", {}),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "axes", "dim"), CACHES)
-def test_caches_are_split_beyond_their_heads(name, axes, dim):
-    """Weights over ``tensor`` and ``context``, caches over heads and then over sequences: section 7.3.3."""
-    step = step_of(FAMILIES[name], axes, cache_assignment(dim))
+@pytest.mark.parametrize(("name", "axes", "split", "options"), SPLIT_CACHES)
+def test_no_split_of_caches_changes_anything(name, axes, split, options):
+    step = step_of(FAMILIES[name], axes, split=split, **options)
     assert_close(with_cache(step, float_params(FAMILIES[name])).logits, uncached(name))
-    if not step.model.num_experts:
+    if name == "llama" and not options:
         assert_collectives_are_derived(step)
 
 

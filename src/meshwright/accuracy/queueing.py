@@ -63,8 +63,7 @@ def _without_intervals(
     measured: str,
 ) -> Accuracy:
     decode = [
-        msgspec.structs.replace(case.decode, measured_s=getattr(case.record.measured, measured) / 1e3)
-        for case in cases
+        msgspec.structs.replace(case.decode, measured_s=getattr(case.record.measured, measured) / 1e3) for case in cases
     ]
     found = accuracy_of(decode, predicted, calibrations[0], unpredicted, what="decode")
     return msgspec.structs.replace(
@@ -118,20 +117,15 @@ def engine_limits(case: ServedCase) -> SchedulerLimits:
 def _look_every(case: ServedCase) -> int:
     """Returns the decode steps between two looks for new requests, where the scripts of `INFERENCEX` set them.
 
-    SGLang on Blackwell: --scheduler-recv-interval, 30 from 16 clients on, else 10. TensorRT-LLM: with several replicas
-    of attention timeout_iters 60 of attention_dp_config; batch_wait_timeout_iters 40 for DeepSeek on Blackwell with
-    1,024 + 1,024 tokens and 64 to 255 clients.
+    SGLang on Blackwell: --scheduler-recv-interval, 30 from 16 clients on, else 10. TensorRT-LLM with several replicas
+    of attention: timeout_iters 60 of attention_dp_config.
     """
     if (case.prompt_len, case.output_len) not in INFERENCEX:
         return 1
     is_blackwell, backend = family(case.chip) == "blackwell", case.record.backend
     if backend == "sglang" and is_blackwell:
         return 30 if case.clients >= 16 else 10
-    if backend == "trtllm" and case.replicas > 1:
-        return 60
-    delays = case.prompt_len == case.output_len and 64 <= case.clients < 256
-    latent = case.decode.setting.model.latent_attention
-    return 40 if backend == "trtllm" and is_blackwell and latent and delays else 1
+    return 60 if backend == "trtllm" and case.replicas > 1 else 1
 
 
 def _clock(cases: Sequence[ServedCase], calibration: Calibration) -> TabledClock:

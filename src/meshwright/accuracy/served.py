@@ -62,6 +62,10 @@ MOST_DEVICES = 16
 MEMORY_SHARE = 0.9
 """Share of the memory that engines fill by default: vLLM's gpu_memory_utilization, TensorRT-LLM's free fraction."""
 
+TIGHT_SHARE = 0.95
+"""The share where caches of the default one have no room for all requests of the client: InferenceX sets it for
+DeepSeek-R1 in fp8 on four B200 (benchmarks/dsr1_fp8_b200.sh)."""
+
 
 class ServedCase(msgspec.Struct, frozen=True, kw_only=True):
     """One record: its prefill of one prompt on each replica of attention, its decode step, and what was measured.
@@ -253,10 +257,12 @@ def _served(record: Record) -> ServedCase:
     assumed = Assumptions(software="served", engine=engine, empty_slots=False)
     full = Job(kind="decode", batch_seqs=replicas, seq_len=prompt + output)
     at = Setting(model, cluster, full, storage=stored.storage, assumptions=assumed)
-    fits = sequences_that_fit(at, strategy, replicas=replicas)
+    asked = max(1, round(record.concurrency or record.global_batch_seqs or 1))
+    fits = sequences_that_fit(at, strategy)
+    if fits * replicas < asked:
+        fits = sequences_that_fit(at, strategy, TIGHT_SHARE)
     if fits < 1:
         raise InputError("weights and one sequence do not fit the devices that are listed")
-    asked = max(1, round(record.concurrency or record.global_batch_seqs or 1))
     total = min(asked, fits * replicas)
 
     def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
@@ -281,11 +287,11 @@ def _served(record: Record) -> ServedCase:
     )
 
 
-def sequences_that_fit(setting: Setting, strategy: Strategy, *, replicas: int) -> int:
+def sequences_that_fit(setting: Setting, strategy: Strategy, share: float = MEMORY_SHARE) -> int:
     """Returns the sequences of the job's length that the caches of one replica of attention have room for, in the share
-    `MEMORY_SHARE` of the memory that weights leave. The job is decode of one sequence on each replica."""
+    of the memory that weights leave. The job is decode of one sequence on each replica."""
     found = setting.memory(strategy)
-    return int((MEMORY_SHARE * known(setting.cluster.chip, "hbm_bytes") - found["weights"]) / found["kv_cache"])
+    return int((share * known(setting.cluster.chip, "hbm_bytes") - found["weights"]) / found["kv_cache"])
 
 
 def _degrees(record: Record) -> tuple[int, int]:

@@ -297,9 +297,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
         gathered_bytes=total(gathered.values()) + _turned_bytes(gathers, gathered, sizes),
         working_bytes=_working_set(block, derived, sizes)
         + (_copied_experts(block, derived, sizes) if trains else copied_bytes(block, derived, sizes)),
-        retiled_bytes=block.repeat * _retiled_bytes(block, derived, sizes)
-        if sizes.tile_rows > STORED_ROWS and trains
-        else 0.0,
+        retiled_bytes=block.repeat * _retiled_bytes(block, derived, sizes) if sizes.tile_rows > STORED_ROWS else 0.0,
     )
 
 

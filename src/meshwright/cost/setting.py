@@ -153,7 +153,7 @@ class Setting(Checked, frozen=True, dict=True):
     def require_runnable(self, strategy: Strategy) -> None:
         """Raises CannotRunError for what this machine's own devices would not run in this version."""
         if self.cluster.kind == "host":
-            require_runnable_strategy(strategy)
+            require_runnable_strategy(strategy, trains=self.job.trains)
             require_runnable_assumptions(self.assumptions)
 
     def on(self, cluster: Cluster) -> "Setting":

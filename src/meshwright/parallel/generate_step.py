@@ -90,6 +90,8 @@ class GenerateStep:
         for name, array in self.prefill_declared.declared.items():
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
                 check(array, sizes, strategy.mesh)
+        for row in self.table:  # of a window a ring has fewer slots
+            check(self.generate_declared.declared[row.name], dict(zip(row.dims, row.shape, strict=True)), strategy.mesh)
         self.mesh = mesh or strategy_mesh(strategy)
         self.compiler = compiler_options(self.mesh)
         self._compiled: dict[int, jax.stages.Compiled] = {}
@@ -211,7 +213,7 @@ class GenerateStep:
 
     def init_pages(self) -> np.ndarray:
         """Returns a page table [B, Bp] that gives every sequence its own pages, numbered within its device's shard."""
-        split = next(self.generate_declared.declared[row.name] for row in self.table if "Pg" in row.dims).axes_of("Pg")
+        split = next(self.generate_declared.declared[row.name].axes[0] for row in self.table if "Pg" in row.dims)
         rows = self.batch_seqs // math.prod(self.strategy.mesh[axis] for axis in split)
         each = self.cache_sizes["Bp"]
         return ((np.arange(self.batch_seqs) % rows)[:, None] * each + np.arange(each)).astype(np.int32)

@@ -18,13 +18,13 @@ from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
-from meshwright.cost.work.kernel_times import NVIDIA_TILE, PAIRED_ROWS
+from meshwright.cost.work.kernel_times import grouped_s
+from meshwright.cost.work.kernels import partly_hidden, product_shape
 from meshwright.cost.work.ops import is_attention
 from meshwright.plan.serving.fleet import sequence_shards
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
-from meshwright.spec.efficiency import family
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy
 
@@ -59,7 +59,8 @@ class PricedClock(Clock):
         pairs = np.maximum(tokens * (past + 1) - tokens**2 / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
         device_s = decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
-        return np.where(tokens > 0, np.maximum(device_s, self._host_s), device_s)
+        started_s = partly_hidden(device_s, self._host_s, self._setting.rates.efficiency.overlap)
+        return np.where(tokens > 0, started_s, device_s)
 
     @cached_property
     def _host_s(self) -> float:
@@ -77,22 +78,21 @@ class PricedClock(Clock):
         return seconds / (length**2 / 2)
 
     def _prefill_s(self, tokens: Any) -> Any:
-        """Returns the seconds of a prefill, whose grouped products compute a tile of rows more for each expert."""
-        step, model = self._step("prefill", 1.0, tokens), self._setting.model
-        found = step.seconds.step_s
-        if model.num_experts:
-            rows = (
-                tokens
-                * max(self._strategy.mesh["expert"], self._num_shards)
-                * model.experts_per_token
-                / model.num_experts
-            )
-            tile = PAIRED_ROWS if family(self._setting.cluster.chip) == "blackwell" else NVIDIA_TILE[0]
-            for cost in step.costs.all:
-                if not cost.step.is_collective and kind_of(cost.step).is_einsum and is_at_experts(cost.step):
-                    found = found + cost.count * (
-                        np.hypot(cost.math_s * (1 + tile / rows), cost.hbm_s) - np.hypot(cost.math_s, cost.hbm_s)
-                    )
+        """Returns the seconds of a prefill; on GPUs its products of experts take what measured grouped products take."""
+        step = self._step("prefill", 1.0, tokens)
+        found, rates = step.seconds.step_s, step.rates.chip
+        if rates.kernels is None:
+            return found
+        for cost in step.costs.all:
+            if not cost.step.is_collective and kind_of(cost.step).is_einsum and is_at_experts(cost.step):
+                outputs, contracted = product_shape(cost.step, step.sizes)
+                experts, columns = (
+                    step.sizes.local(*cost.step.results)[dim] for dim in ("E", cost.step.result.dims[-1])
+                )
+                shape = {"M": outputs / columns, "K": contracted, "N": columns, "G": experts, "copied": 0}
+                wide = rates.wide_flops_per_s / rates.matmul_flops_per_s
+                math_s = grouped_s(shape, rates.kernels) * wide
+                found = found + cost.count * (np.hypot(math_s, cost.hbm_s) - cost.local_s)
         return found
 
     def _seconds(self, phase: str, batch: Any, length: Any) -> Any:

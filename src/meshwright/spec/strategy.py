@@ -118,32 +118,31 @@ def _weight_rules(axes: tuple[str, ...]) -> Rules:
     }
 
 
-def cache_assignment(dim: str) -> dict[str, Rules]:
-    """Returns rules of generation: weights are split over ``tensor`` and ``context``, caches over kv heads and, with
-    ``context``, over ``dim``: B, the sequences, or S, their positions.
-
-    Source of the order, heads, then sequences, then positions: How to Scale Your Model, section 7.3.3.
-    """
-    both = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",), "E": ("expert",)}
-    rows = (*BATCH_AXES, "context") if dim == "B" else BATCH_AXES
-    places = {"S": ("context",)} if dim == "S" else {"Pg": rows}
-    return {
-        "activation": {**both, "B": BATCH_AXES, "C": ("data", "fsdp", *both["N"]), "T": both["N"]},
-        "weight": both,
-        "vector": {},
-        "input": {"B": BATCH_AXES},
-        "position": {"B": BATCH_AXES},
-        "cache": {"B": rows, "K": ("tensor",), **places},
-        "output": {"B": BATCH_AXES},
-    }
-
-
 GENERATION_RULES: dict[str, Rules] = {
     "cache": {"B": BATCH_AXES, "Pg": BATCH_AXES, "K": ("tensor",)},
     "output": {"B": BATCH_AXES},
 }
 """Default sharding of cached keys and values and of output logits in generation: each device caches its own sequences
 and heads, and has the whole vocabulary of its sequences."""
+
+CacheSplit = Literal["sequences", "positions"]
+
+
+def cache_assignment(split: CacheSplit) -> dict[str, Rules]:
+    """Returns rules for engines with more devices than kv heads: ``context`` splits weights as ``tensor`` does, but of
+    caches[B_context, S, K_tensor, H] it splits the sequences, or the positions S (weights W[D, F_{tensor,context}]).
+
+    Source: How to Scale Your Model, section 7.3.3.
+    """
+    found = standard_assignment(zero=0)
+    heads: Rules = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",)}
+    rows = (*BATCH_AXES, "context") if split == "sequences" else BATCH_AXES
+    positions: Rules = {"S": ("context",)} if split == "positions" else {}
+    cache: Rules = {"B": rows, "Pg": rows, **positions, "K": ("tensor",)}
+    # a device needs all tokens for its part of the vocabulary
+    found |= {"input": {"B": BATCH_AXES}, "cache": cache}
+    return found | {role: {**found[role], **heads} for role in ("activation", "weight")}
+
 
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
 """The standard assignment with everything sharded (ZeRO-3)."""
@@ -253,6 +252,11 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return int(match[1]) if match else None
 
     @property
+    def cache_split(self) -> CacheSplit | None:
+        """What ``context`` splits of caches if this is a `cache_assignment`; None for another assignment."""
+        return next((one for one in get_args(CacheSplit) if self.assignment == cache_assignment(one)), None)
+
+    @property
     def zero(self) -> int | None:
         """The ZeRO stage whose standard assignment this is; None for another assignment."""
         for stage in (3, 2, 1, 0):
@@ -344,14 +348,14 @@ def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> Non
     """Raises CannotRunError for strategies that are derived and priced but not executed in this version.
 
     Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
-    for the standard assignments and is not shown for others. What does not train runs under any assignment.
+    for the standard assignments and is not shown for others.
     """
     for axis in strategy.mesh:
         if axis not in MESH_AXES:
             raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
     if strategy.precision not in ("", strategy.state_dtype):
         _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
-    if trains and strategy.zero is None:
+    if strategy.zero is None and (trains or strategy.cache_split is None):
         differing = next(
             role
             for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)

@@ -149,7 +149,7 @@ def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
     return (
         f"the {request.step} step of {request.setting.model.name} needs {needed:.1f} GB on each chip of "
         f"{request.setting.cluster.short_name}, {needed / has:.2g} times the {has:.1f} GB that a chip has for it. "
-        f"Use more chips, more remat, or fewer sequences at a time."
+        f"Use more chips, {'more remat' if request.setting.job.trains else 'int8'}, or fewer sequences at a time."
     )
 
 

@@ -95,15 +95,10 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
     details = tape.details(form)
     q, k, v, *others = tape.inputs
     placed = bool(others) and tape.shardings.program.variables[tape.op.inputs[3]].role == "position"
-    # axes that split more heads of queries than of keys split sequences here instead
-    shared = k.axes_of(k.dims[2])
-    if q.axes[2][: len(shared)] == shared and (more := q.axes[2][len(shared) :]):
-        rows = q.axes_of("B") + more
-        kept = [
-            {dim: tuple(axis for axis in a.axes_of(dim) if axis not in more) for dim in a.dims[1:]} for a in (q, k, v)
-        ]
-        q, k, v = (a.resharded({**own, "B": rows}) for a, own in zip((q, k, v), kept, strict=True))
-        others = [a.resharded({"B": rows}) if "B" in a.dims else a for a in others]
+    heads = k.axes_of(k.dims[2])
+    if q.axes_of(q.dims[2])[: len(heads)] == heads:
+        # devices beyond those that split kv heads have queries of other positions instead of other heads
+        q = q.resharded({q.dims[1]: q.axes[1] + q.axes[2][len(heads) :], q.dims[2]: heads})
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
             raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. Split N as K.")

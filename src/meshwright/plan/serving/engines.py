@@ -343,9 +343,13 @@ def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtype
 
 
 def _divides(setting: Setting, fleet: Fleet, chosen: np.ndarray, steps: dict[str, Derived]) -> np.ndarray:
-    """True for engines whose sizes divide the dims of the model; prompts are padded, and batches divide."""
+    """True for engines whose sizes divide the dims of the model; prompts and caches are padded, and batches divide."""
     mesh = {axis: sizes[chosen] for axis, sizes in fleet.mesh.items()}
-    dims = setting.model.dims | {"B": fleet.batch_shards[chosen], "T": mesh["context"] * mesh["tensor"], "S": 1}
+    dims = setting.model.dims | {
+        "B": fleet.batch_shards[chosen],
+        "T": mesh["context"] * mesh["tensor"],
+        "S": mesh["context"],
+    }
     facts = StrategySizes(model=setting.model.name, cluster="", num_chips=0, mesh=mesh, dims=dims)
     rules = [rule for derived in steps.values() for rule in size_rules(derived)]
     return np.broadcast_to(mask(rules, facts), len(chosen))

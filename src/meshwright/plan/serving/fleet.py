@@ -21,9 +21,13 @@ ENGINE_AXES = ("expert", "context", "tensor")
 with data-parallel attention). Weights are split over nothing else: each step would gather them. What ``context`` splits
 is said by the layout."""
 
-LAYOUTS: dict[str, dict[str, Rules]] = {"prompts": standard_assignment(zero=0), "batch": cache_assignment("B")}
-"""Layout -> assignment. "prompts": ``context`` splits positions of a prompt, for engines that only prefill. "batch": it
-splits heads and widths of weights as ``tensor`` does, and caches over their sequences, beyond their heads."""
+LAYOUTS: dict[str, dict[str, Rules]] = {
+    "prompts": standard_assignment(zero=0),
+    "sequences": cache_assignment("sequences"),
+    "positions": cache_assignment("positions"),
+}
+"""Layout -> assignment. "prompts": ``context`` splits positions of a prompt, for engines that only prefill. Else it
+splits heads and widths of weights as ``tensor`` does, and caches, beyond their heads, over sequences or positions."""
 
 OTHER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis not in ENGINE_AXES)
 
@@ -48,8 +52,8 @@ def layout_of(strategy: Strategy) -> str:
 
 
 def engine_words(strategy: Strategy) -> str:
-    """Returns ``"ep8 tp4"``, the sizes of an engine; ``context`` is kvb where it splits caches over the batch."""
-    shown = {"batch": "kvb"}.get(layout_of(strategy), "cp")
+    """Returns ``"ep8 tp4"``, the sizes of an engine; ``context`` is kvb or kvs where it splits caches."""
+    shown = {"sequences": "kvb", "positions": "kvs"}.get(layout_of(strategy), "cp")
     return short_mesh(strategy.mesh).replace("cp", shown)
 
 
@@ -78,7 +82,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def batch_shards(self) -> np.ndarray:
         """Devices of each engine over which the sequences of a batch are split."""
-        return self.mesh["expert"] * np.where(self.layout == "batch", self.mesh["context"], 1)
+        return self.mesh["expert"] * np.where(self.layout == "sequences", self.mesh["context"], 1)
 
     @property
     def decodes(self) -> np.ndarray:

@@ -182,7 +182,7 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     yield f"times rest on {setting.rates.describe()}"
     yield (
         "tok/s are output tokens per second and chip; tp is the mesh axis tensor; cp is context, which splits prompts, "
-        "and kvb is context where weights are split over it as over tensor, and caches over sequences"
+        "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions"
         + "; ep is expert, which also splits the sequences (experts with data-parallel attention)"
         * bool(model.num_experts)
     )

@@ -149,7 +149,9 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
     link = transfer_bytes_per_s(fleet.cluster)
     for number, dtypes in enumerate(priced.stored):
         first = np.flatnonzero(decode.dtypes == number)
-        second = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s))
+        # engines whose caches are split prefill for themselves alone
+        usual = fleet.layout[prefill.engine] == "prompts"
+        second = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s) & usual)
         rows, other = np.repeat(first, len(second)), np.tile(second, len(first))
         chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, other)))
         ends = decode.batch[rows] / (service.output_len * decode.token_s[rows])

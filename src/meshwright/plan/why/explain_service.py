@@ -4,14 +4,13 @@ Everything is priced anew from the file's own rates, on the engine's part of the
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
 from meshwright.algebra.generation import GenerationPhase, cache_table
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Breakdown, Term
-from meshwright.cost.formulas.serving import kv_transfer_s, waiting_s
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.serving.engines import BOUNDS, bounds_s, loads
 from meshwright.plan.serving.file import PHASES, ServiceFile
@@ -126,114 +125,86 @@ def _parts(priced: PricedStrategy) -> Iterator[StepPart]:
 
 # -- the formulas -----------------------------------------------------------------------------------------
 
-
-class _Sheet:
-    """Formulas in order, each of numbers that are given or of formulas before it."""
-
-    def __init__(self, **given: float | str) -> None:
-        self.known = {name: value if isinstance(value, str) else f"{value:.10g}" for name, value in given.items()}
-        self.rows: list[Formula] = []
-
-    def add(
-        self, name: str, text: str, value: float, show: Callable[[float], str], number: Callable[[float], str] = str
-    ) -> float:
-        """Adds a formula, whose value later ones write as ``number`` does; returns the value."""
-        words = "|".join(map(re.escape, sorted(self.known, key=len, reverse=True)))
-        numbers = re.sub(rf"(?<![\w$/])({words})(?![\w/])", lambda found: self.known[found[1]], text)
-        self.rows.append(Formula(name=name, text=text, numbers=numbers, value=float(value), shown=show(value)))
-        self.known[name] = number(value)
-        return float(value)
-
-    def seconds(self, name: str, text: str, value: float) -> float:
-        """Adds a formula of seconds."""
-        return self.add(name, text, value, format_seconds, _s)
+_TITLES = {
+    "per_s": "requests/s", "served": "served/s", "made": "tok/s/chip", "usd": "$/request", "usd_in": "$/M in",
+    "usd_out": "$/M out", "left": "memory left",
+}  # fmt: skip
+"""Names in formulas that are printed otherwise."""
+_AGGREGATED = {
+    "TPOT": "t_step + mixing x (B - 1) / output x t_prompt",
+    "TTFT": "t_prefill",
+    "per_s": "G x B / (output x TPOT + t_prompt)",
+}
+_POOLED = {
+    "TPOT": "t_step",
+    "t_transfer": "KV / (senders x link)",
+    "TTFT": "t_prefill + t_transfer",
+    "per_s": "min(P / t_prompt, G x B / (output x t_step))",
+}
+_SHARES = {
+    False: "t_prompt / (t_prompt + output x t_step / B)",
+    True: "P_chips / (P_chips + G_chips)",
+}
+_ROOM = {
+    False: "room - weights_and_KV - max(decoding, prefilling)",
+    True: "room - max(weights_and_KV + decoding, prefilling)",
+}
+"""Formulas by whether pools prefill."""
 
 
 def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplanation) -> tuple[Formula, ...]:
-    """Returns the figures of a service: those of `plan.serving.search`, one by one."""
+    """Returns the figures of a service by the formulas of `plan.serving.search`, each as it is printed.
+
+    With pools prefill has chips of its own; else it works beside the caches of decode, with the same weights.
+    """
     service, generate, fill, pools = file.service, file.generate, file.prefill, file.has_pools
-    batch, engines, output, step_s = generate.batch_seqs, generate.num_engines, service.output_len, decode.step_s
-    sheet = _Sheet(
-        t_step=_s(step_s), B=batch, G=engines, P=fill.num_engines, prompts=fill.batch_seqs, prompt=service.prompt_len,
-        output=output, chips=file.predicted.num_chips, load=service.requests_per_s or 0.0,
-        mixing=f"{file.calibration.efficiency.mixing:.4g}",
-    )  # fmt: skip
-    prefill_s = prefill.step_s
-    if (new := service.new_prompt_tokens) < service.prompt_len:
-        whole, known = (
-            float(price_strategy(*file.phase("prefill", length)).estimate.step_s)
-            for length in (service.prompt_len, service.prompt_len - new)
-        )
-        sheet.known |= {"t_new": _s(prefill_s), "t_whole": _s(whole), "t_cached": _s(known)}
-        prefill_s = max(prefill_s, whole - known)
-        sheet.seconds("t_prefill", "max(t_new, t_whole - t_cached)", prefill_s)
-    sheet.known["t_prefill"] = _s(prefill_s)
-    prompt_s = sheet.seconds("t_prompt", "t_prefill / prompts", prefill_s / fill.batch_seqs)
-    if pools:
-        tpot_s = sheet.seconds("TPOT", "t_step", step_s)
-        rows = cache_table(file.model, batch_seqs=1, max_len=service.prompt_len, storage=file.stored.storage)
-        sent, link = sum(row.num_bytes for row in rows), transfer_bytes_per_s(file.cluster)
-        senders = min(generate.part.num_chips, fill.part.num_chips)
-        sheet.known |= {"KV": _b(sent), "senders": f"{senders}", "link": f"{_b(link)}/s"}
-        transfer_s = kv_transfer_s(sent, num_links=senders, link_bytes_per_s=link)
-        sheet.seconds("t_transfer", "KV / (senders x link)", float(transfer_s))
-        sheet.seconds("TTFT", "t_prefill + t_transfer", prefill_s + float(transfer_s))
-        text, per_s = (
-            "min(P / t_prompt, G x B / (output x t_step))",
-            min(fill.num_engines / prompt_s, engines * batch / (output * step_s)),
-        )
-    else:
-        wait = waiting_s(prompt_s, batch=batch, output_len=output, mixing=file.calibration.efficiency.mixing)
-        tpot_s = sheet.seconds("TPOT", "t_step + mixing x (B - 1) / output x t_prompt", step_s + float(wait))
-        sheet.seconds("TTFT", "t_prefill", prefill_s)
-        text, per_s = "G x B / (output x TPOT + t_prompt)", engines * batch / (output * tpot_s + prompt_s)
-    served = sheet.add("requests/s", text, per_s, *_DIGITS)
+    new, price = service.new_prompt_tokens, file.cluster.chip.price_usd_per_hour
+    cached = cache_table(file.model, batch_seqs=1, max_len=service.prompt_len, storage=file.stored.storage)
+    kept = [sum(one.memory.get(name, 0.0) for name in ("weights", "kv_cache")) for one in (decode, prefill)]
+    counts: dict[str, float] = {
+        "B": generate.batch_seqs, "G": generate.num_engines, "P": fill.num_engines, "prompts": fill.batch_seqs,
+        "prompt": service.prompt_len, "output": service.output_len, "chips": file.predicted.num_chips,
+        "load": service.requests_per_s or 0.0, "price": price or 0.0, "P_chips": fill.num_chips,
+        "G_chips": generate.num_chips, "mixing": file.calibration.efficiency.mixing,
+        "senders": min(generate.part.num_chips, fill.part.num_chips),
+    }  # fmt: skip
+    sizes = {
+        "KV": sum(row.num_bytes for row in cached), "link": transfer_bytes_per_s(file.cluster),
+        "room": file.setting.memory_room, "weights_and_KV": kept[0], "decoding": sum(decode.memory.values()) - kept[0],
+        "prefilling": sum(prefill.memory.values()) - (0 if pools else kept[1]),
+    }  # fmt: skip
+    times = {"t_step": decode.step_s, "t_prefill": prefill.step_s}
+    wanted: dict[str, str] = {}
+    if new < service.prompt_len:
+        times["t_new"] = times.pop("t_prefill")
+        for name, length in (("t_whole", service.prompt_len), ("t_cached", service.prompt_len - new)):
+            times[name] = float(price_strategy(*file.phase("prefill", length)).estimate.step_s)
+        wanted["t_prefill"] = "max(t_new, t_whole - t_cached)"
+    wanted |= {"t_prompt": "t_prefill / prompts", **(_POOLED if pools else _AGGREGATED)}
+    rate = "per_s"
     if service.requests_per_s is not None:
-        served = sheet.add("served/s", "min(requests/s, load)", min(per_s, service.requests_per_s), *_DIGITS)
-    per_s_name = sheet.rows[-1].name
-    sheet.add("tok/s/chip", f"{per_s_name} x output / chips", served * output / file.predicted.num_chips, *_DIGITS)
-    if (price := file.cluster.chip.price_usd_per_hour) is not None:
-        if pools:
-            sheet.known |= {"chips of P": f"{fill.num_chips}", "chips of G": f"{generate.num_chips}"}
-            text, share = (
-                "chips of P / (chips of P + chips of G)",
-                fill.num_chips / (fill.num_chips + generate.num_chips),
-            )
-        else:
-            text = "t_prompt / (t_prompt + output x t_step / B)"
-            share = prompt_s / (prompt_s + output * step_s / batch)
-        sheet.add("share", text, share, "{:.1%}".format, "{:.4g}".format)
-        sheet.known["price"] = f"{price:.10g}"
-        usd = price / 3600 * file.predicted.num_chips / served
-        sheet.add("$/request", f"price / 3600 x chips / {per_s_name}", usd, *_DIGITS)
-        sheet.add("$/M in", "1e6 x $/request x share / prompt", 1e6 * usd * share / service.prompt_len, *_DIGITS)
-        sheet.add("$/M out", "1e6 x $/request x (1 - share) / output", 1e6 * usd * (1 - share) / output, *_DIGITS)
-    _add_room(sheet, file, decode, prefill)
-    return tuple(sheet.rows)
-
-
-def _add_room(sheet: _Sheet, file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplanation) -> None:
-    """Adds the memory that is left of a chip's room, on the fuller chips; prefill works beside the caches of decode."""
-    room = file.setting.memory_room
-    need, other = (sum(one.memory.values()) for one in (decode, prefill))
-    if file.has_pools:
-        text, left = "room - max(generating, prefilling)", room - max(need, other)
-    else:
-        kept = ("weights", "kv_cache")
-        decoding, other = (sum(v for k, v in one.memory.items() if k not in kept) for one in (decode, prefill))
-        need -= decoding
-        text, left = "room - weights and KV - max(decoding, prefilling)", room - need - max(decoding, other)
-        sheet.known |= {"weights and KV": _b(need), "decoding": _b(decoding)}
-    sheet.known |= {"room": _b(room), "generating": _b(need), "prefilling": _b(other)}
-    sheet.add("memory left", text, left, format_bytes)
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds:.4g} s"
-
-
-def _b(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.4g} GB"
-
-
-_DIGITS = ("{:.4g}".format, "{:.4g}".format)
+        rate, wanted["served"] = "served", "min(per_s, load)"
+    wanted["made"] = f"{rate} x output / chips"
+    if price is not None:
+        wanted |= {
+            "share": _SHARES[pools],
+            "usd": f"price / 3600 x chips / {rate}",
+            "usd_in": "1e6 x usd x share / prompt",
+            "usd_out": "1e6 x usd x (1 - share) / output",
+        }
+    wanted["left"] = _ROOM[pools]
+    known = {**counts, **sizes, **times}
+    written = {name: f"{value:.4g}" if name == "mixing" else f"{value:.10g}" for name, value in counts.items()}
+    written |= {name: f"{value / 1e9:.4g} GB{'/s' * (name == 'link')}" for name, value in sizes.items()}
+    written |= {name: f"{value:.4g} s" for name, value in times.items()}
+    rows = []
+    for name, text in wanted.items():
+        # the texts are the constants above
+        known[name] = value = float(eval(text.replace(" x ", " * "), {"min": min, "max": max}, known))
+        is_time = name[:2] in ("t_", "TP", "TT")
+        numbers = re.sub(r"\b[A-Za-z]\w*", lambda found: written.get(found[0], found[0]), text)
+        written[name] = f"{value:.4g}{' s' * is_time}"
+        shown = format_seconds(value) if is_time else format_bytes(value) if name == "left" else written[name]
+        text = re.sub(r"\w+", lambda found: _TITLES.get(found[0], found[0]), text)
+        rows.append(Formula(name=_TITLES.get(name, name), text=text, numbers=numbers, value=value, shown=shown))
+    return tuple(rows)
