@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.core.units import format_seconds
+
 SERVE = ("plan", "llama3-70b", "--on", "v5e:16x16", "--serve", "--prompt", "8192", "--output", "512")
 TRAIN = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "64seq", "--seq", "512")
 
@@ -235,3 +237,16 @@ def test_drafts(call):
     assert "its drafts 4 a step, which makes 3.36 tokens of a sequence in the mean" in said.words
     assert "drafts are right with probability 0.8, each takes 0.05 of a step without any" in said.words
     call(*SERVE, "--drafts", "4").assert_refused(2, "--drafts changes nothing here: it is for --accept.")
+
+
+def test_chunks(call):
+    asked = ("plan", "llama3-8b", "--on", "h100:4x1", "--serve", "--prompt", "4096", "--output", "256", "--top", "1",
+             "--axes", "tensor=4")  # fmt: skip
+    said = call(*asked, "--chunk", "512", "--tpot", "1s")
+    best = said.printed("json").json["plans"][0]
+    assert best["chunk_len"] == 512
+    words = f"between tokens at most {format_seconds(best['itl_s'])} with chunks of 512 tokens; "
+    assert words in said.words
+    said = call(*asked, "--itl", "20ms")
+    assert "ITL at most 20 ms" in said.words
+    assert all(plan["itl_s"] <= 0.02 for plan in said.printed("json").json["plans"])
