@@ -78,7 +78,7 @@ class PricedClock(Clock):
         return seconds / (length**2 / 2)
 
     def _prefill_s(self, tokens: Any) -> Any:
-        """Returns the seconds of a prefill; on GPUs its products of experts take what measured grouped products take."""
+        """Returns the seconds of a prefill; on GPUs products of experts take what measured grouped products take."""
         step = self._step("prefill", 1.0, tokens)
         found, rates = step.seconds.step_s, step.rates.chip
         if rates.kernels is None:

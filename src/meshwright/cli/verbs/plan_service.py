@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from meshwright.api.rates import rates_for
+from meshwright.batching.limits import Policy
 from meshwright.batching.record import WARM_UP, ServingRecord, ServingSummary
 from meshwright.batching.trace import load_trace
 from meshwright.cli.fields import field_value, parse_fields, split_pairs, with_fields
@@ -103,12 +104,12 @@ def _simulated(result: ServiceResult, given: Any) -> tuple[ServicePlan, ServingR
     elif given.rate is None:
         raise InputError("--simulate needs --rate, the requests that arrive. Write --rate 10/s.")
     else:
-        lengths = {"prompts": given.prompts or "", "outputs": given.outputs or ""}
+        lengths: dict[str, Any] = {"prompts": given.prompts or "", "outputs": given.outputs or ""}
         traffic = service_traffic(result.service, duration_s=given.simulate, requests_per_s=given.rate, **lengths)
     fitting = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
     if not fitting:
         raise CannotRunError(f"--policy {given.policy} is for engines that do both phases, and every plan has pools.")
-    policy = given.policy or "chunked"
+    policy: Policy = given.policy or "chunked"
     return fitting[0], simulate_service(result, fitting[0], traffic, policy=policy, spans=bool(given.slots))
 
 

@@ -325,7 +325,7 @@ def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtype
         chosen = np.flatnonzero((repeats == repeated) & (fleet.decodes == decodes) & (fleet.layout == layout))
         if not len(chosen):
             continue
-        alone = ("context",) if decodes and layout == "prompts" else ()
+        alone: tuple[str, ...] = ("context",) if decodes and layout == "prompts" else ()
         # an axis of one device would keep others from moving
         alone += ("tensor",) * bool(layout != "prompts" and (fleet.mesh["tensor"][chosen] == 1).all())
         without = (*OTHER_AXES, *alone)
