@@ -1,19 +1,15 @@
 """Engines that split caches beyond their heads, and weights in two dims: from where they win."""
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from meshwright.cost.formulas.serving import WeightStationary
 from meshwright.cost.network.placement import place_axes
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.serving.fleet import engine_strategy, engine_words, fleet_of
-from meshwright.plan.serving.planner import plan_service, service_setting
-from meshwright.plan.serving.service import Service
-from meshwright.plan.serving.storing import stored_dtypes
+from meshwright.plan.serving.fleet import engine_strategy
+from meshwright.plan.serving.planner import service_setting
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import make_mesh
 
@@ -23,7 +19,7 @@ PLAIN = replace(LLAMA, gated=False, activation="gelu", d_ff=4 * LLAMA.d_model, n
 
 
 def mlp_s(cluster, layout, **mesh):
-    """Seconds of the collectives of a feed-forward block of 4,096 sequences, of the best placement, by the data sheet."""
+    """Seconds of the collectives of a feed-forward block of 4,096 sequences, best placed, by the data sheet."""
     job = Job(kind="decode", batch_seqs=4096, seq_len=1024)
     setting, found = replace(service_setting(PLAIN, cluster), job=job), []
     for placement in place_axes(cluster, make_mesh(mesh)):

@@ -95,7 +95,7 @@ def test_the_figures_of_a_service_with_drafts():
     assert told["drafts"][0] == pytest.approx(
         found.plans[0].generate.bounds_s["drafts"] * 4 / (found.plans[0].generate.batch_seqs * 3.3616)
     )
-    with pytest.raises(CannotRunError, match="services with drafts are planned, not written to files"):
+    with pytest.raises(CannotRunError, match="services with drafts or chunks are planned, not written"):
         service_file(found, plan)
 
 

@@ -198,16 +198,6 @@ def test_int8_generation(on, tensor):
     assert wide.memory.arguments - found.memory.arguments == pytest.approx(weights / tensor, rel=0.02)
 
 
-@pytest.mark.parametrize("cache", ["bf16", "int8"])
-def test_a_large_batch_copies_no_cache(cache):
-    """A layer's keys and values are copied into the layout of its products, not those of all layers."""
-    given = msgspec.structs.replace(load_model("llama3-8b"), num_layers=8, vocab_size=16384)
-    found = proof_of(given, "h100:1x1", {}, seqs=256, length=4096, step="generate", cache_dtype=cache)
-    caches = found.memory.items["kv_cache"]
-    assert caches > 0.65 * found.memory.needed
-    assert found.memory.temporaries < 2 * caches / given.num_layers
-
-
 def test_the_whole_compiler():
     found = proof_of(SMALL, "v5e:2x2", {"fsdp": 2, "tensor": 2}, depth="full")
     assert found.outcome.ended == "done"

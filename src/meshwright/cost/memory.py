@@ -438,7 +438,7 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
     )
     held = _held_cotangent(logits, sizes) if logits else 1
-    widened = widened_results(steps, sizes)
+    widened = {} if _trains(derived) else widened_results(steps, sizes)
     for array, life in lives.items():
         # capped logits are made in float32, of which the cotangent is a part, wherever it is made
         share = held if logits and array == logits.result and not logits.details.softcap else 1

@@ -35,9 +35,7 @@ class LayerCache:
 
     def read(self, pages: Pages | None = None) -> Array:
         """Returns the layer, [B, S, ...]; with a page table the slots of each sequence's pages, concatenated."""
-        # else XLA for GPUs copies the caches of all layers into the layout of their products, and back, in each step
-        stack = with_layout_constraint(self.stack, Layout(major_to_minor=tuple(range(self.stack.ndim))))
-        layer = jax.lax.dynamic_index_in_dim(stack, self.layer, keepdims=False)
+        layer = jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
         if pages is None:
             return layer
         return layer[pages].reshape(pages.shape[0], self.num_slots(pages), *layer.shape[2:])

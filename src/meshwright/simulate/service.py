@@ -78,7 +78,7 @@ class PricedClock(Clock):
         return seconds / (length**2 / 2)
 
     def _prefill_s(self, tokens: Any) -> Any:
-        """Returns the seconds of a prefill; on GPUs its products of experts take what measured grouped products take."""
+        """Returns the seconds of a prefill; on GPUs products of experts take what measured grouped products take."""
         step = self._step("prefill", 1.0, tokens)
         found, rates = step.seconds.step_s, step.rates.chip
         if rates.kernels is None:
@@ -160,8 +160,9 @@ def simulate_service(
 
     def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
         batch, pages = plan.generate.batch_seqs, -(-service.max_len // PAGE_LEN)
+        budget = plan.chunk_len + batch if plan.chunk_len else max(TOKEN_BUDGET, batch + 1)
         limits = SchedulerLimits(
-            policy=policy, max_requests=batch, token_budget=max(TOKEN_BUDGET, batch + 1), page_len=PAGE_LEN,
+            policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
             num_pages=batch * pages,
         )  # fmt: skip
         # a static batch prefills all its prompts in one step, interleaved at least one whole

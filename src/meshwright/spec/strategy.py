@@ -172,9 +172,9 @@ LAYOUTS: dict[str, dict[str, Rules]] = {
     "positions": cache_assignment("positions"),
     "widths": stationary_assignment(),
 }
-"""Layout of an engine -> assignment. "prompts": ``context`` splits positions of a prompt, for engines that only prefill.
-Else it splits weights: their heads and widths as ``tensor`` does, and caches, beyond their heads, over sequences or
-positions; or D ("widths")."""
+"""Layout of an engine -> assignment. "prompts": ``context`` splits positions of a prompt, for engines that only
+prefill. Else it splits weights: their heads and widths as ``tensor`` does, and caches, beyond their heads, over
+sequences or positions; or D ("widths")."""
 
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
 """The standard assignment with everything sharded (ZeRO-3)."""

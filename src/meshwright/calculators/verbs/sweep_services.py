@@ -164,6 +164,5 @@ def _point(
         "batch_seqs": own.batch_seqs,
         "axes": dict(own.strategy.mesh),
         "engines": own.words,
-        "num_engines": own.num_engines,
         "prefill_engines": other.words if best.has_pools else "same",
     }

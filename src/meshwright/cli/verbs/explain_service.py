@@ -66,6 +66,12 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
             f"{format_seconds(phase.step_s)} a step, most of it {longest.name}: {format_seconds(longest.alone_s)} by "
             f"{'itself' if longest.name != 'parameters' else 'themselves'}",
         )
+    if file.num_drafts:
+        yield Fact(
+            "drafts",
+            f"{file.num_drafts} a step, which takes {format_seconds(file.generate.step_s)} and makes "
+            f"{file.step_tokens:.3g} tokens; listed is a step without any",
+        )
     for phase in told.phases:
         yield from _phase_text(phase)
     yield ""
@@ -79,8 +85,9 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
 
 def _tpot_words(told: ServiceExplanation) -> str:
     """Returns what an output token takes: a step and, where engines prefill too, the wait for prompts of others."""
-    tpot_s, step_s = told.value("TPOT"), told.phases[0].step_s
-    waits = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (tpot_s > step_s)
+    file, tpot_s = told.file, told.value("TPOT")
+    step_s = file.generate.step_s / file.step_tokens if file.num_drafts else told.phases[0].step_s
+    waits = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (not file.has_pools)
     return f"{format_seconds(tpot_s)}{waits}; TTFT {format_seconds(told.value('TTFT'))}"
 
 

@@ -92,6 +92,10 @@ class Given(Options):
         "Share of a prompt that is cached already.", "--prefix-hits", default=0.0, needs=SERVED
     )
 
+    itl: TargetTime | None = option(
+        "Target of the longest time between two tokens, such as 50ms: cuts prompts into chunks.", needs=SERVED
+    )
+    chunk: Count | None = option("Tokens of a prompt's chunk, such as 512.", needs=SERVED)
     accept: float | None = option(
         "Speculation: the probability that a drafted token is right.", type=click.FloatRange(0, 1, min_open=True),
         needs=SERVED,

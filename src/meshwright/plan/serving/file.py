@@ -12,6 +12,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked, check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import TomlFile, decode_toml, parse_toml, read_toml, sealed_toml, warn_of_changes
+from meshwright.cost.formulas.serving import expected_tokens
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.serving.engines import phase_setting
@@ -33,13 +34,15 @@ POOLS = ("generate", "prefill")
 class ServiceFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A planned service with the model, the cluster, the rates and the assumptions that it was planned with.
 
-    The engines that ``generate`` also prefill unless the service ``has_pools``; then those of ``prefill`` do.
+    The engines that ``generate`` also prefill unless the service ``has_pools``; then those of ``prefill`` do. A step
+    checks ``num_drafts`` tokens of each sequence.
     """
 
     version: int = VERSION
     has_pools: bool
     weights: str
     cache: str
+    num_drafts: int = 0
     service: Service
     model: Model
     cluster: Cluster
@@ -61,6 +64,12 @@ class ServiceFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
         return StoredDtypes(self.weights, self.cache)
 
     @property
+    def step_tokens(self) -> float:
+        """Tokens of a sequence that a step makes in the mean."""
+        drafted = self.service.speculation
+        return float(expected_tokens(drafted.acceptance, self.num_drafts)) if drafted else 1.0
+
+    @property
     def plan(self) -> ServicePlan:
         """The planned service."""
         return ServicePlan(
@@ -69,6 +78,8 @@ class ServiceFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
             cache=self.cache,
             generate=self.generate,
             prefill=self.prefill,
+            num_drafts=self.num_drafts,
+            step_tokens=self.step_tokens,
             **msgspec.structs.asdict(self.predicted),
         )
 
@@ -96,13 +107,16 @@ class ServiceFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def service_file(result: ServiceResult, plan: ServicePlan) -> ServiceFile:
     """Returns one of the plans of a result as a file."""
-    if result.service.speculation:
-        raise CannotRunError("services with drafts are planned, not written to files, in this version. Leave out -o.")
+    if result.service.speculation or result.service.chunk_len or result.service.itl_s:
+        raise CannotRunError(
+            "services with drafts or chunks are planned, not written to files, in this version. Leave out -o."
+        )
     setting = result.setting
     return ServiceFile(
         has_pools=plan.has_pools,
         weights=plan.weights,
         cache=plan.cache,
+        num_drafts=plan.num_drafts,
         service=result.service,
         model=setting.model,
         cluster=setting.cluster,
@@ -153,6 +167,10 @@ def _decode(file: TomlFile) -> ServiceFile:
             _check_pool(name, getattr(found, name), found.cluster)
     if not found.has_pools and found.generate.part != found.prefill.part:
         raise file.error(("prefill",), "without pools the engines that generate prefill. Give both the same part.")
+    drafted = found.service.speculation
+    if found.num_drafts not in (drafted.tried if drafted else (0,)):
+        words = "as many as service.speculation allows" if drafted else "0: the service has no speculation"
+        raise file.error(("num_drafts",), f"num_drafts={found.num_drafts} must be {words}.")
     pools = (found.generate, found.prefill) if found.has_pools else (found.generate,)
     used, have = sum(one.num_chips for one in pools), found.cluster.num_chips
     if used > have:

@@ -155,12 +155,14 @@ _ROOM = {
 def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplanation) -> tuple[Formula, ...]:
     """Returns the figures of a service by the formulas of `plan.serving.search`, each as it is printed.
 
-    With pools prefill has chips of its own; else it works beside the caches of decode, with the same weights.
+    With pools prefill has chips of its own; else it works beside the caches of decode, with the same weights. With
+    drafts the step that checks them is that of the file, ``t_checked``, and t_step is that of a token.
     """
     service, generate, fill, pools = file.service, file.generate, file.prefill, file.has_pools
     new, price = service.new_prompt_tokens, file.cluster.chip.price_usd_per_hour
     cached = cache_table(file.model, batch_seqs=1, max_len=service.prompt_len, storage=file.stored.storage)
-    kept = [sum(one.memory.get(name, 0.0) for name in ("weights", "kv_cache")) for one in (decode, prefill)]
+    held = [generate.memory if file.num_drafts else decode.memory, prefill.memory]
+    kept = [sum(one.get(name, 0.0) for name in ("weights", "kv_cache")) for one in held]
     counts: dict[str, float] = {
         "B": generate.batch_seqs, "G": generate.num_engines, "P": fill.num_engines, "prompts": fill.batch_seqs,
         "prompt": service.prompt_len, "output": service.output_len, "chips": file.predicted.num_chips,
@@ -170,11 +172,14 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
     }  # fmt: skip
     sizes = {
         "KV": sum(row.num_bytes for row in cached), "link": transfer_bytes_per_s(file.cluster),
-        "room": file.setting.memory_room, "weights_and_KV": kept[0], "decoding": sum(decode.memory.values()) - kept[0],
+        "room": file.setting.memory_room, "weights_and_KV": kept[0], "decoding": sum(held[0].values()) - kept[0],
         "prefilling": sum(prefill.memory.values()) - (0 if pools else kept[1]),
     }  # fmt: skip
     times = {"t_step": decode.step_s, "t_prefill": prefill.step_s}
     wanted: dict[str, str] = {}
+    if file.num_drafts:
+        times["t_checked"], counts["tokens"] = generate.step_s, file.step_tokens
+        wanted["t_step"] = "t_checked / tokens"
     if new < service.prompt_len:
         times["t_new"] = times.pop("t_prefill")
         for name, length in (("t_whole", service.prompt_len), ("t_cached", service.prompt_len - new)):
