@@ -166,6 +166,9 @@ def stationary_assignment() -> dict[str, Rules]:
     return found | {"cache": {"B": rows, "Pg": rows, "K": ("tensor",)}}
 
 
+DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
+"""The standard assignment with everything sharded (ZeRO-3)."""
+
 LAYOUTS: dict[str, dict[str, Rules]] = {
     "prompts": standard_assignment(zero=0),
     "sequences": cache_assignment("sequences"),
@@ -175,9 +178,6 @@ LAYOUTS: dict[str, dict[str, Rules]] = {
 """Layout of an engine -> assignment. "prompts": ``context`` splits positions of a prompt, for engines that only
 prefill. Else it splits weights: their heads and widths as ``tensor`` does, and caches, beyond their heads, over
 sequences or positions; or D ("widths")."""
-
-DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
-"""The standard assignment with everything sharded (ZeRO-3)."""
 
 
 class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):

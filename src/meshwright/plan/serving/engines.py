@@ -318,7 +318,7 @@ def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtype
     """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
     split prompts over ``context`` prefill alone."""
     repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
-    repeats &= np.isin(fleet.layout, ("prompts", "widths"))
+    repeats &= ~np.isin(fleet.layout, ("sequences", "positions"))
     for repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
         template = engine_strategy({}, dtypes.precision, layout)
         strategy = with_repeated_heads(template) if repeated else template

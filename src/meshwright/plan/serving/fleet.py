@@ -27,6 +27,9 @@ OTHER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis not in EN
 CONTEXTS = (1, 2, 4, 8, 16, 32)
 """Sizes of ``context`` that are tried."""
 
+PREFILL_LAYOUTS = ("prompts", "gathered")
+"""Layouts of engines that only prefill where ``context`` has several devices."""
+
 MAX_PROMPT_PARTS = 8
 """Largest size of ``context`` that is tried where it splits prompts."""
 
@@ -49,7 +52,7 @@ def layout_of(strategy: Strategy) -> str:
 
 def engine_words(strategy: Strategy) -> str:
     """Returns ``"ep8 tp4"``, the sizes of an engine; ``context`` is kvb, kvs or wd where it splits weights too."""
-    shown = {"sequences": "kvb", "positions": "kvs", "widths": "wd"}.get(layout_of(strategy), "cp")
+    shown = {"sequences": "kvb", "positions": "kvs", "widths": "wd", "gathered": "fsdp"}.get(layout_of(strategy), "cp")
     return short_mesh(strategy.mesh).replace("cp", shown)
 
 
@@ -83,7 +86,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def decodes(self) -> np.ndarray:
         """True for engines that do not split prompts: these only prefill."""
-        return (self.layout != "prompts") | (self.mesh["context"] == 1)
+        return ~np.isin(self.layout, PREFILL_LAYOUTS) | (self.mesh["context"] == 1)
 
     def strategy(self, number: int, precision: str) -> Strategy:
         """Returns the strategy of an engine."""
@@ -143,7 +146,8 @@ def _meshes(model: Model, chips: int) -> Iterator[tuple[dict[str, int], str]]:
     experts = divisors(math.gcd(chips, model.num_experts)) if model.num_experts else (1,)
     for expert, layout, context in itertools.product(experts, LAYOUTS, CONTEXTS):
         tensor, left = divmod(chips // expert, context)
-        if left or (layout == "prompts" and context > MAX_PROMPT_PARTS) or (layout != "prompts" and context == 1):
+        splits_prompts = layout in PREFILL_LAYOUTS
+        if left or (splits_prompts and context > MAX_PROMPT_PARTS) or (layout != "prompts" and context == 1):
             continue
         if layout in ("sequences", "positions"):
             # only where no more heads of caches can be split; a latent has none
@@ -154,6 +158,8 @@ def _meshes(model: Model, chips: int) -> Iterator[tuple[dict[str, int], str]]:
         # a router needs whole tokens, and only RMS norms sum over devices
         if layout == "widths":
             fits = fits and not model.num_experts and model.norm == "rms_norm" and tensor >= context
+        # gathering all experts for one layer never pays
+        fits = fits and not (layout == "gathered" and model.num_experts)
         if fits:
             yield {"expert": expert, "context": context, "tensor": tensor}, layout
 

@@ -26,7 +26,7 @@ from meshwright.algebra.generation import cache_table
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.plan.serving.engines import PricedFleet, Steps
-from meshwright.plan.serving.fleet import transfer_bytes_per_s
+from meshwright.plan.serving.fleet import PREFILL_LAYOUTS, transfer_bytes_per_s
 from meshwright.plan.serving.service import Service
 from meshwright.spec.model import Model
 
@@ -150,7 +150,7 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
     for number, dtypes in enumerate(priced.stored):
         first = np.flatnonzero(decode.dtypes == number)
         # engines whose caches are split prefill for themselves alone
-        usual = fleet.layout[prefill.engine] == "prompts"
+        usual = np.isin(fleet.layout[prefill.engine], PREFILL_LAYOUTS)
         second = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s) & usual)
         rows, other = np.repeat(first, len(second)), np.tile(second, len(first))
         chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, other)))
