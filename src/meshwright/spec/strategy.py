@@ -174,10 +174,11 @@ LAYOUTS: dict[str, dict[str, Rules]] = {
     "sequences": cache_assignment("sequences"),
     "positions": cache_assignment("positions"),
     "widths": stationary_assignment(),
+    "gathered": DEFAULT_ASSIGNMENT,
 }
-"""Layout of an engine -> assignment. "prompts": ``context`` splits positions of a prompt, for engines that only
-prefill. Else it splits weights: their heads and widths as ``tensor`` does, and caches, beyond their heads, over
-sequences or positions; or D ("widths")."""
+"""Layout of an engine -> assignment. "prompts" and "gathered": ``context`` splits positions of a prompt, for engines
+that only prefill; "gathered" splits D of weights too, and each layer gathers them (FSDP). Else it splits weights: their
+heads and widths as ``tensor`` does, and caches, beyond their heads, over sequences or positions; or D ("widths")."""
 
 
 class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
