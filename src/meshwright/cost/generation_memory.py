@@ -11,13 +11,22 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.cached_attention import CachedAttention, slots_kept
 from meshwright.algebra.rewrites.split_backward import weights_of
-from meshwright.algebra.sizes import SUBLANES, Number, OpSizes
+from meshwright.algebra.sizes import LANES, SUBLANES, Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.arrays import largest, total
 
 WORD_BYTES = 4
 """Bytes of a lane in one row of a TPU's tile, into which narrower numbers of several rows are packed."""
+
+
+def stored_bytes(array: ShardedArray, sizes: OpSizes) -> Number:
+    """Returns the bytes of a weight that no step updates; TPUs have the dim in the lanes that fills them best."""
+    found = sizes.elements(array) * (DTYPE_BYTES[array.dtype] if array.dtype else sizes.width)
+    if not sizes.tile_rows or len(array.dims) < 2:
+        return found
+    padded = [np.ceil(size / LANES) * LANES / size for size in map(np.asarray, sizes.local(array).values())]
+    return found * np.minimum.reduce(np.broadcast_arrays(*padded))
 
 
 def cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
