@@ -6,21 +6,21 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.dispatch import is_at_experts
 from meshwright.algebra.steps import Step
 from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
-from meshwright.batching.traffic import fixed, poisson
+from meshwright.batching.traffic import fixed, poisson, traffic_of
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
-from meshwright.cost.work.ops import is_attention
 from meshwright.cost.work.kernel_times import grouped_s
 from meshwright.cost.work.kernels import partly_hidden, product_shape
-from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.dispatch import is_at_experts
+from meshwright.cost.work.ops import is_attention
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
@@ -76,7 +76,7 @@ class PricedClock(Clock):
         return seconds / (length**2 / 2)
 
     def _prefill_s(self, tokens: Any) -> Any:
-        """Returns the seconds of a prefill; on GPUs its products of experts take what measured grouped products take."""
+        """Returns the seconds of a prefill; where kernels are known, experts take what measured products take."""
         step = self._step("prefill", 1.0, tokens)
         found, rates = step.seconds.step_s, step.rates.chip
         if rates.kernels is None:
@@ -84,7 +84,9 @@ class PricedClock(Clock):
         for cost in step.costs.all:
             if not cost.step.is_collective and kind_of(cost.step).is_einsum and is_at_experts(cost.step):
                 outputs, contracted = product_shape(cost.step, step.sizes)
-                experts, columns = (step.sizes.local(*cost.step.results)[dim] for dim in ("E", cost.step.result.dims[-1]))
+                experts, columns = (
+                    step.sizes.local(*cost.step.results)[dim] for dim in ("E", cost.step.result.dims[-1])
+                )
                 shape = {"M": outputs / columns, "K": contracted, "N": columns, "G": experts, "copied": 0}
                 wide = rates.wide_flops_per_s / rates.matmul_flops_per_s
                 math_s = grouped_s(shape, rates.kernels) * wide
@@ -113,9 +115,18 @@ def _attends(step: Step) -> bool:
 
 
 def simulate_service(
-    result: ServiceResult, plan: ServicePlan, *, duration_s: float, requests_per_s: float, seed: int = 0
+    result: ServiceResult,
+    plan: ServicePlan,
+    *,
+    duration_s: float,
+    requests_per_s: float = np.inf,
+    concurrency: float = np.inf,
+    seed: int = 0,
 ) -> ServingSummary:
     """Returns the times of requests with the service's lengths that arrive at random (Poisson) for ``duration_s``.
+
+    With ``concurrency`` a client has at most so many on their way; without a rate it sends the next when one ends, as
+    many in all as the plan serves in ``duration_s``, at least ten for each.
 
     Engines prefill in chunks beside decode, at most `TOKEN_BUDGET` tokens a step, and have pages for as many whole
     sequences as the plan; with pools a finished prompt waits for its transfer. Raises InputError for a rate or a
@@ -123,18 +134,24 @@ def simulate_service(
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
+    if np.isinf(requests_per_s) and np.isinf(concurrency):
+        raise InputError("simulating a service needs a rate of requests, or how many a client has on their way.")
     if result.service.prefix_share:
         raise InputError(
             "services with known parts of prompts are not simulated in this version. Leave out --prefix-hits."
         )
     service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
-    traffic = poisson(
-        requests_per_s,
-        duration_s=duration_s,
-        prompt=fixed(service.prompt_len),
-        output=fixed(service.output_len),
-        seed=seed,
-    )
+    if np.isinf(requests_per_s):
+        count = max(round(plan.requests_per_s * duration_s), round(10 * concurrency))
+        traffic = traffic_of(np.zeros(count), service.prompt_len, service.output_len)
+    else:
+        traffic = poisson(
+            requests_per_s,
+            duration_s=duration_s,
+            prompt=fixed(service.prompt_len),
+            output=fixed(service.output_len),
+            seed=seed,
+        )
 
     def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
         batch, pages = plan.generate.batch_seqs, -(-service.max_len // PAGE_LEN)
@@ -148,11 +165,12 @@ def simulate_service(
 
     targets = LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)
     if not plan.has_pools:
-        return simulate(traffic, replicas(plan.generate)).summary(targets)
+        return simulate(traffic, replicas(plan.generate), concurrency=concurrency).summary(targets)
     per_token_s = plan.transfer_s / service.prompt_len
     record = simulate_disaggregated(
         traffic,
         (replicas(plan.prefill, decodes=False), replicas(plan.generate)),
         transfer_s=lambda n: n * per_token_s,
+        concurrency=concurrency,
     )
     return record.summary(targets)
