@@ -114,7 +114,12 @@ def test_the_first_plan_under_load(call):
     found = call(*asked, "--rate", "5/s", "--simulate", "20s", "--json").json["simulated"]
     assert 0 < found["ttft"]["p50"] <= found["ttft"]["p90"] <= found["ttft"]["p99"]
     assert 0 < found["tpot"]["mean"] < 0.1
-    call(*asked, "--simulate", "20s").assert_refused(2, "--simulate needs --rate")
+    call(*asked, "--simulate", "20s").assert_refused(2, "--simulate needs --rate 10/s, the requests that arrive, or")
+    said = call(*asked, "--simulate", "5s", "--concurrency", "4")
+    assert "a client with at most 4 requests on their way" in said.words
+    alone = call(*asked, "--simulate", "5s", "--concurrency", "1", "--json").json["simulated"]
+    assert alone["queue"]["p99"] == 0
+    assert alone["requests_per_s"] == pytest.approx(1 / alone["latency"]["mean"], rel=0.05)
 
 
 def test_requests_of_other_lengths_and_policies(call):

@@ -81,6 +81,7 @@ class Given(Options):
     trace: Path | None = option("Simulate the requests of this file: arrival_s, prompt, output.", needs=SERVED)
     prompts: str | None = option("Lengths of simulated prompts: 1..999, lognormal:500:0.8.", needs=SIMULATED)
     outputs: str | None = option("Lengths of simulated outputs.", needs=SIMULATED)
+    concurrency: Count | None = option("Most requests of a client on their way at once.", needs=SIMULATED)
     policy: str | None = option(
         "Simulate the first plan without pools: how its engines take prompts up.", type=click.Choice(POLICIES),
         needs=SIMULATED,

@@ -1,12 +1,12 @@
 """The answer of `plan --serve`: the ways to serve a model on a cluster."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.batching.limits import Policy
 from meshwright.batching.record import WARM_UP, ServingRecord, ServingSummary
 from meshwright.batching.trace import load_trace
 from meshwright.cli.fields import field_value, parse_fields, split_pairs, with_fields
@@ -97,20 +97,32 @@ def service_answer(given: Any) -> Answer:
 
 def _simulated(result: ServiceResult, given: Any) -> tuple[ServicePlan, ServingRecord]:
     """Returns the plan that is simulated, and what happened: the first, or the first without pools for a policy."""
+    fitting = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
+    if not fitting:
+        raise CannotRunError(f"--policy {given.policy} is for engines that do both phases, and every plan has pools.")
     if given.trace:
         if given.simulate or given.prompts or given.outputs:
             raise InputError("--trace has the requests. Leave out --simulate, --prompts and --outputs.")
         traffic = load_trace(given.trace)
-    elif given.rate is None:
-        raise InputError("--simulate needs --rate, the requests that arrive. Write --rate 10/s.")
+    elif given.rate is None and given.concurrency is None:
+        raise InputError("--simulate needs --rate 10/s, the requests that arrive, or --concurrency 64, a client's own.")
     else:
-        lengths: dict[str, Any] = {"prompts": given.prompts or "", "outputs": given.outputs or ""}
-        traffic = service_traffic(result.service, duration_s=given.simulate, requests_per_s=given.rate, **lengths)
-    fitting = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
-    if not fitting:
-        raise CannotRunError(f"--policy {given.policy} is for engines that do both phases, and every plan has pools.")
-    policy: Policy = given.policy or "chunked"
-    return fitting[0], simulate_service(result, fitting[0], traffic, policy=policy, spans=bool(given.slots))
+        traffic = service_traffic(
+            result.service,
+            duration_s=given.simulate,
+            requests_per_s=given.rate or fitting[0].requests_per_s,
+            lengths=(given.prompts or "", given.outputs or ""),
+            at_once=given.rate is None,
+        )
+    record = simulate_service(
+        result,
+        fitting[0],
+        traffic,
+        policy=given.policy or "chunked",
+        concurrency=given.concurrency or math.inf,
+        spans=bool(given.slots),
+    )
+    return fitting[0], record
 
 
 def _slots_figure(result: ServiceResult, plan: ServicePlan, record: ServingRecord) -> Figure:
@@ -137,8 +149,12 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator
     yield Table.of(rows, columns)
     yield ""
     policy = f", policy {given.policy}, on {', '.join(map(str.strip, engine_lines(plan)))}" * bool(given.policy)
-    source = given.trace or f"{format_seconds(given.simulate)} of Poisson arrivals"
-    yield Fact("simulated", f"{source} at {found.offered_per_s:.3g} requests/s{policy}")
+    source = f"{given.trace or f'{format_seconds(given.simulate or 0)} of Poisson arrivals'}"
+    source += f" at {found.offered_per_s:.3g} requests/s"
+    if given.concurrency:
+        most = f"at most {given.concurrency} requests on their way"
+        source = f"a client with {most}" if given.rate is None and not given.trace else f"{source}, {most}"
+    yield Fact("simulated", f"{source}{policy}")
     yield Fact(
         "served",
         f"{found.requests_per_s:.3g} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; {found.met:.0%} of "
