@@ -107,8 +107,6 @@ class ServiceFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def service_file(result: ServiceResult, plan: ServicePlan) -> ServiceFile:
     """Returns one of the plans of a result as a file."""
-    if result.service.speculation:
-        raise CannotRunError("services with drafts are planned, not written to files, in this version. Leave out -o.")
     setting = result.setting
     return ServiceFile(
         has_pools=plan.has_pools,
