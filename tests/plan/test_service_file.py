@@ -93,6 +93,7 @@ FAULTS = {
     "not finite": (put("predicted", "tpot_s", float("inf")), r"predicted\.tpot_s is inf: give a finite number"),
     "lengths": (put("service", "prompt_len", 0), r"service\.prompt_len=0 must be at least 1 token"),
     "dtype": (put("weights", "int7"), r"'int7' is no dtype in which weights are served. Did you mean 'int8'"),
+    "drafts": (put("num_drafts", 2), r"num_drafts=2 must be 0: the service has no speculation"),
     "chip": (put("generate", "part", "chip", "hbm_bytes", 1e9), r"generate\.part has other chips than the cluster"),
     "mesh": (put("generate", "strategy", "mesh", "tensor", 3), r"the mesh has 3 devices, but generate\.part 8 chips"),
     "too many": (put("prefill", "num_engines", 90), r"the engines have [\d,]+ chips, but v5e:8x8 64\."),

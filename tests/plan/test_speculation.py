@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.plan.serving.engines import price_fleet
 from meshwright.plan.serving.file import service_file
 from meshwright.plan.serving.fleet import fleet_of
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service, Speculation
 from meshwright.plan.serving.storing import StoredDtypes
+from meshwright.plan.why.explain_service import explain_service
 from meshwright.plan.why.why_not_service import why_not_service
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
@@ -95,8 +96,12 @@ def test_the_figures_of_a_service_with_drafts():
     assert told["drafts"][0] == pytest.approx(
         found.plans[0].generate.bounds_s["drafts"] * 4 / (found.plans[0].generate.batch_seqs * 3.3616)
     )
-    with pytest.raises(CannotRunError, match="services with drafts or chunks are planned, not written"):
-        service_file(found, plan)
+    file = service_file(found, plan)
+    assert file.plan == plan
+    told = explain_service(file)
+    assert told.value("TPOT") == pytest.approx(plan.tpot_s)
+    assert told.value("requests/s") == pytest.approx(plan.requests_per_s)
+    assert told.value("memory left") == pytest.approx(plan.free_bytes)
 
 
 @pytest.mark.parametrize(
