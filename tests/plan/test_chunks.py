@@ -103,5 +103,5 @@ def test_refusals():
     with pytest.raises(InputError, match="chunk_len=0 must be above 0"):
         msgspec.structs.replace(LONG, chunk_len=0)
     found = planned(chunk_len=512)
-    with pytest.raises(CannotRunError, match="drafts or chunks are planned, not written to files"):
+    with pytest.raises(CannotRunError, match="chunks are planned, not written to files"):
         service_file(found, found.plans[0])
