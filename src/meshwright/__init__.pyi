@@ -4,6 +4,7 @@ from meshwright.api.planning import changed_plan as changed_plan
 from meshwright.api.planning import derive as derive
 from meshwright.api.planning import make_setting as make_setting
 from meshwright.api.proving import ProofOptions as ProofOptions
+from meshwright.api.proving import prove_service as prove_service
 from meshwright.api.proving import prove_strategy as prove_strategy
 from meshwright.api.running import TextOptions as TextOptions
 from meshwright.api.running import generate_text as generate_text
@@ -14,9 +15,13 @@ from meshwright.cost.train_step import price_strategy as price_strategy
 from meshwright.parallel.generate_step import GenerateStep as GenerateStep
 from meshwright.parallel.train_step import TrainStep as TrainStep
 from meshwright.plan.planner import rank_plans as rank_plans
+from meshwright.plan.serving.file import load_service as load_service
+from meshwright.plan.serving.file import save_service as save_service
+from meshwright.plan.serving.file import service_file as service_file
 from meshwright.plan.serving.planner import plan_service as plan_service
 from meshwright.plan.serving.service import Service as Service
 from meshwright.plan.why.explain import explain as explain
+from meshwright.plan.why.explain_service import explain_service as explain_service
 from meshwright.spec.calibration import load_calibration as load_calibration
 from meshwright.spec.catalogue import load_model as load_model
 from meshwright.spec.cluster import parse_cluster as parse_cluster

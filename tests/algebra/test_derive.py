@@ -552,7 +552,7 @@ def test_unknown_names_of_remat_are_refused(remat, message):
     [
         ({"T": (), "D": ("tensor",)}, r"rms_norm needs D whole, and x\[B, T, D_tensor\] splits it over tensor"),
         # heads split otherwise than their keys
-        ({"K": ()}, "heads and sequences must be split alike"),
+        ({"N": ()}, "heads and sequences must be split alike"),
     ],
 )
 def test_activations_that_no_op_takes_are_refused(changes, message):

@@ -179,7 +179,7 @@ def test_the_cache_of_an_estimate_is_that_of_the_table(name, storage):
     given = load_model(name)
     for kind in ("prefill", "decode"):
         job = Job(kind=kind, batch_seqs=4, seq_len=20_000)
-        found = priced(given, "v5p:2x2x1", job, {"data": 4}, storage=storage).estimate.memory
+        found = priced(given, "h100:4x1", job, {"data": 4}, storage=storage).estimate.memory
         table = cache_table(given, batch_seqs=4, max_len=20_000, storage=storage)
         assert 4 * found["kv_cache"] == pytest.approx(sum(row.num_bytes for row in table))
 

@@ -90,7 +90,7 @@ def test_attention_over_slots_is_the_softmax_of_what_is_seen(arrays, options):
     q, k, v, seen = arrays
     given = {name: jnp.asarray(o) if name == "sinks" else o for name, o in options.items()}
     meeting = ScorePart(queries=jnp.asarray(q[:, None]), keys=jnp.asarray(k))
-    found = cached_attention([meeting], jnp.asarray(v), jnp.asarray(seen), scale=0.3, **given)[:, 0]
+    found = cached_attention([meeting], jnp.asarray(v), jnp.asarray(seen), scale=0.3, **given).result[:, 0]
     expected = plain_attention(q, k, v, seen, scale=0.3, **options)
     close(found, expected)
 
@@ -101,7 +101,7 @@ def test_keys_may_come_in_parts(arrays):
         ScorePart(queries=jnp.asarray(q[:, None, :, p]), keys=jnp.asarray(k[..., p]))
         for p in (slice(0, 2), slice(2, 6))
     ]
-    found = cached_attention(parts, jnp.asarray(v), jnp.asarray(seen), scale=0.3)[:, 0]
+    found = cached_attention(parts, jnp.asarray(v), jnp.asarray(seen), scale=0.3).result[:, 0]
     expected = plain_attention(q, k, v, seen, scale=0.3)
     close(found, expected)
 
@@ -119,7 +119,7 @@ def test_int8_keys_and_values_are_off_by_no_more_than_their_rounding(arrays):
         stored += [quantise(jnp.asarray(array), scale, (3,)), scale]
     keys, key_scale, mixed, value_scale = stored
     meeting = ScorePart(queries=jnp.asarray(q[:, None]), keys=keys, scale=key_scale)
-    found = cached_attention([meeting], mixed, jnp.asarray(seen), scale=0.3, value_scale=value_scale)[:, 0]
+    found = cached_attention([meeting], mixed, jnp.asarray(seen), scale=0.3, value_scale=value_scale).result[:, 0]
     exact = plain_attention(q, k, v, seen, scale=0.3)
     delta = 0.3 * np.abs(q).sum(-1).max() * float(key_scale.max()) / 2
     bound = np.expm1(2 * delta) * np.abs(v).max() + float(value_scale.max()) / 2

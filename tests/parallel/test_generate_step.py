@@ -72,6 +72,38 @@ def test_no_mesh_changes_anything(name, axes):
         assert_collectives_are_derived(step)
 
 
+ENGINES = [
+    ("llama", {"tensor": 2, "context": 2}, "sequences", {}),
+    ("llama", {"tensor": 2, "context": 2}, "positions", {}),
+    ("llama", {"tensor": 2, "context": 2}, "widths", {}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("llama", {"data": 2, "tensor": 2, "context": 2}, "sequences", {}),
+            ("llama", {"context": 8}, "positions", {}),
+            ("llama", {"tensor": 2, "context": 4}, "sequences", {"page_len": 4}),
+            ("gpt_oss", {"tensor": 2, "context": 2}, "positions", {}),
+            ("gpt_oss", {"tensor": 2, "context": 2}, "sequences", {}),
+            ("gemma2", {"tensor": 2, "context": 2}, "positions", {}),
+            ("gemma2", {"tensor": 2, "context": 2}, "widths", {}),
+            ("llama", {"tensor": 2, "context": 4}, "widths", {"page_len": 4}),
+            ("deepseek_v2", {"context": 4}, "sequences", {}),
+            ("deepseek_v2", {"tensor": 2, "context": 2}, "positions", {}),
+            ("mixtral", {"expert": 2, "context": 2}, "sequences", {}),
+            ("mixtral", {"expert": 2, "context": 4}, "positions", {}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "layout", "options"), ENGINES)
+def test_no_layout_of_engines_changes_anything(name, axes, layout, options):
+    step = step_of(FAMILIES[name], axes, layout=layout, **options)
+    assert_close(with_cache(step, float_params(FAMILIES[name])).logits, uncached(name))
+    if name == "llama" and not options:
+        assert_collectives_are_derived(step)
+
+
 def _written(cache: np.ndarray) -> np.ndarray:
     """Slots of a row's own tokens: what padding leaves behind them is nobody's business."""
     last = np.minimum(LENGTHS + NUM_STEPS, cache.shape[2])

@@ -11,7 +11,7 @@ from meshwright.plan.serving.engines import phase_setting
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
-from meshwright.simulate.service import PricedClock, simulate_service
+from meshwright.simulate.service import PricedClock, service_targets, service_traffic, simulate_service
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 
@@ -23,6 +23,10 @@ def planned(request):
     cluster = parse_cluster("h100:8x1")
     setting = service_setting(load_model(request.param), cluster, rates_for(cluster, None, fitted=True))
     return plan_service(setting, CHAT)
+
+
+def loaded(result, plan, **load):
+    return simulate_service(result, plan, service_traffic(CHAT, **load)).summary(service_targets(CHAT))
 
 
 def clock_of(result, plan) -> PricedClock:
@@ -63,7 +67,7 @@ def test_steps_are_those_of_the_cost_model(planned):
 def test_a_light_load_meets_what_was_planned(planned):
     """At a tenth of the rate nothing queues long, TPOT is below the steady state of full batches, all are served."""
     plan = planned.plans[0]
-    found = simulate_service(planned, plan, duration_s=60, requests_per_s=plan.requests_per_s / 10)
+    found = loaded(planned, plan, duration_s=60, requests_per_s=plan.requests_per_s / 10)
     assert found.tpot.mean < plan.tpot_s
     assert found.ttft.p50 < 2 * plan.ttft_s + found.tpot.p50
     assert found.met > 0.95
@@ -74,8 +78,7 @@ def test_the_planned_rate_can_be_served_and_twice_as_much_cannot(planned):
     """Plans price experts' prefills without the tiles that grouped products add, which the simulation has."""
     plan = planned.plans[0]
     within, beyond = (
-        simulate_service(planned, plan, duration_s=60, requests_per_s=share * plan.requests_per_s)
-        for share in (0.5 if planned.setting.model.num_experts else 0.7, 2.0)
+        loaded(planned, plan, duration_s=60, requests_per_s=share * plan.requests_per_s) for share in (0.7, 2.0)
     )
     assert within.queue.p90 < 1
     assert beyond.queue.p90 > 5 * within.queue.p90
@@ -87,24 +90,44 @@ def test_the_planned_rate_can_be_served_and_twice_as_much_cannot(planned):
 def test_a_client_of_few_requests(planned):
     """Alone, a request waits for its own prefill; 32 at a time wait for each other, and more end each second."""
     plan = planned.plans[0]
-    alone, many = (simulate_service(planned, plan, duration_s=1, concurrency=count) for count in (1, 32))
+    traffic = service_traffic(CHAT, duration_s=10, requests_per_s=32, at_once=True)
+    alone, many = (
+        simulate_service(planned, plan, traffic, concurrency=count).summary(service_targets(CHAT)) for count in (1, 32)
+    )
     assert alone.queue.p99 == 0
     assert alone.requests_per_s == pytest.approx(1 / alone.latency.mean, rel=0.05)
     assert many.requests_per_s > 4 * alone.requests_per_s
     assert many.ttft.mean > alone.ttft.mean
-    with pytest.raises(InputError, match="needs a rate of requests, or how many"):
-        simulate_service(planned, plan, duration_s=1)
 
 
-def test_figures_that_make_no_sense(planned):
+def test_figures_that_make_no_sense():
     for fields in ({"duration_s": 0.0, "requests_per_s": 1.0}, {"duration_s": 1.0, "requests_per_s": -1.0}):
         with pytest.raises(InputError, match="must be above 0"):
-            simulate_service(planned, planned.plans[0], **fields)
+            service_traffic(CHAT, **fields)
 
 
 def test_seeds_repeat(planned):
     plan = planned.plans[0]
     one, other = (
-        simulate_service(planned, plan, duration_s=20, requests_per_s=5.0, seed=seed) for seed in (3, 3)
+        loaded(planned, plan, duration_s=20, requests_per_s=5.0, seed=seed) for seed in (3, 3)
     )  # fmt: skip
     assert msgspec.structs.asdict(one.ttft) == msgspec.structs.asdict(other.ttft)
+
+
+def test_policies_of_engines_that_do_both(planned):
+    """Where all prompts wait, chunks delay the first token least and interleaving less than a static batch."""
+    plan = next(one for one in planned.plans if not one.has_pools)
+    traffic = service_traffic(CHAT, duration_s=20, requests_per_s=0.9 * plan.requests_per_s)
+    found = {
+        policy: simulate_service(planned, plan, traffic, policy=policy, spans=True)
+        for policy in ("static", "interleaved", "chunked")
+    }
+    first = {policy: record.summary(service_targets(CHAT)).ttft.mean for policy, record in found.items()}
+    assert first["chunked"] < first["static"]
+    assert first["interleaved"] < first["static"]
+    phases = {policy: {one.phase for one in record.spans[0]} for policy, record in found.items()}
+    assert phases["interleaved"] == phases["chunked"] == {"prefill", "decode"}
+    pools = next((one for one in planned.plans if one.has_pools), None)
+    if pools is not None:
+        with pytest.raises(InputError, match="'static' is not for them"):
+            simulate_service(planned, pools, traffic, policy="static")

@@ -19,8 +19,8 @@ Scores = Literal["on_chip", "in_memory", "in_memory_16"]
 WIDTHS = (("D",), ("F",), ("Fe",), ("Fs",), ("H",), ("Hv",))
 """Last dims of arrays that TPUs have in the lanes of tiles, whatever that adds; of others the compiler chooses."""
 
-LANES = 128
-"""Numbers in the innermost dim of a TPU's tile."""
+LANES, SUBLANES = 128, 8
+"""Numbers in the innermost dim of a TPU's tile, and rows of it, each of 32 bits in every lane."""
 
 
 def moment_bytes(state: str) -> float:

@@ -1,17 +1,18 @@
 """Proofs of plans: compiles the step of a strategy for its chips, and compares it with the derivation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwright.algebra.generation import AS_WRITTEN
+from meshwright.algebra.generation import GenerationPhase
 from meshwright.algebra.rewrites.torus import mesh_order
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
-from meshwright.spec.strategy import Form, Strategy, require_runnable_assumptions
+from meshwright.plan.serving.file import PHASES, ServiceFile
+from meshwright.spec.strategy import AS_RUN, Form, Strategy, require_runnable_assumptions
 from meshwright.verify.request import Depth, Request
 from meshwright.verify.targets import CompilerPlatform
 
@@ -58,6 +59,29 @@ def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions =
     return prove(request, program=python_program(PROGRAM), timeout_s=options.timeout_s, keep=options.keep)
 
 
+def prove_service(
+    file: ServiceFile, phases: Sequence[GenerationPhase] = PHASES, options: ProofOptions = USUAL
+) -> "Mapping[GenerationPhase, Proof]":
+    """Proves the steps of a planned service one after the other, each on one engine's part of the cluster.
+
+    What is stored in fp8, which no program of this version computes in, is proved in int8, which is as wide. Raises
+    CannotRunError for narrower weights.
+    """
+    if file.weights in ("int4", "fp4"):
+        raise CannotRunError(
+            f"weights in {file.weights} are planned but not executed in this version. Plan the service with --weights "
+            f"int8 or bf16 to prove it."
+        )
+    as_wide = {"fp8": "int8"}
+    weights, cache = (as_wide.get(dtype, dtype) for dtype in (file.weights, file.cache))
+    executed = msgspec.structs.replace(file, weights=weights, cache=cache, assumptions=AS_RUN)
+    steps = {phase: executed.phase(phase) for phase in phases}
+    return {
+        phase: prove_strategy(setting, msgspec.structs.replace(strategy, precision=""), options)
+        for phase, (setting, strategy) in steps.items()
+    }
+
+
 def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> Request:
     """Returns the `verify.request.Request` of a strategy; ``order`` has the chips in the order of its placement."""
     from meshwright.cost.train_step import price_strategy
@@ -75,7 +99,7 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
     order: tuple[int, ...] = ()
     target = _target(setting, options)
     if target.platform != "cpu" or cluster.kind == "torus":
-        laid = price_strategy(msgspec.structs.replace(setting, storage=AS_WRITTEN), strategy).placement
+        laid = price_strategy(setting, strategy).placement
         strategy = msgspec.structs.replace(strategy, placement=laid.describe())
         links = [link.name for link in laid.links]
         order = tuple(mesh_order(strategy.mesh, strategy.placement, links=links).ravel().tolist())

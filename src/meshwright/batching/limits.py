@@ -12,6 +12,8 @@ prompts are prefilled as soon as there is room, and nothing decodes in that step
 running requests and spends the rest of its token budget on prompts, in chunks (Agrawal et al., Sarathi-Serve, 2024;
 the default of vLLM V1). Source of the first two: How to Scale Your Model, section 7."""
 
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one replica.
@@ -35,8 +37,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InputError for bounds with which nothing could run."""
-        if self.policy not in get_args(Policy):
-            raise InputError(f"policy {self.policy!r} is not known.{nearest(self.policy, get_args(Policy))}")
+        if self.policy not in POLICIES:
+            raise InputError(f"policy {self.policy!r} is not known.{nearest(self.policy, POLICIES)}")
         for name in ("max_requests", "token_budget", "page_len", "num_pages", "look_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name):,}. Give a positive number.")

@@ -19,6 +19,7 @@ from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.parallel.process_env import find_processes
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.result import PlanResult, plan_in
+from meshwright.plan.serving.file import ServiceFile, is_service_file, load_service
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -111,6 +112,20 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
         return Asked(setting, with_fields(strategy, "strategy", fields["strategy"]))
     rates = rates_for(given.on, given.calibration, fitted=True)
     return _planned(Setting(model, given.on, job, rates, assumptions=assumed), axes, fields["strategy"], verb)
+
+
+def service_of(given: PlanOptions) -> ServiceFile | None:
+    """Returns the service of a plan file, None for other plans and for models.
+
+    Raises InputError for options that would change it.
+    """
+    if not is_service_file(given.what):
+        return None
+    options: dict[str, Any] = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
+    options |= {"--set": given.pairs, "--calibration": given.calibration}
+    if named := [name for name, value in options.items() if value]:
+        raise InputError(f"{given.what} says all of a service; leave {', '.join(named)} out, or plan it again.")
+    return load_service(given.what)
 
 
 def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:

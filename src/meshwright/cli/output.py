@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.report.answer import Fact, Piece, Table, as_markdown
 
@@ -32,6 +33,17 @@ def _plain(value: Any) -> Any:
 def say(message: str) -> None:
     """Prints a message on standard error."""
     click.echo(message, err=True)
+
+
+def save_to(path: Path, save: Callable[[Path], None]) -> None:
+    """Writes a plan and says so. Raises InputError where the file cannot be written."""
+    try:
+        save(path)
+    except OSError as error:
+        raise InputError(
+            f"cannot write the plan to {path}: {error.strerror}. Name a file in a folder of yours."
+        ) from None
+    say(f"wrote {path}")
 
 
 def width() -> int:

@@ -8,16 +8,15 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.generation import caches_of, window_of
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of, op_kind
-from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.rewrites.split_backward import gradient_arrays, weights_of
 from meshwright.algebra.sizes import Number, OpSizes, master_bytes, moment_bytes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.arrays import largest, total
+from meshwright.cost.generation_memory import cache_bytes, copied_bytes, scratch_bytes, stored_bytes, widened_results
 from meshwright.cost.pipeline import ONE_STAGE, PipelineCost
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster, Topology
@@ -172,7 +171,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             "optimizer": optimizer,
             "activations": activations,
             "logits": logits,
-            "kv_cache": self.cache_bytes + 0.0 * workspace,
+            "kv_cache": self.cache_bytes * share * np.asarray(pipeline.microbatches) + 0.0 * workspace,
             "communication": sum((count * size for count, size in messages), start=gathered),
             "workspace": workspace + retiled,
         }
@@ -223,7 +222,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
             total(sizes.bytes(s.result) for s in derived.boundary if s.op == "permute" and s.phase == phase)
             for phase in ("forward", "backward")
         ),
-        cache_bytes=_cache_bytes(derived, sizes),
+        cache_bytes=cache_bytes(derived, sizes),
     )
 
 
@@ -265,7 +264,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
             arrays = ((declared,), (gradients[name],), (weight.shard,), moments(weight))
             counts = [sum(sizes.elements(array) for array in some) for some in arrays]
         else:
-            counts = [sizes.bytes(declared) / sizes.width]
+            counts = [stored_bytes(declared, sizes) / sizes.width]
         of_block = found[block.name]
         for part, count in zip(STATE_PARTS, counts, strict=False):
             of_block[part] = of_block[part] + block.repeat * count
@@ -296,10 +295,9 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
         pending_bytes=_pending_bytes(block, sizes) if trains else 0.0,
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
         gathered_bytes=total(gathered.values()) + _turned_bytes(gathers, gathered, sizes),
-        working_bytes=_working_set(block, derived, sizes) + _copied_experts(block, derived, sizes),
-        retiled_bytes=block.repeat * _retiled_bytes(block, derived, sizes)
-        if sizes.tile_rows > STORED_ROWS and trains
-        else 0.0,
+        working_bytes=_working_set(block, derived, sizes)
+        + (_copied_experts(block, derived, sizes) if trains else copied_bytes(block, derived, sizes)),
+        retiled_bytes=block.repeat * _retiled_bytes(block, derived, sizes) if sizes.tile_rows > STORED_ROWS else 0.0,
     )
 
 
@@ -316,7 +314,7 @@ def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
 def _copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes of a layer's experts that GPUs copy for their loops: matrices that no device gathers, and with
     an exchange the gradients, to which those of further rounds are added."""
-    if not sizes.on_gpus or not _trains(derived):
+    if not sizes.on_gpus:
         return 0.0
     experts = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
     moved = {s.result.name: _moves(s, sizes) for s in block.forward if s.op == "all_gather"}
@@ -366,16 +364,6 @@ def _copies_of_scattered(step: Step, sizes: OpSizes) -> Number:
     several = sum(count > 1 for count in counts) > 1
     fills = product(counts) == product(sizes.mesh.values())
     return np.where(sizes.local(step.result)[step.dim] < STORED_ROWS, 1.0, 1.0 * within + several * fills)
-
-
-def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
-    """Returns the bytes of keys and values of all layers; a step updates them in place."""
-    found: Number = 0.0
-    for block in derived.blocks:
-        caches = [derived.declared[name] for name in caches_of(block.block)]
-        kept = slots_kept(sizes.dims["S"], window_of(block.block)) / sizes.dims["S"] if caches else 1.0
-        found = found + block.repeat * kept * sizes.total(*caches)
-    return found
 
 
 def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
@@ -450,9 +438,11 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
     )
     held = _held_cotangent(logits, sizes) if logits else 1
+    widened = {} if _trains(derived) else widened_results(steps, sizes)
     for array, life in lives.items():
         # capped logits are made in float32, of which the cotangent is a part, wherever it is made
         share = held if logits and array == logits.result and not logits.details.softcap else 1
+        share = share * widened.get(array, 1)
         for number, amount in _comes_and_goes(array, life, lives, sizes):
             changes[number].append(amount * share)
     if logits:
@@ -463,7 +453,8 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     for step, amounts in zip(steps, changes, strict=False):
         for amount in amounts:
             alive = alive + amount
-        most = np.maximum(most, alive + _scratch_bytes(step, sizes))
+        scratch = _scratch_bytes(step, sizes) if _trains(derived) else scratch_bytes(step, sizes)
+        most = np.maximum(most, alive + scratch)
     return most
 
 

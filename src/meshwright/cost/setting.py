@@ -123,8 +123,9 @@ class Setting(Checked, frozen=True, dict=True):
             on_gpus=self.cluster.kind == "switched" and self.assumptions.software == "compiled",
             assumptions=self.assumptions,
         )
+        found = replace(found, tile_rows=target.tile_rows if target else 0)
         if job.trains:
-            return replace(found, tile_rows=target.tile_rows if target else 0)
+            return found
         cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=self.storage)
         causal = found.causal and job.kind != "decode"
         return replace(found, dims={**found.dims, **cache}, causal=causal)
@@ -152,7 +153,7 @@ class Setting(Checked, frozen=True, dict=True):
     def require_runnable(self, strategy: Strategy) -> None:
         """Raises CannotRunError for what this machine's own devices would not run in this version."""
         if self.cluster.kind == "host":
-            require_runnable_strategy(strategy)
+            require_runnable_strategy(strategy, trains=self.job.trains)
             require_runnable_assumptions(self.assumptions)
 
     def on(self, cluster: Cluster) -> "Setting":

@@ -8,13 +8,18 @@ slots of a sequence are the pages, of Pl slots each, that its row of the page ta
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
+from meshwright.algebra.sizes import LANES, SUBLANES
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn.activations import capped
+from meshwright.nn.collectives import first_index, own_entries
 
 Pages = Int[Array, "B Bp"]
 """The page table: the pages of each sequence, in the order of its positions."""
@@ -41,14 +46,53 @@ class LayerCache:
         return each if pages is None else pages.shape[1] * each
 
 
-def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"]) -> LayerCache:
-    """Writes positions 0 to ``last`` of each row of values[B, T, ...], or the last of these that the slots hold.
+def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Layout | None:
+    """Returns the order in memory of a device's shard, all layers, of a cache with heads; None for the platform's own.
 
-    Padding after ``last`` is written too if all T positions fit: later positions overwrite it before it is read.
+    The slots of a head are together on GPUs, as batched products read them. On TPUs a slot is a tile of heads and
+    widths, which a write replaces, and scales have slots in the lanes. In any other order XLA copies whole caches.
     """
-    num_slots = cache.stack.shape[2]
-    if values.shape[1] > num_slots:
-        held = held_positions(last, num_slots)
+    on_tpu = platform == "tpu"
+    if not dims[2:3] or not dims[2].startswith("K") or not (on_tpu or platform in ("cuda", "rocm")):
+        return None
+    num_heads, has_widths, packed = shape[3], len(shape) == 5, 4 // int(DTYPE_BYTES[dtype])
+    heads_in_tiles = on_tpu and has_widths and num_heads > 1
+    order = (0, 1, 2, 3, 4) if heads_in_tiles else (0, 1, 3, 2, 4)[: len(shape)]
+    if not on_tpu:
+        return Layout(order)
+    rows = min(SUBLANES, max(packed, 1 << (num_heads - 1).bit_length()))
+    if has_widths and not heads_in_tiles:
+        rows = SUBLANES * (4 if packed == 4 else 1)
+    return Layout(order, tiling=((rows, LANES), (packed, 1)) if packed > 1 else ((rows, LANES),))
+
+
+def in_order(stack: Array, layout: Layout | None) -> Array:
+    """Returns an array that XLA keeps in the order of a layout, if there is one, also inside loops."""
+    return stack if layout is None else with_layout_constraint(stack, layout)
+
+
+@dataclass(frozen=True)
+class OwnSlots:
+    """The slots of a sequence that a device has: those from ``first`` on, of ``total``."""
+
+    first: Array | int
+    total: int
+
+    @classmethod
+    def of(cls, cache: LayerCache, axes: tuple[str, ...]) -> "OwnSlots":
+        """Returns the slots of this device in a cache that ``axes`` split over its slots."""
+        own = cache.stack.shape[2]
+        return cls(first_index(axes, own), own * lax.axis_size(axes) if axes else own)
+
+
+def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"], slots: OwnSlots | None = None) -> LayerCache:
+    """Writes positions 0 to ``last`` of each row of values[B, T, ...], or those of these that the slots hold.
+
+    Padding after ``last`` is written too: later positions overwrite it before it is read.
+    """
+    num_slots, slots = cache.stack.shape[2], slots or OwnSlots.of(cache, ())
+    if values.shape[1] > num_slots or num_slots < slots.total:
+        held = held_positions(last, num_slots, slots)
         index = jnp.maximum(held, 0).reshape(*held.shape, *(1,) * (values.ndim - 2))
         values = jnp.take_along_axis(values, index, axis=1)
     start: list[Any] = [cache.layer, *[0] * values.ndim]
@@ -56,11 +100,15 @@ def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"]) -> La
     return LayerCache(jax.lax.dynamic_update_slice(cache.stack, values, start), cache.layer)
 
 
-def write_position(cache: LayerCache, values: Array, positions: Int[Array, "B 1"]) -> LayerCache:
-    """Writes one position of each row, values[B, 1, ...]; positions are at least 0."""
-    rows = jnp.arange(values.shape[0])
-    slots = positions[:, 0] % cache.stack.shape[2]
-    stack = cache.stack.at[cache.layer, rows, slots].set(values[:, 0].astype(cache.stack.dtype))
+def write_position(
+    cache: LayerCache, values: Array, positions: Int[Array, "B 1"], slots: OwnSlots | None = None
+) -> LayerCache:
+    """Writes one position of each row, values[B, 1, ...], on the device that has its slot; positions are at least 0."""
+    rows, num_slots, slots = jnp.arange(values.shape[0]), cache.stack.shape[2], slots or OwnSlots.of(cache, ())
+    own = positions[:, 0] % slots.total
+    if num_slots < slots.total:
+        own, _ = own_entries(own, slots.first, num_slots, elsewhere=num_slots)
+    stack = cache.stack.at[cache.layer, rows, own].set(values[:, 0].astype(cache.stack.dtype), mode="drop")
     return LayerCache(stack, cache.layer)
 
 
@@ -73,15 +121,18 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
     return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
 
 
-def held_positions(last: Int[Array, " B"], num_slots: int) -> Int[Array, "B S"]:
-    """Returns the position in each slot after ``last`` has been written; negative in an empty slot."""
-    latest = last[:, None]
-    return latest - (latest - jnp.arange(num_slots, dtype=last.dtype)[None]) % num_slots
+def held_positions(last: Int[Array, " B"], num_slots: int, slots: OwnSlots | None = None) -> Int[Array, "B S"]:
+    """Returns the position in each of a device's slots after ``last`` has been written; negative in an empty slot."""
+    slots = slots or OwnSlots(0, num_slots)
+    latest, own = last[:, None], slots.first + jnp.arange(num_slots, dtype=last.dtype)[None]
+    return latest - (latest - own) % slots.total
 
 
-def visible_slots(position: Int[Array, " B"], num_slots: int, *, window: int | None) -> Bool[Array, "B S"]:
+def visible_slots(
+    position: Int[Array, " B"], num_slots: int, *, window: int | None, slots: OwnSlots | None = None
+) -> Bool[Array, "B S"]:
     """True for slots that a query at ``position``, already written, may see: filled, and within the window."""
-    held = held_positions(position, num_slots)
+    held = held_positions(position, num_slots, slots)
     seen = held >= 0
     return seen if window is None else seen & (position[:, None] - held < window)
 
@@ -107,6 +158,14 @@ class ScorePart:
         return found if self.scale is None else found * _over_queries(self.scale)
 
 
+class OwnAttention(NamedTuple):
+    """Attention on the slots of one device, with each query's largest score and sum of exp(score - largest)."""
+
+    result: Float[Array, "B T N Hv"]
+    peak: Float[Array, "B T N"]
+    total: Float[Array, "B T N"]
+
+
 def cached_attention(
     parts: Sequence[ScorePart],
     values: Array,
@@ -116,31 +175,37 @@ def cached_attention(
     value_scale: Float[Array, "B S K"] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> OwnAttention:
     """Returns the values of K heads, weighted by the softmax over visible slots; ``parts`` of the scores are summed.
 
     ``sinks`` are an additional logit per head. Scales of int8 values multiply the weights, usually the smaller array
-    of the two.
+    of the two. A device without visible slots has a result of 0 and a largest score of minus infinity.
     """
     scores = scale * sum((part.scores() for part in parts[1:]), parts[0].scores())
-    weights = _softmax(jnp.where(seen[:, None, None, None], capped(scores, softcap), -jnp.inf), sinks)
+    weights, peak, total = _softmax(jnp.where(seen[:, None, None, None], capped(scores, softcap), -jnp.inf), sinks)
     if value_scale is not None:
         weights = weights * _over_queries(value_scale)
     dtype = parts[0].queries.dtype
-    mixed = jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(dtype), values.astype(dtype))
-    return mixed.reshape(*parts[0].queries.shape[:3], values.shape[-1])
+    mixed = jnp.einsum("BKGTS,BSKH->BKGTH", weights.astype(dtype), values.astype(dtype))
+    rows = parts[0].queries.shape[:3]
+    found = (jnp.moveaxis(array, 3, 1).reshape(*rows, -1) for array in (mixed, peak, total))
+    result, peak, total = found
+    return OwnAttention(result, peak[..., 0], total[..., 0])
 
 
 def _over_queries(scale: Float[Array, "B S K"]) -> Float[Array, "B K 1 1 S"]:
     return scale.transpose(0, 2, 1)[:, :, None, None]
 
 
-def _softmax(scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"] | None) -> Float[Array, "B K G T S"]:
-    peak = jnp.max(scores, axis=-1, keepdims=True)
-    if sinks is None:
-        weights = jnp.exp(scores - peak)
-        return weights / jnp.sum(weights, axis=-1, keepdims=True)
-    extra = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
-    peak = jnp.maximum(peak, extra)
-    weights = jnp.exp(scores - peak)
-    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(extra - peak))
+def _softmax(scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"] | None) -> tuple[Array, Array, Array]:
+    """Returns the weights, the largest score of each row and its sum of exponentials, of which sinks are part."""
+    peak, extra = jnp.max(scores, axis=-1, keepdims=True), jnp.full((1, *scores.shape[1:3], 1, 1), -jnp.inf)
+    if sinks is not None:
+        extra = sinks.astype(jnp.float32).reshape(extra.shape)
+        peak = jnp.maximum(peak, extra)
+    finite = jnp.maximum(peak, jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - finite)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(extra - finite)
+    return weights / jnp.where(total > 0, total, 1.0), peak, total

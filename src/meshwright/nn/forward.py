@@ -14,8 +14,10 @@ from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.program import Stack
 from meshwright.algebra.transformer import Span, spans, transformer
 from meshwright.nn.activations import capped
+from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
+from meshwright.nn.order import after
 from meshwright.nn.weights import Params
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -90,6 +92,9 @@ def run_stack(
         stream, state = carry
         for position, kind in enumerate(span.pattern):
             index = span.row(position, number)
+            if position and default_platform() == "cuda":
+                # else the weights of all layers of the iteration are copied at its start
+                index = after(index, [stream])
             own = {
                 name: lax.dynamic_index_in_dim(params[name], index, keepdims=False)
                 for name in blocks[kind].block.reads

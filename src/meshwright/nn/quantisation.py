@@ -16,6 +16,7 @@ from meshwright.algebra.ops.quantised_einsum import has_groups
 from meshwright.algebra.steps import Step
 from meshwright.nn.contract import spread
 from meshwright.nn.experts.slots import Ragged
+from meshwright.nn.order import after
 from meshwright.nn.weights import STORED_DTYPES, Params, rows
 from meshwright.spec.model import Model
 
@@ -77,7 +78,8 @@ def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: C
     if has_groups(step.inputs[2]):
         return product(lhs, dequantised(values, scale).astype(lhs.dtype)).astype(lhs.dtype)
     if isinstance(lhs, Ragged):
-        weight = values.astype(jnp.float32) * spread(scale, of_scale, of_values)
+        # else the weights of all products in a loop's iteration are made at its start
+        weight = values.astype(jnp.float32) * spread(after(scale, [lhs.rows]), of_scale, of_values)
         return product(lhs, weight.astype(lhs.rows.dtype))
     found = product(lhs, values.astype(lhs.dtype)) * spread(scale, of_scale, step.result.dims)
     return found if step.result.dtype == "fp32" else found.astype(lhs.dtype)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -28,7 +29,8 @@ from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import InputError
 from meshwright.core.fields import checked
 from meshwright.nn import quantisation
-from meshwright.nn.cache import LayerCache
+from meshwright.nn.attention.platform import platform_of
+from meshwright.nn.cache import LayerCache, cache_layout, in_order
 from meshwright.nn.context import Context
 from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.ops.quantised_embed import DTYPES
@@ -88,6 +90,8 @@ class GenerateStep:
         for name, array in self.prefill_declared.declared.items():
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
                 check(array, sizes, strategy.mesh)
+        for row in self.table:  # of a window a ring has fewer slots
+            check(self.generate_declared.declared[row.name], dict(zip(row.dims, row.shape, strict=True)), strategy.mesh)
         self.mesh = mesh or strategy_mesh(strategy)
         self.compiler = compiler_options(self.mesh)
         self._compiled: dict[int, jax.stages.Compiled] = {}
@@ -124,6 +128,24 @@ class GenerateStep:
     def cache_shardings(self) -> dict[str, NamedSharding]:
         """The sharding of each array of the cache on the mesh."""
         return shardings(self.mesh, self.cache_specs)
+
+    @cached_property
+    def cache_layouts(self) -> dict[str, Layout]:
+        """The order in memory of each array of the cache whose order is not the platform's own, see `cache_layout`."""
+        if isinstance(self.mesh, AbstractMesh):
+            return {}
+        platform, split = platform_of(self.mesh.devices.flat[0]), self.cache_shardings
+        found = {
+            row.name: cache_layout(platform, row.dims, split[row.name].shard_shape(row.stacked_shape), row.dtype)
+            for row in self.table
+        }
+        return {name: layout for name, layout in found.items() if layout}
+
+    @property
+    def cache_formats(self) -> dict[str, NamedSharding | Format]:
+        """The sharding of each array of the cache, with its order in memory if that is not the platform's own."""
+        ordered = {name: Format(layout, self.cache_shardings[name]) for name, layout in self.cache_layouts.items()}
+        return {**self.cache_shardings, **ordered}
 
     @property
     def logits_sharding(self) -> NamedSharding:
@@ -180,7 +202,7 @@ class GenerateStep:
         """Returns an empty cache, made on its devices."""
         shapes = self.cache_shapes.items()
         empty = jax.jit(
-            lambda: {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes}, out_shardings=self.cache_shardings
+            lambda: {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes}, out_shardings=self.cache_formats
         )
         return empty()
 
@@ -191,7 +213,7 @@ class GenerateStep:
 
     def init_pages(self) -> np.ndarray:
         """Returns a page table [B, Bp] that gives every sequence its own pages, numbered within its device's shard."""
-        split = self.generate_declared.declared["last"].axes_of("B")
+        split = next(self.generate_declared.declared[row.name].axes[0] for row in self.table if "Pg" in row.dims)
         rows = self.batch_seqs // math.prod(self.strategy.mesh[axis] for axis in split)
         each = self.cache_sizes["Bp"]
         return ((np.arange(self.batch_seqs) % rows)[:, None] * each + np.arange(each)).astype(np.int32)
@@ -304,8 +326,8 @@ class GenerateStep:
 
         return jax.jit(
             prefill if length else generate,
-            in_shardings=shardings(self.mesh, (self.param_specs, self.cache_specs, self._given_specs(length))),
-            out_shardings=(self.logits_sharding, self.cache_shardings),
+            in_shardings=(self.param_shardings, self.cache_formats, shardings(self.mesh, self._given_specs(length))),
+            out_shardings=(self.logits_sharding, self.cache_formats),
             donate_argnums=1,
             compiler_options=self.compiler.used,
         )
@@ -329,7 +351,8 @@ class GenerateStep:
             stream, env = run_block(context, steps, {**values, **held})
             writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))
             written: Any = {step.inputs[0].name: env[step.result] for step in writes}
-            return stream, {**cache, **{name: held.stack for name, held in written.items()}}
+            stacks = {name: in_order(held.stack, self.cache_layouts.get(name)) for name, held in written.items()}
+            return stream, {**cache, **stacks}
 
         return run_stack(context, stack, params, given, layer, cache)
 
@@ -337,7 +360,7 @@ class GenerateStep:
 def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int) -> None:
     """Raises InputError or CannotRunError for a model, strategy or length that cannot generate."""
     require_runnable(model)
-    require_runnable_strategy(strategy)
+    require_runnable_strategy(strategy, trains=False)
     if max_len < 1:
         raise InputError(f"max_len={max_len} must be at least 1.")
     if model.learned_positions and max_len > model.max_positions:

@@ -26,12 +26,8 @@ def scaling_figure(
     A point is one of `sweep --json`. Over clusters of one kind of chip (``over="on"``) the axis shows numbers of chips,
     and perfect scaling is drawn beside tokens per second; else it shows every value. ``limit_bytes`` is of one chip.
     """
-    if not points:
-        raise InputError("there is no point to draw: nothing in the sweep runs. Sweep other values.")
-    first, shown = points[0], [point["values"][over] for point in points]
-    by_chips = over == "on" and all(text.replace(",", "").isdigit() for text in shown)
-    xs = [float(point["num_chips"]) if by_chips else float(number) for number, point in enumerate(points)]
-    x = chips_axis(xs) if by_chips else _named_axis(shown, "cluster" if over == "on" else over)
+    xs, x = _over(points, over)
+    first, by_chips = points[0], _by_chips(points, over)
 
     def of(name: str) -> list[float]:
         return [point[name] for point in points]
@@ -49,8 +45,46 @@ def scaling_figure(
         _panel(xs, x, shares, "share", "%"),
         _panel(xs, x, memory, "memory of a chip ({})", "B"),
     ]
+    return _panels_figure(panels, title, subtitle)
+
+
+def service_figure(points: Sequence[Mapping[str, Any]], *, over: str, title: str, subtitle: str = "") -> Figure:
+    """Draws tokens per second and chip, times, chips and dollars of the best services over one field."""
+    xs, x = _over(points, over)
+
+    def of(**names: str) -> dict[str, list[float]]:
+        return {words: [point[name] for point in points] for words, name in names.items()}
+
+    panels = [
+        _panel(xs, x, of(best="tokens_per_s_per_chip"), "output tokens/s per chip ({})"),
+        _panel(xs, x, of(TPOT="tpot_s"), "time per output token ({})", "s"),
+        _panel(xs, x, of(TTFT="ttft_s"), "time to the first token ({})", "s"),
+    ]
+    if all(point["usd_per_m_output"] for point in points):
+        dollars = of(input="usd_per_m_input", output="usd_per_m_output")
+        panels.append(_panel(xs, x, dollars, "per million tokens ({})", "$"))
+    return _panels_figure(panels, title, subtitle)
+
+
+def _panels_figure(panels: Sequence[Layer], title: str, subtitle: str) -> Figure:
     chart = alt.concat(*panels, columns=2, spacing=28).resolve_scale(color="independent")
     return themed(chart, title, subtitle)
+
+
+def _by_chips(points: Sequence[Mapping[str, Any]], over: str) -> bool:
+    """True if the field is clusters that differ in their number of chips alone."""
+    return over == "on" and all(point["values"][over].replace(",", "").isdigit() for point in points)
+
+
+def _over(points: Sequence[Mapping[str, Any]], over: str) -> tuple[list[float], Encoding]:
+    """Returns the place of each point on the horizontal axis, and the axis."""
+    if not points:
+        raise InputError("there is no point to draw: nothing in the sweep runs. Sweep other values.")
+    if _by_chips(points, over):
+        chips = [float(point["num_chips"]) for point in points]
+        return chips, chips_axis(chips)
+    names = [point["values"][over] for point in points]
+    return [float(number) for number in range(len(points))], _named_axis(names, "cluster" if over == "on" else over)
 
 
 def _panel(
@@ -62,7 +96,7 @@ def _panel(
         name: list(zip(xs, (value / scale for value in values), strict=True)) for name, values in series.items()
     }
     ys, title = [y for points in curves.values() for _, y in points], y_title.format(unit_name or "1")
-    if unit in ("", "s") and max(ys) > LEAST_RANGE * min(ys):
+    if unit in ("", "s", "$") and max(ys) > LEAST_RANGE * min(ys):
         y = log_axis(alt.Y, "y", (min(ys) / 1.2, max(ys) * 1.2), title)
     elif unit == "%":
         y = alt.Y("y:Q", title=title, scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".0%", tickCount=5))

@@ -6,22 +6,21 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.dispatch import is_at_experts
 from meshwright.algebra.steps import Step
 from meshwright.batching.clock import Clock, TabledClock
-from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.record import LatencyTargets, ServingSummary
+from meshwright.batching.limits import Policy, SchedulerLimits
+from meshwright.batching.record import LatencyTargets, ServingRecord
 from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
-from meshwright.batching.traffic import fixed, poisson, traffic_of
+from meshwright.batching.traffic import RequestTraffic, parse_lengths, poisson, traffic_of
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
-from meshwright.cost.work.kernel_times import grouped_s
-from meshwright.cost.work.kernels import partly_hidden, product_shape
+from meshwright.cost.work.kernels import partly_hidden
 from meshwright.cost.work.ops import is_attention
+from meshwright.plan.serving.fleet import sequence_shards
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
+from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy
@@ -53,7 +52,7 @@ class PricedClock(Clock):
         if self._decodes:
             batch, length = np.maximum(decode, 1), np.maximum(cached / np.maximum(decode, 1), 1)
             decode_s = np.where(decode > 0, self._seconds("decode", batch * self._num_shards, length), 0.0)
-        prefill_s = np.where(tokens > 0, self._prefill_s(np.maximum(tokens, 1)), 0.0)
+        prefill_s = np.where(tokens > 0, self._seconds("prefill", 1.0, np.maximum(tokens, 1)), 0.0)
         pairs = np.maximum(tokens * (past + 1) - tokens**2 / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
         device_s = decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
@@ -75,24 +74,6 @@ class PricedClock(Clock):
         seconds = sum(float(c.local_s * c.count) for c in step.costs.all if _attends(c.step))
         return seconds / (length**2 / 2)
 
-    def _prefill_s(self, tokens: Any) -> Any:
-        """Returns the seconds of a prefill; where kernels are known, experts take what measured products take."""
-        step = self._step("prefill", 1.0, tokens)
-        found, rates = step.seconds.step_s, step.rates.chip
-        if rates.kernels is None:
-            return found
-        for cost in step.costs.all:
-            if not cost.step.is_collective and kind_of(cost.step).is_einsum and is_at_experts(cost.step):
-                outputs, contracted = product_shape(cost.step, step.sizes)
-                experts, columns = (
-                    step.sizes.local(*cost.step.results)[dim] for dim in ("E", cost.step.result.dims[-1])
-                )
-                shape = {"M": outputs / columns, "K": contracted, "N": columns, "G": experts, "copied": 0}
-                wide = rates.wide_flops_per_s / rates.matmul_flops_per_s
-                math_s = grouped_s(shape, rates.kernels) * wide
-                found = found + cost.count * (np.hypot(math_s, cost.hbm_s) - cost.local_s)
-        return found
-
     def _seconds(self, phase: str, batch: Any, length: Any) -> Any:
         return self._step(phase, batch, length).seconds.step_s
 
@@ -100,7 +81,7 @@ class PricedClock(Clock):
         """Returns the priced step of a phase, with arrays as the sequences and as the positions."""
         setting, strategy = replace(self._setting, job=Job(kind=phase, batch_seqs=1, seq_len=1)), self._strategy
         derived = setting.derived(strategy)
-        shards = max(strategy.mesh["expert"], self._num_shards)
+        shards = max(sequence_shards(strategy), self._num_shards)
         sizes = setting.sizes(strategy, microbatch_seqs=np.maximum(batch, shards))
         dims = {**sizes.dims, "S": length} if phase == "decode" else {**sizes.dims, "T": length}
         if phase == "prefill" and "C" in dims:
@@ -114,63 +95,86 @@ def _attends(step: Step) -> bool:
     return not step.is_collective and is_attention(step)
 
 
-def simulate_service(
-    result: ServiceResult,
-    plan: ServicePlan,
+def service_traffic(
+    service: Service,
     *,
     duration_s: float,
-    requests_per_s: float = np.inf,
-    concurrency: float = np.inf,
+    requests_per_s: float,
+    lengths: tuple[str, str] = ("", ""),
+    at_once: bool = False,
     seed: int = 0,
-) -> ServingSummary:
-    """Returns the times of requests with the service's lengths that arrive at random (Poisson) for ``duration_s``.
+) -> RequestTraffic:
+    """Returns requests that arrive at random (Poisson) for ``duration_s``, or as many ``at_once``, for a client that
+    keeps a number of them on their way.
 
-    With ``concurrency`` a client has at most so many on their way; without a rate it sends the next when one ends, as
-    many in all as the plan serves in ``duration_s``, at least ten for each.
-
-    Engines prefill in chunks beside decode, at most `TOKEN_BUDGET` tokens a step, and have pages for as many whole
-    sequences as the plan; with pools a finished prompt waits for its transfer. Raises InputError for a rate or a
-    duration that is not positive, and for a service with known parts of prompts.
+    ``lengths`` of prompts and outputs are as `parse_lengths` reads them, "" for the service's own. Raises InputError
+    for a rate or a duration that is not positive.
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
-    if np.isinf(requests_per_s) and np.isinf(concurrency):
-        raise InputError("simulating a service needs a rate of requests, or how many a client has on their way.")
-    if result.service.prefix_share:
+    own = (service.prompt_len, service.output_len)
+    prompt, output = (parse_lengths(text or f"{mean}") for text, mean in zip(lengths, own, strict=True))
+    if at_once:
+        count, generator = max(round(requests_per_s * duration_s), 1), np.random.default_rng(seed)
+        return traffic_of(np.zeros(count), prompt(generator, count), output(generator, count))
+    return poisson(requests_per_s, duration_s=duration_s, seed=seed, prompt=prompt, output=output)
+
+
+def simulate_service(
+    result: ServiceResult,
+    plan: ServicePlan,
+    traffic: RequestTraffic,
+    *,
+    policy: Policy = "chunked",
+    concurrency: float = np.inf,
+    spans: bool = False,
+) -> ServingRecord:
+    """Returns what happens to traffic; see `service_targets` for its summary.
+
+    The client has at most ``concurrency`` requests on their way, and sends the next when one ends.
+
+    Engines that do both phases follow the ``policy``, those of pools always prefill in chunks, at most `TOKEN_BUDGET`
+    tokens a step. They have pages for as many whole sequences as the plan; with pools a finished prompt waits for its
+    transfer. ``spans`` keeps who held which slot. Raises InputError for another policy than chunks with pools, for a
+    request that is too long for an engine, and for a service with known parts of prompts or with drafts.
+    """
+    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
+    if service.prefix_share:
         raise InputError(
             "services with known parts of prompts are not simulated in this version. Leave out --prefix-hits."
         )
-    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
-    if np.isinf(requests_per_s):
-        count = max(round(plan.requests_per_s * duration_s), round(10 * concurrency))
-        traffic = traffic_of(np.zeros(count), service.prompt_len, service.output_len)
-    else:
-        traffic = poisson(
-            requests_per_s,
-            duration_s=duration_s,
-            prompt=fixed(service.prompt_len),
-            output=fixed(service.output_len),
-            seed=seed,
-        )
+    if service.speculation:
+        raise InputError("services with drafts are not simulated in this version. Leave out --accept.")
+    if plan.has_pools and policy != "chunked":
+        raise InputError(f"engines of pools do one phase each, so the policy {policy!r} is not for them.")
 
     def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
         batch, pages = plan.generate.batch_seqs, -(-service.max_len // PAGE_LEN)
+        budget = plan.chunk_len + batch if plan.chunk_len else max(TOKEN_BUDGET, batch + 1)
         limits = SchedulerLimits(
-            max_requests=batch, token_budget=max(TOKEN_BUDGET, batch + 1), page_len=PAGE_LEN, num_pages=batch * pages
-        )
-        most = (batch, batch * service.max_len, limits.token_budget, service.max_len)
+            policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
+            num_pages=batch * pages,
+        )  # fmt: skip
+        # a static batch prefills all its prompts in one step, interleaved at least one whole
+        longest, prompt = int((traffic.prompt + traffic.output).max()), int(traffic.prompt.max())
+        most_new = {"static": batch * prompt, "interleaved": prompt, "chunked": 0}[policy]
+        most = (batch, batch * pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
         setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
         clock = TabledClock(PricedClock(setting, pool.strategy, decodes=decodes), most)
         return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
 
-    targets = LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)
     if not plan.has_pools:
-        return simulate(traffic, replicas(plan.generate), concurrency=concurrency).summary(targets)
+        return simulate(traffic, replicas(plan.generate), concurrency=concurrency, spans=spans)
     per_token_s = plan.transfer_s / service.prompt_len
-    record = simulate_disaggregated(
+    return simulate_disaggregated(
         traffic,
         (replicas(plan.prefill, decodes=False), replicas(plan.generate)),
         transfer_s=lambda n: n * per_token_s,
         concurrency=concurrency,
+        spans=spans,
     )
-    return record.summary(targets)
+
+
+def service_targets(service: Service) -> LatencyTargets:
+    """Returns the targets that `ServingRecord.summary` counts by; one that is open is always met."""
+    return LatencyTargets(ttft_s=service.ttft_s or np.inf, tpot_s=service.tpot_s or np.inf)

@@ -15,6 +15,8 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy
 
 VERSION = 1
+SERVICE = "service"
+"""The table that a plan of a service has, and one of training has not."""
 N = TypeVar("N")
 
 
@@ -91,6 +93,23 @@ def parse_plan(text: str, *, path: str = "<text>") -> Plan:
 
 
 def _decode(file: TomlFile) -> Plan:
+    require_version(file)
+    if SERVICE in file.data:
+        raise file.error(
+            (SERVICE,),
+            "this is the plan of a service, and one of training is needed here. explain and verify take services; "
+            "to train, plan without --serve.",
+        )
+    _move_assumptions(file)
+    _move_bound(file)
+    plan = decode_toml(file, Plan)
+    with file.at(("predicted",)):
+        check_figures(plan.predicted, "predicted", may_be_zero=Prediction.__struct_fields__)
+    return plan
+
+
+def require_version(file: TomlFile) -> None:
+    """Raises InputError unless a file of any kind of plan has the version that is read here."""
     version = file.data.get("version")
     if version is None:
         raise file.error(
@@ -103,12 +122,6 @@ def _decode(file: TomlFile) -> Plan:
             f"plan version {version!r} is not known; this meshwright reads version {VERSION}. "
             f"Make the plan again with plan -o.",
         )
-    _move_assumptions(file)
-    _move_bound(file)
-    plan = decode_toml(file, Plan)
-    with file.at(("predicted",)):
-        check_figures(plan.predicted, "predicted", may_be_zero=Prediction.__struct_fields__)
-    return plan
 
 
 def _move_bound(file: TomlFile) -> None:

@@ -125,8 +125,60 @@ GENERATION_RULES: dict[str, Rules] = {
 """Default sharding of cached keys and values and of output logits in generation: each device caches its own sequences
 and heads, and has the whole vocabulary of its sequences."""
 
+CacheSplit = Literal["sequences", "positions"]
+
+
+def cache_assignment(split: CacheSplit) -> dict[str, Rules]:
+    """Returns rules for engines with more devices than kv heads: ``context`` splits weights as ``tensor`` does, but of
+    caches[B_context, S, K_tensor, H] it splits the sequences, or the positions S (weights W[D, F_{tensor,context}]).
+
+    Source: How to Scale Your Model, section 7.3.3.
+    """
+    found = standard_assignment(zero=0)
+    heads: Rules = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",)}
+    rows = (*BATCH_AXES, "context") if split == "sequences" else BATCH_AXES
+    positions: Rules = {"S": ("context",)} if split == "positions" else {}
+    cache: Rules = {"B": rows, "Pg": rows, **positions, "K": ("tensor",)}
+    # a device needs all tokens for its part of the vocabulary
+    found |= {"input": {"B": BATCH_AXES}, "cache": cache}
+    return found | {role: {**found[role], **heads} for role in ("activation", "weight")}
+
+
+def stationary_assignment() -> dict[str, Rules]:
+    """Returns rules for weights W[D_context, F_tensor] that are split over both dims and never gathered, and a stream
+    x[B, T, D_{context,tensor}]: each product sums over one axis and scatters its result over the other.
+
+    ``context`` splits sequences in attention and its caches. Sources: How to Scale Your Model, section 7.6.2; Pope et
+    al. (2022), section 3.2.2.
+    """
+    found = standard_assignment(zero=0)
+    rows, wide = (*BATCH_AXES, "context"), ("F", "Fe", "Fs")
+    activation: Rules = {
+        "D": ("context", "tensor"),
+        **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
+        **dict.fromkeys(wide, ("tensor", "context")),
+        "E": ("expert",),
+        "B": rows,
+        "C": ("data", "fsdp"),
+    }
+    weight: Rules = {**_weight_rules(()), "D": ("context",)}
+    found |= {"activation": activation, "weight": weight, "input": {"B": BATCH_AXES}}
+    return found | {"cache": {"B": rows, "Pg": rows, "K": ("tensor",)}}
+
+
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
 """The standard assignment with everything sharded (ZeRO-3)."""
+
+LAYOUTS: dict[str, dict[str, Rules]] = {
+    "prompts": standard_assignment(zero=0),
+    "sequences": cache_assignment("sequences"),
+    "positions": cache_assignment("positions"),
+    "widths": stationary_assignment(),
+    "gathered": DEFAULT_ASSIGNMENT,
+}
+"""Layout of an engine -> assignment. "prompts" and "gathered": ``context`` splits positions of a prompt, for engines
+that only prefill; "gathered" splits D of weights too, and each layer gathers them (FSDP). Else it splits weights: their
+heads and widths as ``tensor`` does, and caches, beyond their heads, over sequences or positions; or D ("widths")."""
 
 
 class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -320,7 +372,7 @@ AS_RUN = Assumptions()
 """Assumptions that hold for programs of this package."""
 
 
-def require_runnable_strategy(strategy: Strategy) -> None:
+def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> None:
     """Raises CannotRunError for strategies that are derived and priced but not executed in this version.
 
     Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
@@ -331,7 +383,7 @@ def require_runnable_strategy(strategy: Strategy) -> None:
             raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
     if strategy.precision not in ("", strategy.state_dtype):
         _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
-    if strategy.zero is None:
+    if strategy.zero is None and (trains or strategy.assignment not in LAYOUTS.values()):
         differing = next(
             role
             for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)

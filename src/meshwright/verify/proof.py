@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from meshwright.algebra.generation import AS_WRITTEN
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.train_step import price_strategy
 from meshwright.hlo.collectives import collectives
@@ -106,7 +105,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
         expected, compiled = derivation.expected(), collectives(outcome.hlo, mesh)
         traffic = compare_traffic(expected, compiled, mesh, remarks=outcome.remarks)
         if request.target.platform != "cpu" and request.form == "shard_map":
-            priced = price_strategy(msgspec.structs.replace(request.setting, storage=AS_WRITTEN), request.strategy)
+            priced = price_strategy(request.setting, request.strategy)
             overlap = compare_overlap(compiled, Breakdown(priced), mesh)
     except ValueError as error:
         trouble = str(error)
@@ -150,7 +149,7 @@ def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
     return (
         f"the {request.step} step of {request.setting.model.name} needs {needed:.1f} GB on each chip of "
         f"{request.setting.cluster.short_name}, {needed / has:.2g} times the {has:.1f} GB that a chip has for it. "
-        f"Use more chips, more remat, or fewer sequences at a time."
+        f"Use more chips, {'more remat' if request.setting.job.trains else 'int8'}, or fewer sequences at a time."
     )
 
 

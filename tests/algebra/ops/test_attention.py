@@ -92,4 +92,4 @@ def test_a_ring_says_what_goes_round_and_how_far():
 
 def test_ulysses_needs_heads_that_are_split_alike():
     with pytest.raises(InputError, match="heads and sequences must be split alike"):
-        attention("ulysses", rules={"activation": {"N": ("Y",), "T": ("X",)}})
+        attention("ulysses", rules={"activation": {"K": ("Y",), "T": ("X",)}})

@@ -10,6 +10,8 @@ REMATS = ("sweep", "plans", "llama3-8b", "--on", "h100:8x2", "batch=64seq", "rem
 BATCH = ("sweep", "batch", "mlp:8192x32768", "--on", "v5p:4096chips", "--whole-axes", "--calibration", "datasheet")
 MEMORY = ("sweep", "llama3-8b", "--on", "h100:8x1", "micro=1", "--figure", "memory")
 BANDWIDTH = ("sweep", "bandwidth", "--on", "h100:8x4")
+SERVICES = ("sweep", "services", "llama3-8b", "--on", "v5e:2x2", "output=256", "tpot=50ms", "prompt=1Ki..4Ki")
+SERVED_GRID = ("sweep", "services", "llama3-8b", "--on", "v5e:1x1..2x2", "prompt=2Ki", "output=256", "tpot=15ms,50ms")
 STREAMS = ("sweep", "streams", "llama3-8b", "--on", "h100:8x1", "--batch", "8seq")
 
 
@@ -17,7 +19,7 @@ STREAMS = ("sweep", "streams", "llama3-8b", "--on", "h100:8x1", "--batch", "8seq
     "args",
     [
         *(CHIPS, GRID, REMATS, BATCH, (*BATCH[:5], "--axes", "tensor=8"), (*MEMORY, "seq_len"), (*MEMORY, "tensor")),
-        *(BANDWIDTH, STREAMS),
+        *(BANDWIDTH, STREAMS, SERVICES, SERVED_GRID),
     ],
     ids=lambda args: args[1],
 )
@@ -182,3 +184,45 @@ def test_what_is_refused(call, args, message):
     assert said.code == 2, said.err
     assert message in said.err
     assert said.err.count("\n") == 1
+
+
+def test_services(call):
+    """A row is the best service of `plan --serve` at these values, with the same figures."""
+    said = call(*SERVICES)
+    assert said.out.startswith("llama3-8b on v5e:2x2: services by prompt; output 256, tpot 50ms")
+    points = said.printed("json").json["points"]
+    assert [one["values"]["prompt"] for one in points] == ["1 Ki", "2 Ki", "4 Ki"]
+    asked = ("plan", "llama3-8b", "--on", "v5e:2x2", "--serve", "--prompt", "2048", "--output", "256", "--tpot", "50ms")
+    plan = call(*asked, "--json").json["plans"][0]
+    for name in ("ttft_s", "tpot_s", "tokens_per_s_per_chip", "usd_per_m_output", "weights"):
+        assert points[1][name] == plan[name]
+    made = [one["tokens_per_s_per_chip"] for one in points]
+    assert made == sorted(made, reverse=True)
+
+
+def test_services_that_no_cluster_serves(call):
+    said = call(*SERVED_GRID, "weights=bf16", "--figure", "tpot_s")
+    cells = {tuple(one["values"].values()): one for one in said.printed("json").json["cells"]}
+    assert len(cells) == 6
+    assert cells["1", "50ms"]["reason"].startswith("does not fit: llama3-8b with 2,048 tokens of prompt")
+    assert cells["4", "15ms"]["reason"] is None
+    assert cells["4", "15ms"]["tpot_s"] <= 15e-3 < cells["4", "50ms"]["tpot_s"]
+    assert "points do not run: does not fit (2," in said.words
+    said = call(*SERVICES[:-1], "prompt=4Ki,64Ki")
+    assert "prompt 64Ki: too long: a prompt of 65,536 tokens is longer than the 8,192 positions" in said.words
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "a sweep of services needs prompt. Write prompt=512"),
+        (("prompt=1Ki,2Ki", "weights=bf16,int8", "kv=bf16,int8"), "prompt, weights, kv are 3 fields."),
+        (("prompt=1Ki", "remat=full"), "remat is no field of a service."),
+        (("prompt=1Ki", "batch=8"), "sweep has no field 'batch'."),
+        (("prompt=many",), "prompt 'many' is not a number"),
+        (("prompt=1Ki", "rate=9/day"), "rate '9/day' is not a rate of requests."),
+        (("prompt=1Ki", "prefix_hits=half"), "Service.prefix_share is 'half'. Give a finite number."),
+    ],
+)
+def test_what_is_no_sweep_of_services(call, more, message):
+    call(*SERVICES[:6], "tpot=50ms", *more).assert_refused(2, message)

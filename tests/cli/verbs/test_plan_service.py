@@ -1,9 +1,13 @@
 """`meshwright plan --serve`: the table, what the best consists of, JSON, pictures, and what it refuses."""
 
 import csv
+import re
 from io import StringIO
+from pathlib import Path
 
 import pytest
+
+from meshwright.core.units import format_seconds
 
 SERVE = ("plan", "llama3-70b", "--on", "v5e:16x16", "--serve", "--prompt", "8192", "--output", "512")
 TRAIN = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "64seq", "--seq", "512")
@@ -54,9 +58,7 @@ def test_a_load_and_a_price(call):
 
 def test_experts(call):
     said = call("plan", "qwen3-30b-a3b", "--on", "h100:8x1", "--serve", "--prompt", "2000", "--output", "200")
-    assert (
-        "tp is the mesh axis tensor, cp is context, which splits prompts, ep is expert, which also splits" in said.words
-    )
+    assert "; ep is expert, which also splits the sequences (experts with data-parallel attention)" in said.words
     assert any("expert" in one["generate"]["axes"] for one in said.printed("json").json["plans"])
 
 
@@ -74,8 +76,15 @@ def test_experts(call):
         (2, ("--rate", "20/day"), "--rate '20/day' is not a rate of requests. Write for example 20/s"),
         (2, ("--prefix-hits", "1"), "service.prefix_share=1 must be a share, at least 0 and below 1."),
         (2, ("--batch", "4Mi"), "--batch is for plans of training. Leave it out with --serve."),
-        (2, ("--why-not", "tensor=4"), "--why-not is for plans of training."),
-        (2, ("-o", "plan.toml"), "-o is for plans of training."),
+        (2, ("--why-not", "data=4"), "data is nothing that a service chooses. Known: batch, context, expert"),
+        (2, ("--why-not", "batch=many"), "--why-not batch=many: give a size, such as tensor=4."),
+        (2, ("--why-not", "pools=1"), "--why-not pools=1: give true or false."),
+        (2, ("--what-if", "chip.speed=2x"), "'chip.speed' cannot be changed."),
+        (2, ("--what-if", "chip.hbm=2"), "is not a factor from 0.001x to 1000x."),
+        (2, ("--what-if", "batch=2x"), "--what-if batch: services have none."),
+        (2, ("--what-if", "service.length=4"), "service.length is not a field."),
+        (2, ("--what-if", "service.tpot_s=soon"), "--what-if service.tpot_s 'soon'"),
+        (2, ("-o", "."), "cannot write the plan to .: "),
         (2, ("--set", "model.max_positions=4096"), "a prompt of 8,192 tokens is longer than the 4,096 positions"),
         (2, ("--set", "strategy.remat=full"), "there is no section 'strategy' here."),
         (2, ("--top", "0"), "--top '0' is below 1."),
@@ -105,4 +114,144 @@ def test_the_first_plan_under_load(call):
     found = call(*asked, "--rate", "5/s", "--simulate", "20s", "--json").json["simulated"]
     assert 0 < found["ttft"]["p50"] <= found["ttft"]["p90"] <= found["ttft"]["p99"]
     assert 0 < found["tpot"]["mean"] < 0.1
-    call(*asked, "--simulate", "20s").assert_refused(2, "--simulate needs --rate")
+    call(*asked, "--simulate", "20s").assert_refused(2, "--simulate needs --rate 10/s, the requests that arrive, or")
+    said = call(*asked, "--simulate", "5s", "--concurrency", "4")
+    assert "a client with at most 4 requests on their way" in said.words
+    alone = call(*asked, "--simulate", "5s", "--concurrency", "1", "--json").json["simulated"]
+    assert alone["queue"]["p99"] == 0
+    assert alone["requests_per_s"] == pytest.approx(1 / alone["latency"]["mean"], rel=0.05)
+
+
+def test_requests_of_other_lengths_and_policies(call):
+    """Lengths that vary, a trace, and a policy, which is for engines that do both phases; the slots are drawn."""
+    asked = (
+        "plan",
+        "llama3-8b",
+        "--on",
+        "v5e:1x1",
+        "--serve",
+        "--prompt",
+        "512",
+        "--output",
+        "64",
+        "--weights",
+        "int8",
+    )
+    loaded = (*asked, "--rate", "6/s", "--simulate", "20s")
+    said = call(*loaded, "--outputs", "1..127", "--policy", "static", "--slots", "slots.png", "--json")
+    assert said.err == "wrote slots.png\n"
+    assert Path("slots.png").read_bytes()[:4] == b"\x89PNG"
+    assert said.json["simulated"]["latency"]["p99"] > 2 * said.json["simulated"]["latency"]["p50"] / 3
+    assert "policy static, on 1 x 1 chip, batch" in call(*loaded, "--policy", "static").words
+    Path("trace.csv").write_text("arrival_s,prompt,output\n0,100,5\n0.5,300,50\n")
+    found = call(*asked, "--trace", "trace.csv", "--json").json["simulated"]
+    assert found["num_requests"] == 2
+    # all of both: 55 tokens until the last has ended
+    assert found["output_tokens_per_s"] == pytest.approx(55 / found["end_s"])
+    call(*asked, "--slots", "slots.png").assert_refused(
+        2, "--slots changes nothing here: it is for --simulate or --trace"
+    )
+    call(*loaded, "--trace", "trace.csv").assert_refused(2, "--trace has the requests")
+    call(*loaded, "--outputs", "9..1").assert_refused(2, "lengths from 9 to 1 tokens")
+    call(*loaded, "--prompts", "600000").assert_refused(2, "of 16 tokens, of")
+
+
+@pytest.fixture
+def written(call):
+    """The name of a service file with both phases on the same chips."""
+    said = call(*SERVE[:2], "--on", "h100:8x1", *SERVE[4:], "--tpot", "100ms", "-o", "service.toml")
+    assert (said.code, said.err) == (0, "wrote service.toml\n")
+    return "service.toml"
+
+
+def test_a_service_is_explained(call, written):
+    said = call("explain", written)
+    assert (said.code, said.err) == (0, "")
+    assert all(len(line) <= 80 for line in said.out.splitlines())
+    assert "o[B, T, N_tensor, H] = cached_attention(" in said.words
+    assert "requests/s G x B / (output x TPOT + t_prompt) = " in said.words
+    found = said.printed("json").json
+    assert found["decode"]["pool"]["step_s"] == pytest.approx(found["decode"]["step_s"])
+    figures = {one["name"]: one["value"] for one in found["formulas"]}
+    assert figures["TPOT"] == pytest.approx(found["plan"]["tpot_s"])
+    assert "AllReduce_tensor" in said.printed("csv").out
+
+
+def test_an_edited_service_says_what_it_now_predicts(call, written, tmp_path):
+    path = tmp_path / written
+    text = path.read_text()
+    assert text.count("\nbatch_seqs = ") == 2
+    path.write_text(text.replace("\nbatch_seqs = ", "\nbatch_seqs = 1\n# was ", 1))
+    said = call("explain", written)
+    assert said.code == 0
+    assert "is not as meshwright wrote it" in said.err
+    assert re.search(r"predicts TPOT .*, now .*: it was changed by hand", said.err)
+    path.write_text(text)
+    call("explain", written, "--batch", "8seq").assert_refused(2, "says all of a service; leave --batch out")
+    path.write_text(text.partition("\n")[2].replace("version = 1", "version = 2"))
+    call("explain", written).assert_refused(2, "plan version 2 is not known; this meshwright reads version 1.")
+
+
+@pytest.mark.parametrize("verb", ["train", "profile"])
+def test_services_are_not_trained(call, written, verb):
+    call(verb, written).assert_refused(2, "this is the plan of a service, and one of training is needed here.")
+
+
+def test_why_not(call):
+    questions = (
+        "tensor=16",
+        "batch=1024,tensor=8,context=1",
+        "weights=bf16",
+        "batch=33,tensor=8,context=1",
+        "tensor=5",
+    )
+    said = call(*SERVE, "--tpot", "30ms", *(part for one in questions for part in ("--why-not", one)), "--top", "1")
+    found = said.printed("json").json["why_not"]
+    assert [bool(one["refusal"]) for one in found] == [False, True, False, True, True]
+    assert all(len(line) <= 80 for line in said.out.splitlines())
+    assert (
+        "Why not batch 1024, tensor 8, context 1 refused with batch 1,024 the leanest such engine (8 chips) needs"
+        in said.words
+    )
+    assert "it fits, but batches are powers of two and the largest that fits. Ask for batch=" in said.words
+    assert "chip-time of a token first here" in said.words
+    assert "fewer than the first" in said.words
+
+
+def test_what_if(call):
+    asked = ("chip.hbm=2x", "service.prompt_len=16Ki,model.num_kv_heads=4", "service.tpot_s=1ms", "chips=0.5x")
+    said = call(*SERVE, "--tpot", "30ms", "--set", "model.max_positions=32768", "--top", "1",
+                *(part for one in asked for part in ("--what-if", one)))  # fmt: skip
+    faster, longer, none, half = said.printed("json").json["what_if"]
+    assert faster["changed"] == ["chip.hbm 2x: 819 GB/s -> 1.64 TB/s"]
+    assert faster["then"]["tokens_per_s_per_chip"] > 1.1 * faster["now"]["tokens_per_s_per_chip"]
+    assert longer["changed"] == ["model.num_kv_heads: 8 -> 4", "service.prompt_len: 8192 -> 16384"]
+    assert longer["then"]["ttft_s"] > longer["now"]["ttft_s"]
+    assert none["then"] is None
+    assert "nothing serves" in said.words
+    assert "none meets TPOT 1 ms" in none["note"]
+    assert half["then"]["num_chips"] == 128
+    now, then = (faster[name]["tokens_per_s_per_chip"] for name in ("now", "then"))
+    assert f"in all {then / now:.3g} times the output tokens per second and chip" in said.words
+
+
+def test_drafts(call):
+    said = call(*SERVE, "--tpot", "50ms", "--accept", "0.8", "--drafts", "4", "--axes", "tensor=8")
+    best = said.printed("json").json["plans"][0]
+    assert (best["num_drafts"], best["step_tokens"]) == (4, pytest.approx(3.3616))
+    assert "its drafts 4 a step, which makes 3.36 tokens of a sequence in the mean" in said.words
+    assert "drafts are right with probability 0.8, each takes 0.05 of a step without any" in said.words
+    call(*SERVE, "--drafts", "4").assert_refused(2, "--drafts changes nothing here: it is for --accept.")
+
+
+def test_chunks(call):
+    asked = ("plan", "llama3-8b", "--on", "h100:4x1", "--serve", "--prompt", "4096", "--output", "256", "--top", "1",
+             "--axes", "tensor=4")  # fmt: skip
+    said = call(*asked, "--chunk", "512", "--tpot", "1s")
+    best = said.printed("json").json["plans"][0]
+    assert best["chunk_len"] == 512
+    words = f"between tokens at most {format_seconds(best['itl_s'])} with chunks of 512 tokens; "
+    assert words in said.words
+    said = call(*asked, "--itl", "20ms")
+    assert "ITL at most 20 ms" in said.words
+    assert all(plan["itl_s"] <= 0.02 for plan in said.printed("json").json["plans"])

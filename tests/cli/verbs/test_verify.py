@@ -1,9 +1,12 @@
 """`meshwright verify`: a step compiled for emulated devices, lowered for large plans, and what is refused."""
 
+import re
+
 import msgspec
 import pytest
 
 from meshwright.api.proving import ProofOptions, request_of
+from meshwright.cli.verbs import verify
 from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
@@ -203,3 +206,28 @@ def test_what_the_compiler_makes_of_the_same_shardings(call):
     assert scattered["derived_arrays"] > scattered["compiled_arrays"] == 0
     said = call(*asked, "--gspmd", "--step", "decode")
     assert (said.code, "this is a decode step. Leave the form out." in said.err) == (2, True)
+
+
+def test_both_steps_of_a_service(call, monkeypatch):
+    """Each phase on its engine's part; fp8 in int8, which is as wide; narrower weights are refused."""
+    asked = ("plan", "tiny", "--on", "tpu7x:2x2x1", "--serve", "--prompt", "512", "--output", "64", "--tpot", "1s")
+    fp8 = ("--weights", "fp8", "--kv", "fp8")
+    assert call(*asked, "--axes", "tensor=2", *fp8, "-o", "service.toml").code == 0
+    said = call("verify", "service.toml", "--depth", "lower")
+    assert said.code == 0
+    assert "planned in fp8, which no program of this version computes in; proved in int8" in said.words
+    assert re.findall(r"tiny on (\S+), (\w+): (.*?);", said.out) == [
+        ("tpu7x:1x2x1", "decode", "tensor 2"), ("tpu7x:1x2x1", "prefill", "tensor 2")
+    ]  # fmt: skip
+    assert set(said.printed("json").json) == {"decode", "prefill"}
+    phases = []
+    with monkeypatch.context() as patched:
+        patched.setattr(verify, "prove_service", lambda file, asked, options: phases.append(asked) or {})
+        for step in ("generate", "decode", "prefill"):
+            assert call("verify", "service.toml", "--step", step).code == 0
+    assert phases == [("decode",), ("decode",), ("prefill",)]
+    for more in (("--step", "train"), ("--weights", "int8")):
+        call("verify", "service.toml", *more).assert_refused(2, "service.toml says how a service is stored")
+    call("verify", "service.toml", "--axes", "tensor=4").assert_refused(2, "says all of a service; leave --axes out")
+    assert call(*asked, "--weights", "int4", "-o", "narrow.toml").code == 0
+    call("verify", "narrow.toml").assert_refused(3, "weights in int4 are planned but not executed in this version.")

@@ -95,6 +95,10 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
     details = tape.details(form)
     q, k, v, *others = tape.inputs
     placed = bool(others) and tape.shardings.program.variables[tape.op.inputs[3]].role == "position"
+    heads = k.axes_of(k.dims[2])
+    if q.axes_of(q.dims[2])[: len(heads)] == heads:
+        # devices beyond those that split kv heads have queries of other positions instead of other heads
+        q = q.resharded({q.dims[1]: q.axes[1] + q.axes[2][len(heads) :], q.dims[2]: heads})
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
             raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. Split N as K.")
@@ -112,7 +116,8 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
         k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
     here = [other.like(q) for other in others]
     # arrays with rows are needed for queries and for keys
-    rows = [pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims]
+    pairs = (pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims)
+    rows = [(own, own if own.axes[1:] == whole.axes[1:] else whole) for own, whole in pairs]
     positions, key_positions = rows.pop(0) if placed else (None, None)
     arrays = AttentionArrays(
         sinks=next((array for array in here if "B" not in array.dims), None),

@@ -1,6 +1,6 @@
 """Writes keys or values of new positions into a cache, in place.
 
-A cache[B,S,K,H] stays on its devices: S is never split, and heads are split as those of the queries. A pool of
+A cache[B,S,K,H] stays on its devices; of a cache split over S each device writes the positions that it has. A pool of
 pages[Pg,Pl,K,H] is split as the sequences are, so that a device finds the pages of its own sequences in its own part.
 """
 
@@ -24,9 +24,10 @@ def forward(tape: Tape) -> None:
     """Writes ``cache_write(cache[B,S,..], values[B,T,..], where)`` on the cache's devices: ``where`` is the last index
     of each prompt, or the positions. A page table is a fourth input."""
     cache, values, *where = tape.inputs
-    require_whole(cache, cache.dims[1], tape.op.kind)
+    if "Pl" in cache.dims:
+        require_whole(cache, "Pl", tape.op.kind)
     rows = {"B": cache.axes_of(cache.dims[0])}
-    here = tape.move(values, values.like(cache).resharded({"T": (), **rows}))
+    here = tape.move(values, values.resharded({"T": ()}).like(cache).resharded(rows))
     places = [tape.move(one, one.resharded(rows)) for one in where]
     tape.run("cache_write", (cache, here, *places), tape.out, details=tape.details(CacheWrite))
 

@@ -9,6 +9,7 @@ from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
 from meshwright.core.errors import InputError
+from meshwright.core.notation import Axes
 
 
 class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,20 +24,50 @@ def queries_of(step: Step) -> ShardedArray:
 
 
 def forward(tape: Tape) -> None:
-    """Attends with queries that are sharded as their cache is, then reshards the result for the product after it."""
+    """Moves the queries to the devices of their cache, attends, and reshards the result for the product after it.
+
+    Devices that split a cache over sequences beyond the batch of the queries exchange heads for sequences by
+    all-to-all. Devices that split its positions gather the heads of queries, and each attends to its own positions:
+    results are scaled by each device's share of the sum of exponentials, and summed.
+    """
     first, *others = tape.inputs
+    cache = next(array for array in others if array.dims[1:2] in (("S",), ("Pl",)))
+    rows, apart = cache.axes[0], cache.axes_of("S")
+    if "Pg" in cache.dims and tape.shardings.strategy.rules("cache").get("S"):
+        raise InputError(
+            "a cache in pages is not split over positions. Leave page_len out, or split it over sequences."
+        )
+    # a latent (B S Rkv) has no heads: every device has all of it
+    kept = tuple(axis for axis in first.axes_of("N") if axis not in (*rows, *apart))
     for array in others:
-        # a latent (B S Rkv) has no heads: every device has all of it
-        if len(array.dims) == 4 and array.axes_of(array.dims[2]) != first.axes_of("N"):
+        if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != kept:
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
-        if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
+        if "Pg" in array.dims and (
+            array.axes_of("Pg") != rows or rows[: len(first.axes_of("B"))] != first.axes_of("B")
+        ):
             raise InputError(
                 f"attention of {first} with {array}: pages must be split as sequences. Give Pg the axes of B."
             )
-    inputs = (first, *(tape.move(array, array.like(first)) for array in others))
-    result = tape.out.like(first)
-    tape.run(tape.op.kind, inputs, result, details=tape.details(CachedAttention))
-    tape.move(result, tape.out)
+    queries = first.resharded({"B": rows, "N": kept})
+    inputs = tuple(tape.move(array, array.like(queries)) for array in tape.inputs)
+    result, details = tape.out.like(queries), tape.details(CachedAttention)
+    if not apart:
+        tape.run(tape.op.kind, inputs, result, details=details)
+        tape.move(result, tape.out)
+        return
+    statistics = (
+        ShardedArray(f"{tape.out.name}_{name}", queries.dims[:3], queries.axes[:3], apart, "fp32")
+        for name in ("peak", "total")
+    )
+    own, (peak, total) = result.replace(name=f"{result.name}_own", unreduced=apart), statistics
+    whole_peak, share = peak.replace(unreduced=()), total.replace(name=f"{tape.out.name}_share")
+    tape.run(tape.op.kind, inputs, own, peak, total, details=details)
+    tape.add(Step(op="all_reduce", inputs=(peak,), result=whole_peak, axes=apart, reduction="max"))
+    tape.run("rescale", (total, peak, whole_peak), share)
+    whole = tape.move(share, share.replace(unreduced=()))
+    part = result.replace(unreduced=apart)
+    tape.run("scale_by_share", (own, share, whole), part)
+    tape.move(part, tape.out)
 
 
 def slots_kept(slots: Number, window: int | None) -> Number:
@@ -47,10 +78,16 @@ def slots_kept(slots: Number, window: int | None) -> Number:
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:
-    """Returns the slots of one sequence that attention reads: those of all its pages, or of its row in the cache."""
+    """Returns the slots of one sequence that attention reads on a device: those of all its pages, or of its row in the
+    cache."""
     if step.details.paged:
         return sizes.dims["Bp"] * sizes.dims["Pl"]
-    return slots_kept(sizes.dims["S"], step.details.window)
+    return slots_kept(sizes.dims["S"], step.details.window) / product(sizes.mesh[axis] for axis in split_slots(step))
+
+
+def split_slots(step: Step) -> Axes:
+    """Returns the mesh axes that split the positions of the cache that a step reads or writes."""
+    return next((array.axes_of("S") for array in step.inputs if "S" in array.dims), ())
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
@@ -74,5 +111,8 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 OP = OpKind(
     forward=forward,
-    steps={"cached_attention": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="attention")},
+    steps={
+        "cached_attention": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="attention"),
+        "scale_by_share": StepKind(),
+    },
 )

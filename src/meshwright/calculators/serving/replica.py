@@ -21,7 +21,10 @@ from meshwright.spec.weights import num_active_params, num_params, params_by_par
 
 
 class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, or bare numbers of one: without ``model`` the two numbers are needed, with it they replace its own."""
+    """A model, or bare numbers of one: without ``model`` the two numbers are needed, with it they replace its own.
+
+    ``layers_per_cache`` neighbours of the model's layers keep one cache.
+    """
 
     cluster: Cluster
     model: Model | None = None
@@ -29,6 +32,7 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: float | None = None
     weights: str = "bf16"
     kv: str = "bf16"
+    layers_per_cache: int = 1
     peak_flops: float
 
     @property
@@ -73,7 +77,7 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of one cache of that many positions."""
         if self.model is None or self.kv_token_bytes is not None:
             return serving.cache_bytes(self.kv_token_bytes, num_positions=num_positions)
-        return kv_cache_bytes(self.model, num_positions, element_bytes=dtype_bytes(self.kv))
+        return kv_cache_bytes(self.model, num_positions, element_bytes=dtype_bytes(self.kv)) / self.layers_per_cache
 
     def batch_that_fits(self, kv_bytes: float) -> int:
         """Returns the most caches that fit beside the weights. Raises CannotRunError if none does."""

@@ -31,16 +31,16 @@ _USUAL: dict[str, Iterable[str]] = {
     "context_attention": get_args(ContextAttention),
     "seq_len": [f"{1 << power}Ki" for power in range(8)],
 }
-_KNOWN = {*OWN[2:], *SECTION_OF}
 
 
-def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
-    """Returns the models, the clusters and each ``FIELD=VALUES``, in this order.
+def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] = OWN) -> SweptFields:
+    """Returns the models, the clusters and each ``FIELD=VALUES``, in this order; ``own`` are no keys of ``--set``.
 
-    A model is a name, a config.json or a size in the proportions of Llama 3 (``7B``); sequences are of 4096 tokens
-    by default. Raises InputError for a field that is given twice, for one without values that has no usual ones, and
-    unless exactly one of ``batch`` and ``micro`` is given.
+    A model is a name, a config.json or a size in the proportions of Llama 3 (``7B``); sequences of training are of 4096
+    tokens by default. Raises InputError for a field that is given twice, for one without values that has no usual ones,
+    and, for training, unless exactly one of ``batch`` and ``micro`` is given.
     """
+    known = {*own[2:], *SECTION_OF}
     chosen = [_model(name) for name in _listed(models)]
     clusters = sweep_clusters(on)
     fields: SweptFields = {
@@ -51,12 +51,14 @@ def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
         name, sep, _ = text.partition("=")
         section, field = field_name(name)
         name = field if SECTION_OF.get(field, "") == section else name.strip()
-        if sep and "." not in name and name not in _KNOWN:
-            raise InputError(f"sweep has no field {name!r}.{nearest(name, _KNOWN)} Models and clusters are lists too.")
+        if sep and "." not in name and name not in known:
+            raise InputError(f"sweep has no field {name!r}.{nearest(name, known)} Models and clusters are lists too.")
         values = split_values(text, what="sweep") if sep else _usual(name, chosen[0], clusters[-1])
         if name in fields:
             raise InputError(f"{name} is given twice. Give all its values in one list.")
         fields[name] = {_shown(value): value for value in values}
+    if own != OWN:
+        return fields
     if ("batch" in fields) == ("micro" in fields):
         raise InputError("give --batch 4Mi for the best plans, or micro=1 for the strategy as it is given.")
     return {"seq_len": {"4096": "4096"}} | fields

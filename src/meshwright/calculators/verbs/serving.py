@@ -9,13 +9,14 @@ import click
 from msgspec.structs import replace
 
 from meshwright.calculators.serving.replica import ServingReplica
+from meshwright.calculators.serving.tricks import Requests, tricks
 from meshwright.cli.fields import parse_fields, split_values, with_fields
 from meshwright.cli.output import four_digits, three_digits
 from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_params, format_seconds, parse_count
 from meshwright.cost.formulas import serving
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Piece, Quantity, Show, Table, TableColumns
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, peak
 from meshwright.spec.cluster import parse_cluster
@@ -25,6 +26,8 @@ from meshwright.spec.slices import slice_shapes
 POSITIVE, SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0, 1, min_open=True)
 MOST_BATCH = 8192
 """Largest batch of the points of --contexts."""
+USUAL_ACCEPTANCE = 0.8
+"""The probability that a drafted token is right, for --tricks: that of Leviathan et al. 2022 in the middle."""
 PARTS = {"weights_s": "weights", "kv_s": "KV cache", "flops_s": "FLOPs"}
 
 
@@ -46,8 +49,9 @@ class Given(Options):
     contexts: str | None = option("Latency against throughput at each context: 2048,8192 or 2Ki..64Ki.")
     accept: float | None = option("Speculation: the probability that a drafted token is right.", type=SHARE)
     draft_cost: float = option(
-        "Time of a draft's step over one of the model.", default=0.05, needs={"accept": "--accept"}
+        "Time of a draft's step over one of the model.", default=0.05, needs={"has_drafts": "--accept or --tricks"}
     )
+    tricks: bool = option("What each trick brings alone, and all together; drafts with --accept, by default 0.8.")
     prefixes: int | None = option("Prefix cache: how many prompts come again and again.", type=click.IntRange(1, 10**7))
     prefix_cache: Bytes | None = option(
         "Its size [default: what weights leave free].", "--cache", needs={"prefixes": "--prefixes"}
@@ -61,6 +65,11 @@ class Given(Options):
     def counts_caches(self) -> bool:
         """True if the bytes of a token's cache follow from the model."""
         return self.kv_token_bytes is None
+
+    @property
+    def has_drafts(self) -> bool:
+        """True if something is drafted."""
+        return self.accept is not None or self.tricks
 
 
 @verb(Given)
@@ -98,6 +107,7 @@ def command(given: Given) -> Answer:
         "contexts": [_context(at, length) for length in _counts(given.contexts, "--contexts")],
         "speculation": _speculation(given, at.step(batches[-1], kv_bytes)) if given.accept else None,
         "prefixes": _prefixes(at, given) if given.prefixes else None,
+        "tricks": _tricks(at, given) if given.tricks else [],
     }
     return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
 
@@ -172,6 +182,7 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
         "generation_s": stream.generation_s,
         "per_s": stream.per_s,
         "per_s_per_chip": stream.per_s_per_chip,
+        "tokens_per_s_per_chip": batch / stream.step_s / chips,
         "finished_per_step": stream.finished_per_step,
         "evicted_per_step": stream.evicted_per_step,
         "prefill_servers": stream.prefill_servers(prefill),
@@ -189,7 +200,10 @@ def _slices(at: ServingReplica, given: Given, kv_bytes: float) -> list[dict[str,
     for one in (replace(at, cluster=cluster) for cluster in clusters):
         batch = one.batch_that_fits(kv_bytes)
         asked = _requests(one, given, batch, kv_bytes)
-        names = ("tpot_s", "per_s", "per_s_per_chip", "usd_per_million_output")
+        names = (
+            "ttft_s", "tpot_s", "finished_per_step", "tokens_per_s_per_chip", "per_s", "per_s_per_chip",
+            "usd_per_million_input", "usd_per_million_output",
+        )  # fmt: skip
         found.append({"cluster": one.cluster.short_name, "free_bytes": one.free_bytes, "largest_batch": batch}
                      | {name: asked[name] for name in names})  # fmt: skip
     return found
@@ -206,13 +220,20 @@ def _context(at: ServingReplica, num_positions: int) -> dict[str, Any]:
 
 
 def _speculation(given: Given, step: serving.DecodeStep) -> dict[str, Any]:
-    """Returns tokens and speed-up by drafts; a step that checks K + 1 tokens takes the FLOPs of as many."""
-    checks = replace(step, active_params=step.active_params * (serving.DRAFTS + 1)).time_s / step.time_s
-    costs = {"draft_cost": given.draft_cost, "verify_cost": checks}
+    """Returns tokens and speed-up by drafts."""
     tokens = serving.expected_tokens(given.accept, serving.DRAFTS)
-    faster = serving.speculation_speedup(given.accept, serving.DRAFTS, **costs)
-    best = serving.best_num_drafts(given.accept or 0, **costs)
+    faster = step.speedups(given.accept, draft_cost=given.draft_cost)
+    best = int(faster.argmax())
     return {"best": best, "tokens": tokens, "speedup": faster, "tpot_s": step.time_s / faster[best]}
+
+
+def _tricks(at: ServingReplica, given: Given) -> list[dict[str, Any]]:
+    chip = at.cluster.chip
+    price = chip.price_usd_per_hour if given.price is None else given.price
+    return tricks(at, Requests(
+        prompt_len=given.prompt, output_len=given.output, acceptance=given.accept or USUAL_ACCEPTANCE,
+        draft_cost=given.draft_cost, price_usd_per_hour=price,
+    ))  # fmt: skip
 
 
 def _prefixes(at: ServingReplica, given: Given) -> dict[str, Any]:
@@ -244,9 +265,17 @@ STEPS: TableColumns = {
     "fits": ("fits", lambda fits: "yes" if fits else "no"),
 }
 BOUNDS: TableColumns = {"sharding": "name", "formula": "formula", "bound": ("bound", three_digits)}
-SLICES: TableColumns = {
-    "largest batch": "cluster", "free": ("free_bytes", BYTES), "batch": "largest_batch", "step": ("tpot_s", SECONDS),
-    "requests/s": ("per_s", THREE), "a chip": ("per_s_per_chip", THREE),
+SLICES: dict[str, tuple[str, Show]] = {
+    "free for caches": ("free_bytes", BYTES), "largest batch": ("largest_batch", "{:,}".format),
+    "TTFT": ("ttft_s", SECONDS), "step": ("tpot_s", SECONDS), "finished a step": ("finished_per_step", THREE),
+    "tokens/s/chip": ("tokens_per_s_per_chip", four_digits), "requests/s": ("per_s", THREE),
+    "requests/s/chip": ("per_s_per_chip", THREE), "$/M input": ("usd_per_million_input", "${:.3g}".format),
+    "$/M output": ("usd_per_million_output", "${:.3g}".format),
+}  # fmt: skip
+"""Rows of the table that has a column for each slice."""
+TRICKS: TableColumns = {
+    "trick": "trick", "a token": ("kv_token_bytes", BYTES), "batch": "largest_batch", "drafts": "drafts",
+    "TPOT": ("tpot_s", SECONDS), "tokens/s/chip": ("tokens_per_s_per_chip", four_digits), "times": ("times", THREE),
     "$/M output": ("usd_per_million_output", _dollars),
 }  # fmt: skip
 CONTEXTS: TableColumns = {
@@ -271,9 +300,19 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     yield from _requests_text(facts["requests"], facts["mfu"])
     if facts["sharding"]:
         yield from _sharding_text(facts["sharding"])
-    yield Table.of(facts["slices"], SLICES)
+    slices = facts["slices"]
+    cells = {name: [one[field] for one in slices] for name, (field, _) in SLICES.items()}
+    rows = [[name, *(None if v is None else Quantity(v, SLICES[name][1]) for v in row)] for name, row in cells.items()]
+    yield Table(["with its largest batch", *(one["cluster"] for one in slices)], [r for r in rows if r[1] is not None])
     if facts["contexts"]:
         yield Table.of(facts["contexts"], CONTEXTS, "Latency against throughput: batch 1, and the largest that fits")
+    if facts["tricks"]:
+        yield Table.of(facts["tricks"], TRICKS)
+        yield (
+            "none of these: a kv head for each head (latent caches stay), all layers see all positions, 16 bits, "
+            "caches as long as the longest sequence and read whole, as pages are not; window: of those layers; * "
+            "without one kv head and int8 weights"
+        )
     if spec := facts["speculation"]:
         gain = (
             f"{THREE(spec['tokens'][spec['best']])} tokens a step, {THREE(spec['speedup'][spec['best']])} times faster"

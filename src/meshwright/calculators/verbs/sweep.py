@@ -6,6 +6,7 @@ from meshwright.cli.group import VerbGroup
 
 SWEEPS: dict[str, tuple[str, str]] = {
     "plans": ("calculators", "The best plan as one or two fields change; the word may be left out."),
+    "services": ("calculators", "The best service as prompts, targets, clusters or other fields change."),
     "batch": ("calculators", "Communication against compute by batch size, and where they cross."),
     "bandwidth": ("calculators", "The bandwidth of every collective against chips."),
     "streams": ("calculators", "Compute and communication of a few layers side by side."),
@@ -22,4 +23,5 @@ def command() -> None:
     meshwright sweep 1B,7B,70B --on h100:8x1..8x64 batch=4Mi --figure tokens_per_s
     meshwright sweep llama3-8b --on h100:8x8 batch=1Mi remat tensor=1,2,4,8
     meshwright sweep llama3-8b --on h100:8x1 micro=1 seq_len --figure memory
+    meshwright sweep services llama3-70b --on h100:8x1 prompt=1Ki..32Ki tpot=50ms
     """

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.calculators.sweeps.fields import read_fields
+from meshwright.calculators.sweeps.fields import SweptFields, read_fields
 from meshwright.calculators.sweeps.llama_like import describe
 from meshwright.calculators.sweeps.points import records, sweep_points
 from meshwright.cli.output import width
@@ -131,9 +131,7 @@ def command(given: Given) -> Answer:
     options = {"batch": given.batch, "seq_len": given.seq_len}
     texts = (*(f"{name}={text}" for name, text in options.items() if text is not None), *given.texts)
     fields = read_fields(given.models, given.on, texts)
-    varied = [name for name, values in fields.items() if len(values) > 1] or ["on"]
-    if len(varied) > 2:
-        raise InputError(f"{', '.join(varied)} are {len(varied)} fields. Sweep at most two at a time.")
+    varied = varied_fields(fields)
     largest = {cluster.chip.name: cluster for cluster in fields["on"].values()}
     rates = {name: rates_for(cluster, given.calibration, fitted=True) for name, cluster in largest.items()}
     points = sweep_points(fields, varied, rates, weak=given.weak)
@@ -143,7 +141,7 @@ def command(given: Given) -> Answer:
     best = [(one.setting, one.best.strategy) for one in points if one.best]
     notes = dict.fromkeys(note for at, one in best for note in (*assumption_notes(at), *slots_note(at, one)))
     figure = "hbm_bytes_per_chip" if len(varied) > 1 and given.figure == "memory" else given.figure
-    swept = _Swept(rows=rows, varied=varied, figure=figure, weak=given.weak)
+    swept = Swept(rows=rows, varied=varied, figure=figure, weak=given.weak)
     models = [{"name": name, "params": num_params(model)} for name, model in fields["model"].items()]
     facts = {
         **{name: swept.same(name) for name in ("model", "cluster", "seq_len", "tokens_per_step", "limit_bytes")},
@@ -159,13 +157,25 @@ def command(given: Given) -> Answer:
     return Answer(facts, list(filter(None, text)), {given.png: swept.picture}, [raw])
 
 
-class _Swept(msgspec.Struct, frozen=True, kw_only=True):
+def varied_fields(fields: SweptFields) -> list[str]:
+    """Returns the one or two fields that have several values, "on" if none has. Raises InputError for more."""
+    varied = [name for name, values in fields.items() if len(values) > 1] or ["on"]
+    if len(varied) > 2:
+        raise InputError(f"{', '.join(varied)} are {len(varied)} fields. Sweep at most two at a time.")
+    return varied
+
+
+class Swept(msgspec.Struct, frozen=True, kw_only=True):
     """The records of a sweep; ``varied`` are the one or two fields that change."""
 
     rows: Sequence[Mapping[str, Any]]
     varied: Sequence[str]
     figure: str
-    weak: bool
+    weak: bool = False
+
+    figures: ClassVar[Mapping[str, Figures]] = FIGURES
+    words: ClassVar[Mapping[str, Callable[[Any], str]]] = SHARED
+    noun: ClassVar[str] = "plans"
 
     def same(self, name: str) -> Any:
         """Returns the value of a figure that all points which have it share, else None."""
@@ -184,18 +194,18 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
     def title(self) -> str:
         """``"llama3-8b on h100: strong scaling"``, ``"h100: MFU by model and chips"``."""
         where = " on ".join(filter(None, (self.same("model"), self.same("cluster") or self.same("chip"))))
-        if self.varied == ["on"]:
+        if self.varied == ["on"] and self.noun == "plans":
             what = f"{'weak' if self.weak else 'strong'} scaling"
         else:
-            shown = FIGURES[self.figure].title if len(self.varied) > 1 else self.figure == "memory" and "memory"
-            what = f"{shown or 'plans'} by {' and '.join(map(self.header, self.varied))}"
+            shown = self.figures[self.figure].title if len(self.varied) > 1 else self.figure == "memory" and "memory"
+            what = f"{shown or self.noun} by {' and '.join(map(self.header, self.varied))}"
         return f"{where}: {what}" if where else what
 
     @property
     def shared(self) -> str:
         """Values that all points that run share, besides model and cluster."""
-        names = [name for name in SHARED if name != ("tokens_per_step" if self.weak else "tokens_per_chip")]
-        return ", ".join(SHARED[name](self.same(name)) for name in names if self.same(name) is not None)
+        names = [name for name in self.words if name != ("tokens_per_step" if self.weak else "tokens_per_chip")]
+        return ", ".join(self.words[name](self.same(name)) for name in names if self.same(name) is not None)
 
     def text(self) -> Iterator[Piece]:
         """Yields the figures as a table or a grid, and why a point does not run."""
@@ -246,7 +256,7 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
         if row["axes"] is None:
             return [row["reason"].partition(":")[0].replace("does not", "no")[: CELL_WIDTH - 1]]
         value = row[self.figure]
-        shown = "-" if value is None else FIGURES[self.figure].show(value)
+        shown = "-" if value is None else self.figures[self.figure].show(value)
         return [shown, *wrap(short_mesh(row["axes"]), CELL_WIDTH - 1)]
 
     # -- picture ----------------------------------------------------------------------------------------
@@ -264,7 +274,7 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
 
     def heatmap(self) -> Figure:
         """Returns a heatmap: rows are values of the first field, columns of the second."""
-        shown, (first, second) = FIGURES[self.figure], self.varied
+        shown, (first, second) = self.figures[self.figure], self.varied
         cells = []
         for row in self.rows:
             value = None if row[self.figure] is None else row[self.figure] * shown.times

@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from meshwright.cli.asked import PlanOptions, read_fields, resolve
+from meshwright.cli.asked import PlanOptions, read_fields, resolve, service_of
 from meshwright.cli.fields import check_tokens
-from meshwright.cli.output import format_flop_count, four_digits, say
+from meshwright.cli.output import four_digits, say
 from meshwright.cli.verb import verb
+from meshwright.cli.verbs.explain_service import service_explanation
+from meshwright.cli.verbs.explain_text import TERMS, algorithm_text
 from meshwright.cli.verbs.plan_pictures import overlap_words
 from meshwright.cli.verbs.plan_words import (
     budget_text,
@@ -20,13 +22,13 @@ from meshwright.cli.verbs.plan_words import (
     remat_words,
 )
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.cost.breakdown import Term, term_words
+from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.cost.setting import setting_of
 from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.planner import assumption_notes, imbalance_notes
-from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain, limit_of_term
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table, TableColumns
+from meshwright.plan.why.explain import BetweenStages, Explanation, explain, limit_of_term
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table
 from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import unmasked
@@ -41,7 +43,10 @@ NEAR = 2.0
 
 @verb(PlanOptions)
 def command(given: PlanOptions) -> Answer:
-    """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form."""
+    """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form; of a service the
+    steps of both phases, and its figures as formulas."""
+    if file := service_of(given):
+        return service_explanation(file, given.what)
     asked = resolve(given, read_fields(given.pairs), verb="explain")
     require_training(check_tokens(asked.setting.job), "explain")
     told = explain(asked.plan())
@@ -97,11 +102,11 @@ def _text(told: Explanation) -> Iterator[Piece]:
     yield ""
     yield from _lead_text(told)
     for block in told.blocks:
-        yield from _algorithm_text(block.forward)
-        yield from _algorithm_text(block.backward)
+        yield from algorithm_text(block.forward)
+        yield from algorithm_text(block.backward)
     if told.between is not None:
         yield from _between_text(told.between, told.estimate.step_s)
-    yield from _algorithm_text(told.once)
+    yield from algorithm_text(told.once)
     yield from _step_text(told)
     yield from _limits_text(told)
 
@@ -117,23 +122,9 @@ def _batch_words(told: Explanation) -> str:
     )
 
 
-def _algorithm_text(part: Algorithm) -> Iterator[Piece]:
-    yield Paragraph(f"\n{part.title[0].upper()}{part.title[1:]}", None)
-    for line in part.lines:
-        yield Paragraph(f"{line.number:>3}. {line.text}", indent=7)
-        yield Paragraph(f"       {_measures(line)}", None)
-    if part.num_left_out:
-        yield Paragraph(f"     ({part.num_left_out} small local steps are not listed)", None)
-    yield Paragraph(
-        f"     compute {format_seconds(part.compute_s)}; communication that can hide {format_seconds(part.hidden_s)}, "
-        f"on the critical path {format_seconds(part.critical_s)}",
-        indent=5,
-    )
-
-
 def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
     """Yields the sends, how often a step waits for one, and the idle time of the schedule."""
-    yield from _algorithm_text(between.sends)
+    yield from algorithm_text(between.sends)
     chunks = f" of {between.chunks} chunks" if between.chunks > 1 else ""
     yield Paragraph(
         f"     {between.schedule} on {between.stages} stages{chunks}, {between.microbatches} microbatches: a step "
@@ -143,24 +134,10 @@ def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
     )
 
 
-def _measures(line: ListedStep) -> str:
-    """Returns FLOPs if there are any, bytes, seconds, and whether the step can overlap."""
-    amounts = [format_flop_count(line.flops)] if line.flops else []
-    often = {0.0: "not on the busiest device", 1.0: ""}.get(line.times, f"{line.times:,.4g} times")
-    words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), often, line.overlaps)
-    return ", ".join(word for word in words if word)
-
-
 def _step_text(told: Explanation) -> Iterator[Piece]:
     estimate = told.estimate
-    columns: TableColumns = {
-        "work of one step": ("name", term_words),
-        "alone": ("alone_s", format_seconds),
-        "adds": ("added_s", lambda added: format_seconds(max(0.0, added))),
-        "share": ("share", "{:.0%}".format),
-    }
     yield ""
-    yield Table.of(told.terms, columns)
+    yield Table.of(told.terms, TERMS)
     lower, upper = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
     yield Fact(
         "step",

@@ -9,8 +9,9 @@ import click
 import msgspec
 
 from meshwright.api.rates import rates_for
+from meshwright.batching.limits import POLICIES
 from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with_fields
-from meshwright.cli.output import format_range, say, width
+from meshwright.cli.output import format_range, save_to, say, width
 from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
 from meshwright.cli.verb import Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
 from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer, overlap_words
@@ -23,6 +24,7 @@ from meshwright.cost.train_step import Estimate
 from meshwright.plan.planner import rank_slices
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.run_budget import run_budget
+from meshwright.plan.serving.service import MAX_DRAFTS
 from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import CHANGES, parse_what_if
 from meshwright.plan.why.what_if import what_if
@@ -35,6 +37,8 @@ from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import AS_RUN, COLLECTIVE_MATMULS, Strategy, mesh_words
 
 SERVED = {"serve": "--serve"}
+DRAFTED = {"accept": "--accept"}
+SIMULATED = {"is_simulated": "--simulate or --trace"}
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
 
@@ -74,11 +78,41 @@ class Given(Options):
     tpot: TargetTime | None = option("Target of the time per output token, such as 20ms.", needs=SERVED)
     rate: Load | None = option("Load, such as 20/s or 600/min: gives the number of chips.", needs=SERVED)
     simulate: TargetTime | None = option("Simulate the first plan at --rate for so long, such as 600s.", needs=SERVED)
+    trace: Path | None = option("Simulate the requests of this file: arrival_s, prompt, output.", needs=SERVED)
+    prompts: str | None = option("Lengths of simulated prompts: 1..999, lognormal:500:0.8.", needs=SIMULATED)
+    outputs: str | None = option("Lengths of simulated outputs.", needs=SIMULATED)
+    concurrency: Count | None = option("Most requests of a client on their way at once.", needs=SIMULATED)
+    policy: str | None = option(
+        "Simulate the first plan without pools: how its engines take prompts up.", type=click.Choice(POLICIES),
+        needs=SIMULATED,
+    )  # fmt: skip
+    slots: Path | None = option("Draw who holds which slot of the simulated engines when.", needs=SIMULATED)
     weights: str | None = option("Dtypes of weights to try, such as int8 or bf16,int8.", needs=SERVED)
     kv: str | None = option("Dtypes of cached keys and values to try.", needs=SERVED)
     prefix_share: float = option(
         "Share of a prompt that is cached already.", "--prefix-hits", default=0.0, needs=SERVED
     )
+
+    itl: TargetTime | None = option(
+        "Target of the longest time between two tokens, such as 50ms: cuts prompts into chunks.", needs=SERVED
+    )
+    chunk: Count | None = option("Tokens of a prompt's chunk, such as 512.", needs=SERVED)
+    accept: float | None = option(
+        "Speculation: the probability that a drafted token is right.", type=click.FloatRange(0, 1, min_open=True),
+        needs=SERVED,
+    )  # fmt: skip
+    drafts: int | None = option(
+        "Drafts of a step [default: as many as make tokens fastest].", type=click.IntRange(0, MAX_DRAFTS),
+        needs=DRAFTED,
+    )  # fmt: skip
+    draft_cost: float = option(
+        "Time of a draft's step over one of the model.", type=click.FloatRange(0), default=0.05, needs=DRAFTED
+    )
+
+    @property
+    def is_simulated(self) -> bool:
+        """True if requests are sent to a service."""
+        return self.simulate is not None or self.trace is not None
 
 
 @verb(Given)
@@ -123,7 +157,7 @@ def command(given: Given) -> Answer:
         result, table = _verified(result)
         parts.append(Answer({"verified": table}, []))
     if given.out:
-        _save(result, given.out)
+        save_to(given.out, lambda path: save_plan(result.plan(), path))
     if given.pareto or (given.png and not given.breakdown):
         parts.append(frontier_answer(result, png=None if given.breakdown else given.png))
     if given.breakdown:
@@ -182,16 +216,6 @@ def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:
         how = "compile for emulated CPU devices, which shows nothing of their memory"
     note = f"{len(kept)} of {len(found)} strategies {how}"
     return msgspec.structs.replace(result, strategies=tuple(kept), notes=(*result.notes, note)), found
-
-
-def _save(result: PlanResult, out: Path) -> None:
-    try:
-        save_plan(result.plan(), out)
-    except OSError as error:
-        raise InputError(
-            f"cannot write the plan to {out}: {error.strerror}. Name a file in a folder of yours."
-        ) from None
-    say(f"wrote {out}")
 
 
 def plan_text(result: PlanResult) -> Iterator[Piece]:

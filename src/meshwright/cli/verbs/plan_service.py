@@ -1,38 +1,42 @@
 """The answer of `plan --serve`: the ways to serve a model on a cluster."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.batching.record import ServingSummary
-from meshwright.cli.fields import parse_fields, with_fields
-from meshwright.cli.output import three_digits
-from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_seconds
+from meshwright.batching.record import WARM_UP, ServingRecord, ServingSummary
+from meshwright.batching.trace import load_trace
+from meshwright.cli.fields import field_value, parse_fields, split_pairs, with_fields
+from meshwright.cli.output import save_to, three_digits
+from meshwright.cli.verbs.plan_questions import parse_why_not
+from meshwright.cli.verbs.plan_words import engine_lines, target_words
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes, format_seconds, parse_count
+from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
-from meshwright.plan.serving.service import Service
-from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
-from meshwright.report.curves import curves_figure
+from meshwright.plan.serving.service import Service, Speculation, parse_load, parse_target
+from meshwright.plan.serving.storing import stored_dtypes
+from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
+from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
+from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table, TableColumns
 from meshwright.report.figure import Figure
-from meshwright.simulate.service import simulate_service
+from meshwright.report.plans.services import services_figure
+from meshwright.report.plans.slots import slots_figure
+from meshwright.simulate.service import service_targets, service_traffic, simulate_service
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.strategy import short_mesh
 
 OF_TRAINING = {
     "batch": "--batch",
     "seq_len": "--seq",
     "tokens": "--tokens",
     "collective_matmul": "--collective-matmul",
-    "out": "-o",
     "full": "--full",
     "breakdown": "--breakdown",
-    "why_nots": "--why-not",
-    "what_ifs": "--what-if",
     "verify": "--verify",
     "recipe": "--recipe",
 }
@@ -59,6 +63,10 @@ def service_answer(given: Any) -> Answer:
         tpot_s=given.tpot,
         requests_per_s=given.rate,
         prefix_share=given.prefix_share,
+        itl_s=given.itl,
+        chunk_len=given.chunk,
+        speculation=given.accept
+        and Speculation(acceptance=given.accept, draft_cost=given.draft_cost, num_drafts=given.drafts),
     )
     asked = (tuple(filter(None, (text or "").split(","))) for text in (given.weights, given.kv))
     stored = stored_dtypes(*asked, chip=cluster.chip)
@@ -66,18 +74,68 @@ def service_answer(given: Any) -> Answer:
     assumed = with_fields(setting.assumptions, "assumptions", fields["assumptions"])
     setting = msgspec.structs.replace(setting, assumptions=assumed)
     result = plan_service(setting, service, stored=stored, axes=given.axes, pareto=given.pareto)
-    facts, under_load = result.to_json(), None
-    if given.simulate:
-        if given.rate is None:
-            raise InputError("--simulate needs --rate, the requests that arrive. Write --rate 10/s.")
-        under_load = simulate_service(result, result.plans[0], duration_s=given.simulate, requests_per_s=given.rate)
+    if given.out:
+        save_to(given.out, lambda path: save_service(service_file(result, result.plans[0]), path))
+    facts, parts = result.to_json(), [*service_text(result, given.top)]
+    figures = {given.png: lambda: _frontier_figure(result)}
+    if given.is_simulated:
+        plan, record = _simulated(result, given)
+        # traces are summed up whole, random arrivals once they are steady
+        under_load = record.summary(service_targets(service), warm_up=0.0 if given.trace else WARM_UP)
         facts["simulated"] = msgspec.to_builtins(under_load)
+        parts += _load_text(under_load, plan, given)
+        figures[given.slots] = lambda: _slots_figure(result, plan, record)
+    if told := [why_not_service(result, parse_why_not(text)) for text in given.why_nots]:
+        facts["why_not"] = told
+        parts += [piece for one in told for piece in _why_not_text(result, one)]
+    for changed in [_changed(result, text) for text in given.what_ifs]:
+        facts.setdefault("what_if", []).append(changed.facts)
+        parts += changed.pieces
     rows = [{name: value for name, value in plan.items() if not isinstance(value, dict)} for plan in facts["plans"]]
-    text = [*service_text(result, given.top), *(_load_text(under_load, given) if under_load else ())]
-    return Answer(facts, text, {given.png: lambda: _frontier_figure(result)}, [rows])
+    return Answer(facts, parts, figures, [rows])
 
 
-def _load_text(found: ServingSummary, given: Any) -> Iterator[Piece]:
+def _simulated(result: ServiceResult, given: Any) -> tuple[ServicePlan, ServingRecord]:
+    """Returns the plan that is simulated, and what happened: the first, or the first without pools for a policy."""
+    fitting = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
+    if not fitting:
+        raise CannotRunError(f"--policy {given.policy} is for engines that do both phases, and every plan has pools.")
+    if given.trace:
+        if given.simulate or given.prompts or given.outputs:
+            raise InputError("--trace has the requests. Leave out --simulate, --prompts and --outputs.")
+        traffic = load_trace(given.trace)
+    elif given.rate is None and given.concurrency is None:
+        raise InputError("--simulate needs --rate 10/s, the requests that arrive, or --concurrency 64, a client's own.")
+    else:
+        traffic = service_traffic(
+            result.service,
+            duration_s=given.simulate,
+            requests_per_s=given.rate or fitting[0].requests_per_s,
+            lengths=(given.prompts or "", given.outputs or ""),
+            at_once=given.rate is None,
+        )
+    record = simulate_service(
+        result,
+        fitting[0],
+        traffic,
+        policy=given.policy or "chunked",
+        concurrency=given.concurrency or math.inf,
+        spans=bool(given.slots),
+    )
+    return fitting[0], record
+
+
+def _slots_figure(result: ServiceResult, plan: ServicePlan, record: ServingRecord) -> Figure:
+    names = ("prefill", "generate") if plan.has_pools else ("engine",)
+    service = result.service
+    return slots_figure(
+        dict(zip(names, record.spans, strict=True)),
+        title=f"{result.setting.model.name} on {result.setting.cluster.short_name}: who holds which slot",
+        subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{target_words(service)}",
+    )
+
+
+def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator[Piece]:
     """Yields what requests meet that arrive at random, in percentiles."""
     rows = [
         {"of a request": name, **msgspec.structs.asdict(getattr(found, field))}
@@ -90,9 +148,13 @@ def _load_text(found: ServingSummary, given: Any) -> Iterator[Piece]:
     yield ""
     yield Table.of(rows, columns)
     yield ""
-    yield Fact(
-        "simulated", f"{format_seconds(given.simulate)} of Poisson arrivals at {found.offered_per_s:.3g} requests/s"
-    )
+    policy = f", policy {given.policy}, on {', '.join(map(str.strip, engine_lines(plan)))}" * bool(given.policy)
+    source = f"{given.trace or f'{format_seconds(given.simulate or 0)} of Poisson arrivals'}"
+    source += f" at {found.offered_per_s:.3g} requests/s"
+    if given.concurrency:
+        most = f"at most {given.concurrency} requests on their way"
+        source = f"a client with {most}" if given.rate is None and not given.trace else f"{source}, {most}"
+    yield Fact("simulated", f"{source}{policy}")
     yield Fact(
         "served",
         f"{found.requests_per_s:.3g} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; {found.met:.0%} of "
@@ -111,23 +173,12 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
     yield (
         f"serving {result.setting.model.name} on {cluster.short_name} ({cluster.num_chips:,} "
         f"chip{'s' * (cluster.num_chips > 1)}): {service.prompt_len:,} tokens of prompt{known}, "
-        f"{service.output_len:,} of output{_target_words(service)}"
+        f"{service.output_len:,} of output{target_words(service)}"
     )
     listed = result.listed(top)
     loaded = service.requests_per_s is not None
     first = "best first" if not result.is_frontier else "fewest chips first" if loaded else "most tokens first"
-    columns: TableColumns = {
-        f"engines, {first}": lambda plan: "\n".join(_engine_lines(plan)),
-        "TTFT": ("ttft_s", format_seconds),
-        "TPOT": ("tpot_s", format_seconds),
-        "chips" if loaded else "tok/s": (
-            ("num_chips", "{:,}".format) if loaded else ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
-        ),
-        "$/M in": ("usd_per_m_input", _usd, "usd_per_m_input"),
-        "$/M out": ("usd_per_m_output", _usd, "usd_per_m_output"),
-        "bound by": "bound_by",
-    }
-    yield Table.of(listed, columns).known()
+    yield Table.of(listed, _columns(f"engines, {first}", service)).known()
     if result.is_frontier:
         left = len(result.plans) - len(listed)
         more = f"; {left} more of them are in --json" * bool(left)
@@ -136,10 +187,25 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
     yield Fact(
         "counted",
         f"{result.num_services:,} ways to serve fit in memory, {result.num_meeting:,} of them meet the targets"
-        if service.ttft_s is not None or service.tpot_s is not None
+        if any(target is not None for target in (service.ttft_s, service.tpot_s, service.itl_s))
         else f"{result.num_services:,} ways to serve fit in memory",
     )
     yield from result.notes
+
+
+def _columns(first: str, service: Service) -> TableColumns:
+    """Returns the columns of plans; ``first`` is the title of the first."""
+    made = ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
+    loaded = service.requests_per_s is not None
+    return {
+        first: lambda plan: "\n".join(engine_lines(plan)),
+        "TTFT": ("ttft_s", format_seconds),
+        "TPOT": ("tpot_s", format_seconds),
+        "chips" if loaded else "tok/s": ("num_chips", "{:,}".format) if loaded else made,
+        "$/M in": ("usd_per_m_input", _usd, "usd_per_m_input"),
+        "$/M out": ("usd_per_m_output", _usd, "usd_per_m_output"),
+        "bound by": "bound_by",
+    }
 
 
 def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
@@ -154,6 +220,14 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
         )
     yield Fact("the first", rate)
     yield Fact("its decode step", _step_words(best.generate))
+    if service.speculation:
+        yield Fact(
+            "its drafts",
+            f"{best.num_drafts} a step, which makes {best.step_tokens:.3g} tokens of a sequence in the mean: "
+            f"{format_seconds(best.generate.step_s / best.step_tokens)} a token",
+        )
+    if service.chunk_len or service.itl_s:
+        yield Fact("between tokens", _gap_words(best))
     transfer = f"; sending its keys and values {format_seconds(best.transfer_s)}" * best.has_pools
     prompts = f"{best.prefill.batch_seqs} prompt{'s' * (best.prefill.batch_seqs > 1)}"
     yield Fact("its prefill", f"of {prompts}: {_step_words(best.prefill)}{transfer}")
@@ -166,8 +240,20 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
         yield Fact(
             "all in bf16",
             f"the best {made} at TPOT {format_seconds(other.tpot_s)}: "
-            f"{', '.join(line.strip() for line in _engine_lines(other))}",
+            f"{', '.join(line.strip() for line in engine_lines(other))}",
         )
+
+
+def _gap_words(best: ServicePlan) -> str:
+    """Returns the longest time between two tokens, with and without chunks."""
+    gap, whole = format_seconds(best.itl_s or 0.0), format_seconds(best.generate.step_s + best.prefill.step_s)
+    if best.has_pools:
+        return f"at most {gap}, a step"
+    if not best.chunk_len:
+        return f"at most {gap}, with whole prompts"
+    return f"at most {gap} with chunks of {best.chunk_len:,} tokens; {whole} with whole prompts, TTFT " + (
+        format_seconds(best.prefill.step_s)
+    )
 
 
 _MEMORY = {"weights": "weights", "kv_cache": "KV", "activations": "activations"}
@@ -180,32 +266,117 @@ def _step_words(pool: EnginePool) -> str:
     return f"{format_seconds(pool.step_s)} ({said}, each by itself)"
 
 
-def _engine_lines(plan: ServicePlan) -> list[str]:
-    """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
-    own, other = plan.generate, plan.prefill
-    dtypes = StoredDtypes(plan.weights, plan.cache).words
-    lines = [f"{own.num_engines} x {short_mesh(own.strategy.mesh)}, batch {own.batch_seqs:,}", f"  {dtypes}"]
-    return lines + [f"  prefill on {other.num_engines} x {short_mesh(other.strategy.mesh)}"] * plan.has_pools
-
-
-def _target_words(service: Service) -> str:
-    targets: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s}
-    said = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
-    said += [f"{service.requests_per_s:,.10g} requests/s"] if service.requests_per_s is not None else []
-    return f"; {', '.join(said)}" if said else ""
-
-
 def _frontier_figure(result: ServiceResult) -> Figure:
-    curves = {name: [(1e3 * x, y) for x, y in points] for name, points in result.frontiers.items()}
-    service, cluster = result.service, result.setting.cluster
-    return curves_figure(
+    curves, split = (
+        {name: [(1e3 * x, factor * y) for x, y in points] for name, points in found.items()}
+        for found, factor in ((result.frontiers, 1.0), (result.split, 1e3))
+    )
+    service, cluster, first = result.service, result.setting.cluster, result.plans[0]
+    return services_figure(
         curves,
-        x_title="time per output token (ms)",
-        y_title="output tokens per second and chip",
+        split,
+        (1e3 * first.tpot_s, first.tokens_per_s_per_chip, f"the first: {engine_lines(first)[0]}"),
         title=f"{result.setting.model.name} on {cluster.short_name}: services that nothing beats",
-        subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{_target_words(service)}",
+        subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{target_words(service)}",
     )
 
 
 def _usd(dollars: float) -> str:
     return f"{dollars:.3g}" if dollars < 100 else f"{dollars:,.0f}"
+
+
+# -- questions --------------------------------------------------------------------------------------------
+
+
+def _why_not_text(result: ServiceResult, told: ServiceWhyNot) -> Iterator[Piece]:
+    """Yields why an engine is refused, or its best service beside the first and what takes the time of its chips."""
+    yield ""
+    yield f"Why not {', '.join(f'{name} {str(value).lower()}' for name, value in told.asked.items())}"
+    if told.plan is None:
+        yield Fact("  refused", told.refusal)
+        return
+    first, best = result.plans[0], told.plan
+    yield Fact("  best with it", ", ".join(line.strip() for line in engine_lines(best)))
+    service = result.service
+    figures = {
+        "TTFT": (best.ttft_s, service.ttft_s), "TPOT": (best.tpot_s, service.tpot_s), "ITL": (best.itl_s, service.itl_s)
+    }  # fmt: skip
+    for name, times in told.misses.items():
+        if name in figures:
+            here, target = (format_seconds(seconds or 0.0) for seconds in figures[name])
+            yield Fact(f"  misses {name}", f"{here}, {times - 1:.1%} above {target}")
+        else:
+            yield Fact(
+                "  misses the load", f"it needs {best.num_chips:,} chips of {result.setting.cluster.num_chips:,}"
+            )
+    if best == first:
+        yield Fact("", "that is the first plan itself")
+        return
+    ratio = best.tokens_per_s_per_chip / first.tokens_per_s_per_chip - 1
+    yield Fact(
+        "  output",
+        f"{three_digits(best.tokens_per_s_per_chip)} tok/s per chip, {abs(ratio):.1%} "
+        f"{'more' if ratio > 0 else 'fewer'} than the first",
+    )
+    for name, field in (("TPOT", "tpot_s"), ("TTFT", "ttft_s")):
+        here, other = (format_seconds(getattr(one, field)) for one in (best, first))
+        yield Fact(f"  {name}", f"{here}, the first's is {other}")
+    rows = [(f"  {name}", *pair) for name, pair in told.chip_s.items()]
+    shown = [Heading(name, format_seconds) for name in ("first", "here")]
+    yield Table([Heading("  chip-time of a token", None, "part"), *shown], rows)
+
+
+def _changed(result: ServiceResult, text: str) -> Answer:
+    """Returns the first plan now and with what ``text`` changes, side by side: factors of the chip, links and cluster
+    (chip.hbm=2x), fields of the model and of the service (service.prompt_len=32Ki)."""
+    factors, fields = {}, {"model": {}, "service": {}}  # type: ignore[var-annotated]
+    for name, value in split_pairs(text, "name=value. Write for example chip.hbm=2x", what="--what-if").items():
+        section, _, field = name.partition(".")
+        if section in fields:
+            now = getattr(getattr(result.setting, section, result.service), field, None)
+            fields[section][field] = _field_of(name, value, now)
+        elif name in ("batch", "seq"):
+            raise InputError(f"--what-if {name}: services have none. Change service.prompt_len or service.output_len.")
+        else:
+            factors |= parse_what_if(f"{name}={value}")
+    setting, words = changed_setting(result.setting, factors)
+    setting = msgspec.structs.replace(setting, model=with_fields(setting.model, "model", fields["model"]))
+    service = with_fields(result.service, "service", fields["service"])
+    for section, before in (("model", result.setting.model), ("service", result.service)):
+        words += tuple(f"{section}.{name}: {getattr(before, name)} -> {new}" for name, new in fields[section].items())
+    facts: dict[str, Any] = {
+        "asked": text,
+        "changed": words,
+        "now": result.plans[0].to_json(),
+        "then": None,
+        "note": "",
+    }
+    said: list[Piece] = ["", *(Paragraph(f"{'    and' if n else 'What if'} {one}", 10) for n, one in enumerate(words))]
+    try:
+        then = plan_service(setting, service, stored=result.stored, axes=result.axes, pareto=result.is_frontier).plans[
+            0
+        ]
+    except CannotRunError as error:
+        return Answer({**facts, "note": str(error)}, [*said, Fact("  nothing serves", str(error))])
+    both = [result.plans[0], then]
+    table = Table.of(both, _columns("engines", service)).known()
+    rows = [[f"  {name}", *row] for name, row in zip(("now", "then"), table.rows, strict=True)]
+    made = then.tokens_per_s_per_chip / both[0].tokens_per_s_per_chip
+    said += [
+        Table([Heading("", None, "plan"), *table.columns], rows),
+        Fact("  in all", f"{three_digits(made)} times the output tokens per second and chip"),
+    ]
+    return Answer({**facts, "then": then.to_json()}, said)
+
+
+def _field_of(name: str, text: str, now: Any) -> Any:
+    """Returns the new value of a field: a factor of the present number (2x), a time, a load, a count, or TOML."""
+    what, field = f"--what-if {name}", name.rpartition(".")[2]
+    if text.endswith("x") and isinstance(now, int | float):
+        (factor,) = parse_what_if(f"chip.flops={text}").values()
+        return round(now * factor) if isinstance(now, int) else now * factor
+    if field in ("ttft_s", "tpot_s"):
+        return parse_target(text, what=what)
+    if field == "requests_per_s":
+        return parse_load(text, what=what)
+    return parse_count(text, what=what) if text[:1].isdigit() and text[-1:] in "ikMB" else field_value(text)

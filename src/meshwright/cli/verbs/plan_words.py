@@ -7,6 +7,9 @@ from meshwright.cli.output import format_energy, format_power, three_digits
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.plan.run_budget import RunBudget
+from meshwright.plan.serving.result import ServicePlan
+from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.report.answer import Fact, Piece, TableColumns
 from meshwright.spec.plan_file import unmasked
 from meshwright.spec.strategy import Strategy, mesh_words
@@ -105,3 +108,18 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
 def placement_words(placement: Mapping[str, str]) -> str:
     """Returns ``"fsdp on x (16) x y (16); tensor on z (4)"``; axes of one chip are left out."""
     return "; ".join(f"{axis} on {place}" for axis, place in placement.items() if place != "1 chip") or "one chip"
+
+
+def engine_lines(plan: ServicePlan) -> list[str]:
+    """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
+    own, other = plan.generate, plan.prefill
+    dtypes = StoredDtypes(plan.weights, plan.cache).words
+    lines = [f"{own.words}, batch {own.batch_seqs:,}", f"  {dtypes}"]
+    return lines + [f"  prefill on {other.words}"] * plan.has_pools
+
+
+def target_words(service: Service) -> str:
+    targets: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s, "ITL": service.itl_s}
+    said = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
+    said += [f"{service.requests_per_s:,.10g} requests/s"] if service.requests_per_s is not None else []
+    return f"; {', '.join(said)}" if said else ""

@@ -1,18 +1,20 @@
 """`meshwright verify`: the real step of a plan compiled for its hardware, which need not be there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from msgspec.structs import asdict
 
-from meshwright.algebra.generation import CacheDtype
-from meshwright.api.proving import TIMEOUT_S, ProofOptions, prove_strategy
-from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
+from meshwright.algebra.generation import CacheDtype, GenerationPhase
+from meshwright.api.proving import TIMEOUT_S, ProofOptions, prove_service, prove_strategy
+from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, service_of, storage_of
 from meshwright.cli.verb import option, verb
 from meshwright.cli.verbs.plan_words import microbatch_words, remat_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
+from meshwright.plan.serving.file import PHASES, ServiceFile
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
 from meshwright.spec.strategy import mesh_words
 from meshwright.verify.request import AskedStep, Depth
@@ -50,25 +52,55 @@ def command(given: Given) -> Answer:
         raise InputError(f"--timeout {given.timeout:g} leaves the compiler no time. Give seconds above 0.")
     fields = read_fields(given.pairs)
     settings_from_table(fields["train"])
+    file = service_of(given)
+    if file:
+        return _service_answer(file, given)
     setting, strategy, _ = resolve(given, fields, verb="verify", step=given.step)
     if not setting.job.trains and fields["train"]:
         name = next(iter(fields["train"]))
         raise InputError(f"--set train.{name} is a setting of training. Leave it out, or take --step train.")
-    options = ProofOptions(
-        depth=given.depth,
-        form="gspmd" if given.gspmd else "shard_map",
-        platform=given.platform,
-        settings=fields["train"],
-        timeout_s=given.timeout,
-        keep=given.keep,
-        asked=given.step or "",
-    )
+    options = _options(given, fields["train"])
     stored = msgspec.structs.replace(setting, storage=storage_of(given, setting.job))
     proof = prove_strategy(stored, strategy, options)
     refused = None if proof.runs else CannotRunError(proof.refusal)
     facts = proof_table(proof)
     rows = proof.traffic.rows if proof.traffic else ()
     return Answer(facts, proof_text(proof), raw=[rows, [facts]], error=refused)
+
+
+def _options(given: Given, settings: Mapping[str, Any]) -> ProofOptions:
+    return ProofOptions(
+        depth=given.depth,
+        form="gspmd" if given.gspmd else "shard_map",
+        platform=given.platform,
+        settings=settings,
+        timeout_s=given.timeout,
+        keep=given.keep,
+        asked=given.step or "",
+    )
+
+
+def _service_answer(file: ServiceFile, given: Given) -> Answer:
+    """Returns the proofs of a service's steps, or of the one that is asked for."""
+    from meshwright.verify.proof import proof_table
+
+    if given.step == "train" or (given.weights, given.cache_dtype) != ("as they are", "bf16"):
+        raise InputError(
+            f"{given.what} says how a service is stored, and it has the steps decode and prefill. Take --step decode "
+            f"or leave the options out."
+        )
+    kinds: Mapping[str | None, Sequence[GenerationPhase]] = {None: PHASES, "prefill": ("prefill",)}
+    proofs = prove_service(file, kinds.get(given.step, ("decode",)), _options(given, {}))
+    pieces: list[Piece] = []
+    if "fp8" in (file.weights, file.cache):
+        pieces.append("planned in fp8, which no program of this version computes in; proved in int8, which is as wide")
+    rows = []
+    for phase, proof in proofs.items():
+        pieces += [*proof_text(proof), ""]
+        rows += [{"step": phase, **asdict(row)} for row in (proof.traffic.rows if proof.traffic else ())]
+    refused = [CannotRunError(proof.refusal) for proof in proofs.values() if not proof.runs]
+    facts = {str(phase): proof_table(proof) for phase, proof in proofs.items()}
+    return Answer(facts, pieces, raw=[rows], error=refused[0] if refused else None)
 
 
 # -- what is printed ----------------------------------------------------------------------------------

@@ -125,6 +125,12 @@ class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens per second per chip: B / (n T)."""
         return self.tokens_per_s / self.num_chips
 
+    def speedups(self, acceptance: Number, *, draft_cost: Number) -> np.ndarray:
+        """Returns how many times faster each number of ``DRAFTS`` makes generation, see `speculation_speedup`; a step
+        that checks K + 1 tokens takes the FLOPs of as many, and reads weights and caches once."""
+        checks = msgspec.structs.replace(self, active_params=self.active_params * (DRAFTS + 1)).time_s / self.time_s
+        return np.asarray(speculation_speedup(acceptance, DRAFTS, draft_cost=draft_cost, verify_cost=checks))
+
 
 def experts_read(num_tokens: Number, *, num_experts: Number, active_experts: Number) -> Number:
     """Returns the mean number of experts that tokens reach if each picks k of E at random: E (1 - (1 - k/E)^B)."""

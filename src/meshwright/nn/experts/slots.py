@@ -17,6 +17,9 @@ from jaxtyping import Array, Float, Int
 from meshwright.algebra.ops.dispatch import FURTHER_ROOM, ROOM
 from meshwright.spec.model import Model
 
+ROW_TILE = 8
+"""Rows of which kernels for grouped products take a whole number."""
+
 RouterScores = Float[Array, "B T E"]
 Gates = Float[Array, "B T Ea"]
 Chosen = Int[Array, "B T Ea"]
@@ -39,8 +42,8 @@ class Delivery:
 
     @property
     def room(self) -> int:
-        """The rows that a device receives in this round."""
-        return math.ceil((FURTHER_ROOM if self.further else ROOM) * self.num_own)
+        """The rows that a device receives in this round, in whole `ROW_TILE`."""
+        return math.ceil((FURTHER_ROOM if self.further else ROOM) * self.num_own / ROW_TILE) * ROW_TILE
 
     def places(self) -> tuple[Int[Array, "n E"], Int[Array, "n E"], Int[Array, "n E"]]:
         """Returns the place of each device's rows for each expert in this round: the first among the device's own

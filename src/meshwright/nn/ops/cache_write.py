@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
 from meshwright.nn import cache
-from meshwright.nn.cache import LayerCache
+from meshwright.nn.cache import LayerCache, OwnSlots
 from meshwright.nn.context import Context
 
 
@@ -20,7 +21,7 @@ def cache_write(
     if step.details.paged:
         return cache.write_pages(before, values, where, *pages)
     write = cache.write_prompt if step.details.prompt else cache.write_position
-    return write(before, values, where)
+    return write(before, values, where, OwnSlots.of(before, split_slots(step)))
 
 
 STEPS = {"cache_write": cache_write}

@@ -6,9 +6,9 @@ from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn import cache
-from meshwright.nn.cache import LayerCache, ScorePart
+from meshwright.nn.cache import LayerCache, OwnAttention, ScorePart
 from meshwright.nn.context import Context
-from meshwright.nn.ops.cached_attention import cache_facts, table_of
+from meshwright.nn.ops.cached_attention import cache_facts, results_of, table_of
 
 
 def cached_latent_attention(
@@ -20,7 +20,7 @@ def cached_latent_attention(
     shared: LayerCache,
     positions: Array,
     *others: Any,
-) -> Array:
+) -> Array | OwnAttention:
     """Returns weighted latents; scores are absorbed queries ``ql`` x latents + rotated parts of ``q`` x shared keys."""
     pages, others = table_of(step, others)
     facts = cache_facts(context, step, positions, latent, pages)
@@ -32,7 +32,7 @@ def cached_latent_attention(
             queries=q[..., context.model.qk_nope_head_dim :], keys=shared.read(pages)[:, :, None], scale=shared_scale
         ),
     ]
-    return cache.cached_attention(parts, one_head, value_scale=latent_scale, **facts)
+    return results_of(step, cache.cached_attention(parts, one_head, value_scale=latent_scale, **facts))
 
 
 STEPS = {"cached_latent_attention": cached_latent_attention}

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import first_index, own_entries
@@ -19,8 +19,8 @@ def embed_scale(model: Model, dtype: Any) -> float:
 
 
 def embed(
-    tokens: Int[Array, "B T"], table: Float[Array, "V D"], *, first_row: Int[Array, ""] | int, scale: float = 1.0
-) -> Float[Array, "B T D"]:
+    tokens: Int[Array, "B T"], table: Num[Array, "V D"], *, first_row: Int[Array, ""] | int, scale: float = 1.0
+) -> Num[Array, "B T D"]:
     """Looks up rows in the part of the table from ``first_row`` on, times ``scale``; other tokens get zeros."""
     local, inside = own_entries(tokens, first_row, table.shape[0])
     rows = jnp.take(table, local, axis=0)

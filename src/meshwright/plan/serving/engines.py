@@ -6,6 +6,7 @@ are arrays.
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -16,15 +17,19 @@ from meshwright.algebra.rewrites.repeated_heads import with_repeated_heads
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.arrays import map_figures, select
+from meshwright.cost.formulas.serving import expected_tokens
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.setting import Setting
+from meshwright.cost.step_costs import Priced, price_steps
 from meshwright.cost.train_step import PricedStep
+from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
 from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
-from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.service import Service, Speculation
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
+from meshwright.spec.strategy import LAYOUTS, Strategy
 
 BOUNDS = ("parameters", "KV", "FLOPs", "network", "stragglers", "other")
 """What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts waiting
@@ -39,7 +44,8 @@ PREFILL_TOKENS = 16_384
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of one phase, an entry each: the engine's number, its dtypes' number, sequences of all its chips, seconds,
-    seconds of each of `BOUNDS` by itself, and bytes per chip of weights, caches and the rest."""
+    seconds of each of `BOUNDS` by itself (of drafts too, if there are any), and bytes per chip of weights, caches and
+    the rest. A step of decode checks ``drafts`` tokens of each sequence and makes ``tokens`` in the mean."""
 
     engine: np.ndarray
     dtypes: np.ndarray
@@ -47,6 +53,8 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     step_s: np.ndarray
     bounds_s: dict[str, np.ndarray]
     memory: dict[str, np.ndarray]
+    drafts: np.ndarray
+    tokens: np.ndarray
 
     def __len__(self) -> int:
         return len(self.engine)
@@ -56,13 +64,19 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes per chip."""
         return sum_of(self.memory)
 
+    @property
+    def token_s(self) -> np.ndarray:
+        """Seconds per token of each sequence."""
+        return self.step_s / self.tokens
+
 
 class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
     """The steps of all engines that fit. ``decode`` are at the mean length of a sequence, with room for its end.
 
     ``prefill`` has an entry for every engine, pair of dtypes and number of prompts at once, in this order; its seconds
     are infinite where it does not fit. Decode waits for the share ``mixing`` of prefills. ``least_bytes`` is the least
-    memory of any engine with one sequence for each device that has its own.
+    memory of any engine with one sequence for each device that has its own. ``chunks`` maps a length to the seconds of
+    a prompt's first and last chunk of so many tokens, for every engine and pair of dtypes that generate.
     """
 
     fleet: Fleet
@@ -74,6 +88,7 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
     mixing: float
     least_bytes: float
     least_chips: int
+    chunks: dict[int, np.ndarray]
 
 
 def sum_of(parts: dict[str, np.ndarray]) -> np.ndarray:
@@ -89,6 +104,7 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
     new = service.new_prompt_tokens
     at_once = tuple(1 << power for power in range(15) if power == 0 or (new << power) <= PREFILL_TOKENS)
     decode, prefill = list[Steps](), list[tuple[np.ndarray, Steps]]()
+    chunks = {length: np.full((2, len(fleet) * len(stored)), np.inf) for length in service.chunks}
     least, least_chips = np.inf, 0
     for number, dtypes in enumerate(stored):
         for form in _forms(setting, service, fleet, dtypes):
@@ -100,6 +116,8 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
                 if np.min(need) < least:
                     least, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
                 decode.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), number)))
+                for seconds, found in zip(chunks.values(), form.chunk_s(tuple(chunks)), strict=True):
+                    seconds[:, form.engines * len(stored) + number] = found
             places = (form.engines[:, None] * len(stored) + number) * len(at_once) + np.arange(len(at_once))
             prefill.append((places.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), number))))
     if not decode:
@@ -123,6 +141,7 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
         mixing=setting.rates.efficiency.mixing,
         least_bytes=least,
         least_chips=least_chips,
+        chunks=chunks,
     )
 
 
@@ -133,6 +152,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     service: Service
     fleet: Fleet
     dtypes: StoredDtypes
+    strategy: Strategy
     engines: np.ndarray
     steps: dict[str, Derived]
 
@@ -153,10 +173,40 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         rows, grid = (np.concatenate(columns) for columns in zip(*found, strict=True))
         pairs = np.unique(np.stack([rows, grid]), axis=1)
         rows, grid = pairs[:, pairs[1] > 0]
+        if self.service.speculation:
+            return self.drafted(rows, grid, self.service.speculation), need[:, 0]
         memory = self.memory("decode", rows, grid, self.service.max_len)
         kept = sum_of(memory) <= self.setting.memory_room
         chosen: dict[str, np.ndarray] = select(memory, kept)
         return self.priced("decode", rows[kept], grid[kept], self.service.mean_len, chosen), need[:, 0]
+
+    def drafted(self, rows: np.ndarray, batch: np.ndarray, given: Speculation) -> Steps:
+        """Returns the decode steps that fit, each with the drafts that make its tokens fastest.
+
+        A step that checks K drafts is the derived step with K + 1 positions of each sequence: products and collectives
+        of as many rows, caches read once. Drafts take K times ``draft_cost`` of the step without any.
+        """
+        tried, length = np.array(given.tried), self.service.mean_len
+        one = self.priced("decode", rows, batch, length, {})
+        shape = (len(rows), len(tried))
+        each, seqs, drafts = (np.repeat(rows, len(tried)), np.repeat(batch, len(tried)), np.tile(tried, len(rows)))
+        memory = self.memory("decode", each, seqs, self.service.max_len, drafts + 1)
+        # beside what attention needs, the head has logits of every position
+        rows_alone = self.memory("decode", each, seqs * (drafts + 1), 1)["activations"]
+        memory["activations"] = np.maximum(memory["activations"], rows_alone)
+        steps = self.priced("decode", each, seqs, length, memory, drafts + 1)
+        drafting = drafts * given.draft_cost * np.repeat(one.step_s, len(tried))
+        steps = msgspec.structs.replace(
+            steps,
+            step_s=steps.step_s + drafting,
+            bounds_s={**steps.bounds_s, "drafts": drafting},
+            drafts=drafts,
+            tokens=expected_tokens(given.acceptance, drafts),
+        )
+        token_s = np.where(steps.need <= self.setting.memory_room, steps.token_s, np.inf).reshape(shape)
+        best = np.arange(len(rows)) * len(tried) + np.argmin(token_s, axis=1)
+        found: Steps = select(steps, best[np.isfinite(token_s.min(axis=1))])
+        return found
 
     def prefill(self, at_once: Sequence[int]) -> Steps:
         """Returns a step for each engine and number of prompts at once on each device that has its own sequences.
@@ -179,44 +229,88 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         )
         return msgspec.structs.replace(own, step_s=np.maximum(own.step_s, whole.step_s - known.step_s))
 
-    def memory(self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    def chunk_s(self, lengths: Sequence[int]) -> np.ndarray:
+        """Returns the seconds of the first and the last chunk [lengths, 2, engines] of prompts that are cut, one on
+        each device that has its own sequences. Tokens of the last attend to all before them, as of a prompt known in
+        part."""
+        if not lengths:
+            return np.zeros((0, 2, len(self.engines)))
+        whole, cut = self.service.prompt_len, np.array(lengths)
+        tokens = np.concatenate([cut, whole - cut, [whole]])
+        rows = np.tile(np.arange(len(self.engines)), len(tokens))
+        batch = self.fleet.batch_shards[self.engines[rows]]
+        steps = self.priced("prefill", rows, batch, 1, {}, np.repeat(tokens, len(self.engines)))
+        step_s = steps.step_s.reshape(len(tokens), -1)
+        first, before, all_of_it = step_s[: len(cut)], step_s[len(cut) : -1], step_s[-1]
+        return np.stack([first, np.maximum(first, all_of_it - before)], axis=1)
+
+    def memory(
+        self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int, checked: Number = 1
+    ) -> dict[str, np.ndarray]:
         """Returns bytes per chip of weights, caches and the rest."""
         setting = self._setting(phase, length)
-        parts = memory_parts(self.steps[phase], self._sizes(setting, rows, batch))
-        items = parts.items(setting.pipeline(engine_strategy({})), ())
+        parts = memory_parts(self.steps[phase], self._sizes(setting, rows, batch, checked))
+        items = parts.items(setting.pipeline(self.strategy), ())
         weights, cache = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
         rest = np.broadcast_to(total_bytes(items), len(rows)) - weights - cache
         return {"weights": weights, "kv_cache": cache, "activations": rest}
 
     def priced(
-        self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int, memory: dict[str, np.ndarray]
+        self,
+        phase: str,
+        rows: np.ndarray,
+        batch: np.ndarray,
+        length: int,
+        memory: dict[str, np.ndarray],
+        checked: Number = 1,
     ) -> Steps:
-        """Returns the steps of engines (``rows`` of the form's) at batches and one length."""
+        """Returns the steps of engines (``rows`` of the form's) at batches and one length; in decode they check so many
+        positions of each sequence."""
         setting, derived, engines = self._setting(phase, length), self.steps[phase], self.engines[rows]
-        strategy = engine_strategy({}, self.dtypes.precision)
+        strategy = self.strategy
         rates = setting.step_rates(strategy, self.fleet.placements, derived)
         rates = msgspec.structs.replace(rates, num_hosts=np.array([part.num_hosts for part in self.fleet.parts]))
         step = PricedStep(
             derived=derived,
-            sizes=self._sizes(setting, rows, batch),
+            sizes=self._sizes(setting, rows, batch, checked),
             rates=select(rates, engines),
             pipeline=setting.pipeline(strategy),
         )
+        if np.ndim(checked) and phase == "decode":
+            of_head = self._sizes(setting, rows, batch * checked)
+            step = _CheckingStep(**msgspec.structs.asdict(step), head_sizes=of_head)
         return Steps(
             engine=engines,
             dtypes=np.zeros(len(rows), dtype=np.int64),
             batch=batch,
             step_s=np.broadcast_to(step.seconds.step_s, len(rows)),
-            bounds_s=_bounds_s(step, len(rows)),
+            bounds_s=bounds_s(step, len(rows)),
             memory=memory,
+            drafts=np.zeros(len(rows), dtype=np.int64),
+            tokens=np.ones(len(rows)),
         )
 
     def _setting(self, phase: str, length: int) -> Setting:
         return phase_setting(self.setting, phase, self.dtypes, length)
 
-    def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray) -> SlotSizes:
+    def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray, checked: Number = 1) -> SlotSizes:
         mesh = {axis: sizes[self.engines[rows]].astype(float) for axis, sizes in self.fleet.mesh.items()}
-        return setting.sizes(engine_strategy({}), mesh=mesh, microbatch_seqs=batch.astype(float))
+        found = setting.sizes(self.strategy, mesh=mesh, microbatch_seqs=batch.astype(float))
+        # tokens of a step, and with them the slots of experts
+        dims = {dim: found.dims[dim] * checked for dim in ("T", "C") if dim in found.dims}
+        return found if np.ndim(checked) == 0 else msgspec.structs.replace(found, dims={**found.dims, **dims}, cache={})
+
+
+class _CheckingStep(PricedStep, frozen=True, kw_only=True, dict=True):
+    """A step whose head has other sizes: that of decode makes logits of one position of each of its sequences."""
+
+    head_sizes: SlotSizes
+
+    @cached_property
+    def costs(self) -> Priced:
+        """The cost of every step."""
+        own, head = (price_steps(self.derived, s, self.rates, self.pipeline) for s in (self.sizes, self.head_sizes))
+        return msgspec.structs.replace(own, blocks=(*own.blocks[:-1], head.blocks[-1]))
 
 
 def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: int, batch_seqs: int = 1) -> Setting:
@@ -228,27 +322,43 @@ def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: in
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
     """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
     split prompts over ``context`` prefill alone."""
-    template = engine_strategy({}, dtypes.precision)
     repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
-    for repeated, splits_prompts in itertools.product((False, True), repeat=2):
+    repeats &= ~np.isin(fleet.layout, ("sequences", "positions"))
+    for repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
+        template = engine_strategy({}, dtypes.precision, layout)
         strategy = with_repeated_heads(template) if repeated else template
-        chosen = np.flatnonzero((repeats == repeated) & ((fleet.mesh["context"] > 1) == splits_prompts))
+        chosen = np.flatnonzero((repeats == repeated) & (fleet.decodes == decodes) & (fleet.layout == layout))
         if not len(chosen):
             continue
-        without = OTHER_AXES if splits_prompts else (*OTHER_AXES, "context")
+        alone: tuple[str, ...] = ("context",) if decodes and layout == "prompts" else ()
+        # an axis of one device would keep others from moving
+        alone += ("tensor",) * bool(layout != "prompts" and (fleet.mesh["tensor"][chosen] == 1).all())
+        without = (*OTHER_AXES, *alone)
         steps = {
             phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=without)
-            for phase in (("prefill",) if splits_prompts else ("prefill", "decode"))
+            for phase in (("prefill", "decode") if decodes else ("prefill",))
         }
         chosen = chosen[_divides(setting, fleet, chosen, steps)]
         if len(chosen):
-            yield _Form(setting=setting, service=service, fleet=fleet, dtypes=dtypes, engines=chosen, steps=steps)
+            yield _Form(
+                setting=setting,
+                service=service,
+                fleet=fleet,
+                dtypes=dtypes,
+                strategy=template,
+                engines=chosen,
+                steps=steps,
+            )
 
 
 def _divides(setting: Setting, fleet: Fleet, chosen: np.ndarray, steps: dict[str, Derived]) -> np.ndarray:
-    """True for engines whose sizes divide the dims of the model; prompts are padded, and batches divide."""
+    """True for engines whose sizes divide the dims of the model; prompts and caches are padded, and batches divide."""
     mesh = {axis: sizes[chosen] for axis, sizes in fleet.mesh.items()}
-    dims = setting.model.dims | {"B": mesh["expert"], "T": mesh["context"] * mesh["tensor"], "S": 1}
+    dims = setting.model.dims | {
+        "B": fleet.batch_shards[chosen],
+        "T": mesh["context"] * mesh["tensor"],
+        "S": mesh["context"],
+    }
     facts = StrategySizes(model=setting.model.name, cluster="", num_chips=0, mesh=mesh, dims=dims)
     rules = [rule for derived in steps.values() for rule in size_rules(derived)]
     return np.broadcast_to(mask(rules, facts), len(chosen))
@@ -269,7 +379,13 @@ def _largest(need: np.ndarray, powers: np.ndarray, room: float) -> np.ndarray:
     return np.where(fits[:, 0], np.maximum(found, powers[last]), 0).astype(np.int64)
 
 
-def _bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
+def loads(cost: StepCost) -> str:
+    """Returns which of `BOUNDS` the seconds of a local step's memory traffic count as."""
+    kind = kind_of(cost.step)
+    return "KV" if kind.group == "attention" else "parameters" if kind.is_einsum else "other"
+
+
+def bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
     """Returns the seconds of each of `BOUNDS` by itself."""
     found: dict[str, Number] = dict.fromkeys(BOUNDS, 0.0)
     found["stragglers"] = step.times.straggler_s + step.seconds.step_s * (1 - 1 / np.asarray(step.times.slowdown))
@@ -277,9 +393,7 @@ def _bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
         if cost.step.is_collective:
             found["network"] = found["network"] + cost.network_s * cost.here
             continue
-        kind = kind_of(cost.step)
-        loads = "KV" if kind.group == "attention" else "parameters" if kind.is_einsum else "other"
-        found[loads] = found[loads] + cost.hbm_s * cost.here
+        found[loads(cost)] = found[loads(cost)] + cost.hbm_s * cost.here
         found["FLOPs"] = found["FLOPs"] + cost.math_s * cost.here
         found["other"] = found["other"] + cost.launch_s * cost.here
     return {name: np.broadcast_to(np.asarray(value, dtype=float), count) for name, value in found.items()}

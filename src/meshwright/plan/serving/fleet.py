@@ -1,5 +1,6 @@
 """The engines that a cluster can be divided into: parts of it, and the mesh and placement of each."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -14,17 +15,23 @@ from meshwright.plan.candidates import parts_of
 from meshwright.plan.legal import divisors
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh, short_mesh
 
 ENGINE_AXES = ("expert", "context", "tensor")
 """Mesh axes of an engine: ``tensor`` splits heads and widths; ``expert`` splits experts, and the sequences too (experts
-with data-parallel attention). Weights are split over nothing else: each step would gather them. ``context`` splits the
-positions of a prompt, so that it is for engines that only prefill."""
+with data-parallel attention). Weights are split over nothing else: each step would gather them. What ``context`` splits
+is said by the layout."""
 
 OTHER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis not in ENGINE_AXES)
 
-CONTEXTS = (1, 2, 4, 8)
+CONTEXTS = (1, 2, 4, 8, 16, 32)
 """Sizes of ``context`` that are tried."""
+
+PREFILL_LAYOUTS = ("prompts", "gathered")
+"""Layouts of engines that only prefill where ``context`` has several devices."""
+
+MAX_PROMPT_PARTS = 8
+"""Largest size of ``context`` that is tried where it splits prompts."""
 
 MAX_ENGINE_CHIPS = 1024
 """Most chips of one engine that are tried."""
@@ -33,16 +40,33 @@ PARTS_TRIED = 2
 """Shapes of a torus that are tried for one number of chips, those with the most closed rings."""
 
 
-def engine_strategy(mesh: dict[str, int], precision: str = "") -> Strategy:
-    """Returns the strategy of an engine: weights whole over all axes but ``tensor`` and ``expert``."""
-    return Strategy(mesh=make_mesh(mesh), assignment=standard_assignment(zero=0), precision=precision)  # type: ignore[arg-type]
+def engine_strategy(mesh: dict[str, int], precision: str = "", layout: str = "prompts") -> Strategy:
+    """Returns the strategy of an engine."""
+    return Strategy(mesh=make_mesh(mesh), assignment=LAYOUTS[layout], precision=precision)  # type: ignore[arg-type]
+
+
+def layout_of(strategy: Strategy) -> str:
+    """Returns the name of an engine's layout."""
+    return next((name for name, rules in LAYOUTS.items() if rules == strategy.assignment), "prompts")
+
+
+def engine_words(strategy: Strategy) -> str:
+    """Returns ``"ep8 tp4"``, the sizes of an engine; ``context`` is kvb, kvs or wd where it splits weights too."""
+    shown = {"sequences": "kvb", "positions": "kvs", "widths": "wd", "gathered": "fsdp"}.get(layout_of(strategy), "cp")
+    return short_mesh(strategy.mesh).replace("cp", shown)
+
+
+def sequence_shards(strategy: Strategy) -> int:
+    """Returns the number of devices over which the cached sequences of an engine are split."""
+    return math.prod(strategy.mesh[axis] for axis in strategy.rules("cache")["B"])
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Every engine that is tried, an entry each: its sizes on mesh axes, its part of the cluster and its placement."""
+    """Every engine that is tried, an entry each: sizes on mesh axes, layout, part of the cluster and placement."""
 
     cluster: Cluster
     mesh: dict[str, np.ndarray]
+    layout: np.ndarray
     parts: tuple[Cluster, ...]
     placements: tuple[Placement, ...]
 
@@ -57,11 +81,17 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def batch_shards(self) -> np.ndarray:
         """Devices of each engine over which the sequences of a batch are split."""
-        return self.mesh["expert"]
+        return self.mesh["expert"] * np.where(np.isin(self.layout, ("sequences", "widths")), self.mesh["context"], 1)
+
+    @property
+    def decodes(self) -> np.ndarray:
+        """True for engines that do not split prompts: these only prefill."""
+        return ~np.isin(self.layout, PREFILL_LAYOUTS) | (self.mesh["context"] == 1)
 
     def strategy(self, number: int, precision: str) -> Strategy:
         """Returns the strategy of an engine."""
-        found = engine_strategy({axis: int(self.mesh[axis][number]) for axis in ENGINE_AXES}, precision)
+        sizes = {axis: int(self.mesh[axis][number]) for axis in ENGINE_AXES}
+        found = engine_strategy(sizes, precision, self.layout[number])
         return msgspec.structs.replace(found, placement=self.placements[number].describe())
 
 
@@ -79,8 +109,8 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
                 f"Use {' or '.join(ENGINE_AXES)}."
             )
     found = [
-        (part, placement)
-        for part, placement in _engines(model, cluster)
+        (part, placement, layout)
+        for part, placement, layout in _engines(model, cluster)
         if all(placement.mesh[axis] == size for axis, size in fixed.items())
     ]
     if not found:
@@ -90,29 +120,48 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
             f"heads{f', expert the {model.num_experts} experts' * bool(model.num_experts)}, and the engine the "
             f"{cluster.num_chips} chips."
         )
-    meshes = [placement.mesh for _, placement in found]
+    parts, placements, layouts = zip(*found, strict=True)
+    meshes = [placement.mesh for placement in placements]
     return Fleet(
         cluster=cluster,
         mesh={axis: np.array([mesh[axis] for mesh in meshes], dtype=np.int64) for axis in MESH_AXES},
-        parts=tuple(part for part, _ in found),
-        placements=tuple(placement for _, placement in found),
+        layout=np.array(layouts),
+        parts=parts,
+        placements=placements,
     )
 
 
-def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placement]]:
+def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placement, str]]:
     for chips in divisors(cluster.num_chips):
-        sizes = [
-            {"expert": expert, "context": context, "tensor": chips // expert // context}
-            for expert in (divisors(math.gcd(chips, model.num_experts)) if model.num_experts else (1,))
-            for context in CONTEXTS
-            if chips % (expert * context) == 0 and model.num_heads % (chips // expert // context) == 0
-        ]
+        sizes = list(_meshes(model, chips))
         if chips <= MAX_ENGINE_CHIPS and sizes:
             for part in engine_parts(cluster, chips):
-                for mesh in sizes:
-                    yield from (
-                        (part, _padded(one, cluster)) for one in place_axes(part, make_mesh(mesh))[:PARTS_TRIED]
-                    )
+                for mesh, layout in sizes:
+                    for one in place_axes(part, make_mesh(mesh))[:PARTS_TRIED]:
+                        yield part, _padded(one, cluster), layout
+
+
+def _meshes(model: Model, chips: int) -> Iterator[tuple[dict[str, int], str]]:
+    """Yields the meshes of so many chips, with their layouts, that the heads and experts of a model allow."""
+    experts = divisors(math.gcd(chips, model.num_experts)) if model.num_experts else (1,)
+    for expert, layout, context in itertools.product(experts, LAYOUTS, CONTEXTS):
+        tensor, left = divmod(chips // expert, context)
+        splits_prompts = layout in PREFILL_LAYOUTS
+        if left or (splits_prompts and context > MAX_PROMPT_PARTS) or (layout != "prompts" and context == 1):
+            continue
+        if layout in ("sequences", "positions"):
+            # only where no more heads of caches can be split; a latent has none
+            fits = tensor == (1 if model.latent_attention else model.num_kv_heads)
+            fits = fits and model.num_heads % (tensor * context) == 0
+        else:
+            fits = model.num_heads % tensor == 0
+        # a router needs whole tokens, and only RMS norms sum over devices
+        if layout == "widths":
+            fits = fits and not model.num_experts and model.norm == "rms_norm" and tensor >= context
+        # gathering all experts for one layer never pays
+        fits = fits and not (layout == "gathered" and model.num_experts)
+        if fits:
+            yield {"expert": expert, "context": context, "tensor": tensor}, layout
 
 
 def _padded(placement: Placement, cluster: Cluster) -> Placement:

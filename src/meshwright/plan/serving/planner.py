@@ -62,11 +62,11 @@ def plan_service(
     chosen = tuple(stored) or stored_dtypes(chip=setting.cluster.chip)
     priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), chosen)
     if not len(priced.decode) or not len(found := all_services(priced, service, setting.model)):
-        raise CannotRunError(_does_not_fit(setting, service, priced))
+        raise CannotRunError(does_not_fit(setting, service, priced))
     order = ranked(found, service)
     if not len(order):
         raise CannotRunError(_misses(setting, service, found))
-    is_frontier = pareto or (service.ttft_s is None and service.tpot_s is None)
+    is_frontier = pareto or all(one is None for one in (service.ttft_s, service.tpot_s, service.itl_s))
     kept = frontier(found, order) if is_frontier else _distinct(priced, found, order)[:MAX_PLANS]
     which = priced.decode.dtypes[found.decode[order]]
     groups = {one: order[which == number] for number, one in enumerate(chosen)}
@@ -74,13 +74,16 @@ def plan_service(
     return ServiceResult(
         setting=setting,
         service=service,
+        stored=chosen,
+        axes=dict(axes or {}),
         plans=tuple(service_plan(priced, found, number, service) for number in kept),
         is_frontier=is_frontier,
         as_written=service_plan(priced, found, published[0], service) if len(published) else None,
         num_services=len(found),
         num_meeting=int(found.meets(service).sum()),
         frontiers={one.words: _points(found, frontier(found, some)) for one, some in groups.items() if len(some)},
-        notes=tuple(_notes(setting, service, chosen)),
+        split=_split(priced, found, frontier(found, order)),
+        notes=tuple(service_notes(setting, service, chosen)),
     )
 
 
@@ -117,10 +120,18 @@ def _points(found: Services, chosen: np.ndarray) -> tuple[tuple[float, float], .
     return tuple(zip(found.tpot_s[chosen].tolist(), found.tokens_per_s_per_chip[chosen].tolist(), strict=True))
 
 
+def _split(priced: PricedFleet, found: Services, chosen: np.ndarray) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Returns (TPOT, seconds of a token) of each part of a decode step by itself, and of the prefills of others."""
+    steps, tpot_s = found.decode[chosen], found.tpot_s[chosen]
+    parts = {name: s[steps] / priced.decode.tokens[steps] for name, s in priced.decode.bounds_s.items()}
+    parts["prefills of others"] = tpot_s - priced.decode.token_s[steps]
+    return {name: tuple(zip(tpot_s.tolist(), s.tolist(), strict=True)) for name, s in parts.items()}
+
+
 # -- what is said ---------------------------------------------------------------------------------------
 
 
-def _does_not_fit(setting: Setting, service: Service, priced: PricedFleet) -> str:
+def does_not_fit(setting: Setting, service: Service, priced: PricedFleet) -> str:
     """Says how much memory the leanest engine needs; of memory alone, not of targets."""
     cluster, margin = setting.cluster, setting.memory_margin
     what = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"
@@ -147,6 +158,7 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
     for name, target, values in (
         ("TTFT", service.ttft_s, found.ttft_s),
         ("TPOT", service.tpot_s, found.tpot_s),
+        ("ITL", service.itl_s, found.itl_s),
     ):
         if target is not None:
             said.append(f"{name} {format_seconds(target)} (the shortest is {format_seconds(float(values.min()))})")
@@ -162,21 +174,34 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
     )
 
 
-def _notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -> Iterator[str]:
+def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -> Iterator[str]:
+    """Yields the conventions behind the numbers."""
     mixing = setting.rates.efficiency.mixing
     mixed = ", which are not cut into chunks" if mixing == 1 else f", {mixing:.0%} of each as chunks beside steps"
-    """Yields the conventions behind the numbers."""
     model, cluster, price = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
     yield (
-        "tok/s are output tokens per second and chip; tp is the mesh axis tensor, cp is context, which splits prompts"
-        + ", ep is expert, which also splits the sequences (experts with data-parallel attention)"
+        "tok/s are output tokens per second and chip; tp is the mesh axis tensor; cp is context, which splits prompts, "
+        "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions, and "
+        "wd where it splits the other dim of weights (2-D weight-stationary)"
+        + "; ep is expert, which also splits the sequences (experts with data-parallel attention)"
         * bool(model.num_experts)
     )
     yield (
         "TPOT is in the steady state with full batches: a step at the mean length of the cache and, where engines "
         f"prefill too, (batch - 1) / output prefills of other prompts{mixed}"
     )
+    if service.chunks:
+        yield (
+            "ITL is the longest time between two tokens: a step and the prefill of whole prompts, or a step and "
+            f"{mixing:.0%} of a prompt's last chunk; with chunks the first token comes after as many steps as it has, "
+            "and a batch is so small that a chunk a step keeps it full; TPOT is the same in the mean"
+        )
+    if given := service.speculation:
+        yield (
+            f"drafts are right with probability {given.acceptance:.10g}, each takes {given.draft_cost:.10g} of a step "
+            "without any; a step checks all of a sequence and its own token: products of as many rows, caches read once"
+        )
     if engine := setting.assumptions.engine:
         yield f"steps as {engine} runs them; docs/accuracy.md has the errors of such predictions"
     yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools the transfer"

@@ -1,5 +1,6 @@
 """The plans of a service as data and as JSON."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -7,13 +8,15 @@ import numpy as np
 
 from meshwright.cost.setting import Setting
 from meshwright.plan.serving.engines import PricedFleet, Steps
+from meshwright.plan.serving.fleet import engine_words, layout_of
 from meshwright.plan.serving.search import Services
 from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import Strategy
 
 
-class EnginePool(msgspec.Struct, frozen=True, kw_only=True):
+class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``num_engines`` equal engines and one step of each: ``batch_seqs`` sequences in ``step_s`` seconds.
 
     ``bounds_s`` are the seconds of each part of the step by itself, ``bound_by`` is the longest; ``memory`` is in bytes
@@ -30,6 +33,11 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, float]
 
     @property
+    def words(self) -> str:
+        """``"8 x tp8"``."""
+        return f"{self.num_engines} x {engine_words(self.strategy)}"
+
+    @property
     def num_chips(self) -> int:
         """Chips of all engines."""
         return self.num_engines * self.part.num_chips
@@ -38,25 +46,24 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True):
         """Returns plain data."""
         found = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
         axes = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
-        more = {"part": self.part.short_name, "axes": axes, "placement": self.strategy.placement}
+        more = {
+            "part": self.part.short_name,
+            "axes": axes,
+            "layout": layout_of(self.strategy),
+            "placement": self.strategy.placement,
+        }
         return {**found, **more, "bounds_s": self.bounds_s, "memory": self.memory}
 
 
-class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to serve; see `plan.serving.search` for the formulas.
+class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The figures of one way to serve; see `plan.serving.search` for the formulas.
 
-    ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a pool of their own if
-    the plan ``has_pools``. ``tpot_s`` is in the steady state, ``ttft_s`` at low load. The engines could serve
-    ``requests_per_s``; the other figures count ``served_per_s``, at most the load, and ``num_chips``, which are paid
-    for. Dollars are None without a price: of a million input tokens those of prefill, of
-    a million output tokens those of generation; chips that are idle count with both alike.
+    ``tpot_s`` is in the steady state, ``ttft_s`` at low load. The engines could serve ``requests_per_s``; the other
+    figures count ``served_per_s``, at most the load, and ``num_chips``, which are paid for. Dollars are None without a
+    price: of a million input tokens those of prefill, of a million output tokens those of generation; chips that are
+    idle count with both alike.
     """
 
-    has_pools: bool
-    weights: str
-    cache: str
-    generate: EnginePool
-    prefill: EnginePool
     ttft_s: float
     tpot_s: float
     transfer_s: float
@@ -65,8 +72,26 @@ class ServicePlan(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_chip: float
     num_chips: int
     free_bytes: float
-    usd_per_m_input: float | None
-    usd_per_m_output: float | None
+    usd_per_m_input: float | None = None
+    usd_per_m_output: float | None = None
+
+
+class ServicePlan(ServiceFigures, frozen=True, kw_only=True):
+    """One way to serve. ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a
+    pool of their own if the plan ``has_pools``. ``weights`` and ``cache`` are the dtypes in which these are stored. A
+    step of generation checks ``num_drafts`` tokens and makes ``step_tokens`` of each sequence in the mean. ``itl_s`` is
+    the longest time between two tokens, with prompts in chunks of ``chunk_len`` tokens, 0 if they are not cut; None if
+    neither was asked for."""
+
+    has_pools: bool
+    weights: str
+    cache: str
+    generate: EnginePool
+    prefill: EnginePool
+    num_drafts: int = 0
+    step_tokens: float = 1.0
+    chunk_len: int = 0
+    itl_s: float | None = None
 
     @property
     def bound_by(self) -> str:
@@ -84,17 +109,22 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``as_written`` is the best plan with weights and caches in bfloat16, None if none was asked for or fits the targets.
     Of ``num_services`` that fit in memory ``num_meeting`` meet the targets. ``frontiers`` has for each pair of dtypes
-    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both.
+    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both. ``split`` has
+    for each of `BOUNDS`, and the prefills of others, the points (TPOT, seconds of a token by itself) of the plans that
+    none at all beats. ``stored`` and ``axes`` are the dtypes and sizes that it was planned with.
     """
 
     setting: Setting
     service: Service
+    stored: tuple[StoredDtypes, ...]
+    axes: Mapping[str, int]
     plans: tuple[ServicePlan, ...]
     is_frontier: bool
     as_written: ServicePlan | None
     num_services: int
     num_meeting: int
     frontiers: dict[str, tuple[tuple[float, float], ...]]
+    split: dict[str, tuple[tuple[float, float], ...]]
     notes: tuple[str, ...]
 
     def listed(self, top: int) -> tuple[ServicePlan, ...]:
@@ -116,6 +146,7 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
             "num_services": self.num_services,
             "num_meeting": self.num_meeting,
             "frontiers": self.frontiers,
+            "split": self.split,
             "memory_room": self.setting.memory_room,
             "notes": list(self.notes),
         }
@@ -135,7 +166,8 @@ def service_plan(priced: PricedFleet, found: Services, number: int, service: Ser
         share = prefill.num_chips / (prefill.num_chips + generate.num_chips)
     else:
         prompt_s = float(found.prompt_s[number])
-        share = prompt_s / (prompt_s + service.output_len * generate.step_s / generate.batch_seqs)
+        token_s = float(priced.decode.token_s[generated])
+        share = prompt_s / (prompt_s + service.output_len * token_s / generate.batch_seqs)
     price = priced.fleet.cluster.chip.price_usd_per_hour
     usd = None if price is None else price / 3600 * paid * 1e6
     return ServicePlan(
@@ -144,6 +176,10 @@ def service_plan(priced: PricedFleet, found: Services, number: int, service: Ser
         cache=dtypes.cache,
         generate=generate,
         prefill=prefill,
+        num_drafts=int(priced.decode.drafts[generated]),
+        step_tokens=float(priced.decode.tokens[generated]),
+        chunk_len=int(found.chunk_len[number]),
+        itl_s=float(found.itl_s[number]) if service.itl_s or service.chunk_len else None,
         ttft_s=float(found.ttft_s[number]),
         tpot_s=float(found.tpot_s[number]),
         transfer_s=float(found.transfer_s[number]),

@@ -79,6 +79,11 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     critical_s: float
     num_left_out: int
 
+    @property
+    def alone_s(self) -> float:
+        """Seconds without any overlap."""
+        return self.compute_s + self.hidden_s + self.critical_s
+
 
 class BlockListing(msgspec.Struct, frozen=True, kw_only=True):
     """Both passes over one layer of a block; the model has ``repeat`` such layers."""
@@ -206,7 +211,7 @@ def explain(plan: Plan) -> Explanation:
         fsdp=fsdp_case(plan),
         blocks=_passes(priced),
         between=_between_stages(priced),
-        once=_algorithm("once per step", priced.costs.once, of_layers=True),
+        once=algorithm("once per step", priced.costs.once, of_layers=True),
         batch=batch_of(priced),
         symbols=letters,
         limits=tuple(sorted(limits_at(letters), key=lambda limit: limit.kind != "speed")),
@@ -250,8 +255,8 @@ def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
             BlockListing(
                 name=block.name,
                 repeat=repeat,
-                forward=_algorithm(f"forward pass of one layer{of}", block.forward),
-                backward=_algorithm(f"backward pass of one layer{of}", block.backward),
+                forward=algorithm(f"forward pass of one layer{of}", block.forward),
+                backward=algorithm(f"backward pass of one layer{of}", block.backward),
             )
         )
     return tuple(sorted(found, key=lambda one: one.repeat))
@@ -269,14 +274,14 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
         stages=strategy.mesh["pipeline"],
         chunks=strategy.chunks,
         microbatches=count,
-        sends=_algorithm("between stages, one microbatch", priced.costs.boundary),
+        sends=algorithm("between stages, one microbatch", priced.costs.boundary),
         num_sends=float(priced.pipeline.num_sends),
         sends_s=float(terms.get("pipeline", 0.0)),
         bubble_s=float(terms.get("bubble", 0.0)),
     )
 
 
-def _algorithm(title: str, costs: Sequence[StepCost], *, of_layers: bool = False) -> Algorithm:
+def algorithm(title: str, costs: Sequence[StepCost], *, of_layers: bool = False) -> Algorithm:
     """Returns the lines of one pass and their sums, with ``of_layers`` each as often as the busiest device runs it."""
     every = [(cost, float(cost.here) if of_layers else 1.0) for cost in costs]
     total = sum(float(c.time_s) for c in costs)

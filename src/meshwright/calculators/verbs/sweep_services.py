@@ -1,0 +1,168 @@
+"""`meshwright sweep services MODEL`: the best service as one or two fields change: lengths, targets, load, clusters."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from meshwright.api.rates import rates_for
+from meshwright.calculators.sweeps.fields import SweptFields, read_fields
+from meshwright.calculators.sweeps.points import MAX_POINTS
+from meshwright.calculators.verbs.sweep_plans import WIDE, Figures, Swept, refusals, varied_fields
+from meshwright.cli.fields import field_value, parse_fields, take_axes, with_fields
+from meshwright.cli.output import three_digits, width
+from meshwright.cli.shared import CALIBRATION, PNG
+from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_count, format_seconds, parse_count
+from meshwright.plan.serving.planner import plan_service, service_setting
+from meshwright.plan.serving.service import Service, parse_load, parse_target
+from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
+from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.figure import Figure
+from meshwright.report.scaling import service_figure
+from meshwright.spec.calibration import Calibration
+
+SERVED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "prompt": ("prompt_len", lambda text, what: parse_count(text, what=what, least=1)),
+    "output": ("output_len", lambda text, what: parse_count(text, what=what, least=1)),
+    "ttft": ("ttft_s", parse_target),
+    "tpot": ("tpot_s", parse_target),
+    "rate": ("requests_per_s", parse_load),
+    "prefix_hits": ("prefix_share", lambda text, what: field_value(text)),
+}
+"""Field of a sweep -> the field of the service, and what reads its value."""
+OWN = ("model", "on", *SERVED, "weights", "kv")
+
+FIGURES: dict[str, Figures] = {
+    "tokens_per_s_per_chip": Figures("output tokens/s per chip", three_digits, ""),
+    "tpot_s": Figures("time per output token", format_seconds, "s"),
+    "ttft_s": Figures("time to the first token", format_seconds, "s"),
+    "usd_per_m_output": Figures("dollars per million output tokens", lambda usd: f"${usd:.3g}"),
+    "num_chips": Figures("chips", format_count),
+}
+OF_PLAN = (*FIGURES, "usd_per_m_input", "bound_by", "weights", "has_pools")
+COLUMNS: dict[str, Any] = {
+    "engines": "engines",
+    "batch": "batch_seqs",
+    "stored": lambda row: row["axes"] and StoredDtypes(row["weights"], row["kv"]).words.replace(", KV", ","),
+    "prefill": "prefill_engines",
+    "TTFT": ("ttft_s", format_seconds),
+    "TPOT": ("tpot_s", format_seconds),
+    "tok/s/chip": ("tokens_per_s_per_chip", three_digits),
+    "$/M out": ("usd_per_m_output", "{:.3g}".format),
+}
+MORE_COLUMNS: dict[str, Any] = {
+    "$/M in": ("usd_per_m_input", "{:.3g}".format),
+    "chips used": "num_chips",
+    "bound by": "bound_by",
+}
+REFUSED = {
+    "does not fit": "does not fit",
+    "misses": "none meets",
+    "few chips": "need at least",
+    "too long": "longer",
+}
+"""Kind of a refusal -> words of its message."""
+
+
+class Given(Options):
+    models: str = argument(metavar="MODEL[,MODEL...]")
+    texts: tuple[str, ...] = argument(metavar="[FIELD=VALUES]...")
+    on: str = option("Clusters: v5e:4x4..16x16 (doubling), or h100:8x4,8x8.")
+    figure: Literal["tokens_per_s_per_chip", "tpot_s", "ttft_s", "usd_per_m_output", "num_chips"] = option(
+        "What a grid of two fields and its picture show.", default="tokens_per_s_per_chip"
+    )
+    calibration: Path | None = CALIBRATION
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """Find the best service of MODEL as one or two fields change: TTFT, TPOT, tokens/s per chip, cost, what binds it.
+
+    Fields: prompt and output (tokens, needed), ttft, tpot, rate, prefix_hits, weights and kv (dtypes), sizes of
+    engines (tensor=8, expert=8), and fields of the model (model.num_kv_heads=1,8). Numbers double in prompt=1Ki..64Ki.
+    """
+    fields = read_fields(given.models, given.on, given.texts, OWN)
+    for name in ("prompt", "output"):
+        if name not in fields:
+            raise InputError(f"a sweep of services needs {name}. Write {name}=512, or several values.")
+    varied, points = varied_fields(fields), list(itertools.product(*(values.items() for values in fields.values())))
+    if len(points) > MAX_POINTS:
+        raise InputError(f"{len(points):,} points are too many for one sweep. Give at most {MAX_POINTS}.")
+    rates = {at.chip.name: rates_for(at, given.calibration, fitted=True) for at in fields["on"].values()}
+    rows = [_point(fields, chosen, varied, rates) for chosen in points]
+    if all(row["axes"] is None for row in rows):
+        raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
+    swept = SweptServices(rows=rows, varied=varied, figure=given.figure)
+    facts = {
+        **{name: swept.same(name) for name in ("model", "cluster")},
+        "fields": {name: list(fields[name]) for name in varied},
+        "points" if len(varied) == 1 else "cells": rows,
+    }
+    return Answer(facts, list(swept.text()), {given.png: swept.picture}, [rows])
+
+
+class SweptServices(Swept, frozen=True, kw_only=True):
+    """The records of a sweep of services."""
+
+    figures = FIGURES
+    words: ClassVar = {"held": "{}".format}
+    noun = "services"
+
+    def table(self, first: dict[str, Any]) -> Iterator[Piece]:
+        """Yields the figures of every point."""
+        yield Table.of(self.rows, {**first, **COLUMNS, **(MORE_COLUMNS if width() >= WIDE else {})}).known()
+
+    def picture(self) -> Figure:
+        """Returns curves over one field, or the heatmap of two."""
+        if len(self.varied) > 1:
+            return self.heatmap()
+        served = [row for row in self.rows if row["axes"] is not None]
+        return service_figure(served, over=self.varied[0], title=self.title, subtitle=self.shared)
+
+
+def _point(
+    fields: SweptFields, chosen: Any, varied: list[str], rates: Mapping[str, Calibration | None]
+) -> dict[str, Any]:
+    """Returns the best service of one combination of values, or why there is none."""
+    shown = {name: text for name, (text, _) in zip(fields, chosen, strict=True)}
+    at = {name: value for name, (_, value) in zip(fields, chosen, strict=True)}
+    given = parse_fields(
+        [f"{name}={value}" for name, value in at.items() if name not in OWN], sections=("model", "strategy")
+    )
+    axes = take_axes(None, given["strategy"])
+    for name in given["strategy"]:
+        raise InputError(f"{name} is no field of a service. Sweep {', '.join(SERVED)}, weights, kv, tensor or expert.")
+    service = Service(**{of: read(at[name], what=name) for name, (of, read) in SERVED.items() if name in at})
+    cluster, model = at["on"], with_fields(at["model"], "model", given["model"])
+    values = {name: shown[name] for name in varied}
+    row: dict[str, Any] = {
+        "label": ", ".join(f"{name} {value}" for name, value in values.items()),
+        "values": values,
+        "model": model.name,
+        "cluster": cluster.short_name,
+        "chip": cluster.chip.name,
+        "held": ", ".join(f"{name} {shown[name]}" for name in at if name not in (*varied, "model", "on")),
+        **dict.fromkeys(
+            ("reason", "least_bytes", "kv", "batch_seqs", "axes", "engines", "num_engines", "prefill_engines", *OF_PLAN)
+        ),
+    }
+    stored = stored_dtypes(*((at[name],) if name in at else () for name in ("weights", "kv")), chip=cluster.chip)
+    try:
+        setting = service_setting(model, cluster, rates.get(cluster.chip.name))
+        best = plan_service(setting, service, stored=stored, axes=axes).plans[0]
+    except (CannotRunError, InputError) as error:
+        kind = next((kind for kind, words in REFUSED.items() if words in str(error)), "no engine")
+        return {**row, "reason": f"{kind}: {error}"}
+    own, other = best.generate, best.prefill
+    return {
+        **row,
+        **{name: getattr(best, name) for name in OF_PLAN},
+        "kv": best.cache,
+        "batch_seqs": own.batch_seqs,
+        "axes": dict(own.strategy.mesh),
+        "engines": own.words,
+        "prefill_engines": other.words if best.has_pools else "same",
+    }

@@ -1,0 +1,91 @@
+"""Memory of prefill and decode that training has not: caches in a chip's tiles, and what XLA copies of a layer.
+
+Engines that are not compiled by XLA copy nothing (`OpSizes.on_gpus` is False for them).
+"""
+
+import numpy as np
+
+from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.generation import caches_of, window_of
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.cached_attention import CachedAttention, slots_kept
+from meshwright.algebra.rewrites.split_backward import weights_of
+from meshwright.algebra.sizes import LANES, SUBLANES, Number, OpSizes
+from meshwright.algebra.steps import Step
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.cost.arrays import largest, total
+
+WORD_BYTES = 4
+"""Bytes of a lane in one row of a TPU's tile, into which narrower numbers of several rows are packed."""
+
+
+def stored_bytes(array: ShardedArray, sizes: OpSizes) -> Number:
+    """Returns the bytes of a weight that no step updates; TPUs have the dim in the lanes that fills them best."""
+    found = sizes.elements(array) * (DTYPE_BYTES[array.dtype] if array.dtype else sizes.width)
+    if not sizes.tile_rows or len(array.dims) < 2:
+        return found
+    padded = [np.ceil(size / LANES) * LANES / size for size in map(np.asarray, sizes.local(array).values())]
+    return found * np.minimum.reduce(np.broadcast_arrays(*padded))
+
+
+def cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
+    """Returns the bytes of keys and values of all layers; a step updates them in place."""
+    return total(block.repeat * _layer_caches(block, derived, sizes) for block in derived.blocks)
+
+
+def _layer_caches(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
+    caches = [derived.declared[name] for name in caches_of(block.block)]
+    kept = slots_kept(sizes.dims["S"], window_of(block.block)) / sizes.dims["S"] if caches else 1.0
+    return kept * total(sizes.bytes(array) * _tiles(array, sizes) for array in caches)
+
+
+def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
+    """Returns the rows of whole tiles over the heads of a slot, which are a tile on TPUs (`nn.cache.cache_layout`)."""
+    if not sizes.tile_rows or len(array.dims) < 4:
+        return 1.0
+    heads, packed = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
+    rows = np.clip(2 ** np.ceil(np.log2(heads)), packed, SUBLANES)
+    return np.where(heads > 1, np.ceil(heads / rows) * rows / heads, 1.0)
+
+
+def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
+    """Returns the bytes that XLA copies of the weights and caches of one layer.
+
+    On GPUs these are slices of the arrays of all layers: matrices, and in decode keys and values. On TPUs they are
+    int8 latents of all layers, whose tiles writes change. Matrices of experts are widened one at a time.
+    """
+    decodes = any(isinstance(step.details, CachedAttention) for step in block.forward)
+    matrices = [derived.declared[name] for name in weights_of(derived, block)] if block.is_layer else []
+    experts = (array for array in matrices if array.dims[0] == "E" and array.dtype == "int8")
+    by_xla = sizes.on_gpus or sizes.tile_rows > 0
+    found = by_xla * largest(sizes.elements(array) * sizes.width for array in experts)
+    if sizes.on_gpus:
+        found = found + sizes.total(*matrices) + decodes * _layer_caches(block, derived, sizes)
+    if sizes.tile_rows and decodes:
+        latents = (derived.declared[name] for name in caches_of(block.block))
+        found = found + block.repeat * total(
+            sizes.bytes(array) for array in latents if array.dtype == "int8" and len(array.dims) == 3
+        )
+    return found
+
+
+def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Returns the bytes of temporary memory of a step: its own, or on GPUs the transposed copy of a stream of several
+    sequences, whose positions are gathered or scattered as the outermost dim."""
+    if not step.is_collective:
+        return kind_of(step).scratch_bytes(step, sizes)
+    if not sizes.on_gpus or step.op not in ("all_gather", "reduce_scatter") or step.dim != "T":
+        return 0.0
+    whole = step.result if step.op == "all_gather" else step.inputs[0]
+    moves = np.prod([sizes.mesh[axis] for axis in step.axes], axis=0) > 1
+    return sizes.bytes(whole) * moves * (sizes.local(whole)["B"] > 1)
+
+
+def widened_results(steps: tuple[Step, ...], sizes: OpSizes) -> dict[ShardedArray, float]:
+    """Maps results of products with int8 weights to how much wider GPUs hold them: in float32, until they are scaled
+    as they are read."""
+    scaled = (
+        (s for s in steps if not s.is_collective and kind_of(s).is_einsum and s.inputs[2:]) if sizes.on_gpus else ()
+    )
+    return {step.result: DTYPE_BYTES["fp32"] / sizes.width for step in scaled if not step.result.dtype}

@@ -1,0 +1,215 @@
+"""Explains a planned service: the listing of each phase's step, where its time goes, and its figures as formulas.
+
+Everything is priced anew from the file's own rates, on the engine's part of the cluster.
+"""
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from meshwright.algebra.generation import GenerationPhase, cache_table
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.cost.breakdown import Breakdown, Term
+from meshwright.cost.train_step import PricedStrategy, price_strategy
+from meshwright.plan.serving.engines import BOUNDS, bounds_s, loads
+from meshwright.plan.serving.file import PHASES, ServiceFile
+from meshwright.plan.serving.fleet import transfer_bytes_per_s
+from meshwright.plan.serving.result import EnginePool
+from meshwright.plan.why.explain import Algorithm, algorithm
+
+AMOUNTS = ("FLOPs", "parameters", "KV", "network")
+"""Parts of a step that are an amount: of FLOPs, or of bytes."""
+
+
+class StepPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one of `BOUNDS` by itself, and the FLOPs or bytes of a chip behind them (None: neither)."""
+
+    name: str
+    amount: float | None
+    alone_s: float
+
+
+class PhaseExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a phase on one engine.
+
+    ``num_positions`` is the length of a cache in decode, that of a prompt in prefill. ``blocks`` list one layer of each
+    kind, the embedding and the head; ``repeats`` says how often each runs. ``terms`` add up to ``step_s``.
+    """
+
+    phase: str
+    pool: EnginePool
+    num_positions: int
+    step_s: float
+    blocks: tuple[Algorithm, ...]
+    repeats: tuple[int, ...]
+    parts: tuple[StepPart, ...]
+    terms: tuple[Term, ...]
+    memory: dict[str, float]
+
+
+class Formula(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure of a service: its formula, the formula with its numbers, and the value, also as it is shown."""
+
+    name: str
+    text: str
+    numbers: str
+    value: float
+    shown: str
+
+
+class ServiceExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What `explain` shows of a service: decode and prefill, and the formulas of its figures."""
+
+    file: ServiceFile
+    phases: tuple[PhaseExplanation, ...]
+    formulas: tuple[Formula, ...]
+
+    def value(self, name: str) -> float:
+        """Returns the value of a formula."""
+        return next(one.value for one in self.formulas if one.name == name)
+
+
+def explain_service(file: ServiceFile) -> ServiceExplanation:
+    """Returns the explanation of a service. Raises CannotRunError if a phase does not divide or does not fit."""
+    file.require_legal()
+    decode, prefill = (_phase(file, phase) for phase in PHASES)
+    return ServiceExplanation(file=file, phases=(decode, prefill), formulas=_formulas(file, decode, prefill))
+
+
+# -- a phase ----------------------------------------------------------------------------------------------
+
+
+def _phase(file: ServiceFile, phase: GenerationPhase) -> PhaseExplanation:
+    service = file.service
+    length = service.mean_len if phase == "decode" else service.new_prompt_tokens
+    priced, pool = price_strategy(*file.phase(phase, length)), file.pool(phase)
+    blocks = [block for block in priced.costs.blocks if block.forward]
+    layers = priced.derived.num_layers
+    titles = {
+        block.name: f"one layer, {block.steps.repeat} of {layers} ({block.name})" if block.is_layer else block.name
+        for block in blocks
+    }
+    whole = dict(price_strategy(*file.phase(phase)).estimate.memory)
+    if phase == "prefill":
+        # the cache has the whole prompt, the pass its new tokens
+        whole["kv_cache"] *= service.prompt_len / length
+    return PhaseExplanation(
+        phase=phase,
+        pool=pool,
+        num_positions=length,
+        step_s=float(priced.estimate.step_s),
+        blocks=tuple(algorithm(f"{phase}: {titles[block.name]}", block.forward) for block in blocks),
+        repeats=tuple(block.steps.repeat for block in blocks),
+        parts=tuple(_parts(priced)),
+        terms=Breakdown(priced).terms,
+        memory={name: float(size) for name, size in whole.items() if size},
+    )
+
+
+def _parts(priced: PricedStrategy) -> Iterator[StepPart]:
+    """Yields the parts of a step by what they wait for."""
+    alone = {name: float(seconds[0]) for name, seconds in bounds_s(priced, 1).items()}
+    amounts = dict.fromkeys(AMOUNTS, 0.0)
+    for cost in priced.costs.all:
+        if cost.step.is_collective:
+            amounts["network"] += float(cost.network_bytes * cost.here)
+            continue
+        amounts["FLOPs"] += float(cost.flops * cost.here)
+        if (name := loads(cost)) in amounts:
+            amounts[name] += float(cost.hbm_bytes * cost.here)
+    yield from (
+        StepPart(name=name, amount=amounts.get(name), alone_s=alone[name]) for name in BOUNDS if alone[name] > 0
+    )
+
+
+# -- the formulas -----------------------------------------------------------------------------------------
+
+_TITLES = {
+    "per_s": "requests/s", "served": "served/s", "made": "tok/s/chip", "usd": "$/request", "usd_in": "$/M in",
+    "usd_out": "$/M out", "left": "memory left",
+}  # fmt: skip
+"""Names in formulas that are printed otherwise."""
+_AGGREGATED = {
+    "TPOT": "t_step + mixing x (B - 1) / output x t_prompt",
+    "TTFT": "t_prefill",
+    "per_s": "G x B / (output x TPOT + t_prompt)",
+}
+_POOLED = {
+    "TPOT": "t_step",
+    "t_transfer": "KV / (senders x link)",
+    "TTFT": "t_prefill + t_transfer",
+    "per_s": "min(P / t_prompt, G x B / (output x t_step))",
+}
+_SHARES = {
+    False: "t_prompt / (t_prompt + output x t_step / B)",
+    True: "P_chips / (P_chips + G_chips)",
+}
+_ROOM = {
+    False: "room - weights_and_KV - max(decoding, prefilling)",
+    True: "room - max(weights_and_KV + decoding, prefilling)",
+}
+"""Formulas by whether pools prefill."""
+
+
+def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplanation) -> tuple[Formula, ...]:
+    """Returns the figures of a service by the formulas of `plan.serving.search`, each as it is printed.
+
+    With pools prefill has chips of its own; else it works beside the caches of decode, with the same weights. With
+    drafts the step that checks them is that of the file, ``t_checked``, and t_step is that of a token.
+    """
+    service, generate, fill, pools = file.service, file.generate, file.prefill, file.has_pools
+    new, price = service.new_prompt_tokens, file.cluster.chip.price_usd_per_hour
+    cached = cache_table(file.model, batch_seqs=1, max_len=service.prompt_len, storage=file.stored.storage)
+    held = [generate.memory if file.num_drafts else decode.memory, prefill.memory]
+    kept = [sum(one.get(name, 0.0) for name in ("weights", "kv_cache")) for one in held]
+    counts: dict[str, float] = {
+        "B": generate.batch_seqs, "G": generate.num_engines, "P": fill.num_engines, "prompts": fill.batch_seqs,
+        "prompt": service.prompt_len, "output": service.output_len, "chips": file.predicted.num_chips,
+        "load": service.requests_per_s or 0.0, "price": price or 0.0, "P_chips": fill.num_chips,
+        "G_chips": generate.num_chips, "mixing": file.calibration.efficiency.mixing,
+        "senders": min(generate.part.num_chips, fill.part.num_chips),
+    }  # fmt: skip
+    sizes = {
+        "KV": sum(row.num_bytes for row in cached), "link": transfer_bytes_per_s(file.cluster),
+        "room": file.setting.memory_room, "weights_and_KV": kept[0], "decoding": sum(held[0].values()) - kept[0],
+        "prefilling": sum(prefill.memory.values()) - (0 if pools else kept[1]),
+    }  # fmt: skip
+    times = {"t_step": decode.step_s, "t_prefill": prefill.step_s}
+    wanted: dict[str, str] = {}
+    if file.num_drafts:
+        times["t_checked"], counts["tokens"] = generate.step_s, file.step_tokens
+        wanted["t_step"] = "t_checked / tokens"
+    if new < service.prompt_len:
+        times["t_new"] = times.pop("t_prefill")
+        for name, length in (("t_whole", service.prompt_len), ("t_cached", service.prompt_len - new)):
+            times[name] = float(price_strategy(*file.phase("prefill", length)).estimate.step_s)
+        wanted["t_prefill"] = "max(t_new, t_whole - t_cached)"
+    wanted |= {"t_prompt": "t_prefill / prompts", **(_POOLED if pools else _AGGREGATED)}
+    rate = "per_s"
+    if service.requests_per_s is not None:
+        rate, wanted["served"] = "served", "min(per_s, load)"
+    wanted["made"] = f"{rate} x output / chips"
+    if price is not None:
+        wanted |= {
+            "share": _SHARES[pools],
+            "usd": f"price / 3600 x chips / {rate}",
+            "usd_in": "1e6 x usd x share / prompt",
+            "usd_out": "1e6 x usd x (1 - share) / output",
+        }
+    wanted["left"] = _ROOM[pools]
+    known = {**counts, **sizes, **times}
+    written = {name: f"{value:.4g}" if name == "mixing" else f"{value:.10g}" for name, value in counts.items()}
+    written |= {name: f"{value / 1e9:.4g} GB{'/s' * (name == 'link')}" for name, value in sizes.items()}
+    written |= {name: f"{value:.4g} s" for name, value in times.items()}
+    rows = []
+    for name, text in wanted.items():
+        # the texts are the constants above
+        known[name] = value = float(eval(text.replace(" x ", " * "), {"min": min, "max": max}, known))
+        is_time = name[:2] in ("t_", "TP", "TT")
+        numbers = re.sub(r"\b[A-Za-z]\w*", lambda found: written.get(found[0], found[0]), text)
+        written[name] = f"{value:.4g}{' s' * is_time}"
+        shown = format_seconds(value) if is_time else format_bytes(value) if name == "left" else written[name]
+        text = re.sub(r"\w+", lambda found: _TITLES.get(found[0], found[0]), text)
+        rows.append(Formula(name=_TITLES.get(name, name), text=text, numbers=numbers, value=value, shown=shown))
+    return tuple(rows)

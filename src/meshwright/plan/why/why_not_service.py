@@ -1,0 +1,142 @@
+"""Answers `plan --serve --why-not`: what keeps a wanted engine from being the first plan of a service.
+
+It does not divide, or does not fit in memory, or misses a target or the load, or makes fewer tokens than the first.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.units import format_bytes
+from meshwright.cost.arrays import select
+from meshwright.cost.memory import total_bytes
+from meshwright.plan.serving.engines import BOUNDS, PricedFleet, phase_setting, price_fleet
+from meshwright.plan.serving.fleet import ENGINE_AXES, fleet_of
+from meshwright.plan.serving.planner import does_not_fit
+from meshwright.plan.serving.result import ServicePlan, ServiceResult, service_plan
+from meshwright.plan.serving.search import Services, all_services, ranked
+from meshwright.plan.serving.storing import stored_dtypes
+
+NAMES = (*ENGINE_AXES, "batch", "weights", "kv", "pools")
+"""What a question may name: sizes of the engines that generate, their batch, dtypes, and if pools prefill."""
+
+
+class ServiceWhyNot(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one question: why it is refused, or the best service that has what was asked for.
+
+    ``misses`` maps a target, or the chips of a load, to how many times it is exceeded. ``chip_s`` maps each part of an
+    output token to the chip-seconds that it takes in the first plan and here; "prefill, idle" is all but decode steps.
+    """
+
+    asked: dict[str, Any]
+    refusal: str = ""
+    plan: ServicePlan | None = None
+    misses: dict[str, float] = {}
+    chip_s: dict[str, tuple[float, float]] = {}
+
+
+def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceWhyNot:
+    """Returns what keeps the asked engine from being the first of a result; what is not asked for is searched.
+
+    Raises InputError for names that no engine has, and for values that are none.
+    """
+    for name, value in asked.items():
+        if name not in NAMES:
+            raise InputError(f"{name} is nothing that a service chooses.{nearest(name, NAMES)}")
+        wanted = bool if name == "pools" else str if name in ("weights", "kv") else int
+        if type(value) is not wanted:
+            raise InputError(f"--why-not {name}={value}: give {_EXAMPLES.get(name, 'a size, such as tensor=4')}.")
+    setting, service = result.setting, result.service
+    axes = {name: size for name, size in asked.items() if name in ENGINE_AXES}
+    kept = {name: size for name, size in result.axes.items() if name not in axes}
+    weights, caches = ((asked[name],) if name in asked else () for name in ("weights", "kv"))
+    stored = stored_dtypes(
+        weights or [one.weights for one in result.stored],
+        caches or [one.cache for one in result.stored],
+        chip=setting.cluster.chip,
+    )
+    found = ServiceWhyNot(asked=dict(asked))
+    try:
+        fleet_of(setting.model, setting.cluster, kept | axes)  # says which sizes do not divide
+        priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, kept), stored)
+    except CannotRunError as error:
+        return msgspec.structs.replace(found, refusal=str(error))
+    engines = np.ones(len(priced.fleet), dtype=bool)
+    for axis, size in axes.items():
+        engines &= priced.fleet.mesh[axis] == size
+    steps = engines[priced.decode.engine]
+    if "batch" in asked:
+        steps = steps & (priced.decode.batch == asked["batch"])
+    if not steps.any():
+        return msgspec.structs.replace(found, refusal=_does_not_fit(result, priced, engines, asked))
+    every = all_services(priced, service, setting.model)
+    chosen = steps[every.decode] & (every.pools == asked.get("pools", every.pools))
+    if not chosen.any():
+        return msgspec.structs.replace(found, refusal="no engines that fit are left to prefill for it.")
+    these: Services = select(every, chosen)
+    order = ranked(these, service)
+    over = _exceeded(these, result)
+    best = int(order[0]) if len(order) else int(np.argmin(np.max(list(over.values()), axis=0)))
+    plan = service_plan(priced, these, best, service)
+    return msgspec.structs.replace(
+        found,
+        plan=plan,
+        misses={name: float(times[best]) for name, times in over.items() if times[best] > 1},
+        chip_s=_chip_seconds(result.plans[0], plan),
+    )
+
+
+_EXAMPLES = {"pools": "true or false", "weights": "a dtype, such as weights=bf16", "kv": "a dtype, such as kv=int8"}
+
+
+def _exceeded(these: Services, result: ServiceResult) -> dict[str, np.ndarray]:
+    """Returns how many times each service exceeds each target, and the chips that there are."""
+    service, have = result.service, result.setting.cluster.num_chips
+    found = {"chips": these.num_chips / have}
+    targets = {"TTFT": (service.ttft_s, these.ttft_s), "TPOT": (service.tpot_s, these.tpot_s)}
+    for name, (target, seconds) in {**targets, "ITL": (service.itl_s, these.itl_s)}.items():
+        found |= {name: seconds / target} if target is not None else {}
+    return found
+
+
+def _does_not_fit(result: ServiceResult, priced: PricedFleet, engines: np.ndarray, asked: Mapping[str, Any]) -> str:
+    """Says what the leanest of some engines needs at the asked batch, or at its smallest."""
+    fleet, service = priced.fleet, result.service
+    numbers = [int(number) for number in np.flatnonzero(engines & fleet.decodes)]
+    needs: list[tuple[float, int]] = []
+    for number in numbers:
+        batch = int(asked.get("batch", fleet.batch_shards[number]))
+        for dtypes in priced.stored:
+            at = phase_setting(result.setting.on(fleet.parts[number]), "decode", dtypes, service.max_len, batch)
+            if batch % fleet.batch_shards[number] == 0:
+                memory = at.memory(fleet.strategy(number, dtypes.precision))
+                needs.append((float(total_bytes(memory)), number))
+    if not needs:
+        return does_not_fit(result.setting, service, priced)
+    need, number = min(needs)
+    chips = fleet.parts[number].num_chips
+    if need <= priced.room:
+        tried = set(priced.decode.batch[np.isin(priced.decode.engine, numbers)].tolist())
+        below, above = ([n for n in tried if (n < asked["batch"]) == side] for side in (True, False))
+        near = " or ".join(f"batch={end}" for end in (*sorted(below)[-1:], *sorted(above)[:1]))
+        return f"it fits, but batches are powers of two and the largest that fits. Ask for {near}."
+    what = f"batch {asked['batch']:,}" if "batch" in asked else "one sequence for each device with its own"
+    return (
+        f"with {what} the leanest such engine ({chips} chips) needs {format_bytes(need)} per chip, "
+        f"{format_bytes(need - priced.room)} more than the {format_bytes(priced.room)} there are."
+    )
+
+
+def _chip_seconds(first: ServicePlan, other: ServicePlan) -> dict[str, tuple[float, float]]:
+    """Returns the chip-seconds of an output token by part: those of a decode step by themselves, and the rest."""
+    found: dict[str, list[float]] = {}
+    for plan in (first, other):
+        own = plan.generate
+        each = own.part.num_chips / (own.batch_seqs * plan.step_tokens)
+        for name in (*BOUNDS, "drafts"):
+            found.setdefault(name, []).append(each * own.bounds_s.get(name, 0.0))
+        found.setdefault("prefill, idle", []).append(1 / plan.tokens_per_s_per_chip - each * own.step_s)
+    return {name: (a, b) for name, (a, b) in found.items() if max(a, b) > 0}

@@ -1,0 +1,80 @@
+"""Bytes of prefill and decode beside weights, worked out by hand: caches in tiles, and what XLA copies."""
+
+import pytest
+
+from meshwright.algebra.generation import Storage
+from meshwright.api.planning import make_setting
+from meshwright.cost.generation_memory import scratch_bytes
+from meshwright.cost.setting import Setting
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+
+INT8 = Storage(cache_dtype="int8")
+
+
+def setting_of(model, cluster, *, kind="decode", batch=8, storage=None) -> Setting:
+    made = make_setting(model, cluster, batch=f"{batch}seq", seq_len=1024, calibration="datasheet", kind=kind)
+    return Setting(made.model, made.cluster, made.job, made.calibration, storage or Storage())
+
+
+def memory_of(model, cluster, axes, **given) -> dict:
+    strategy = Strategy(mesh=make_mesh(axes), assignment=standard_assignment(zero=0))
+    return setting_of(model, cluster, **given).memory(strategy)
+
+
+def cache_of(model, cluster, axes, **given) -> float:
+    return float(memory_of(model, cluster, axes, **given)["kv_cache"])
+
+
+def test_a_slots_heads_fill_tiles_on_tpus():
+    """llama3-8b: 32 layers, 8 kv heads of 128; a tile of int8 has at least 4 rows, of bf16 2."""
+    slots = 32 * 2 * 8 * 1024
+    assert cache_of("llama3-8b", "v5e:2x2", {"tensor": 4}) == slots * 2 * 128 * 2
+    scales = slots * 2 * 4
+    assert cache_of("llama3-8b", "v5e:2x2", {"tensor": 4}, storage=INT8) == slots * 4 * 128 + scales
+    assert cache_of("llama3-8b", "h100:4x1", {"tensor": 4}, storage=INT8) == slots * 2 * 128 + scales
+    # one head of a device is no dim of its tiles, whose rows are slots then
+    assert cache_of("llama3-8b", "v5e:2x4", {"tensor": 8}, storage=INT8) == slots * 128 + slots * 4
+
+
+def test_heads_of_64_fill_128_lanes_on_tpus():
+    on_tpus, on_gpus = (cache_of("gpt-oss-20b", c, {"data": 4}) for c in ("v5p:2x2x1", "h100:4x1"))
+    assert on_tpus == 2 * on_gpus
+
+
+def test_gpus_slice_the_weights_and_the_cache_of_a_layer_in_decode():
+    """llama3-8b on one device: a layer has 218.1M numbers in matrices, and 8 sequences of 1,024 slots."""
+    matrices = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 2
+    cache = 2 * 8 * 1024 * 8 * 128 * 2
+    on_gpu, on_tpu = (memory_of("llama3-8b", c, {})["workspace"] for c in ("h100:1x1", "v5e:1x1"))
+    # beside results of 8 tokens, at most four of the 14,336 wide ones
+    assert 0 < on_gpu - matrices - cache < 4 * 8 * 14336 * 2
+    assert on_tpu < matrices / 50
+
+
+@pytest.mark.parametrize(("batch", "copies"), [(1, 0), (2, 1)])
+def test_gpus_turn_a_stream_of_several_sequences_to_gather_its_positions(batch, copies):
+    """Each gather and scatter of the stream has a second copy of it, [B, T, D] of 4,096 wide."""
+    setting = setting_of("llama3-8b", "h100:4x1", kind="prefill", batch=batch)
+    strategy = Strategy(mesh=make_mesh({"tensor": 4}), assignment=standard_assignment(zero=0))
+    layer = next(block for block in setting.derived(strategy).blocks if block.is_layer)
+    sent = [step for step in layer.forward if step.is_collective]
+    assert [step.op for step in sent] == ["all_gather", "reduce_scatter"] * 2
+    found = [float(scratch_bytes(step, setting.sizes(strategy))) for step in sent]
+    assert found == [copies * batch * 1024 * 4096 * 2] * 4
+
+
+def test_products_with_int8_weights_are_in_float32_on_gpus():
+    given = {"kind": "prefill", "storage": Storage(weights="int8")}
+    on_gpu, on_tpu = (memory_of("gemma2-27b", c, {}, **given)["workspace"] for c in ("b200:1x1", "v6e:1x1"))
+    layer = 4608 * (2 * 4096 + 2 * 2048 + 3 * 36864)
+    # gate and up, of 8 sequences of 1,024: 2 bytes more each
+    assert on_gpu - on_tpu == pytest.approx(2 * 2 * 8 * 1024 * 36864 + layer, rel=0.01)
+
+
+def test_writes_change_the_tiles_of_int8_latents_on_tpus():
+    wide, narrow = (
+        memory_of("deepseek-v2-lite", "v5p:2x2x1", {"data": 4}, storage=s, batch=64) for s in (Storage(), INT8)
+    )
+    latents = 26 * 16 * 1024 * (512 + 64)  # of the layers with experts, on one device
+    assert latents < narrow["workspace"] < 1.01 * latents
+    assert wide["workspace"] < 0.03 * latents

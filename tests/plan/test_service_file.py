@@ -1,0 +1,128 @@
+"""The service file: whole, versioned, with a line for every fault; its phases are settings and strategies."""
+
+import msgspec
+import pytest
+
+from meshwright.core.toml_file import dump_toml
+from meshwright.cost.train_step import price_strategy
+from meshwright.plan.serving.file import (
+    is_service_file,
+    load_service,
+    parse_service,
+    save_service,
+    service_file,
+)
+from meshwright.plan.serving.planner import plan_service, service_setting
+from meshwright.plan.serving.service import Service
+from meshwright.spec.catalogue import load_model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.efficiency import fitted_calibration
+from meshwright.spec.plan_file import load_plan
+
+
+def planned(model, cluster, **service):
+    found = parse_cluster(cluster)
+    setting = service_setting(load_model(model), found, fitted_calibration(found.chip))
+    asked = Service(**{"prompt_len": 2048, "output_len": 256, **service})
+    result = plan_service(setting, asked)
+    return result, service_file(result, result.plans[0])
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A small plan with pools: its file, and the data of its text."""
+    _, found = planned("llama3-70b", "v5e:8x8", tpot_s=0.05, requests_per_s=2.0)
+    path = tmp_path_factory.mktemp("plans") / "service.toml"
+    save_service(found, path)
+    assert found.has_pools
+    return found, path
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "service"),
+    [
+        ("llama3-70b", "h100:8x2", {"tpot_s": 0.1}),
+        ("llama3-8b", "v5e:4x4", {"requests_per_s": 5.0}),
+        ("gpt-oss-20b", "2*v5e:4x4", {"prefix_share": 0.5}),
+        ("qwen3-30b-a3b", "h200:8x1", {"ttft_s": 1.0}),
+    ],
+)
+def test_a_file_reads_back_as_it_was(tmp_path, model, cluster, service):
+    result, found = planned(model, cluster, **service)
+    save_service(found, tmp_path / "s.toml")
+    again = load_service(tmp_path / "s.toml")
+    assert again == found
+    assert again.plan == result.plans[0]
+    assert is_service_file(tmp_path / "s.toml")
+    # each phase alone is priced as the search priced it, and needs the same memory
+    again.require_legal()
+    for phase, length in (("decode", again.service.mean_len), ("prefill", None)):
+        pool = again.pool(phase)
+        alone = price_strategy(*again.phase(phase, length)).estimate.step_s
+        if not (phase == "prefill" and "prefix_share" in service):
+            assert float(alone) == pytest.approx(pool.step_s)
+            needed = price_strategy(*again.phase(phase)).estimate.hbm_bytes_per_chip
+            assert float(needed) == pytest.approx(sum(pool.memory.values()))
+
+
+def changed(kept, change):
+    """The text of the file after a change of its data."""
+    found, _ = kept
+    data = msgspec.to_builtins(found)
+    change(data)
+    return dump_toml(data)
+
+
+def put(*path_and_value):
+    *path, last, value = path_and_value
+
+    def change(data):
+        for key in path:
+            data = data[key]
+        data[last] = value
+
+    return change
+
+
+FAULTS = {
+    "version": (put("version", 7), r"plan version 7 is not known; this meshwright reads version 1\. Make the plan"),
+    "unknown": (put("generate", "engines", 2), r"s\.toml:\d+: unknown key 'engines'\. Did you mean 'num_engines'"),
+    "negative": (put("generate", "batch_seqs", -4), r"s\.toml:\d+: generate batch_seqs is -4, give a positive number"),
+    "no engine": (put("prefill", "num_engines", 0), r"prefill num_engines is 0, give a positive number"),
+    "time": (put("predicted", "ttft_s", -1.0), r"predicted ttft_s is -1, give a number of at least 0"),
+    "not finite": (put("predicted", "tpot_s", float("inf")), r"predicted\.tpot_s is inf: give a finite number"),
+    "lengths": (put("service", "prompt_len", 0), r"service\.prompt_len=0 must be at least 1 token"),
+    "dtype": (put("weights", "int7"), r"'int7' is no dtype in which weights are served. Did you mean 'int8'"),
+    "drafts": (put("num_drafts", 2), r"num_drafts=2 must be 0: the service has no speculation"),
+    "chip": (put("generate", "part", "chip", "hbm_bytes", 1e9), r"generate\.part has other chips than the cluster"),
+    "mesh": (put("generate", "strategy", "mesh", "tensor", 3), r"the mesh has 3 devices, but generate\.part 8 chips"),
+    "too many": (put("prefill", "num_engines", 90), r"the engines have [\d,]+ chips, but v5e:8x8 64\."),
+    "shape": (put("prefill", "part", "shape", []), r"every size must be at least 1"),
+    "model": (put("model", "num_heads", "many"), r"model\.num_heads = 'many': expected a whole number"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_one_line(kept, name):
+    change, message = FAULTS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_service(changed(kept, change), path="s.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_does_not_divide_or_fit_is_refused(kept):
+    def broken(*change):
+        return parse_service(changed(kept, put(*change)))
+
+    with pytest.raises(ValueError, match=r"\[generate\]: .* needs .* per chip .* Lower generate\.batch_seqs"):
+        broken("generate", "batch_seqs", 100_000).require_legal()
+    with pytest.raises(ValueError, match=r"\[generate\]: tensor=8 does not divide F=28676 feed-forward width"):
+        broken("model", "d_ff", 28_676).require_legal()
+
+
+def test_a_plan_of_the_other_kind_says_so(kept, tmp_path):
+    _, path = kept
+    with pytest.raises(ValueError, match=r"this is the plan of a service, and one of training is needed here"):
+        load_plan(path)
+    (tmp_path / "old.toml").write_text('version = 1\n[model]\nname = "x"\n')
+    assert not is_service_file(tmp_path / "old.toml")
