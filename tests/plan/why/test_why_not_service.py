@@ -10,7 +10,7 @@ from tests.plan.test_service_file import planned
 @pytest.fixture(scope="module")
 def result():
     """llama3-70b on 16 v5e: the first plan has engines of 8 chips that do both phases."""
-    found, file = planned("llama3-70b", "v5e:4x4", tpot_s=0.06, prompt_len=8192, output_len=512)
+    found, file = planned("llama3-70b", "v5e:4x4", tpot_s=0.08, prompt_len=8192, output_len=512)
     assert (file.generate.strategy.mesh["tensor"], file.has_pools) == (8, False)
     return found
 
@@ -36,7 +36,7 @@ def test_chip_seconds_add_up(result):
 
 def test_too_little_memory_has_its_bytes(result):
     """70.6e9 parameters in int8 on four chips are 17.6 GB of each chip's 16.1 GB; compilers need some memory beside."""
-    found = why_not_service(result, {"tensor": 4, "weights": "int8"})
+    found = why_not_service(result, {"tensor": 4, "context": 1, "weights": "int8"})
     assert found.plan is None
     assert found.refusal.startswith("with one sequence for each device with its own the leanest such engine (4 chips)")
     assert f"more than the {format_bytes(result.setting.memory_room)} there are." in found.refusal
@@ -47,9 +47,9 @@ def test_too_little_memory_has_its_bytes(result):
 
 def test_misses_say_by_how_much(result):
     missed = why_not_service(result, {"tensor": 16, "batch": 64, "kv": "int8", "weights": "int8"})
-    assert missed.plan is None or missed.misses["TPOT"] == pytest.approx(missed.plan.tpot_s / 0.06)
+    assert missed.plan is None or missed.misses["TPOT"] == pytest.approx(missed.plan.tpot_s / 0.08)
     most = why_not_service(result, {"tensor": 16, "batch": 32, "pools": False})
-    assert most.misses == ({} if most.plan.tpot_s <= 0.06 else {"TPOT": most.plan.tpot_s / 0.06})
+    assert most.misses == ({} if most.plan.tpot_s <= 0.08 else {"TPOT": most.plan.tpot_s / 0.08})
 
 
 @pytest.mark.parametrize(
