@@ -76,12 +76,20 @@ def traffic_of(
     return found
 
 
+MOST_REQUESTS = 10_000_000
+
+
 def poisson(
     rate_per_s: float, *, duration_s: float, prompt: LengthSampler, output: LengthSampler, seed: int = 0
 ) -> RequestTraffic:
     """Returns requests that arrive independently of each other, ``rate_per_s`` in the mean, for ``duration_s``."""
     if not (0 < rate_per_s < np.inf and 0 < duration_s < np.inf):
         raise InputError(f"a rate of {rate_per_s:g} requests/s for {duration_s:g} s. Give positive, finite numbers.")
+    if rate_per_s * duration_s > MOST_REQUESTS:
+        raise InputError(
+            f"{rate_per_s:g} requests/s for {duration_s:g} s are {rate_per_s * duration_s:,.3g} requests; at most "
+            f"{MOST_REQUESTS:,} are simulated. Give fewer seconds."
+        )
     generator = np.random.default_rng(seed)
     count = max(int(generator.poisson(rate_per_s * duration_s)), 1)
     arrival_s = np.sort(generator.uniform(0, duration_s, count))

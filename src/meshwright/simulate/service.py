@@ -11,7 +11,7 @@ from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.record import LatencyTargets, ServingRecord
 from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
-from meshwright.batching.traffic import RequestTraffic, parse_lengths, poisson, traffic_of
+from meshwright.batching.traffic import MOST_REQUESTS, RequestTraffic, parse_lengths, poisson, traffic_of
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
@@ -27,20 +27,31 @@ from meshwright.spec.strategy import Strategy
 PAGE_LEN = 16
 """Positions of a page, as in vLLM."""
 
-TOKEN_BUDGET = 2048
-"""Most tokens of one step, those that are prefilled and one of each sequence that decodes: as in vLLM."""
+TOKEN_BUDGET = 8192
+"""Most tokens of one step on a device with sequences of its own, those that are prefilled and one of each sequence that
+decodes: as vLLM's server has on chips of 70 GB and more (vllm/engine/arg_utils.py)."""
 
 
 class PricedClock(Clock):
     """Seconds of the steps of one engine, by the cost model.
 
     A step that decodes takes the derived decode step at its mean cache; tokens that are prefilled take a prefill of so
-    many, as of one prompt, and attention to the tokens before them. Decode waits for the share ``mixing`` of it. With
-    ``num_shards`` above 1 the requests are those of one of so many replicas of attention, all of which do the same.
+    many, as of prompts of at most ``prompt_len``, and attention to the tokens before them. Decode waits for the share
+    ``mixing`` of it. Where devices have sequences of their own, prompts are spread over them. With ``num_shards`` above
+    1 the requests are those of one of so many replicas of attention, all of which do the same.
     """
 
-    def __init__(self, setting: Setting, strategy: Strategy, *, decodes: bool = True, num_shards: int = 1) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        strategy: Strategy,
+        *,
+        decodes: bool = True,
+        num_shards: int = 1,
+        prompt_len: float = np.inf,
+    ) -> None:
         self._setting, self._strategy, self._decodes, self._num_shards = setting, strategy, decodes, num_shards
+        self._prompt_len = prompt_len
         self._mixing = setting.rates.efficiency.mixing
 
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
@@ -51,8 +62,12 @@ class PricedClock(Clock):
         if self._decodes:
             batch, length = np.maximum(decode, 1), np.maximum(cached / np.maximum(decode, 1), 1)
             decode_s = np.where(decode > 0, self._seconds("decode", batch * self._num_shards, length), 0.0)
-        prefill_s = np.where(tokens > 0, self._seconds("prefill", 1.0, np.maximum(tokens, 1)), 0.0)
-        pairs = np.maximum(tokens * (past + 1) - tokens**2 / 2, 0.0)
+        # the tokens of the device that has most
+        shards = sequence_shards(self._strategy)
+        tokens = np.maximum(np.minimum(tokens, self._prompt_len), tokens / shards)
+        each = np.clip(tokens, 1, self._prompt_len)
+        prefill_s = np.where(tokens > 0, self._seconds("prefill", shards * np.maximum(tokens, 1) / each, each), 0.0)
+        pairs = np.maximum(tokens * (past + 1) - np.minimum(tokens, self._prompt_len) * tokens / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
         return decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
 
@@ -105,7 +120,7 @@ def service_traffic(
     own = (service.prompt_len, service.output_len)
     prompt, output = (parse_lengths(text or f"{mean}") for text, mean in zip(lengths, own, strict=True))
     if at_once:
-        count, generator = max(round(requests_per_s * duration_s), 1), np.random.default_rng(seed)
+        count, generator = round(min(max(requests_per_s * duration_s, 1), MOST_REQUESTS)), np.random.default_rng(seed)
         return traffic_of(np.zeros(count), prompt(generator, count), output(generator, count))
     return poisson(requests_per_s, duration_s=duration_s, seed=seed, prompt=prompt, output=output)
 
@@ -139,8 +154,10 @@ def simulate_service(
         raise InputError(f"engines of pools do one phase each, so the policy {policy!r} is not for them.")
 
     def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
-        batch, pages = plan.generate.batch_seqs, -(-service.max_len // PAGE_LEN)
-        budget = plan.chunk_len + batch if plan.chunk_len else max(TOKEN_BUDGET, batch + 1)
+        batch, pages = max(pool.batch_seqs, plan.generate.batch_seqs), -(-service.max_len // PAGE_LEN)
+        prompts = pool.batch_seqs * service.prompt_len * (not decodes)
+        most_tokens = TOKEN_BUDGET * sequence_shards(pool.strategy)
+        budget = plan.chunk_len + batch if plan.chunk_len else max(most_tokens, prompts, batch + 1)
         limits = SchedulerLimits(
             policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
             num_pages=batch * pages,
@@ -150,7 +167,8 @@ def simulate_service(
         most_new = {"static": batch * prompt, "interleaved": prompt, "chunked": 0}[policy]
         most = (batch, batch * pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
         setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
-        clock = TabledClock(PricedClock(setting, pool.strategy, decodes=decodes), most)
+        priced = PricedClock(setting, pool.strategy, decodes=decodes, prompt_len=service.prompt_len)
+        clock = TabledClock(priced, most)
         return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
 
     if not plan.has_pools:

@@ -152,6 +152,7 @@ def test_requests_of_other_lengths_and_policies(call):
         2, "--slots changes nothing here: it is for --simulate or --trace"
     )
     call(*loaded, "--trace", "trace.csv").assert_refused(2, "--trace has the requests")
+    call(*asked, "--rate", "5/s", "--simulate", "1e9s").assert_refused(2, "at most 10,000,000 are simulated")
     call(*loaded, "--outputs", "9..1").assert_refused(2, "lengths from 9 to 1 tokens")
     call(*loaded, "--prompts", "600000").assert_refused(2, "of 16 tokens, of")
 
