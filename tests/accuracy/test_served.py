@@ -37,9 +37,10 @@ def test_a_record_is_a_prefill_and_a_decode_step():
     assert (decode.job.batch_seqs, decode.job.seq_len) == (16, 1024 + 512)
     assert (decode.storage.weights, decode.storage.cache_dtype) == ("fp8", "bf16")
     assert case.decode.strategy.mesh["tensor"] == decode.cluster.num_chips == 4
-    narrow = changed(RECORDS[DENSE], backend="trtllm")
-    assert isinstance(narrow, ServedCase)
-    assert narrow.decode.setting.storage.cache_dtype == "fp8"
+    for fields in ({"backend": "trtllm"}, {"hardware": "B200-SXM"}):
+        narrow = changed(RECORDS[DENSE], **fields)
+        assert isinstance(narrow, ServedCase)
+        assert narrow.decode.setting.storage.cache_dtype == "fp8"
 
 
 def test_the_time_of_a_token_by_hand():
@@ -90,14 +91,18 @@ def test_degrees_of_experts():
 
 
 def test_no_more_sequences_than_caches_have_room_for():
-    """An H100 has 0.9 x 80 GB - 16 GB for caches of an 8B model in 16 bits, 131,072 bytes a position."""
+    """An H100 has 0.95 x 80 GB - 16 GB for caches of an 8B model in 16 bits, 131,072 bytes a position; for as many
+    requests as fit in 0.9 it stays at that."""
     named = (r for r in RECORDS.values() if r.model and r.model.name == "llama3.1-8b")
     record = next(record for record in named if record.precision == "unstated")
     fields = {"tp": 1, "dp": 1}
     record = msgspec.structs.replace(record, parallelism=msgspec.structs.replace(record.parallelism, **fields))
     case = changed(record, hardware="H100-SXM-80GB", isl=8192, osl=1024, concurrency=512.0)
     assert isinstance(case, ServedCase)
-    assert case.batch == pytest.approx((0.9 * 80e9 - 2 * 8.03e9) / (131072 * 9216), rel=0.03)
+    assert case.batch == case.room == pytest.approx((0.95 * 80e9 - 2 * 8.03e9) / (131072 * 9216), rel=0.03)
+    few = changed(record, hardware="H100-SXM-80GB", isl=8192, osl=1024, concurrency=4.0)
+    assert isinstance(few, ServedCase)
+    assert (few.batch, few.room) == (4, pytest.approx((0.9 * 80e9 - 2 * 8.03e9) / (131072 * 9216), rel=0.03))
 
 
 def test_measurements_count_once():

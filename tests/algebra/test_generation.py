@@ -20,7 +20,7 @@ from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.spec.catalogue import load_model, models
-from meshwright.spec.strategy import Strategy, cache_assignment, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, cache_assignment, make_mesh, standard_assignment, stationary_assignment
 
 LLAMA = load_model("llama3-8b")
 
@@ -243,3 +243,50 @@ def test_a_cache_split_over_sequences_is_the_book_s_twelve_steps():
     ]
     # a new key is made by every device of Z, and kept by the one that has its sequence: a slice sends nothing
     assert not any(step.is_collective and step.result.name in ("kr", "v") for step in block.forward)
+
+
+def layer_moves(strategy):
+    """The collectives of a layer in decode, and the steps of its attention."""
+    derived = derive_phase(load_model("llama3-70b"), "decode", strategy)
+    (block,) = (each for each in derived.blocks if each.block.carry)
+    return [str(step) for step in block.forward if step.is_collective or "o_own" in str(step)]
+
+
+def test_a_cache_split_over_positions_merges_what_devices_attend_to():
+    """Each device attends to its positions with the heads of all; two small sums, of (B, T, N) numbers, make the
+    softmax whole: the largest score and the sum of exponentials."""
+    strategy = Strategy(mesh=make_mesh({"tensor": 8, "context": 4}), assignment=cache_assignment("positions"))
+    assert layer_moves(strategy)[:6] == [
+        "qr[B, T, N_tensor, H] = AllGather_context(qr[B, T, N_{tensor,context}, H])",
+        "o_own[B, T, N_tensor, H]{U_context} = cached_attention(qr[B, T, N_tensor, H], "
+        "cache_k'[B, S_context, K_tensor, H], cache_v'[B, S_context, K_tensor, H], positions[B, T])",
+        "o_peak[B, T, N_tensor] = AllReduce_context(o_peak[B, T, N_tensor]{U_context})",
+        "o_share[B, T, N_tensor] = AllReduce_context(o_share[B, T, N_tensor]{U_context})",
+        "o[B, T, N_tensor, H]{U_context} = scale_by_share(o_own[B, T, N_tensor, H]{U_context}, "
+        "o_share[B, T, N_tensor]{U_context}, o_share[B, T, N_tensor])",
+        "o[B, T, N_{tensor,context}, H] = ReduceScatter_context(o[B, T, N_tensor, H]{U_context})",
+    ]
+
+
+def test_pages_do_not_split_over_positions():
+    strategy = Strategy(mesh=make_mesh({"context": 4}), assignment=cache_assignment("positions"))
+    with pytest.raises(InputError, match="a cache in pages is not split over positions"):
+        derive_forward(generation_program(LLAMA, "decode", Storage(page_len=16)), one_position(strategy))
+
+
+def test_weights_in_two_dims_stay_where_they_are():
+    """How to Scale Your Model, section 7.6.2: a gather over F's axis before the first product and a scatter over D's
+    after it, then the other way round; no weight moves."""
+    strategy = Strategy(mesh=make_mesh({"tensor": 8, "context": 4}), assignment=stationary_assignment())
+    own = ("h1[", "g[", "u[", "m[", "y[")
+    of_mlp = [line for line in layer_moves(strategy) if line.startswith(own) and " * " not in line]
+    assert of_mlp == [
+        "h1[B, T, D_context] = AllGather_tensor(h1[B, T, D_{context,tensor}])",
+        "g[B, T, F_{tensor,context}] = ReduceScatter_context(g[B, T, F_tensor]{U_context})",
+        "u[B, T, F_{tensor,context}] = ReduceScatter_context(u[B, T, F_tensor]{U_context})",
+        "m[B, T, F_tensor] = AllGather_context(m[B, T, F_{tensor,context}])",
+        "y[B, T, D_{context,tensor}] = ReduceScatter_tensor(y[B, T, D_context]{U_tensor})",
+    ]
+    assert not any("w_" in line or "wq" in line or "wo" in line for line in layer_moves(strategy))
+    with pytest.raises(InputError, match="dispatch needs D whole"):
+        derive_phase(load_model("mixtral-8x7b"), "decode", strategy)

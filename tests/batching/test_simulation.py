@@ -187,6 +187,16 @@ def test_no_more_requests_are_on_their_way_than_the_client_has(traffic, limits, 
         assert at_s == traffic.arrival_s[number] or at_s in ended_s[:number]
 
 
+def test_new_requests_are_looked_for_every_few_steps():
+    # Prefill to 1 s; from then on a look at 1, 5 and 9 s: what comes at 1.5 s is prefilled from 5 s on.
+    bounds = SchedulerLimits(num_pages=99, look_every=4)
+    made = traffic_of([0.0, 1.5], 4, [20, 2])
+    record = simulate(made, ReplicaPool(limits=bounds, clock=SECOND))
+    assert record.times.first_token_s.tolist() == [1.0, 6.0]
+    single = simulate(made, ReplicaPool(limits=bounds, clock=SECOND), most_jump=1)
+    assert single.times.ended_s.tolist() == record.times.ended_s.tolist() == [20.0, 7.0]
+
+
 def test_requests_go_to_the_least_loaded_replica():
     pool = ReplicaPool(limits=SchedulerLimits(num_pages=99, max_requests=1), clock=SECOND, num_replicas=2)
     made = traffic_of([0.0, 0.1, 5.5], 4, [20, 4, 4])

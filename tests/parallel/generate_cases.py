@@ -15,7 +15,7 @@ from meshwright.nn.quantisation import contracted_axes
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generate_step import GenerateStep
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, cache_assignment, make_mesh
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, LAYOUTS, Strategy, make_mesh
 from tests.nn import families
 
 RELATIVE = 1e-5  # float32, of the largest logit
@@ -61,9 +61,9 @@ def dequantise_params(model: Model, params: Params) -> Params:
     }
 
 
-def step_of(model: Model, axes: dict[str, int], *, split: Any = "", **options: Any) -> GenerateStep:
-    """``split`` says what ``context`` splits of caches, "" for nothing."""
-    assignment = cache_assignment(split) if split else DEFAULT_ASSIGNMENT
+def step_of(model: Model, axes: dict[str, int], *, layout: str = "", **options: Any) -> GenerateStep:
+    """``layout`` is one of an engine, "" for the standard assignment."""
+    assignment = LAYOUTS[layout] if layout else DEFAULT_ASSIGNMENT
     strategy = Strategy(mesh=make_mesh(axes), state="fp32", assignment=assignment)
     given = {"max_len": MAX_LEN, "batch_seqs": len(LENGTHS), "cache_dtype": "fp32", **options}
     return GenerateStep(model, strategy, **given)

@@ -72,9 +72,10 @@ def test_no_mesh_changes_anything(name, axes):
         assert_collectives_are_derived(step)
 
 
-SPLIT_CACHES = [
+ENGINES = [
     ("llama", {"tensor": 2, "context": 2}, "sequences", {}),
     ("llama", {"tensor": 2, "context": 2}, "positions", {}),
+    ("llama", {"tensor": 2, "context": 2}, "widths", {}),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
@@ -84,6 +85,8 @@ SPLIT_CACHES = [
             ("gpt_oss", {"tensor": 2, "context": 2}, "positions", {}),
             ("gpt_oss", {"tensor": 2, "context": 2}, "sequences", {}),
             ("gemma2", {"tensor": 2, "context": 2}, "positions", {}),
+            ("gemma2", {"tensor": 2, "context": 2}, "widths", {}),
+            ("llama", {"tensor": 2, "context": 4}, "widths", {"page_len": 4}),
             ("deepseek_v2", {"context": 4}, "sequences", {}),
             ("deepseek_v2", {"tensor": 2, "context": 2}, "positions", {}),
             ("mixtral", {"expert": 2, "context": 2}, "sequences", {}),
@@ -93,9 +96,9 @@ SPLIT_CACHES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "axes", "split", "options"), SPLIT_CACHES)
-def test_no_split_of_caches_changes_anything(name, axes, split, options):
-    step = step_of(FAMILIES[name], axes, split=split, **options)
+@pytest.mark.parametrize(("name", "axes", "layout", "options"), ENGINES)
+def test_no_layout_of_engines_changes_anything(name, axes, layout, options):
+    step = step_of(FAMILIES[name], axes, layout=layout, **options)
     assert_close(with_cache(step, float_params(FAMILIES[name])).logits, uncached(name))
     if name == "llama" and not options:
         assert_collectives_are_derived(step)

@@ -165,6 +165,11 @@ def test_without_targets_nothing_on_the_frontier_is_beaten():
         assert not beats.any()
     assert [len(found.listed(top)) for top in (1, 3, 1000)] == [1, 3, len(points)]
     assert found.listed(3)[-1] == found.plans[-1]
+    # along the frontier the parts are those of each plan's own step, and what is left of TPOT are prefills
+    for number, plan in enumerate(found.plans):
+        own = plan.generate
+        assert {name: points[number][1] for name, points in found.split.items() if name in BOUNDS} == own.bounds_s
+        assert found.split["prefills of others"][number] == (plan.tpot_s, plan.tpot_s - own.step_s)
 
 
 def test_a_load_gives_the_chips():

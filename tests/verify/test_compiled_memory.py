@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from benchmarks.verify_serving import EXECUTED, cases, found_in
 
 from meshwright.spec import catalogue
 from tests.verify.compiled import proof_of
@@ -42,3 +43,28 @@ def test_a_stash_is_held_once(cluster, schedule):
     found = memory(cluster, {"pipeline": 4, "fsdp": 2}, batch_seqs=256, **choices)
     assert found.items["activations"] > 0.7 * found.predicted
     assert abs(found.error) < 0.2
+
+
+DECODER = msgspec.structs.replace(MODEL, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=128, vocab_size=2048)
+"""Its cache outweighs everything else; a layer's keys or values are a sixteenth of it."""
+
+
+@pytest.mark.parametrize("cluster", ON)
+@pytest.mark.parametrize("cache_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("seqs", [1, 8])
+def test_decode_copies_no_cache(cluster, cache_dtype, seqs):
+    """GPUs slice the keys and values of one layer; a cache in another order than products read it was copied whole."""
+    asked = {"seqs": seqs, "length": 65536 // seqs, "step": "decode", "cache_dtype": cache_dtype}
+    proof = proof_of(DECODER, cluster, {"tensor": 8}, **asked)
+    assert proof.memory.temporaries < 0.3 * proof.memory.items["kv_cache"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", EXECUTED)
+@pytest.mark.parametrize(("model", "cluster"), [("llama3-70b", "h100:8x4"), ("gpt-oss-120b", "v5p:2x4x4")])
+def test_steps_of_a_planned_service_are_as_predicted(model, cluster, stored):
+    for case in cases(model, cluster, stored):
+        found = found_in(case.prove())
+        assert found is not None, case
+        assert abs(found.memory) <= 0.05
+        assert found.unnamed <= 0.02

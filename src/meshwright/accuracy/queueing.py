@@ -1,21 +1,28 @@
 """Published serving through the simulation: mean times to the first token, with the queues that a client makes that
 keeps a number of requests on their way."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from meshwright.accuracy.cases import Unpredicted
 from meshwright.accuracy.errors import Accuracy, accuracy_of
-from meshwright.accuracy.served import ServedCase, configuration
+from meshwright.accuracy.records import Parallelism, Record
+from meshwright.accuracy.served import ENGINES, ServedCase, configuration, engine_case, served_calibrations
 from meshwright.batching.clock import TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
-from meshwright.batching.simulation import ReplicaPool, simulate
+from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
 from meshwright.batching.traffic import RequestTraffic, traffic_of, uniform
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.plan.serving.fleet import transfer_bytes_per_s
 from meshwright.simulate.service import PAGE_LEN, PricedClock
 from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import make_cluster
 from meshwright.spec.efficiency import family
+from meshwright.spec.job import Job
 
 REQUESTS = 10
 """Requests in all for each one that is on its way at a time (InferenceX, benchmarks/*.sh: --num-prompts CONC * 10)."""
@@ -33,7 +40,11 @@ TOKEN_BUDGET = 8192
 """Most tokens of a step: --max-num-batched-tokens of InferenceX's vLLM, TensorRT-LLM's and SGLang's default."""
 
 
-class QueuedTimes(msgspec.Struct, frozen=True, kw_only=True):
+MOST_OF_POOL = 64
+"""Devices of the largest engine of a disaggregated service."""
+
+
+class QueuedTimes(msgspec.Struct, frozen=True):
     """Simulated mean seconds to the first token, and from one token to the next, an entry for each case."""
 
     ttft_s: np.ndarray
@@ -46,30 +57,23 @@ def queued_accuracy(
     unpredicted: Sequence[Unpredicted],
 ) -> dict[str, Accuracy]:
     """Returns errors of simulated mean times to the first token, and from token to token; without intervals."""
-    found = queued_times(cases, calibrations)
-    seconds = {"ttft": (found.ttft_s, "ttft_ms"), "simulated": (found.tpot_s, "tpot_ms")}
-    return {
-        f"served-{name}": _without_intervals(cases, calibrations, unpredicted, predicted=predicted, measured=measured)
-        for name, (predicted, measured) in seconds.items()
-    }
+    return _by_time("served", cases, calibrations, unpredicted, queued_times(cases, calibrations))
 
 
-def _without_intervals(
+def _by_time(
+    name: str,
     cases: Sequence[ServedCase],
     calibrations: Sequence[Mapping[str, Calibration]],
     unpredicted: Sequence[Unpredicted],
-    *,
-    predicted: np.ndarray,
-    measured: str,
-) -> Accuracy:
-    decode = [
-        msgspec.structs.replace(case.decode, measured_s=getattr(case.record.measured, measured) / 1e3) for case in cases
-    ]
-    found = accuracy_of(decode, predicted, calibrations[0], unpredicted, what="decode")
-    return msgspec.structs.replace(
-        found,
-        predictions=tuple(msgspec.structs.replace(one, low_s=None, high_s=None) for one in found.predictions),
-    )
+    times: QueuedTimes,
+) -> dict[str, Accuracy]:
+    found = {}
+    for kind, predicted in (("ttft", times.ttft_s), ("tpot", times.tpot_s)):
+        decode = [replace(case.decode, measured_s=getattr(case.record.measured, f"{kind}_ms") / 1e3) for case in cases]
+        errors = accuracy_of(decode, predicted, calibrations[0], unpredicted, what="decode")
+        plain = tuple(replace(one, low_s=None, high_s=None) for one in errors.predictions)
+        found[f"{name}-{kind}"] = replace(errors, predictions=plain)
+    return found
 
 
 def queued_times(cases: Sequence[ServedCase], calibrations: Sequence[Mapping[str, Calibration]]) -> QueuedTimes:
@@ -86,18 +90,97 @@ def queued_times(cases: Sequence[ServedCase], calibrations: Sequence[Mapping[str
         clock = _clock([cases[number] for number in numbers], calibrations[numbers[0]][first.chip.name])
         for number in numbers:
             case = cases[number]
-            made = client_traffic(case)
+            made = client_traffic(case, case.clients)
             record = simulate(made, ReplicaPool(limits=engine_limits(case), clock=clock), concurrency=case.clients)
             ttft_s[number], tpot_s[number] = record.ttft_s.mean(), np.nanmean(record.tpot_s)
-    return QueuedTimes(ttft_s=ttft_s, tpot_s=tpot_s)
+    return QueuedTimes(ttft_s, tpot_s)
 
 
-def client_traffic(case: ServedCase) -> RequestTraffic:
-    """Returns the requests that one replica of attention gets, all there from the start."""
-    generator, count = np.random.default_rng(0), REQUESTS * case.clients
+def client_traffic(case: ServedCase, clients: int) -> RequestTraffic:
+    """Returns the requests of a client that has so many on their way, all there from the start."""
+    generator, count = np.random.default_rng(0), REQUESTS * clients
     ratio = RANGE if (case.prompt_len, case.output_len) in INFERENCEX else 1.0
     prompt, output = (uniform(max(int(ratio * most), 1), most) for most in (case.prompt_len, case.output_len))
     return traffic_of(np.zeros(count), prompt(generator, count), output(generator, count))
+
+
+class PooledCase(msgspec.Struct, frozen=True, kw_only=True):
+    """A record of a disaggregated service: an engine of each pool, and the part of the service that is simulated.
+
+    ``replicas`` of attention, of prefill and of decode, and ``clients`` are those of the service over their greatest
+    common divisor. ``transfer_s`` is the time of a token's cache, sent by each device over its own link between nodes.
+    """
+
+    record: Record
+    prefill: ServedCase
+    decode: ServedCase
+    replicas: tuple[int, int]
+    clients: int
+    transfer_s: float
+
+
+def pooled_accuracy(records: Sequence[Record], numbers: Mapping[str, float]) -> dict[str, Accuracy]:
+    """Returns errors of simulated times of disaggregated services, by numbers that were fitted to engines alone. The
+    first token comes from the pool that prefills, and is seen once the cache has been sent."""
+    cases, left = list[PooledCase](), list[Unpredicted]()
+    for record in records:
+        if record.kind == "disagg":
+            try:
+                cases.append(_pooled(record))
+            except (InputError, CannotRunError) as error:
+                left.append(Unpredicted(record=record, reason=str(error)))
+    if not cases:
+        return {}
+    rates = served_calibrations([case.decode for case in cases], numbers)
+    found = [_simulated(case, rates) for case in cases]
+    decode = [case.decode for case in cases]
+    return _by_time("pools", decode, [rates] * len(cases), left, QueuedTimes(*np.array(found).T))
+
+
+def _pooled(record: Record) -> PooledCase:
+    if not (record.prefill and record.decode and record.concurrency):
+        raise InputError("no pools or no concurrency of a disaggregated service")
+    engines, attention = list[ServedCase](), list[int]()
+    for pool in (record.prefill, record.decode):
+        degrees = Parallelism(tp=pool.tp, dp=pool.attention_dp, ep=pool.ep, moe_tp=pool.moe_tp)
+        engine = engine_case(
+            replace(record, kind="decode", parallelism=degrees, concurrency=record.concurrency / pool.workers),
+            most_devices=MOST_OF_POOL,
+        )
+        engines.append(engine)
+        attention.append(pool.workers * engine.replicas)
+    divisor = math.gcd(*attention)
+    setting = engines[1].decode.setting
+    full = replace(setting, job=Job(kind="decode", batch_seqs=engines[1].replicas, seq_len=engines[1].prompt_len))
+    link = transfer_bytes_per_s(make_cluster(engines[1].chip, (setting.cluster.num_chips, 2)))
+    bytes_of_token = full.memory(engines[1].decode.strategy)["kv_cache"] / engines[1].prompt_len
+    group = f"{ENGINES[record.backend]}, disaggregated"
+    prefill, decode = (replace(one, record=replace(one.record, group=group)) for one in engines)
+    return PooledCase(
+        record=record,
+        prefill=prefill,
+        decode=replace(decode, decode=replace(decode.decode, record=decode.record)),
+        replicas=(attention[0] // divisor, attention[1] // divisor),
+        clients=max(round(record.concurrency / divisor), 1),
+        transfer_s=bytes_of_token / link,
+    )
+
+
+def _simulated(case: PooledCase, rates: Mapping[str, Calibration]) -> tuple[float, float]:
+    """Returns mean seconds to the first token, its cache sent, and from token to token."""
+
+    def pool(engine: ServedCase, policy: Policy, num_replicas: int) -> ReplicaPool:
+        limits, clock = replace(engine_limits(engine), policy=policy), _clock([engine], rates[engine.chip.name])
+        return ReplicaPool(limits=limits, clock=clock, num_replicas=num_replicas, routing="least_loaded")
+
+    made = client_traffic(case.decode, case.clients)
+    record = simulate_disaggregated(
+        made,
+        (pool(case.prefill, "interleaved", case.replicas[0]), pool(case.decode, "chunked", case.replicas[1])),
+        transfer_s=lambda tokens: tokens * case.transfer_s,
+        concurrency=case.clients,
+    )
+    return float((record.ttft_s + made.prompt * case.transfer_s).mean()), float(np.nanmean(record.tpot_s))
 
 
 def engine_limits(case: ServedCase) -> SchedulerLimits:
@@ -138,5 +221,5 @@ def _clock(cases: Sequence[ServedCase], calibration: Calibration) -> TabledClock
         max(max(one.token_budget for one in limits), length),
         length,
     )
-    setting = msgspec.structs.replace(first.setting, calibration=calibration)
+    setting = replace(first.setting, calibration=calibration)
     return TabledClock(PricedClock(setting, first.strategy, num_shards=cases[0].replicas), most)

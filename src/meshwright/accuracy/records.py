@@ -60,6 +60,18 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
     sp: bool | None = None
 
 
+class RecordedPool(msgspec.Struct, frozen=True, kw_only=True):
+    """Equal engines of a disaggregated service: ``tp`` devices split attention, of which each has ``attention_dp``
+    replicas."""
+
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
+    tp: Degree = 1
+    attention_dp: Degree = 1
+    ep: Degree = 1
+    moe_tp: Degree = 1
+    chips: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHIPS)]
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The seconds of a step, or a rate from which they follow; ``tokens_per_s`` is of all chips."""
 
@@ -124,6 +136,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     osl: RecordedSize | None = None
     concurrency: Annotated[float, msgspec.Meta(ge=0, le=LARGEST)] | None = None
     backend: str = ""
+    prefill: RecordedPool | None = None
+    decode: RecordedPool | None = None
     note: str = ""
     config: str = ""
     recipe: PublishedRecipe | None = None

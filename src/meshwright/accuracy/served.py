@@ -223,12 +223,13 @@ def served_batch(cases: Sequence[ServedCase]) -> ServedBatch:
 def served_case(record: Record) -> ServedCase | Unpredicted:
     """Returns the case of a record of serving, or the reason why it cannot be predicted."""
     try:
-        return _served(record)
+        return engine_case(record)
     except (InputError, CannotRunError) as error:
         return Unpredicted(record=record, reason=str(error))
 
 
-def _served(record: Record) -> ServedCase:
+def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCase:
+    """Returns the case of a record of one engine. Raises InputError or CannotRunError for one that is not predicted."""
     if record.kind != "decode":
         raise InputError(f"kind {record.kind}: only engines that prefill and decode are predicted in this version")
     engine = ENGINES.get(record.backend)
@@ -241,8 +242,8 @@ def _served(record: Record) -> ServedCase:
     record = msgspec.structs.replace(record, group=f"{engine}, {kind}")
     chip, model = chip_of(record), model_of(shape, prompt + output)
     tensor, replicas = _degrees(record)
-    if tensor * replicas > MOST_DEVICES:
-        raise InputError(f"attention over more than {MOST_DEVICES} devices is a whole pool, listed as one engine")
+    if tensor * replicas > most_devices:
+        raise InputError(f"attention over more than {most_devices} devices is a whole pool, listed as one engine")
     cluster = make_cluster(chip, (tensor * replicas, 1))
     weights = STORED[record.precision]
     products = WEIGHT_DTYPES[weights]

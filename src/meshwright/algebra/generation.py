@@ -88,13 +88,24 @@ ONE_DEVICE = Strategy(mesh={})
 def derive_forward(program: Program, strategy: Strategy, axes: tuple[str, ...] | None = None) -> Derived:
     """Derives the forward steps of a program that is never differentiated: no backward pass, no update, nothing
     kept. ``axes`` stay in the steps whatever their sizes; by default those of several devices."""
-    program = repeating(program, strategy)
+    program = _with_wide_norms(repeating(program, strategy), strategy)
     shardings = Shardings(program, strategy, strategy.active_axes if axes is None else axes)
     blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
     declared = {name: shardings.declared(name) for name in program.variables}
     return Derived(
         program, blocks_leg_by_leg((in_blocks(block, shardings) for block in blocks), strategy), (), declared
     )
+
+
+def _with_wide_norms(program: Program, strategy: Strategy) -> Program:
+    """Returns the program whose RMS norms sum over devices if the strategy splits D of the stream."""
+    if not strategy.rules("activation").get("D"):
+        return program
+
+    def wide(op: Op) -> Op:
+        return replace(op, kind="wide_rms_norm") if op.kind == "rms_norm" else op
+
+    return replace(program, blocks=tuple(replace(b, ops=tuple(map(wide, b.ops))) for b in program.blocks))
 
 
 # -- the step of a job ----------------------------------------------------------------------------------

@@ -9,15 +9,24 @@ from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import caches_of, window_of
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.cached_attention import slots_kept
+from meshwright.algebra.ops.cached_attention import CachedAttention, slots_kept
 from meshwright.algebra.rewrites.split_backward import weights_of
-from meshwright.algebra.sizes import SUBLANES, Number, OpSizes
+from meshwright.algebra.sizes import LANES, SUBLANES, Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.arrays import largest, total
 
 WORD_BYTES = 4
 """Bytes of a lane in one row of a TPU's tile, into which narrower numbers of several rows are packed."""
+
+
+def stored_bytes(array: ShardedArray, sizes: OpSizes) -> Number:
+    """Returns the bytes of a weight that no step updates; TPUs have the dim in the lanes that fills them best."""
+    found = sizes.elements(array) * (DTYPE_BYTES[array.dtype] if array.dtype else sizes.width)
+    if not sizes.tile_rows or len(array.dims) < 2:
+        return found
+    padded = [np.ceil(size / LANES) * LANES / size for size in map(np.asarray, sizes.local(array).values())]
+    return found * np.minimum.reduce(np.broadcast_arrays(*padded))
 
 
 def cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
@@ -46,7 +55,7 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     On GPUs these are slices of the arrays of all layers: matrices, and in decode keys and values. On TPUs they are
     int8 latents of all layers, whose tiles writes change. Matrices of experts are widened one at a time.
     """
-    decodes = any(len(step.inputs) > 1 and step.op.startswith("cached") for step in block.forward)
+    decodes = any(isinstance(step.details, CachedAttention) for step in block.forward)
     matrices = [derived.declared[name] for name in weights_of(derived, block)] if block.is_layer else []
     experts = (array for array in matrices if array.dims[0] == "E" and array.dtype == "int8")
     by_xla = sizes.on_gpus or sizes.tile_rows > 0
@@ -76,5 +85,7 @@ def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
 def widened_results(steps: tuple[Step, ...], sizes: OpSizes) -> dict[ShardedArray, float]:
     """Maps results of products with int8 weights to how much wider GPUs hold them: in float32, until they are scaled
     as they are read."""
-    quantised = (step for step in steps if step.op == "quantised_einsum") if sizes.on_gpus else ()
-    return {step.result: DTYPE_BYTES["fp32"] / sizes.width for step in quantised if not step.result.dtype}
+    scaled = (
+        (s for s in steps if not s.is_collective and kind_of(s).is_einsum and s.inputs[2:]) if sizes.on_gpus else ()
+    )
+    return {step.result: DTYPE_BYTES["fp32"] / sizes.width for step in scaled if not step.result.dtype}

@@ -16,7 +16,7 @@ from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.arrays import largest, total
-from meshwright.cost.generation_memory import cache_bytes, copied_bytes, scratch_bytes, widened_results
+from meshwright.cost.generation_memory import cache_bytes, copied_bytes, scratch_bytes, stored_bytes, widened_results
 from meshwright.cost.pipeline import ONE_STAGE, PipelineCost
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster, Topology
@@ -264,7 +264,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
             arrays = ((declared,), (gradients[name],), (weight.shard,), moments(weight))
             counts = [sum(sizes.elements(array) for array in some) for some in arrays]
         else:
-            counts = [sizes.bytes(declared) / sizes.width]
+            counts = [stored_bytes(declared, sizes) / sizes.width]
         of_block = found[block.name]
         for part, count in zip(STATE_PARTS, counts, strict=False):
             of_block[part] = of_block[part] + block.repeat * count
@@ -438,7 +438,7 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
     )
     held = _held_cotangent(logits, sizes) if logits else 1
-    widened = widened_results(steps, sizes)
+    widened = {} if _trains(derived) else widened_results(steps, sizes)
     for array, life in lives.items():
         # capped logits are made in float32, of which the cotangent is a part, wherever it is made
         share = held if logits and array == logits.result and not logits.details.softcap else 1

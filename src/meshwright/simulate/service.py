@@ -13,7 +13,7 @@ from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.record import LatencyTargets, ServingRecord
 from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
-from meshwright.batching.traffic import RequestTraffic, parse_lengths, poisson
+from meshwright.batching.traffic import RequestTraffic, parse_lengths, poisson, traffic_of
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
@@ -78,7 +78,7 @@ class PricedClock(Clock):
         return seconds / (length**2 / 2)
 
     def _prefill_s(self, tokens: Any) -> Any:
-        """Returns the seconds of a prefill; on GPUs its products of experts take what measured grouped products take."""
+        """Returns the seconds of a prefill; on GPUs products of experts take what measured grouped products take."""
         step = self._step("prefill", 1.0, tokens)
         found, rates = step.seconds.step_s, step.rates.chip
         if rates.kernels is None:
@@ -117,20 +117,28 @@ def _attends(step: Step) -> bool:
 
 
 def service_traffic(
-    service: Service, *, duration_s: float, requests_per_s: float, prompts: str = "", outputs: str = "", seed: int = 0
+    service: Service,
+    *,
+    duration_s: float,
+    requests_per_s: float,
+    lengths: tuple[str, str] = ("", ""),
+    at_once: bool = False,
+    seed: int = 0,
 ) -> RequestTraffic:
-    """Returns requests that arrive at random (Poisson) for ``duration_s``.
+    """Returns requests that arrive at random (Poisson) for ``duration_s``, or as many ``at_once``, for a client that
+    keeps a number of them on their way.
 
-    ``prompts`` and ``outputs`` are lengths as `parse_lengths` reads them, "" for the service's own. Raises InputError
+    ``lengths`` of prompts and outputs are as `parse_lengths` reads them, "" for the service's own. Raises InputError
     for a rate or a duration that is not positive.
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
-    lengths = {
-        "prompt": parse_lengths(prompts or f"{service.prompt_len}"),
-        "output": parse_lengths(outputs or f"{service.output_len}"),
-    }
-    return poisson(requests_per_s, duration_s=duration_s, seed=seed, **lengths)
+    own = (service.prompt_len, service.output_len)
+    prompt, output = (parse_lengths(text or f"{mean}") for text, mean in zip(lengths, own, strict=True))
+    if at_once:
+        count, generator = max(round(requests_per_s * duration_s), 1), np.random.default_rng(seed)
+        return traffic_of(np.zeros(count), prompt(generator, count), output(generator, count))
+    return poisson(requests_per_s, duration_s=duration_s, seed=seed, prompt=prompt, output=output)
 
 
 def simulate_service(
@@ -139,9 +147,12 @@ def simulate_service(
     traffic: RequestTraffic,
     *,
     policy: Policy = "chunked",
+    concurrency: float = np.inf,
     spans: bool = False,
 ) -> ServingRecord:
     """Returns what happens to traffic; see `service_targets` for its summary.
+
+    The client has at most ``concurrency`` requests on their way, and sends the next when one ends.
 
     Engines that do both phases follow the ``policy``, those of pools always prefill in chunks, at most `TOKEN_BUDGET`
     tokens a step. They have pages for as many whole sequences as the plan; with pools a finished prompt waits for its
@@ -160,8 +171,9 @@ def simulate_service(
 
     def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
         batch, pages = plan.generate.batch_seqs, -(-service.max_len // PAGE_LEN)
+        budget = plan.chunk_len + batch if plan.chunk_len else max(TOKEN_BUDGET, batch + 1)
         limits = SchedulerLimits(
-            policy=policy, max_requests=batch, token_budget=max(TOKEN_BUDGET, batch + 1), page_len=PAGE_LEN,
+            policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
             num_pages=batch * pages,
         )  # fmt: skip
         # a static batch prefills all its prompts in one step, interleaved at least one whole
@@ -173,12 +185,13 @@ def simulate_service(
         return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
 
     if not plan.has_pools:
-        return simulate(traffic, replicas(plan.generate), spans=spans)
+        return simulate(traffic, replicas(plan.generate), concurrency=concurrency, spans=spans)
     per_token_s = plan.transfer_s / service.prompt_len
     return simulate_disaggregated(
         traffic,
         (replicas(plan.prefill, decodes=False), replicas(plan.generate)),
         transfer_s=lambda n: n * per_token_s,
+        concurrency=concurrency,
         spans=spans,
     )
 

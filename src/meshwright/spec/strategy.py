@@ -144,8 +144,41 @@ def cache_assignment(split: CacheSplit) -> dict[str, Rules]:
     return found | {role: {**found[role], **heads} for role in ("activation", "weight")}
 
 
+def stationary_assignment() -> dict[str, Rules]:
+    """Returns rules for weights W[D_context, F_tensor] that are split over both dims and never gathered, and a stream
+    x[B, T, D_{context,tensor}]: each product sums over one axis and scatters its result over the other.
+
+    ``context`` splits sequences in attention and its caches. Sources: How to Scale Your Model, section 7.6.2; Pope et
+    al. (2022), section 3.2.2.
+    """
+    found = standard_assignment(zero=0)
+    rows, wide = (*BATCH_AXES, "context"), ("F", "Fe", "Fs")
+    activation: Rules = {
+        "D": ("context", "tensor"),
+        **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
+        **dict.fromkeys(wide, ("tensor", "context")),
+        "E": ("expert",),
+        "B": rows,
+        "C": ("data", "fsdp"),
+    }
+    weight: Rules = {**_weight_rules(()), "D": ("context",)}
+    found |= {"activation": activation, "weight": weight, "input": {"B": BATCH_AXES}}
+    return found | {"cache": {"B": rows, "Pg": rows, "K": ("tensor",)}}
+
+
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
 """The standard assignment with everything sharded (ZeRO-3)."""
+
+LAYOUTS: dict[str, dict[str, Rules]] = {
+    "prompts": standard_assignment(zero=0),
+    "sequences": cache_assignment("sequences"),
+    "positions": cache_assignment("positions"),
+    "widths": stationary_assignment(),
+    "gathered": DEFAULT_ASSIGNMENT,
+}
+"""Layout of an engine -> assignment. "prompts" and "gathered": ``context`` splits positions of a prompt, for engines
+that only prefill; "gathered" splits D of weights too, and each layer gathers them (FSDP). Else it splits weights: their
+heads and widths as ``tensor`` does, and caches, beyond their heads, over sequences or positions; or D ("widths")."""
 
 
 class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -252,11 +285,6 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return int(match[1]) if match else None
 
     @property
-    def cache_split(self) -> CacheSplit | None:
-        """What ``context`` splits of caches if this is a `cache_assignment`; None for another assignment."""
-        return next((one for one in get_args(CacheSplit) if self.assignment == cache_assignment(one)), None)
-
-    @property
     def zero(self) -> int | None:
         """The ZeRO stage whose standard assignment this is; None for another assignment."""
         for stage in (3, 2, 1, 0):
@@ -355,7 +383,7 @@ def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> Non
             raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
     if strategy.precision not in ("", strategy.state_dtype):
         _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
-    if strategy.zero is None and (trains or strategy.cache_split is None):
+    if strategy.zero is None and (trains or strategy.assignment not in LAYOUTS.values()):
         differing = next(
             role
             for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)

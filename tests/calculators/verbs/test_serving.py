@@ -82,8 +82,25 @@ def test_the_text(call):
     words = call(*ARGS, "--batch", "32").words
     for fact in ("weights 70.6 GB 4.41 2x4", "42 caches of 8,192 in the 57.4 GB that weights leave",
                  "32 10.9 ms 6.63 ms 2.87 ms 17.5 ms 228.4 weights yes", "from 121.6 sequences",
-                 "v5e-book:4x4 185 GB 138"):  # fmt: skip
+                 "with its largest batch v5e-book:4x2 v5e-book:4x4", "free for caches 57.4 GB 185 GB",
+                 "largest batch 42 138", "$/M input"):  # fmt: skip
         assert fact in words
+
+
+def test_a_slice_and_one_of_twice_the_chips(call):
+    """llama3-70b in bf16 on 16 and 32 v5e: weights leave 16 x 16.9 - 141 GB, caches of 8,704 tokens take 2.85 GB."""
+    found = call("serving", "llama3-70b", "--on", "v5e:4x4", "--price", "1.2", "--json").json
+    once, twice = found["slices"]
+    for one, chips in ((once, 16), (twice, 32)):
+        batch, step_s = one["largest_batch"], one["tpot_s"]
+        assert batch == one["free_bytes"] // (8704 * 327_680)
+        assert one["finished_per_step"] == pytest.approx(batch / 512)
+        assert one["tokens_per_s_per_chip"] == pytest.approx(batch / step_s / chips)
+        assert one["per_s_per_chip"] == pytest.approx(batch / (512 * step_s) / chips)
+        assert one["usd_per_million_output"] == pytest.approx(1.2 / 3600 * 1e6 / (batch / step_s / chips))
+        # a million tokens of 2 FLOPs a parameter at 40% of 197 TFLOP/s, on any number of chips
+        assert one["usd_per_million_input"] == pytest.approx(2 * found["params"] * 1e6 / (0.4 * 197e12) * 1.2 / 3600)
+    assert (once["largest_batch"], twice["largest_batch"]) == (45, 140)
 
 
 def test_a_chip_alone_gives_its_smallest_slice(call):

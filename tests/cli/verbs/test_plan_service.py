@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.core.units import format_seconds
+
 SERVE = ("plan", "llama3-70b", "--on", "v5e:16x16", "--serve", "--prompt", "8192", "--output", "512")
 TRAIN = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "64seq", "--seq", "512")
 
@@ -56,7 +58,7 @@ def test_a_load_and_a_price(call):
 
 def test_experts(call):
     said = call("plan", "qwen3-30b-a3b", "--on", "h100:8x1", "--serve", "--prompt", "2000", "--output", "200")
-    assert "ep is expert, which also splits the sequences (experts with data-parallel attention)" in said.words
+    assert "; ep is expert, which also splits the sequences (experts with data-parallel attention)" in said.words
     assert any("expert" in one["generate"]["axes"] for one in said.printed("json").json["plans"])
 
 
@@ -112,7 +114,12 @@ def test_the_first_plan_under_load(call):
     found = call(*asked, "--rate", "5/s", "--simulate", "20s", "--json").json["simulated"]
     assert 0 < found["ttft"]["p50"] <= found["ttft"]["p90"] <= found["ttft"]["p99"]
     assert 0 < found["tpot"]["mean"] < 0.1
-    call(*asked, "--simulate", "20s").assert_refused(2, "--simulate needs --rate")
+    call(*asked, "--simulate", "20s").assert_refused(2, "--simulate needs --rate 10/s, the requests that arrive, or")
+    said = call(*asked, "--simulate", "5s", "--concurrency", "4")
+    assert "a client with at most 4 requests on their way" in said.words
+    alone = call(*asked, "--simulate", "5s", "--concurrency", "1", "--json").json["simulated"]
+    assert alone["queue"]["p99"] == 0
+    assert alone["requests_per_s"] == pytest.approx(1 / alone["latency"]["mean"], rel=0.05)
 
 
 def test_requests_of_other_lengths_and_policies(call):
@@ -191,12 +198,21 @@ def test_services_are_not_trained(call, written, verb):
 
 
 def test_why_not(call):
-    questions = ("tensor=16", "batch=1024,tensor=8", "weights=bf16", "batch=33,tensor=8", "tensor=5")
+    questions = (
+        "tensor=16",
+        "batch=1024,tensor=8,context=1",
+        "weights=bf16",
+        "batch=33,tensor=8,context=1",
+        "tensor=5",
+    )
     said = call(*SERVE, "--tpot", "30ms", *(part for one in questions for part in ("--why-not", one)), "--top", "1")
     found = said.printed("json").json["why_not"]
     assert [bool(one["refusal"]) for one in found] == [False, True, False, True, True]
     assert all(len(line) <= 80 for line in said.out.splitlines())
-    assert "Why not batch 1024, tensor 8 refused with batch 1,024 the leanest such engine (" in said.words
+    assert (
+        "Why not batch 1024, tensor 8, context 1 refused with batch 1,024 the leanest such engine (8 chips) needs"
+        in said.words
+    )
     assert "it fits, but batches are powers of two and the largest that fits. Ask for batch=" in said.words
     assert "chip-time of a token first here" in said.words
     assert "fewer than the first" in said.words
@@ -226,3 +242,16 @@ def test_drafts(call):
     assert "its drafts 4 a step, which makes 3.36 tokens of a sequence in the mean" in said.words
     assert "drafts are right with probability 0.8, each takes 0.05 of a step without any" in said.words
     call(*SERVE, "--drafts", "4").assert_refused(2, "--drafts changes nothing here: it is for --accept.")
+
+
+def test_chunks(call):
+    asked = ("plan", "llama3-8b", "--on", "h100:4x1", "--serve", "--prompt", "4096", "--output", "256", "--top", "1",
+             "--axes", "tensor=4")  # fmt: skip
+    said = call(*asked, "--chunk", "512", "--tpot", "1s")
+    best = said.printed("json").json["plans"][0]
+    assert best["chunk_len"] == 512
+    words = f"between tokens at most {format_seconds(best['itl_s'])} with chunks of 512 tokens; "
+    assert words in said.words
+    said = call(*asked, "--itl", "20ms")
+    assert "ITL at most 20 ms" in said.words
+    assert all(plan["itl_s"] <= 0.02 for plan in said.printed("json").json["plans"])

@@ -35,17 +35,19 @@ def test_chip_seconds_add_up(result):
 
 
 def test_too_little_memory_has_its_bytes(result):
-    """70.6e9 parameters in int8 on four chips are 17.6 GB of each chip's 16.1 GB; compilers need some memory beside."""
+    """70.6e9 parameters in int8 on four chips are 17.6 GB of each chip's 16.1 GB."""
     found = why_not_service(result, {"tensor": 4, "weights": "int8"})
     assert found.plan is None
     assert found.refusal.startswith("with one sequence for each device with its own the leanest such engine (4 chips)")
     assert f"more than the {format_bytes(result.setting.memory_room)} there are." in found.refusal
     bytes_needed = float(found.refusal.split(" needs ")[1].split(" GB")[0])
-    by_hand = 17.6 + 8704 * 163_840 * (1 + 4 / 128) / 4 / 1e9
-    assert by_hand < bytes_needed < 1.05 * by_hand
+    own = 17.6 + 8704 * 163_840 * (1 + 4 / 128) / 4 / 1e9
+    assert own < bytes_needed < own + 0.6  # and what a step needs beside them
 
 
 def test_misses_say_by_how_much(result):
+    slower = why_not_service(result, {"batch": 1, "tensor": 8, "context": 1, "pools": False, "weights": "bf16"})
+    assert slower.refusal
     missed = why_not_service(result, {"tensor": 16, "batch": 64, "kv": "int8", "weights": "int8"})
     assert missed.plan is None or missed.misses["TPOT"] == pytest.approx(missed.plan.tpot_s / 0.06)
     most = why_not_service(result, {"tensor": 16, "batch": 32, "pools": False})

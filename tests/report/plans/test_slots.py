@@ -19,9 +19,12 @@ def test_a_static_batch_holds_the_slots_of_requests_that_ended():
     free, boxes, numbers = marks(slots_figure({"engine": record.spans[0]}, title="static"))
     drawn = {(box["slot"], box["what"], box["start"], box["end"]) for box in boxes["rows"]}
     assert drawn == {
-        ("engine, slot 1", "prefill", 0, 1), ("engine, slot 1", "decode", 1, 2), ("engine, slot 1", "ended, held", 2, 4),
-        ("engine, slot 2", "prefill", 0, 1), ("engine, slot 2", "decode", 1, 4),
-    }  # fmt: skip
+        ("engine, slot 1", "prefill", 0, 1),
+        ("engine, slot 1", "decode", 1, 2),
+        ("engine, slot 1", "ended, held", 2, 4),
+        ("engine, slot 2", "prefill", 0, 1),
+        ("engine, slot 2", "decode", 1, 4),
+    }
     assert {row["text"] for row in numbers["rows"]} == {"1", "2"}
     assert [row["slot"] for row in free["rows"]] == ["engine, slot 1", "engine, slot 2"]
 

@@ -116,7 +116,8 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
         k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
     here = [other.like(q) for other in others]
     # arrays with rows are needed for queries and for keys
-    rows = [pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims]
+    pairs = (pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims)
+    rows = [(own, own if own.axes[1:] == whole.axes[1:] else whole) for own, whole in pairs]
     positions, key_positions = rows.pop(0) if placed else (None, None)
     arrays = AttentionArrays(
         sinks=next((array for array in here if "B" not in array.dims), None),

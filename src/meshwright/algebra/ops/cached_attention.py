@@ -33,6 +33,10 @@ def forward(tape: Tape) -> None:
     first, *others = tape.inputs
     cache = next(array for array in others if array.dims[1:2] in (("S",), ("Pl",)))
     rows, apart = cache.axes[0], cache.axes_of("S")
+    if "Pg" in cache.dims and tape.shardings.strategy.rules("cache").get("S"):
+        raise InputError(
+            "a cache in pages is not split over positions. Leave page_len out, or split it over sequences."
+        )
     # a latent (B S Rkv) has no heads: every device has all of it
     kept = tuple(axis for axis in first.axes_of("N") if axis not in (*rows, *apart))
     for array in others:

@@ -16,7 +16,7 @@ from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_params, format_seconds, parse_count
 from meshwright.cost.formulas import serving
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Piece, Quantity, Show, Table, TableColumns
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, peak
 from meshwright.spec.cluster import parse_cluster
@@ -182,6 +182,7 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
         "generation_s": stream.generation_s,
         "per_s": stream.per_s,
         "per_s_per_chip": stream.per_s_per_chip,
+        "tokens_per_s_per_chip": batch / stream.step_s / chips,
         "finished_per_step": stream.finished_per_step,
         "evicted_per_step": stream.evicted_per_step,
         "prefill_servers": stream.prefill_servers(prefill),
@@ -199,7 +200,10 @@ def _slices(at: ServingReplica, given: Given, kv_bytes: float) -> list[dict[str,
     for one in (replace(at, cluster=cluster) for cluster in clusters):
         batch = one.batch_that_fits(kv_bytes)
         asked = _requests(one, given, batch, kv_bytes)
-        names = ("tpot_s", "per_s", "per_s_per_chip", "usd_per_million_output")
+        names = (
+            "ttft_s", "tpot_s", "finished_per_step", "tokens_per_s_per_chip", "per_s", "per_s_per_chip",
+            "usd_per_million_input", "usd_per_million_output",
+        )  # fmt: skip
         found.append({"cluster": one.cluster.short_name, "free_bytes": one.free_bytes, "largest_batch": batch}
                      | {name: asked[name] for name in names})  # fmt: skip
     return found
@@ -261,11 +265,14 @@ STEPS: TableColumns = {
     "fits": ("fits", lambda fits: "yes" if fits else "no"),
 }
 BOUNDS: TableColumns = {"sharding": "name", "formula": "formula", "bound": ("bound", three_digits)}
-SLICES: TableColumns = {
-    "largest batch": "cluster", "free": ("free_bytes", BYTES), "batch": "largest_batch", "step": ("tpot_s", SECONDS),
-    "requests/s": ("per_s", THREE), "a chip": ("per_s_per_chip", THREE),
-    "$/M output": ("usd_per_million_output", _dollars),
+SLICES: dict[str, tuple[str, Show]] = {
+    "free for caches": ("free_bytes", BYTES), "largest batch": ("largest_batch", "{:,}".format),
+    "TTFT": ("ttft_s", SECONDS), "step": ("tpot_s", SECONDS), "finished a step": ("finished_per_step", THREE),
+    "tokens/s/chip": ("tokens_per_s_per_chip", four_digits), "requests/s": ("per_s", THREE),
+    "requests/s/chip": ("per_s_per_chip", THREE), "$/M input": ("usd_per_million_input", "${:.3g}".format),
+    "$/M output": ("usd_per_million_output", "${:.3g}".format),
 }  # fmt: skip
+"""Rows of the table that has a column for each slice."""
 TRICKS: TableColumns = {
     "trick": "trick", "a token": ("kv_token_bytes", BYTES), "batch": "largest_batch", "drafts": "drafts",
     "TPOT": ("tpot_s", SECONDS), "tokens/s/chip": ("tokens_per_s_per_chip", four_digits), "times": ("times", THREE),
@@ -293,7 +300,10 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     yield from _requests_text(facts["requests"], facts["mfu"])
     if facts["sharding"]:
         yield from _sharding_text(facts["sharding"])
-    yield Table.of(facts["slices"], SLICES)
+    slices = facts["slices"]
+    cells = {name: [one[field] for one in slices] for name, (field, _) in SLICES.items()}
+    rows = [[name, *(None if v is None else Quantity(v, SLICES[name][1]) for v in row)] for name, row in cells.items()]
+    yield Table(["with its largest batch", *(one["cluster"] for one in slices)], [r for r in rows if r[1] is not None])
     if facts["contexts"]:
         yield Table.of(facts["contexts"], CONTEXTS, "Latency against throughput: batch 1, and the largest that fits")
     if facts["tricks"]:

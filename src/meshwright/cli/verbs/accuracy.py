@@ -215,13 +215,15 @@ SERVED = {
     "served-engines": "Leaving out each engine in turn",
     "served-fitted": "The numbers of the product, fitted on all records",
     "served-ttft": "Times to the first token, simulated with queues by numbers of other folds",
-    "served-simulated": "Times per output token of the same simulations",
+    "served-tpot": "Times per output token of the same simulations",
+    "pools-ttft": "Times to the first token of disaggregated services, by numbers fitted to engines alone",
+    "pools-tpot": "Times per output token of disaggregated services",
 }
 
 
 def _served(given: Given, records: tuple[Record, ...]) -> Answer:
     """Compares times per output token with predictions, by the shipped numbers or by numbers fitted again."""
-    from meshwright.accuracy.queueing import queued_accuracy
+    from meshwright.accuracy.queueing import pooled_accuracy, queued_accuracy
     from meshwright.accuracy.served import fit_served, served_accuracy
 
     if not (given.cross_validate or given.out or given.page):
@@ -235,6 +237,7 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
     say("simulating the queues of every client")
     numbers = fitted.numbers
     by_heading = fitted.errors | queued_accuracy(fitted.cases, fitted.held_out, fitted.unpredicted)
+    by_heading |= pooled_accuracy(records, numbers)
     if given.out:
         count = by_heading["served"].summary().n
         source = f"fitted on {count:,} published times per output token, see docs/accuracy.md"

@@ -81,6 +81,7 @@ class Given(Options):
     trace: Path | None = option("Simulate the requests of this file: arrival_s, prompt, output.", needs=SERVED)
     prompts: str | None = option("Lengths of simulated prompts: 1..999, lognormal:500:0.8.", needs=SIMULATED)
     outputs: str | None = option("Lengths of simulated outputs.", needs=SIMULATED)
+    concurrency: Count | None = option("Most requests of a client on their way at once.", needs=SIMULATED)
     policy: str | None = option(
         "Simulate the first plan without pools: how its engines take prompts up.", type=click.Choice(POLICIES),
         needs=SIMULATED,
@@ -92,6 +93,10 @@ class Given(Options):
         "Share of a prompt that is cached already.", "--prefix-hits", default=0.0, needs=SERVED
     )
 
+    itl: TargetTime | None = option(
+        "Target of the longest time between two tokens, such as 50ms: cuts prompts into chunks.", needs=SERVED
+    )
+    chunk: Count | None = option("Tokens of a prompt's chunk, such as 512.", needs=SERVED)
     accept: float | None = option(
         "Speculation: the probability that a drafted token is right.", type=click.FloatRange(0, 1, min_open=True),
         needs=SERVED,

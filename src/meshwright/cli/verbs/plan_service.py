@@ -1,5 +1,6 @@
 """The answer of `plan --serve`: the ways to serve a model on a cluster."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +23,8 @@ from meshwright.plan.serving.storing import stored_dtypes
 from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
 from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
 from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table, TableColumns
-from meshwright.report.curves import curves_figure
 from meshwright.report.figure import Figure
+from meshwright.report.plans.services import services_figure
 from meshwright.report.plans.slots import slots_figure
 from meshwright.simulate.service import service_targets, service_traffic, simulate_service
 from meshwright.spec.catalogue import load_model
@@ -62,6 +63,8 @@ def service_answer(given: Any) -> Answer:
         tpot_s=given.tpot,
         requests_per_s=given.rate,
         prefix_share=given.prefix_share,
+        itl_s=given.itl,
+        chunk_len=given.chunk,
         speculation=given.accept
         and Speculation(acceptance=given.accept, draft_cost=given.draft_cost, num_drafts=given.drafts),
     )
@@ -94,20 +97,32 @@ def service_answer(given: Any) -> Answer:
 
 def _simulated(result: ServiceResult, given: Any) -> tuple[ServicePlan, ServingRecord]:
     """Returns the plan that is simulated, and what happened: the first, or the first without pools for a policy."""
+    fitting = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
+    if not fitting:
+        raise CannotRunError(f"--policy {given.policy} is for engines that do both phases, and every plan has pools.")
     if given.trace:
         if given.simulate or given.prompts or given.outputs:
             raise InputError("--trace has the requests. Leave out --simulate, --prompts and --outputs.")
         traffic = load_trace(given.trace)
-    elif given.rate is None:
-        raise InputError("--simulate needs --rate, the requests that arrive. Write --rate 10/s.")
+    elif given.rate is None and given.concurrency is None:
+        raise InputError("--simulate needs --rate 10/s, the requests that arrive, or --concurrency 64, a client's own.")
     else:
-        lengths = {"prompts": given.prompts or "", "outputs": given.outputs or ""}
-        traffic = service_traffic(result.service, duration_s=given.simulate, requests_per_s=given.rate, **lengths)
-    fitting = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
-    if not fitting:
-        raise CannotRunError(f"--policy {given.policy} is for engines that do both phases, and every plan has pools.")
-    policy = given.policy or "chunked"
-    return fitting[0], simulate_service(result, fitting[0], traffic, policy=policy, spans=bool(given.slots))
+        traffic = service_traffic(
+            result.service,
+            duration_s=given.simulate,
+            requests_per_s=given.rate or fitting[0].requests_per_s,
+            lengths=(given.prompts or "", given.outputs or ""),
+            at_once=given.rate is None,
+        )
+    record = simulate_service(
+        result,
+        fitting[0],
+        traffic,
+        policy=given.policy or "chunked",
+        concurrency=given.concurrency or math.inf,
+        spans=bool(given.slots),
+    )
+    return fitting[0], record
 
 
 def _slots_figure(result: ServiceResult, plan: ServicePlan, record: ServingRecord) -> Figure:
@@ -134,8 +149,12 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator
     yield Table.of(rows, columns)
     yield ""
     policy = f", policy {given.policy}, on {', '.join(map(str.strip, engine_lines(plan)))}" * bool(given.policy)
-    source = given.trace or f"{format_seconds(given.simulate)} of Poisson arrivals"
-    yield Fact("simulated", f"{source} at {found.offered_per_s:.3g} requests/s{policy}")
+    source = f"{given.trace or f'{format_seconds(given.simulate or 0)} of Poisson arrivals'}"
+    source += f" at {found.offered_per_s:.3g} requests/s"
+    if given.concurrency:
+        most = f"at most {given.concurrency} requests on their way"
+        source = f"a client with {most}" if given.rate is None and not given.trace else f"{source}, {most}"
+    yield Fact("simulated", f"{source}{policy}")
     yield Fact(
         "served",
         f"{found.requests_per_s:.3g} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; {found.met:.0%} of "
@@ -168,7 +187,7 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
     yield Fact(
         "counted",
         f"{result.num_services:,} ways to serve fit in memory, {result.num_meeting:,} of them meet the targets"
-        if service.ttft_s is not None or service.tpot_s is not None
+        if any(target is not None for target in (service.ttft_s, service.tpot_s, service.itl_s))
         else f"{result.num_services:,} ways to serve fit in memory",
     )
     yield from result.notes
@@ -207,6 +226,8 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
             f"{best.num_drafts} a step, which makes {best.step_tokens:.3g} tokens of a sequence in the mean: "
             f"{format_seconds(best.generate.step_s / best.step_tokens)} a token",
         )
+    if service.chunk_len or service.itl_s:
+        yield Fact("between tokens", _gap_words(best))
     transfer = f"; sending its keys and values {format_seconds(best.transfer_s)}" * best.has_pools
     prompts = f"{best.prefill.batch_seqs} prompt{'s' * (best.prefill.batch_seqs > 1)}"
     yield Fact("its prefill", f"of {prompts}: {_step_words(best.prefill)}{transfer}")
@@ -223,6 +244,18 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
         )
 
 
+def _gap_words(best: ServicePlan) -> str:
+    """Returns the longest time between two tokens, with and without chunks."""
+    gap, whole = format_seconds(best.itl_s or 0.0), format_seconds(best.generate.step_s + best.prefill.step_s)
+    if best.has_pools:
+        return f"at most {gap}, a step"
+    if not best.chunk_len:
+        return f"at most {gap}, with whole prompts"
+    return f"at most {gap} with chunks of {best.chunk_len:,} tokens; {whole} with whole prompts, TTFT " + (
+        format_seconds(best.prefill.step_s)
+    )
+
+
 _MEMORY = {"weights": "weights", "kv_cache": "KV", "activations": "activations"}
 
 
@@ -234,12 +267,15 @@ def _step_words(pool: EnginePool) -> str:
 
 
 def _frontier_figure(result: ServiceResult) -> Figure:
-    curves = {name: [(1e3 * x, y) for x, y in points] for name, points in result.frontiers.items()}
-    service, cluster = result.service, result.setting.cluster
-    return curves_figure(
+    curves, split = (
+        {name: [(1e3 * x, factor * y) for x, y in points] for name, points in found.items()}
+        for found, factor in ((result.frontiers, 1.0), (result.split, 1e3))
+    )
+    service, cluster, first = result.service, result.setting.cluster, result.plans[0]
+    return services_figure(
         curves,
-        x_title="time per output token (ms)",
-        y_title="output tokens per second and chip",
+        split,
+        (1e3 * first.tpot_s, first.tokens_per_s_per_chip, f"the first: {engine_lines(first)[0]}"),
         title=f"{result.setting.model.name} on {cluster.short_name}: services that nothing beats",
         subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{target_words(service)}",
     )
@@ -261,7 +297,10 @@ def _why_not_text(result: ServiceResult, told: ServiceWhyNot) -> Iterator[Piece]
         return
     first, best = result.plans[0], told.plan
     yield Fact("  best with it", ", ".join(line.strip() for line in engine_lines(best)))
-    figures = {"TTFT": (best.ttft_s, result.service.ttft_s), "TPOT": (best.tpot_s, result.service.tpot_s)}
+    service = result.service
+    figures = {
+        "TTFT": (best.ttft_s, service.ttft_s), "TPOT": (best.tpot_s, service.tpot_s), "ITL": (best.itl_s, service.itl_s)
+    }  # fmt: skip
     for name, times in told.misses.items():
         if name in figures:
             here, target = (format_seconds(seconds or 0.0) for seconds in figures[name])

@@ -58,8 +58,8 @@ def cached_attention(
         # sinks count once
         sinks = jnp.where(lax.axis_index(split_slots(step)) == 0, sinks, -jnp.inf)
     part = ScorePart(queries=q, keys=k.read(pages), scale=key_scale)
-    found = cache.cached_attention([part], v.read(pages), value_scale=value_scale, sinks=sinks, **facts)
-    return results_of(step, found)
+    attended = cache.cached_attention([part], v.read(pages), value_scale=value_scale, sinks=sinks, **facts)
+    return results_of(step, attended)
 
 
 STEPS = {"cached_attention": cached_attention, "scale_by_share": of_arrays(scale_by_share)}

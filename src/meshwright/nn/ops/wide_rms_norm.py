@@ -15,16 +15,17 @@ RowSums = Float[Array, "B T"]
 HeadScale = Float[Array, "N H"]
 
 
-def sum_squares(x: SplitRows) -> RowSums:
-    """Sums the squares of each row's part."""
+def sum_squares(x: Array, num_dims: int) -> Array:
+    """Sums the squares of each row's part; rows have the first ``num_dims`` dims as numbers."""
     wide = x.astype(jnp.float32)
-    return jnp.sum(wide * wide, axis=(2, 3))
+    return jnp.sum(wide * wide, axis=tuple(range(num_dims, x.ndim)))
 
 
-def wide_rms_norm(x: SplitRows, scale: HeadScale, squares: RowSums, *, width: int, eps: float) -> SplitRows:
+def wide_rms_norm(x: Array, scale: Array, squares: Array, *, width: int, eps: float) -> Array:
     """Returns ``x / sqrt(squares / width + eps) * scale``; ``squares`` are sums over rows of ``width``."""
-    inverse = lax.rsqrt(squares / width + eps)[..., None, None]
-    return (x.astype(jnp.float32) * inverse * scale.astype(jnp.float32)[None, None]).astype(x.dtype)
+    inverse = lax.rsqrt(squares / width + eps).reshape(*squares.shape, *(1,) * scale.ndim)
+    scale = scale.astype(jnp.float32).reshape(*(1,) * squares.ndim, *scale.shape)
+    return (x.astype(jnp.float32) * inverse * scale).astype(x.dtype)
 
 
 def along(dout: SplitRows, x: SplitRows, scale: HeadScale) -> RowSums:
@@ -52,9 +53,15 @@ def _sizes(context: Context, step: Step, scale: int) -> dict[str, Any]:
     return {"width": width, "eps": context.model.norm_eps}
 
 
+def _forward(context: Context, step: Step, x: Array, scale: Array, squares: Array) -> Array:
+    if context.model.norm_unit_offset:
+        scale = 1.0 + scale.astype(jnp.float32)
+    return wide_rms_norm(x, scale, squares, **_sizes(context, step, 1))
+
+
 STEPS = {
-    "sum_squares": lambda context, step, x: sum_squares(x),
-    "wide_rms_norm": lambda context, step, *given: wide_rms_norm(*given, **_sizes(context, step, 1)),
+    "sum_squares": lambda context, step, x: sum_squares(x, len(step.result.dims)),
+    "wide_rms_norm": _forward,
     "wide_rms_norm_along": lambda context, step, *given: along(*given),
     "wide_rms_norm_backward": lambda context, step, *given: wide_rms_norm_backward(*given, **_sizes(context, step, 2)),
 }

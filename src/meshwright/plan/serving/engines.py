@@ -25,11 +25,11 @@ from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
-from meshwright.plan.serving.fleet import LAYOUTS, OTHER_AXES, Fleet, engine_strategy
+from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
 from meshwright.plan.serving.service import Service, Speculation
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import LAYOUTS, Strategy
 
 BOUNDS = ("parameters", "KV", "FLOPs", "network", "stragglers", "other")
 """What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts waiting
@@ -75,7 +75,8 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     ``prefill`` has an entry for every engine, pair of dtypes and number of prompts at once, in this order; its seconds
     are infinite where it does not fit. Decode waits for the share ``mixing`` of prefills. ``least_bytes`` is the least
-    memory of any engine with one sequence for each device that has its own.
+    memory of any engine with one sequence for each device that has its own. ``chunks`` maps a length to the seconds of
+    a prompt's first and last chunk of so many tokens, for every engine and pair of dtypes that generate.
     """
 
     fleet: Fleet
@@ -87,6 +88,7 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
     mixing: float
     least_bytes: float
     least_chips: int
+    chunks: dict[int, np.ndarray]
 
 
 def sum_of(parts: dict[str, np.ndarray]) -> np.ndarray:
@@ -102,6 +104,7 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
     new = service.new_prompt_tokens
     at_once = tuple(1 << power for power in range(15) if power == 0 or (new << power) <= PREFILL_TOKENS)
     decode, prefill = list[Steps](), list[tuple[np.ndarray, Steps]]()
+    chunks = {length: np.full((2, len(fleet) * len(stored)), np.inf) for length in service.chunks}
     least, least_chips = np.inf, 0
     for number, dtypes in enumerate(stored):
         for form in _forms(setting, service, fleet, dtypes):
@@ -113,6 +116,8 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
                 if np.min(need) < least:
                     least, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
                 decode.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), number)))
+                for length, seconds in chunks.items():
+                    seconds[:, form.engines * len(stored) + number] = form.chunk_s(length)
             places = (form.engines[:, None] * len(stored) + number) * len(at_once) + np.arange(len(at_once))
             prefill.append((places.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), number))))
     if not decode:
@@ -136,6 +141,7 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
         mixing=setting.rates.efficiency.mixing,
         least_bytes=least,
         least_chips=least_chips,
+        chunks=chunks,
     )
 
 
@@ -223,6 +229,16 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         )
         return msgspec.structs.replace(own, step_s=np.maximum(own.step_s, whole.step_s - known.step_s))
 
+    def chunk_s(self, length: int) -> np.ndarray:
+        """Returns the seconds of the first and the last chunk [2, engines] of prompts that are cut, one on each device
+        that has its own sequences. Tokens of the last attend to all before them, as those of a prompt known in part."""
+        rows, whole = np.arange(len(self.engines)), self.service.prompt_len
+        batch = self.fleet.batch_shards[self.engines]
+        first, all_of_it, before = (
+            self.priced("prefill", rows, batch, tokens, {}).step_s for tokens in (length, whole, whole - length)
+        )
+        return np.stack([first, np.maximum(first, all_of_it - before)])
+
     def memory(
         self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int, checked: Number = 1
     ) -> dict[str, np.ndarray]:
@@ -301,14 +317,18 @@ def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: in
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
     """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
     split prompts over ``context`` prefill alone."""
-    repeats = (setting.model.num_kv_heads % fleet.mesh["tensor"] != 0) & (fleet.layout == "prompts")
+    repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
+    repeats &= ~np.isin(fleet.layout, ("sequences", "positions"))
     for repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
         template = engine_strategy({}, dtypes.precision, layout)
         strategy = with_repeated_heads(template) if repeated else template
         chosen = np.flatnonzero((repeats == repeated) & (fleet.decodes == decodes) & (fleet.layout == layout))
         if not len(chosen):
             continue
-        without = (*OTHER_AXES, "context") if decodes and layout == "prompts" else OTHER_AXES
+        alone: tuple[str, ...] = ("context",) if decodes and layout == "prompts" else ()
+        # an axis of one device would keep others from moving
+        alone += ("tensor",) * bool(layout != "prompts" and (fleet.mesh["tensor"][chosen] == 1).all())
+        without = (*OTHER_AXES, *alone)
         steps = {
             phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=without)
             for phase in (("prefill", "decode") if decodes else ("prefill",))

@@ -107,6 +107,8 @@ class ServiceFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def service_file(result: ServiceResult, plan: ServicePlan) -> ServiceFile:
     """Returns one of the plans of a result as a file."""
+    if result.service.chunk_len or result.service.itl_s:
+        raise CannotRunError("services with chunks are planned, not written to files, in this version. Leave out -o.")
     setting = result.setting
     return ServiceFile(
         has_pools=plan.has_pools,

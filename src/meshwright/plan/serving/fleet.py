@@ -1,5 +1,6 @@
 """The engines that a cluster can be divided into: parts of it, and the mesh and placement of each."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -14,25 +15,23 @@ from meshwright.plan.candidates import parts_of
 from meshwright.plan.legal import divisors
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Rules, Strategy, cache_assignment, make_mesh, short_mesh, standard_assignment
+from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh, short_mesh
 
 ENGINE_AXES = ("expert", "context", "tensor")
 """Mesh axes of an engine: ``tensor`` splits heads and widths; ``expert`` splits experts, and the sequences too (experts
 with data-parallel attention). Weights are split over nothing else: each step would gather them. What ``context`` splits
 is said by the layout."""
 
-LAYOUTS: dict[str, dict[str, Rules]] = {
-    "prompts": standard_assignment(zero=0),
-    "sequences": cache_assignment("sequences"),
-    "positions": cache_assignment("positions"),
-}
-"""Layout -> assignment. "prompts": ``context`` splits positions of a prompt, for engines that only prefill. Else it
-splits heads and widths of weights as ``tensor`` does, and caches, beyond their heads, over sequences or positions."""
-
 OTHER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis not in ENGINE_AXES)
 
-CONTEXTS = (1, 2, 4, 8)
+CONTEXTS = (1, 2, 4, 8, 16, 32)
 """Sizes of ``context`` that are tried."""
+
+PREFILL_LAYOUTS = ("prompts", "gathered")
+"""Layouts of engines that only prefill where ``context`` has several devices."""
+
+MAX_PROMPT_PARTS = 8
+"""Largest size of ``context`` that is tried where it splits prompts."""
 
 MAX_ENGINE_CHIPS = 1024
 """Most chips of one engine that are tried."""
@@ -52,8 +51,8 @@ def layout_of(strategy: Strategy) -> str:
 
 
 def engine_words(strategy: Strategy) -> str:
-    """Returns ``"ep8 tp4"``, the sizes of an engine; ``context`` is kvb or kvs where it splits caches."""
-    shown = {"sequences": "kvb", "positions": "kvs"}.get(layout_of(strategy), "cp")
+    """Returns ``"ep8 tp4"``, the sizes of an engine; ``context`` is kvb, kvs or wd where it splits weights too."""
+    shown = {"sequences": "kvb", "positions": "kvs", "widths": "wd", "gathered": "fsdp"}.get(layout_of(strategy), "cp")
     return short_mesh(strategy.mesh).replace("cp", shown)
 
 
@@ -82,12 +81,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def batch_shards(self) -> np.ndarray:
         """Devices of each engine over which the sequences of a batch are split."""
-        return self.mesh["expert"] * np.where(self.layout == "sequences", self.mesh["context"], 1)
+        return self.mesh["expert"] * np.where(np.isin(self.layout, ("sequences", "widths")), self.mesh["context"], 1)
 
     @property
     def decodes(self) -> np.ndarray:
         """True for engines that do not split prompts: these only prefill."""
-        return (self.layout != "prompts") | (self.mesh["context"] == 1)
+        return ~np.isin(self.layout, PREFILL_LAYOUTS) | (self.mesh["context"] == 1)
 
     def strategy(self, number: int, precision: str) -> Strategy:
         """Returns the strategy of an engine."""
@@ -133,28 +132,36 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
 
 
 def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placement, str]]:
-    experts = divisors(model.num_experts) if model.num_experts else (1,)
-    # caches are split over sequences where no more of their heads can be
-    heads = 1 if model.latent_attention else model.num_kv_heads
     for chips in divisors(cluster.num_chips):
-        sizes = [
-            ({"expert": expert, "context": context, "tensor": chips // expert // context}, layout)
-            for expert in experts
-            for layout in LAYOUTS
-            for context in CONTEXTS[layout != "prompts" :]
-            if chips % (expert * context) == 0 and (layout == "prompts" or chips == expert * context * heads)
-        ]
-        # weights of layouts for generation are split over tensor and context alike
-        sizes = [
-            (mesh, layout)
-            for mesh, layout in sizes
-            if model.num_heads % (mesh["tensor"] * (mesh["context"] if layout != "prompts" else 1)) == 0
-        ]
+        sizes = list(_meshes(model, chips))
         if chips <= MAX_ENGINE_CHIPS and sizes:
             for part in engine_parts(cluster, chips):
                 for mesh, layout in sizes:
                     for one in place_axes(part, make_mesh(mesh))[:PARTS_TRIED]:
                         yield part, _padded(one, cluster), layout
+
+
+def _meshes(model: Model, chips: int) -> Iterator[tuple[dict[str, int], str]]:
+    """Yields the meshes of so many chips, with their layouts, that the heads and experts of a model allow."""
+    experts = divisors(math.gcd(chips, model.num_experts)) if model.num_experts else (1,)
+    for expert, layout, context in itertools.product(experts, LAYOUTS, CONTEXTS):
+        tensor, left = divmod(chips // expert, context)
+        splits_prompts = layout in PREFILL_LAYOUTS
+        if left or (splits_prompts and context > MAX_PROMPT_PARTS) or (layout != "prompts" and context == 1):
+            continue
+        if layout in ("sequences", "positions"):
+            # only where no more heads of caches can be split; a latent has none
+            fits = tensor == (1 if model.latent_attention else model.num_kv_heads)
+            fits = fits and model.num_heads % (tensor * context) == 0
+        else:
+            fits = model.num_heads % tensor == 0
+        # a router needs whole tokens, and only RMS norms sum over devices
+        if layout == "widths":
+            fits = fits and not model.num_experts and model.norm == "rms_norm" and tensor >= context
+        # gathering all experts for one layer never pays
+        fits = fits and not (layout == "gathered" and model.num_experts)
+        if fits:
+            yield {"expert": expert, "context": context, "tensor": tensor}, layout
 
 
 def _padded(placement: Placement, cluster: Cluster) -> Placement:

@@ -66,7 +66,7 @@ def plan_service(
     order = ranked(found, service)
     if not len(order):
         raise CannotRunError(_misses(setting, service, found))
-    is_frontier = pareto or (service.ttft_s is None and service.tpot_s is None)
+    is_frontier = pareto or all(one is None for one in (service.ttft_s, service.tpot_s, service.itl_s))
     kept = frontier(found, order) if is_frontier else _distinct(priced, found, order)[:MAX_PLANS]
     which = priced.decode.dtypes[found.decode[order]]
     groups = {one: order[which == number] for number, one in enumerate(chosen)}
@@ -82,6 +82,7 @@ def plan_service(
         num_services=len(found),
         num_meeting=int(found.meets(service).sum()),
         frontiers={one.words: _points(found, frontier(found, some)) for one, some in groups.items() if len(some)},
+        split=_split(priced, found, frontier(found, order)),
         notes=tuple(service_notes(setting, service, chosen)),
     )
 
@@ -119,6 +120,14 @@ def _points(found: Services, chosen: np.ndarray) -> tuple[tuple[float, float], .
     return tuple(zip(found.tpot_s[chosen].tolist(), found.tokens_per_s_per_chip[chosen].tolist(), strict=True))
 
 
+def _split(priced: PricedFleet, found: Services, chosen: np.ndarray) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Returns (TPOT, seconds of a token) of each part of a decode step by itself, and of the prefills of others."""
+    steps, tpot_s = found.decode[chosen], found.tpot_s[chosen]
+    parts = {name: s[steps] / priced.decode.tokens[steps] for name, s in priced.decode.bounds_s.items()}
+    parts["prefills of others"] = tpot_s - priced.decode.token_s[steps]
+    return {name: tuple(zip(tpot_s.tolist(), s.tolist(), strict=True)) for name, s in parts.items()}
+
+
 # -- what is said ---------------------------------------------------------------------------------------
 
 
@@ -149,6 +158,7 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
     for name, target, values in (
         ("TTFT", service.ttft_s, found.ttft_s),
         ("TPOT", service.tpot_s, found.tpot_s),
+        ("ITL", service.itl_s, found.itl_s),
     ):
         if target is not None:
             said.append(f"{name} {format_seconds(target)} (the shortest is {format_seconds(float(values.min()))})")
@@ -172,7 +182,8 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     yield f"times rest on {setting.rates.describe()}"
     yield (
         "tok/s are output tokens per second and chip; tp is the mesh axis tensor; cp is context, which splits prompts, "
-        "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions"
+        "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions, and "
+        "wd where it splits the other dim of weights (2-D weight-stationary)"
         + "; ep is expert, which also splits the sequences (experts with data-parallel attention)"
         * bool(model.num_experts)
     )
@@ -180,6 +191,12 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
         "TPOT is in the steady state with full batches: a step at the mean length of the cache and, where engines "
         f"prefill too, (batch - 1) / output prefills of other prompts{mixed}"
     )
+    if service.chunks:
+        yield (
+            "ITL is the longest time between two tokens: a step and the prefill of whole prompts, or a step and "
+            f"{mixing:.0%} of a prompt's last chunk; with chunks the first token comes after as many steps as it has, "
+            "and a batch is so small that a chunk a step keeps it full; TPOT is the same in the mean"
+        )
     if given := service.speculation:
         yield (
             f"drafts are right with probability {given.acceptance:.10g}, each takes {given.draft_cost:.10g} of a step "

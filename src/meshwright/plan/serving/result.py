@@ -79,7 +79,8 @@ class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class ServicePlan(ServiceFigures, frozen=True, kw_only=True):
     """One way to serve. ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a
     pool of their own if the plan ``has_pools``. ``weights`` and ``cache`` are the dtypes in which these are stored. A
-    step of generation checks ``num_drafts`` tokens and makes ``step_tokens`` of each sequence in the mean."""
+    step of generation checks ``num_drafts`` tokens and makes ``step_tokens`` of each sequence in the mean. ``itl_s`` is
+    the longest time between two tokens, with prompts in chunks of ``chunk_len`` tokens, 0 if they are not cut."""
 
     has_pools: bool
     weights: str
@@ -88,6 +89,8 @@ class ServicePlan(ServiceFigures, frozen=True, kw_only=True):
     prefill: EnginePool
     num_drafts: int = 0
     step_tokens: float = 1.0
+    chunk_len: int = 0
+    itl_s: float | None = None
 
     @property
     def bound_by(self) -> str:
@@ -105,8 +108,9 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``as_written`` is the best plan with weights and caches in bfloat16, None if none was asked for or fits the targets.
     Of ``num_services`` that fit in memory ``num_meeting`` meet the targets. ``frontiers`` has for each pair of dtypes
-    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both. ``stored`` and
-    ``axes`` are the dtypes and sizes that it was planned with.
+    the points (TPOT, tokens per second and chip) of plans that none with the same dtypes beats in both. ``split`` has
+    for each of `BOUNDS`, and the prefills of others, the points (TPOT, seconds of a token by itself) of the plans that
+    none at all beats. ``stored`` and ``axes`` are the dtypes and sizes that it was planned with.
     """
 
     setting: Setting
@@ -119,6 +123,7 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
     num_services: int
     num_meeting: int
     frontiers: dict[str, tuple[tuple[float, float], ...]]
+    split: dict[str, tuple[tuple[float, float], ...]]
     notes: tuple[str, ...]
 
     def listed(self, top: int) -> tuple[ServicePlan, ...]:
@@ -140,6 +145,7 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
             "num_services": self.num_services,
             "num_meeting": self.num_meeting,
             "frontiers": self.frontiers,
+            "split": self.split,
             "memory_room": self.setting.memory_room,
             "notes": list(self.notes),
         }
@@ -171,6 +177,8 @@ def service_plan(priced: PricedFleet, found: Services, number: int, service: Ser
         prefill=prefill,
         num_drafts=int(priced.decode.drafts[generated]),
         step_tokens=float(priced.decode.tokens[generated]),
+        chunk_len=int(found.chunk_len[number]),
+        itl_s=float(found.itl_s[number]),
         ttft_s=float(found.ttft_s[number]),
         tpot_s=float(found.tpot_s[number]),
         transfer_s=float(found.transfer_s[number]),

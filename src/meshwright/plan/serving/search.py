@@ -10,7 +10,11 @@ prompt, and the others wait for the share ``mixing`` of its prefill (1 without c
 With pools (disaggregated) TPOT = t_step, an engine prefills 1 / t_prompt prompts a second, and one that generates ends
 B / (output * t_step) sequences. The numbers P and G of engines balance where P / t_prompt = B G / (t_step output). The
 time to the first token at low load is that of one prefill, and with pools also that of sending its keys and values.
-With drafts t_step is a step, with its drafts, over the tokens that it makes in the mean.
+
+Engines that do both phases stop for whole prompts: the longest time between two tokens of a sequence is t_step +
+t_prefill. A chunk of C tokens rides along with a step: it is t_step + mixing t_chunk, of a prompt's last chunk, and the
+first token comes after P / C such steps. Chunks keep the batch full if (B - 1) P / C <= output. With pools it is
+t_step. With drafts t_step is that of a step over the tokens that it makes in the mean, but not between two tokens.
 """
 
 from collections.abc import Iterator
@@ -22,7 +26,7 @@ from meshwright.algebra.generation import cache_table
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.plan.serving.engines import PricedFleet, Steps
-from meshwright.plan.serving.fleet import transfer_bytes_per_s
+from meshwright.plan.serving.fleet import PREFILL_LAYOUTS, transfer_bytes_per_s
 from meshwright.plan.serving.service import Service
 from meshwright.spec.model import Model
 
@@ -33,7 +37,8 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     ``num_prefill`` engines only prefill: 0 where the ``num_decode`` engines do both. ``num_chips`` are all chips that
     are paid for: those of the cluster or, for a load, those of the engines. ``free_bytes`` are left of a chip's room,
     on the fuller chips. The engines could serve ``requests_per_s``, and do serve ``served_per_s``, at most the load.
-    ``serves`` is false where the cluster has too few chips for the load.
+    ``serves`` is false where the cluster has too few chips for the load. ``itl_s`` is the longest time between two
+    tokens with prompts in chunks of ``chunk_len`` tokens, 0 where they are not cut.
     """
 
     pools: np.ndarray
@@ -52,14 +57,16 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_chip: np.ndarray
     free_bytes: np.ndarray
     serves: np.ndarray
+    itl_s: np.ndarray
+    chunk_len: np.ndarray
 
     def __len__(self) -> int:
         return len(self.decode)
 
     def meets(self, service: Service) -> np.ndarray:
-        """True where both targets are met."""
-        ttft, tpot = service.ttft_s or np.inf, service.tpot_s or np.inf
-        return (self.ttft_s <= ttft) & (self.tpot_s <= tpot)
+        """True where all targets are met."""
+        targets = ((service.ttft_s, self.ttft_s), (service.tpot_s, self.tpot_s), (service.itl_s, self.itl_s))
+        return np.all([seconds <= (target or np.inf) for target, seconds in targets], axis=0)
 
 
 def all_services(priced: PricedFleet, service: Service, model: Model) -> Services:
@@ -81,6 +88,8 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     # prompts beyond those that find room at once are never prefilled together
     fits &= (prefill.batch[other] <= decode.batch[rows]) | (other == first[rows])
     rows, other, free = rows[fits], other[fits], free[fits]
+    cut = _chunked(priced, service, rows, other)
+    rows, other, free = (column[np.isfinite(cut["itl_s"])] for column in (rows, other, free))
     prompt_s = prefill.step_s[other] / prefill.batch[other]
     batch, step_s, output = decode.batch[rows], decode.token_s[rows], service.output_len
     tpot_s = step_s + waiting_s(prompt_s, batch=batch, output_len=output, mixing=priced.mixing)
@@ -101,7 +110,36 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
         transfer_s=np.zeros(len(rows)),
         requests_per_s=wanted * rate,
         free_bytes=free,
+        **{name: column[np.isfinite(cut["itl_s"])] for name, column in cut.items()},
     )
+
+
+def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the length of chunks, the longest time between tokens and the time to the first token.
+
+    Of the lengths that meet the target of the longest time, the one with the first token soonest; without any, the one
+    with the shortest such time, which is infinite if none can be used: prompts that are prefilled several at once are
+    not cut, and a step has one chunk on each device that has its own sequences.
+    """
+    decode, at_once = priced.decode, len(priced.prompts_at_once)
+    step_s, prefill_s, each = decode.step_s[rows], priced.prefill.step_s[other], other // at_once
+    # prompts that take the place of the sequences that end in a step
+    ending = np.maximum(decode.batch[rows] - 1, 0) / service.output_len
+    at_a_time = np.maximum(ending / priced.prefill.batch[other], 1)
+    own = ending / priced.fleet.batch_shards[decode.engine[rows]]
+    lengths, gaps, firsts = [0], [step_s + at_a_time * prefill_s], [prefill_s]
+    for length, (first_s, last_s) in priced.chunks.items():
+        count = -(-service.new_prompt_tokens // length)
+        lengths.append(length)
+        gap = step_s + priced.mixing * last_s[each]
+        gaps.append(np.where((other % at_once == 0) & (own * count <= 1), gap, np.inf))
+        firsts.append(count * step_s + priced.mixing * np.maximum(count * first_s[each], prefill_s))
+    if service.chunk_len and len(lengths) > 1:
+        lengths, gaps, firsts = lengths[1:], gaps[1:], firsts[1:]
+    gap, first, places = np.stack(gaps), np.stack(firsts), np.arange(len(rows))
+    met = gap <= (service.itl_s or np.inf)
+    best = np.where(met.any(axis=0), np.argmin(np.where(met, first, np.inf), axis=0), np.argmin(gap, axis=0))
+    return {"chunk_len": np.array(lengths)[best], "itl_s": gap[best, places], "ttft_s": first[best, places]}
 
 
 def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Services]:
@@ -112,7 +150,7 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
     for number, dtypes in enumerate(priced.stored):
         first = np.flatnonzero(decode.dtypes == number)
         # engines whose caches are split prefill for themselves alone
-        usual = fleet.layout[prefill.engine] == "prompts"
+        usual = np.isin(fleet.layout[prefill.engine], PREFILL_LAYOUTS)
         second = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s) & usual)
         rows, other = np.repeat(first, len(second)), np.tile(second, len(first))
         chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, other)))
@@ -144,6 +182,9 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
             transfer_s=sent / (senders * link),
             requests_per_s=np.minimum(num_prefill * begins, num_decode * ends)[kept],
             free_bytes=priced.room - np.maximum(decode.need[rows], prefill.need[other]),
+            chunk_len=np.zeros(len(rows), dtype=np.int64),
+            itl_s=decode.step_s[rows],
+            ttft_s=prefill.step_s[other] + sent / (senders * link),
         )
 
 
@@ -169,7 +210,6 @@ def _services(service: Service, priced: PricedFleet, **given: np.ndarray) -> Ser
         **given,
         step_s=priced.decode.step_s[given["decode"]],
         prompt_s=prefill.step_s[given["prefill"]] / prefill.batch[given["prefill"]],
-        ttft_s=prefill.step_s[given["prefill"]] + given["transfer_s"],
         served_per_s=served,
         tokens_per_s_per_chip=served * service.output_len / given["num_chips"],
         serves=given["num_chips"] <= priced.fleet.cluster.num_chips,

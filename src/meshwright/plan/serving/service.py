@@ -5,6 +5,9 @@ from meshwright.core.fields import Checked, shown
 from meshwright.core.units import parse_seconds
 from meshwright.spec.strategy import MAX_SEQUENCES
 
+CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
+"""Tokens of a chunk of a prompt that are tried."""
+
 MAX_DRAFTS = 16
 """Most drafted tokens of a step that are tried."""
 
@@ -37,7 +40,8 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     ``prefix_share`` is the share of a prompt whose keys and values are in a cache of earlier prompts. ``ttft_s``, the
     time to the first token, and ``tpot_s``, the time per output token after it, are targets; ``requests_per_s`` is the
-    load. None leaves one open. ``speculation`` drafts tokens.
+    load. None leaves one open. ``itl_s`` is a target of the longest time between two tokens. Engines that do both
+    phases cut prompts into chunks of ``chunk_len`` tokens; None: as the target needs it. ``speculation`` drafts tokens.
     """
 
     prompt_len: int
@@ -47,13 +51,15 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     requests_per_s: float | None = None
     prefix_share: float = 0.0
     speculation: Speculation | None = None
+    itl_s: float | None = None
+    chunk_len: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("prompt_len", "output_len"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"service.{name}={getattr(self, name)} must be at least 1 token.")
-        for name in ("ttft_s", "tpot_s", "requests_per_s"):
+        for name in ("ttft_s", "tpot_s", "requests_per_s", "itl_s", "chunk_len"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InputError(f"service.{name}={shown(value)} must be above 0. Leave it out if it is open.")
@@ -61,6 +67,14 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InputError(
                 f"service.prefix_share={shown(self.prefix_share)} must be a share, at least 0 and below 1."
             )
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Lengths of chunks to choose from, shorter than what is new of a prompt; none if prompts are not cut."""
+        if self.chunk_len is None and self.itl_s is None:
+            return ()
+        tried = CHUNKS if self.chunk_len is None else (self.chunk_len,)
+        return tuple(length for length in tried if length < self.new_prompt_tokens)
 
     @property
     def max_len(self) -> int:

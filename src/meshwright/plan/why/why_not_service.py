@@ -96,7 +96,8 @@ def _exceeded(these: Services, result: ServiceResult) -> dict[str, np.ndarray]:
     """Returns how many times each service exceeds each target, and the chips that there are."""
     service, have = result.service, result.setting.cluster.num_chips
     found = {"chips": these.num_chips / have}
-    for name, target, seconds in (("TTFT", service.ttft_s, these.ttft_s), ("TPOT", service.tpot_s, these.tpot_s)):
+    targets = {"TTFT": (service.ttft_s, these.ttft_s), "TPOT": (service.tpot_s, these.tpot_s)}
+    for name, (target, seconds) in {**targets, "ITL": (service.itl_s, these.itl_s)}.items():
         found |= {name: seconds / target} if target is not None else {}
     return found
 
