@@ -19,17 +19,18 @@ INT8 = StoredDtypes("int8", "int8")
 LONG = Service(prompt_len=4096, output_len=256, tpot_s=10.0)
 
 
-def planned(axes=None, **service):
-    cluster = parse_cluster("h100:4x1")
-    setting = service_setting(load_model("llama3-8b"), cluster, fitted_calibration(cluster.chip))
+def planned(axes=None, *, model="llama3-8b", on="h100:4x1", **service):
+    cluster = parse_cluster(on)
+    setting = service_setting(load_model(model), cluster, fitted_calibration(cluster.chip))
     asked = msgspec.structs.replace(LONG, **service)
     return plan_service(setting, asked, stored=(INT8,), axes=axes or {"tensor": 4, "context": 1})
 
 
 def seconds(found, length):
-    """Returns the seconds of one prompt of so many tokens on four chips."""
-    setting = phase_setting(found.setting, "prefill", INT8, length)
-    return float(price_strategy(setting, found.plans[0].generate.strategy).estimate.step_s)
+    """Returns the seconds of a prompt of so many tokens on each device that has its own."""
+    strategy = found.plans[0].generate.strategy
+    setting = phase_setting(found.setting, "prefill", INT8, length, strategy.mesh["expert"])
+    return float(price_strategy(setting, strategy).estimate.step_s)
 
 
 def test_chunks_of_512():
@@ -46,6 +47,18 @@ def test_chunks_of_512():
     assert plan.ttft_s == pytest.approx(8 * plan.generate.step_s + mixing * max(8 * first, whole))
     # time per token is that of the steady state
     assert plan.tpot_s == pytest.approx(plan.generate.step_s + mixing * 31 / 256 * whole)
+
+
+def test_chunks_on_devices_of_experts():
+    """Two prompts at once, one on each half of the experts."""
+    axes = {"tensor": 2, "expert": 2, "context": 1}
+    found = planned(axes, model="qwen3-30b-a3b", chunk_len=512)
+    first, whole, before = (seconds(found, length) for length in (512, 4096, 3584))
+    plan = found.plans[0]
+    assert plan.chunk_len == 512
+    assert (plan.generate.batch_seqs / 2 - 0.5) * 8 <= 256
+    mixing = found.setting.rates.efficiency.mixing
+    assert plan.itl_s == pytest.approx(plan.generate.step_s + mixing * max(first, whole - before))
 
 
 def test_whole_prompts_stop_all_others():
@@ -90,5 +103,5 @@ def test_refusals():
     with pytest.raises(InputError, match="chunk_len=0 must be above 0"):
         msgspec.structs.replace(LONG, chunk_len=0)
     found = planned(chunk_len=512)
-    with pytest.raises(CannotRunError, match="services with chunks are planned, not written to files"):
+    with pytest.raises(CannotRunError, match="chunks are planned, not written to files"):
         service_file(found, found.plans[0])

@@ -3,13 +3,18 @@
 import pytest
 from msgspec.structs import replace
 
+from meshwright.algebra.generation import derive_job
+from meshwright.core.errors import CannotRunError
 from meshwright.cost.formulas.serving import WeightStationary
 from meshwright.cost.network.placement import place_axes
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.serving.fleet import engine_strategy
-from meshwright.plan.serving.planner import service_setting
+from meshwright.plan.serving.fleet import engine_strategy, engine_words, fleet_of
+from meshwright.plan.serving.planner import plan_service, service_setting
+from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import stored_dtypes
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import make_mesh
 
@@ -44,3 +49,65 @@ def test_weights_in_two_dims_win_where_the_closed_form_says():
         wins[count] = min(two, mlp_s(cluster, "widths", context=2, tensor=count // 2)) < one
     assert form.min_chips == 72
     assert wins == {64: False, 128: True, 256: True}
+
+
+def prefilled(model, cluster, layout="prompts", *, prompts=1, **mesh):
+    """A prefill of prompts of 8,192 tokens, one of them in a microbatch of a pipeline, as priced."""
+    on = parse_cluster(cluster)
+    job = Job(kind="prefill", batch_seqs=prompts, seq_len=8192)
+    setting = replace(service_setting(load_model(model), on, fitted_calibration(on.chip)), job=job)
+    strategy = replace(engine_strategy({}, "", layout), mesh=make_mesh(mesh))
+    if strategy.mesh["pipeline"] > 1:
+        strategy = replace(strategy, num_microbatches=prompts)
+    return price_strategy(setting, strategy)
+
+
+def test_prompts_are_the_microbatches_of_pipelined_prefill():
+    """(m + p - 1) ticks of m prompts on p stages; a tick is a stage's part of the step of one prompt, and a send."""
+    found = [prefilled("llama3-70b", "h100:8x2", prompts=m, pipeline=2, tensor=8) for m in (1, 2, 4)]
+    one, two, four = (float(priced.estimate.step_s) for priced in found)
+    tick = (four - two) / 2
+    assert (one, two) == (pytest.approx(2 * tick, rel=0.01), pytest.approx(3 * tick, rel=0.01))
+    whole = prefilled("llama3-70b", "h100:8x1", tensor=8).estimate
+    assert float(whole.step_s) < one < 1.02 * float(whole.step_s)
+    stages, alone = found[2].estimate.memory, whole.memory
+    assert stages["kv_cache"] == pytest.approx(4 * alone["kv_cache"] / 2)
+    assert [str(cost.step) for cost in found[0].costs.boundary if cost.step.op == "permute"] == [
+        "x[B, T_tensor, D] = Permute_pipeline(x[B, T_tensor, D])"
+    ]
+
+
+def test_decode_has_no_stages():
+    strategy = replace(engine_strategy({}), mesh=make_mesh({"pipeline": 2}))
+    job = Job(kind="decode", batch_seqs=8, seq_len=64)
+    with pytest.raises(CannotRunError, match="pipeline=2 trains but does not generate"):
+        derive_job(LLAMA, job, strategy)
+
+
+def test_gathered_weights_prefill_where_activations_are_larger():
+    """One prompt of 8,192 tokens on a node: per layer an AllGather of weights over 2 of 8 chips, and less to reduce."""
+    stays, gathered = (
+        float(prefilled("llama3-70b", "h100:8x1", layout, context=2, tensor=4).estimate.step_s)
+        for layout in ("prompts", "gathered")
+    )
+    alone = float(prefilled("llama3-70b", "h100:8x1", tensor=8).estimate.step_s)
+    assert stays < gathered < alone
+
+
+def test_engines_beyond_the_kv_heads_are_found():
+    fleet = fleet_of(LLAMA, parse_cluster("v5e:16x16"))
+    words = {engine_words(fleet.strategy(number, "")) for number in range(len(fleet))}
+    assert {"kvb2 tp8", "kvs8 tp8", "wd16 tp16", "fsdp4 tp2", "tp64", "cp8 tp2"} <= words
+    assert not {"kvb16 tp8", "kvb2 tp4", "fsdp16"} & words, "heads end at 64, caches split heads first"
+
+
+def test_caches_over_sequences_serve_more():
+    """Section 7.3.3: more chips than kv heads pay on a torus only if caches are not repeated."""
+    on = parse_cluster("v5e:16x16")
+    setting, service = service_setting(LLAMA, on, fitted_calibration(on.chip)), Service(prompt_len=8192, output_len=512)
+    found = plan_service(setting, replace(service, tpot_s=0.023), stored=stored_dtypes(("int8",), ("int8",)))
+    best = found.plans[0].generate
+    assert engine_words(best.strategy) == "kvb2 tp8"
+    tensor = [one for one in found.plans if one.generate.strategy.mesh["context"] == 1]
+    assert tensor
+    assert found.plans[0].tokens_per_s_per_chip > 1.1 * tensor[0].tokens_per_s_per_chip

@@ -75,7 +75,6 @@ def test_a_light_load_meets_what_was_planned(planned):
 
 
 def test_the_planned_rate_can_be_served_and_twice_as_much_cannot(planned):
-    """Plans price experts' prefills without the tiles that grouped products add, which the simulation has."""
     plan = planned.plans[0]
     within, beyond = (
         loaded(planned, plan, duration_s=60, requests_per_s=share * plan.requests_per_s) for share in (0.7, 2.0)

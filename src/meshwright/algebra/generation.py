@@ -18,6 +18,7 @@ from meshwright.algebra.layers import PLAIN, ProgramOptions, parse_block
 from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
+from meshwright.algebra.rewrites.pipeline import boundary
 from meshwright.algebra.rewrites.repeated_heads import repeating, strategy_of_heads
 from meshwright.algebra.rewrites.torus import blocks_leg_by_leg
 from meshwright.algebra.tape import Shardings
@@ -93,7 +94,11 @@ def derive_forward(program: Program, strategy: Strategy, axes: tuple[str, ...] |
     blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
     declared = {name: shardings.declared(name) for name in program.variables}
     return Derived(
-        program, blocks_leg_by_leg((in_blocks(block, shardings) for block in blocks), strategy), (), declared
+        program,
+        blocks_leg_by_leg((in_blocks(block, shardings) for block in blocks), strategy),
+        (),
+        declared,
+        boundary=tuple(step for step in boundary(program, shardings) if step.phase == "forward"),
     )
 
 
@@ -142,18 +147,19 @@ def derive_phase(
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
     """Returns the strategy as the step of a job runs it.
 
-    Generation has one microbatch, nothing to offload and no bound on the slots of experts. A device's cache has every
-    position of its sequences, so keys are gathered over ``context`` also where training uses a ring or ulysses.
-    Raises CannotRunError for generation over pipeline stages.
+    Generation has one microbatch, but pipelined prefill, which is priced, not executed; nothing to offload and no bound
+    on the slots of experts. A device's cache has every position of its sequences, so keys are gathered over
+    ``context`` also where training uses a ring or ulysses. Raises CannotRunError for decode over pipeline stages.
     """
     if job.trains:
         return strategy
-    if strategy.mesh.get("pipeline", 1) > 1:
+    stages = strategy.mesh.get("pipeline", 1)
+    if stages > 1 and job.kind == "decode":
         raise CannotRunError(
-            f"pipeline={strategy.mesh['pipeline']} trains but does not generate in this version. "
-            f"Use its devices as tensor, data or fsdp."
+            f"pipeline={stages} trains but does not generate in this version. Use its devices as tensor, data or fsdp."
         )
-    return replace(strategy, context_attention="gather", num_microbatches=1, offload=(), capacity_factor=0.0)
+    count = strategy.num_microbatches if stages > 1 else 1
+    return replace(strategy, context_attention="gather", num_microbatches=count, offload=(), capacity_factor=0.0)
 
 
 def one_position(strategy: Strategy) -> Strategy:

@@ -171,7 +171,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             "optimizer": optimizer,
             "activations": activations,
             "logits": logits,
-            "kv_cache": self.cache_bytes + 0.0 * workspace,
+            "kv_cache": self.cache_bytes * share * np.asarray(pipeline.microbatches) + 0.0 * workspace,
             "communication": sum((count * size for count, size in messages), start=gathered),
             "workspace": workspace + retiled,
         }

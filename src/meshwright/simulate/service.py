@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.dispatch import is_at_experts
 from meshwright.algebra.steps import Step
 from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
@@ -18,8 +16,6 @@ from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
-from meshwright.cost.work.kernel_times import grouped_s
-from meshwright.cost.work.kernels import partly_hidden, product_shape
 from meshwright.cost.work.ops import is_attention
 from meshwright.plan.serving.fleet import sequence_shards
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
@@ -55,19 +51,10 @@ class PricedClock(Clock):
         if self._decodes:
             batch, length = np.maximum(decode, 1), np.maximum(cached / np.maximum(decode, 1), 1)
             decode_s = np.where(decode > 0, self._seconds("decode", batch * self._num_shards, length), 0.0)
-        prefill_s = np.where(tokens > 0, self._prefill_s(np.maximum(tokens, 1)), 0.0)
+        prefill_s = np.where(tokens > 0, self._seconds("prefill", 1.0, np.maximum(tokens, 1)), 0.0)
         pairs = np.maximum(tokens * (past + 1) - tokens**2 / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
-        device_s = decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
-        started_s = partly_hidden(device_s, self._host_s, self._setting.rates.efficiency.overlap)
-        return np.where(tokens > 0, started_s, device_s)
-
-    @cached_property
-    def _host_s(self) -> float:
-        """Seconds in which the host starts the kernels of a prefill one by one; graphs hold those of decode alone."""
-        costs = self._step("prefill", 1.0, 1024.0).costs.all
-        starts = sum(float(np.max(c.num_kernels + c.step.is_collective)) * float(np.max(c.count)) for c in costs)
-        return starts * self._setting.rates.efficiency.host_kernel_s
+        return decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
 
     @cached_property
     def _pair_s(self) -> float:
@@ -76,24 +63,6 @@ class PricedClock(Clock):
         step = self._step("prefill", 1.0, length)
         seconds = sum(float(c.local_s * c.count) for c in step.costs.all if _attends(c.step))
         return seconds / (length**2 / 2)
-
-    def _prefill_s(self, tokens: Any) -> Any:
-        """Returns the seconds of a prefill; on GPUs products of experts take what measured grouped products take."""
-        step = self._step("prefill", 1.0, tokens)
-        found, rates = step.seconds.step_s, step.rates.chip
-        if rates.kernels is None:
-            return found
-        for cost in step.costs.all:
-            if not cost.step.is_collective and kind_of(cost.step).is_einsum and is_at_experts(cost.step):
-                outputs, contracted = product_shape(cost.step, step.sizes)
-                experts, columns = (
-                    step.sizes.local(*cost.step.results)[dim] for dim in ("E", cost.step.result.dims[-1])
-                )
-                shape = {"M": outputs / columns, "K": contracted, "N": columns, "G": experts, "copied": 0}
-                wide = rates.wide_flops_per_s / rates.matmul_flops_per_s
-                math_s = grouped_s(shape, rates.kernels) * wide
-                found = found + cost.count * (np.hypot(math_s, cost.hbm_s) - cost.local_s)
-        return found
 
     def _seconds(self, phase: str, batch: Any, length: Any) -> Any:
         return self._step(phase, batch, length).seconds.step_s

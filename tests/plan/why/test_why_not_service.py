@@ -10,7 +10,7 @@ from tests.plan.test_service_file import planned
 @pytest.fixture(scope="module")
 def result():
     """llama3-70b on 16 v5e: the first plan has engines of 8 chips that do both phases."""
-    found, file = planned("llama3-70b", "v5e:4x4", tpot_s=0.06, prompt_len=8192, output_len=512)
+    found, file = planned("llama3-70b", "v5e:4x4", tpot_s=0.08, prompt_len=8192, output_len=512)
     assert (file.generate.strategy.mesh["tensor"], file.has_pools) == (8, False)
     return found
 
@@ -35,23 +35,21 @@ def test_chip_seconds_add_up(result):
 
 
 def test_too_little_memory_has_its_bytes(result):
-    """70.6e9 parameters in int8 on four chips are 17.6 GB of each chip's 16.1 GB."""
-    found = why_not_service(result, {"tensor": 4, "weights": "int8"})
+    """70.6e9 parameters in int8 on four chips are 17.6 GB of each chip's 16.1 GB; compilers need some memory beside."""
+    found = why_not_service(result, {"tensor": 4, "context": 1, "weights": "int8"})
     assert found.plan is None
     assert found.refusal.startswith("with one sequence for each device with its own the leanest such engine (4 chips)")
     assert f"more than the {format_bytes(result.setting.memory_room)} there are." in found.refusal
     bytes_needed = float(found.refusal.split(" needs ")[1].split(" GB")[0])
-    own = 17.6 + 8704 * 163_840 * (1 + 4 / 128) / 4 / 1e9
-    assert own < bytes_needed < own + 0.6  # and what a step needs beside them
+    by_hand = 17.6 + 8704 * 163_840 * (1 + 4 / 128) / 4 / 1e9
+    assert by_hand < bytes_needed < 1.05 * by_hand
 
 
 def test_misses_say_by_how_much(result):
-    slower = why_not_service(result, {"batch": 1, "tensor": 8, "context": 1, "pools": False, "weights": "bf16"})
-    assert slower.refusal
     missed = why_not_service(result, {"tensor": 16, "batch": 64, "kv": "int8", "weights": "int8"})
-    assert missed.plan is None or missed.misses["TPOT"] == pytest.approx(missed.plan.tpot_s / 0.06)
+    assert missed.plan is None or missed.misses["TPOT"] == pytest.approx(missed.plan.tpot_s / 0.08)
     most = why_not_service(result, {"tensor": 16, "batch": 32, "pools": False})
-    assert most.misses == ({} if most.plan.tpot_s <= 0.06 else {"TPOT": most.plan.tpot_s / 0.06})
+    assert most.misses == ({} if most.plan.tpot_s <= 0.08 else {"TPOT": most.plan.tpot_s / 0.08})
 
 
 @pytest.mark.parametrize(

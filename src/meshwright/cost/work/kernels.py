@@ -16,7 +16,7 @@ from meshwright.algebra.sizes import Number
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.work.host_work import amounts_of, pace_of
-from meshwright.cost.work.kernel_times import NCCL_LINKS, KernelRates, kernel_rates
+from meshwright.cost.work.kernel_times import NCCL_LINKS, KernelRates, grouped_s, kernel_rates
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes, op_term
 from meshwright.cost.work.slots import SlotSizes, block_bytes, computed_share, slot_sizes, unread_bytes
 from meshwright.spec.calibration import (
@@ -44,6 +44,9 @@ UNFUSED_KERNELS = 4
 SOFTMAX_KERNELS, SOFTMAX_MATRICES = 4, 4
 """Further kernels where software of 2021 does not fuse mask and softmax: cast, scale, mask and cast back. One kernel
 needs matrices of scores, one for each sequence and head, in fours (Megatron-LM's fused_softmax.py)."""
+
+LONGEST_DRAFT = 64
+"""Positions of a sequence in a step beyond which it is a prompt, and no draft that is checked."""
 
 CASTS_BYTES = 2
 """Bytes of traffic for each element that the op before a product casts to one byte: written as it is and transposed."""
@@ -281,7 +284,14 @@ def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) ->
     rate = rates.wide_flops_per_s if wide else rates.matmul_flops_per_s
     slower = (1 + at.contraction_half / contracted) * (1 + at.tile_tail * rates.processors * TILE / outputs)
     casts = CASTS_BYTES * sizes.elements(step.inputs[0]) if rates.narrow and not wide else 0.0
-    return flops / rate * slower, casts
+    seconds = flops / rate * slower
+    if rates.kernels and is_at_experts(step):
+        # the engine's grouped products of a prompt, as measured in 16 bits
+        experts, columns = (sizes.local(*step.results)[dim] for dim in ("E", step.result.dims[-1]))
+        shape = {"M": outputs / columns, "K": contracted, "N": columns, "G": experts, "copied": 0}
+        measured_s = grouped_s(shape, rates.kernels) * rates.wide_flops_per_s / rates.matmul_flops_per_s
+        seconds = np.where(np.asarray(sizes.dims["T"]) > LONGEST_DRAFT, measured_s, seconds)
+    return seconds, casts
 
 
 def product_shape(step: Step, sizes: SlotSizes) -> tuple[Number, Number]:

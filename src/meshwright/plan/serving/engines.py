@@ -116,8 +116,8 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
                 if np.min(need) < least:
                     least, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
                 decode.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), number)))
-                for length, seconds in chunks.items():
-                    seconds[:, form.engines * len(stored) + number] = form.chunk_s(length)
+                for seconds, found in zip(chunks.values(), form.chunk_s(tuple(chunks)), strict=True):
+                    seconds[:, form.engines * len(stored) + number] = found
             places = (form.engines[:, None] * len(stored) + number) * len(at_once) + np.arange(len(at_once))
             prefill.append((places.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), number))))
     if not decode:
@@ -229,15 +229,20 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         )
         return msgspec.structs.replace(own, step_s=np.maximum(own.step_s, whole.step_s - known.step_s))
 
-    def chunk_s(self, length: int) -> np.ndarray:
-        """Returns the seconds of the first and the last chunk [2, engines] of prompts that are cut, one on each device
-        that has its own sequences. Tokens of the last attend to all before them, as those of a prompt known in part."""
-        rows, whole = np.arange(len(self.engines)), self.service.prompt_len
-        batch = self.fleet.batch_shards[self.engines]
-        first, all_of_it, before = (
-            self.priced("prefill", rows, batch, tokens, {}).step_s for tokens in (length, whole, whole - length)
-        )
-        return np.stack([first, np.maximum(first, all_of_it - before)])
+    def chunk_s(self, lengths: Sequence[int]) -> np.ndarray:
+        """Returns the seconds of the first and the last chunk [lengths, 2, engines] of prompts that are cut, one on
+        each device that has its own sequences. Tokens of the last attend to all before them, as of a prompt known in
+        part."""
+        if not lengths:
+            return np.zeros((0, 2, len(self.engines)))
+        whole, cut = self.service.prompt_len, np.array(lengths)
+        tokens = np.concatenate([cut, whole - cut, [whole]])
+        rows = np.tile(np.arange(len(self.engines)), len(tokens))
+        batch = self.fleet.batch_shards[self.engines[rows]]
+        steps = self.priced("prefill", rows, batch, 1, {}, np.repeat(tokens, len(self.engines)))
+        step_s = steps.step_s.reshape(len(tokens), -1)
+        first, before, all_of_it = step_s[: len(cut)], step_s[len(cut) : -1], step_s[-1]
+        return np.stack([first, np.maximum(first, all_of_it - before)], axis=1)
 
     def memory(
         self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int, checked: Number = 1
@@ -271,7 +276,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
             rates=select(rates, engines),
             pipeline=setting.pipeline(strategy),
         )
-        if np.ndim(checked):
+        if np.ndim(checked) and phase == "decode":
             of_head = self._sizes(setting, rows, batch * checked)
             step = _CheckingStep(**msgspec.structs.asdict(step), head_sizes=of_head)
         return Steps(

@@ -30,6 +30,9 @@ CONTEXTS = (1, 2, 4, 8, 16, 32)
 PREFILL_LAYOUTS = ("prompts", "gathered")
 """Layouts of engines that only prefill where ``context`` has several devices."""
 
+TORUS_LAYOUTS = ("positions", "widths")
+"""Layouts that are not tried on switches, where their further collectives take longer than they save."""
+
 MAX_PROMPT_PARTS = 8
 """Largest size of ``context`` that is tried where it splits prompts."""
 
@@ -133,7 +136,7 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
 
 def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placement, str]]:
     for chips in divisors(cluster.num_chips):
-        sizes = list(_meshes(model, chips))
+        sizes = [one for one in _meshes(model, chips) if cluster.kind != "switched" or one[1] not in TORUS_LAYOUTS]
         if chips <= MAX_ENGINE_CHIPS and sizes:
             for part in engine_parts(cluster, chips):
                 for mesh, layout in sizes:

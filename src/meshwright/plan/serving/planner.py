@@ -183,7 +183,7 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     yield (
         "tok/s are output tokens per second and chip; tp is the mesh axis tensor; cp is context, which splits prompts, "
         "named kvb or kvs where it splits weights as tensor does, and caches over sequences (batch) or positions, and "
-        "wd where it splits the other dim of weights (2-D weight-stationary)"
+        "wd where it splits the other dim of weights (2-D weight-stationary); fsdp where prefill gathers weights"
         + "; ep is expert, which also splits the sequences (experts with data-parallel attention)"
         * bool(model.num_experts)
     )

@@ -80,7 +80,8 @@ class ServicePlan(ServiceFigures, frozen=True, kw_only=True):
     """One way to serve. ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a
     pool of their own if the plan ``has_pools``. ``weights`` and ``cache`` are the dtypes in which these are stored. A
     step of generation checks ``num_drafts`` tokens and makes ``step_tokens`` of each sequence in the mean. ``itl_s`` is
-    the longest time between two tokens, with prompts in chunks of ``chunk_len`` tokens, 0 if they are not cut."""
+    the longest time between two tokens, with prompts in chunks of ``chunk_len`` tokens, 0 if they are not cut; None if
+    neither was asked for."""
 
     has_pools: bool
     weights: str
@@ -178,7 +179,7 @@ def service_plan(priced: PricedFleet, found: Services, number: int, service: Ser
         num_drafts=int(priced.decode.drafts[generated]),
         step_tokens=float(priced.decode.tokens[generated]),
         chunk_len=int(found.chunk_len[number]),
-        itl_s=float(found.itl_s[number]),
+        itl_s=float(found.itl_s[number]) if service.itl_s or service.chunk_len else None,
         ttft_s=float(found.ttft_s[number]),
         tpot_s=float(found.tpot_s[number]),
         transfer_s=float(found.transfer_s[number]),

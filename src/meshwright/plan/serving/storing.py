@@ -49,6 +49,8 @@ def stored_dtypes(
 ) -> tuple[StoredDtypes, ...]:
     """Returns every pair of the given dtypes of weights and caches; those of `TRIED` where none is given.
 
+    Weights and caches in two narrow formats are tried only if both are asked for.
+
     Raises InputError for a dtype that is not known, or that needs products which the chip lacks.
     """
     has = chip.peak_flops if chip and chip.peak_flops else {"fp8": 1.0, "fp4": 1.0}
@@ -60,7 +62,8 @@ def stored_dtypes(
     for name in (*weights, *caches):
         if name in ("fp8", "fp4") and name not in has:
             raise InputError(f"{name} is for chips with products in {name}, and {chip and chip.name} has none.")
-    return tuple(StoredDtypes(one, other) for one in chosen[0] for other in chosen[1])
+    every = (StoredDtypes(one, other) for one in chosen[0] for other in chosen[1])
+    return tuple(one for one in every if (weights and caches) or {one.weights, one.cache} != {"int8", "fp8"})
 
 
 def _known(given: Sequence[str], known: Iterable[str], what: str) -> tuple[str, ...]:
