@@ -17,7 +17,7 @@ TOO_MANY = {
 """Functions of before the rule. None may join, and one that is mended leaves the list."""
 
 BUDGETS = {
-    "core": 1_128, "spec": 3_185, "algebra": 6_792, "cost": 6_013, "plan": 4_532, "nn": 5_799, "parallel": 2_888,
+    "core": 1_128, "spec": 3_185, "algebra": 6_792, "cost": 6_017, "plan": 4_532, "nn": 5_799, "parallel": 2_888,
     "hlo": 2_008, "train": 4_346, "serve": 500, "verify": 1_683, "profile": 1_800, "accuracy": 1_831, "bench": 2_300,
     "report": 2_956, "api": 650, "cli": 4_252, "calculators": 9_068, "batching": 1_430, "simulate": 140,
 }  # fmt: skip
