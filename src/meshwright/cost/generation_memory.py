@@ -53,15 +53,18 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes that XLA copies of the weights and caches of one layer.
 
     On GPUs these are slices of the arrays of all layers: matrices, and in decode keys and values. On TPUs they are
-    int8 latents of all layers, whose tiles writes change. Matrices of experts are widened one at a time.
+    matrices of experts in prefill, and in decode int8 latents of all layers, whose tiles writes change. Matrices of
+    experts in int8 are widened one at a time.
     """
     decodes = any(isinstance(step.details, CachedAttention) for step in block.forward)
     matrices = [derived.declared[name] for name in weights_of(derived, block)] if block.is_layer else []
-    experts = (array for array in matrices if array.dims[0] == "E" and array.dtype == "int8")
-    by_xla = sizes.on_gpus or sizes.tile_rows > 0
-    found = by_xla * largest(sizes.elements(array) * sizes.width for array in experts)
+    experts = [array for array in matrices if array.dims[0] == "E"]
+    widened = largest(sizes.elements(array) * sizes.width for array in experts if array.dtype == "int8")
+    found: Number = 0.0
     if sizes.on_gpus:
-        found = found + sizes.total(*matrices) + decodes * _layer_caches(block, derived, sizes)
+        found = widened + sizes.total(*matrices) + decodes * _layer_caches(block, derived, sizes)
+    elif sizes.tile_rows:
+        found = widened + (not decodes) * sizes.total(*experts)
     if sizes.tile_rows and decodes:
         latents = (derived.declared[name] for name in caches_of(block.block))
         found = found + block.repeat * total(
@@ -71,10 +74,13 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes of temporary memory of a step: its own, or on GPUs the transposed copy of a stream of several
-    sequences, whose positions are gathered or scattered as the outermost dim."""
+    """Returns the bytes of temporary memory of a step: its own; on TPUs, where rows go to experts or back, a second
+    copy for the loop of further rounds; on GPUs the transposed copy of a stream of several sequences, whose positions
+    are gathered or scattered as the outermost dim."""
     if not step.is_collective:
         return kind_of(step).scratch_bytes(step, sizes)
+    if sizes.tile_rows and step.op == "all_to_all":
+        return sizes.bytes(step.result) * (np.prod([sizes.mesh[axis] for axis in step.axes], axis=0) > 1)
     if not sizes.on_gpus or step.op not in ("all_gather", "reduce_scatter") or step.dim != "T":
         return 0.0
     whole = step.result if step.op == "all_gather" else step.inputs[0]
