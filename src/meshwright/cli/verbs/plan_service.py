@@ -42,6 +42,9 @@ OF_TRAINING = {
 }
 """Options of `plan` that services do not take in this version."""
 
+BUSY = 0.8
+"""Share of what engines can serve from which a queue is worth a word."""
+
 
 def service_answer(given: Any) -> Answer:
     """Returns the answer of `plan --serve`; ``given`` are the options of `plan`."""
@@ -157,8 +160,9 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator
     yield Fact("simulated", f"{source}{policy}")
     yield Fact(
         "served",
-        f"{found.requests_per_s:.3g} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; {found.met:.0%} of "
-        f"requests meet the targets; {found.num_preempted} preempted, {found.page_waste:.1%} of pages wasted",
+        f"{found.requests_per_s:.3g} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; "
+        + f"{found.met:.0%} of requests meet the targets; " * bool(given.ttft or given.tpot)
+        + f"{found.num_preempted} preempted, {found.page_waste:.1%} of pages wasted",
     )
     yield Fact(
         "engines",
@@ -218,6 +222,9 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
             f"{service.requests_per_s:,.10g} requests/s need {chips} of {cluster.num_chips:,}, which serve up to "
             + (f"{best.requests_per_s:.3g}")
         )
+        busy = service.requests_per_s / best.requests_per_s
+        if busy > BUSY:
+            rate += f"; {busy:.0%} busy, so that requests queue, which --simulate shows and TTFT leaves out"
     yield Fact("the first", rate)
     yield Fact("its decode step", _step_words(best.generate))
     if service.speculation:
