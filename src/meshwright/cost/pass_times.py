@@ -15,7 +15,7 @@ from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_costs import Priced, blocks_of_weights
 from meshwright.cost.step_rates import StepRates
-from meshwright.cost.work.kernels import LONGEST_DRAFT, AxisGroup, StepCost, partly_hidden
+from meshwright.cost.work.kernels import AxisGroup, StepCost, partly_hidden
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.strategy import IN_TURN, WITHOUT_HOST
 
@@ -141,12 +141,12 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         back_s: Number = 0.0
         if rates.chip.host is not None and block.is_layer:
             ahead_s, back_s = (size * rates.chip.host.loop_byte for size in loop_bytes(block.steps, derived, sizes))
-        forward_s = _pass_s(block.forward, rates, sizes) + ahead_s
-        back = _pass_s([cost for cost in block.backward if cost.step.scope != "step"], rates, sizes) + back_s
+        forward_s = _pass_s(block.forward, rates) + ahead_s
+        back = _pass_s([cost for cost in block.backward if cost.step.scope != "step"], rates) + back_s
         own = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
         split = block.steps.split
         inputs_s, weight_s = (
-            _pass_s([block.backward[place] for place in places], rates, sizes)
+            _pass_s([block.backward[place] for place in places], rates)
             for places in ((split.inputs, split.weights) if split else ((), ()))
         )
         found = BlockSeconds(
@@ -155,7 +155,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             backward=back,
             inputs=inputs_s + back_s,
             weight=weight_s,
-            last=_pass_s(block.backward, rates, sizes) + back_s - back,
+            last=_pass_s(block.backward, rates) + back_s - back,
             update=_update_s(own, block.forward, forward_s, rates),
         )
         (layers if block.is_layer else ends).append(found)
@@ -177,24 +177,18 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
     )
 
 
-def _pass_s(costs: Sequence[StepCost], rates: StepRates, sizes: SlotSizes) -> Number:
+def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     """Returns the seconds of one pass over one repeat of a block: compute, exposed collectives, and hidden ones.
 
     By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
     Blocks of a collective matmul hide behind its own products; the remainder is exposed. A fitted exponent says how
     complete overlap is: see `partly_hidden`. With eager dispatch, a pass is no shorter than the starts of its kernels.
-    Libraries add the exchanges of tokens that nothing hides. Inference engines hold decode in graphs, but start the
-    kernels of prompts one by one, partly hidden.
+    Libraries add the exchanges of tokens that nothing hides.
     """
-    at = rates.chip.efficiency
     if rates.overlaps and rates.software not in WITHOUT_HOST:
         starts = total(_host_starts(cost, rates) for cost in costs)
-        return np.maximum(_device_s(costs, rates), at.host_kernel_s * starts)
-    device_s = _device_s(costs, rates)
-    if rates.software != "served":
-        return device_s
-    host_s = at.host_kernel_s * total(_host_starts(cost, rates) for cost in costs)
-    return np.where(np.asarray(sizes.dims["T"]) > LONGEST_DRAFT, partly_hidden(device_s, host_s, at.overlap), device_s)
+        return np.maximum(_device_s(costs, rates), rates.chip.efficiency.host_kernel_s * starts)
+    return _device_s(costs, rates)
 
 
 def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
