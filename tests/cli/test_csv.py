@@ -57,7 +57,7 @@ ELSEWHERE = {"bench", "verify", "train", "profile", "convert", "launch", "genera
 """Verbs that need devices, a compiler or a run: they answer through the same tables."""
 LABELS = {"figure", "fact", "value", "source", "text", "plan", "terms", "formula", "phase", "assignment", "array",
           "sold", "die", "split", "stage", "state", "remat", "more_s", "number",
-          "usd_per_billion_tokens", "given"}  # fmt: skip
+          "usd_per_billion_tokens", "given", "doubled"}  # fmt: skip
 """Names of columns that JSON has as names of fields, or that follow from two others."""
 AMOUNT = re.compile(
     r"[-+~<>$]?\s?\d[\d,]*(\.\d+)?(e[+-]?\d+)?\s?([kMGTPE]?(B|FLOP|B/s|FLOP/s|Wh?)|[mun]?s|h|days|[kMBT]|%)?"

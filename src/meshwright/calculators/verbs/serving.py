@@ -16,7 +16,7 @@ from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_params, format_seconds, parse_count
 from meshwright.cost.formulas import serving
-from meshwright.report.answer import Answer, Fact, Piece, Quantity, Show, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Heading, Piece, Quantity, Show, Table, TableColumns
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, peak
 from meshwright.spec.cluster import parse_cluster
@@ -303,7 +303,8 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     slices = facts["slices"]
     cells = {name: [one[field] for one in slices] for name, (field, _) in SLICES.items()}
     rows = [[name, *(None if v is None else Quantity(v, SLICES[name][1]) for v in row)] for name, row in cells.items()]
-    yield Table(["with its largest batch", *(one["cluster"] for one in slices)], [r for r in rows if r[1] is not None])
+    columns = [Heading(one["cluster"], name=name) for one, name in zip(slices, ("value", "doubled"), strict=False)]
+    yield Table([Heading("with its largest batch", name="figure"), *columns], [r for r in rows if r[1] is not None])
     if facts["contexts"]:
         yield Table.of(facts["contexts"], CONTEXTS, "Latency against throughput: batch 1, and the largest that fits")
     if facts["tricks"]:
