@@ -68,5 +68,8 @@ def test_compiled_is_derived(cluster, model, axes, choices):
     assert proof.traffic.remainder <= 0.02
     assert proof.products.compiled == pytest.approx(proof.products.derived, rel=1e-3)
     if cluster.startswith("h100"):
-        # XLA's GPU compiler keeps to the derivation, but for a ring's last blocks
-        assert {one.name for one in proof.traffic.differences} <= {"dropped", "shared"}
+        # XLA's GPU compiler keeps to the derivation, but for a ring's last blocks and for gradients of gains, which are
+        # summed over stages and replicas at once
+        differences = proof.traffic.differences
+        assert {one.name for one in differences} <= {"dropped", "shared", "joined"}
+        assert all(0 < one.compiled_bytes < one.derived_bytes < 1e4 for one in differences if one.name == "joined")
