@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.verify_serving [--only PATTERN] [--out FILE]`` needs the extras tpu and gpu. `plan --serve`
 chooses the engines: the first plan of each of `SERVED` with weights and caches in bf16 or int8 (fp8 is planned and not
-executed), and the first in bf16 alone. The step of generation and the prefill are proved at partition depth, each on
-the engine's own part and placement. "arrays" and "bytes" compare all collectives, "unnamed" is the share of bytes whose
-difference has no name.
+executed), and the first in bf16 alone. `LAID_OUT` has engines of further layouts. The step of generation and the
+prefill are proved at partition depth, each on the engine's own part and placement. "arrays" and "bytes" compare all
+collectives, "unnamed" is the share of bytes whose difference has no name.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from meshwright.api.proving import ProofOptions, prove_strategy
 from meshwright.api.rates import rates_for
 from meshwright.cost.setting import Setting
 from meshwright.plan.serving.engines import phase_setting
-from meshwright.plan.serving.planner import plan_service, service_setting
-from meshwright.plan.serving.result import EnginePool
+from meshwright.plan.serving.fleet import engine_strategy, engine_words
+from meshwright.plan.serving.planner import AS_PUBLISHED, plan_service, service_setting
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import short_mesh
+from meshwright.spec.strategy import Strategy
 from meshwright.verify.proof import Proof
 
 SERVED = (
@@ -47,11 +47,27 @@ EXECUTED = (("bf16", "int8"), ("bf16",))
 """Dtypes that engines are chosen among: those of the first plan, and of the first with nothing quantised."""
 
 
+LAID_OUT = (
+    ("llama3-70b", "v5e:4x8", "sequences", {"context": 4, "tensor": 8}, "decode", 64),
+    ("llama3-70b", "v5e:4x8", "positions", {"context": 4, "tensor": 8}, "decode", 16),
+    ("llama3-70b", "v5e:4x8", "widths", {"context": 2, "tensor": 16}, "decode", 32),
+    ("llama3-70b", "v5e:4x8", "widths", {"context": 2, "tensor": 16}, "prefill", 2),
+    ("llama3-70b", "v5e:4x8", "gathered", {"context": 4, "tensor": 8}, "prefill", 4),
+    ("llama3-70b", "h100:8x2", "sequences", {"context": 2, "tensor": 8}, "decode", 32),
+    ("llama3-405b", "h100:8x2", "gathered", {"context": 4, "tensor": 4}, "prefill", 1),
+    ("mixtral-8x7b", "v6e:2x4", "prompts", {"expert": 4, "tensor": 2}, "prefill", 8),
+    ("qwen3-235b-a22b", "h200:8x1", "prompts", {"expert": 4, "tensor": 2}, "prefill", 16),
+)
+"""Model, part, layout, mesh, phase and sequences of engines in bf16 that no first plan above had."""
+
+
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a planned service: the engine, its dtypes, the phase and the positions of its cache."""
 
     model: str
-    pool: EnginePool
+    part: Cluster
+    strategy: Strategy
+    batch_seqs: int
     dtypes: StoredDtypes
     phase: str
     length: int
@@ -59,14 +75,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def engine(self) -> str:
         """``"tp8, batch 32, int8"``."""
-        return f"{short_mesh(self.pool.strategy.mesh)}, batch {self.pool.batch_seqs}, {self.dtypes.words}"
+        return f"{engine_words(self.strategy)}, batch {self.batch_seqs}, {self.dtypes.words}"
 
     def prove(self) -> Proof:
         """Returns the proof at partition depth."""
-        model, part = load_model(self.model), self.pool.part
-        setting = Setting(model, part, Job(batch_seqs=1, seq_len=1), rates_for(part, None, fitted=True))
-        step = phase_setting(setting, self.phase, self.dtypes, self.length, self.pool.batch_seqs)
-        return prove_strategy(step, self.pool.strategy, ProofOptions(timeout_s=TIMEOUT_S))
+        job, rates = Job(batch_seqs=1, seq_len=1), rates_for(self.part, None, fitted=True)
+        setting = Setting(load_model(self.model), self.part, job, rates)
+        step = phase_setting(setting, self.phase, self.dtypes, self.length, self.batch_seqs)
+        return prove_strategy(step, self.strategy, ProofOptions(timeout_s=TIMEOUT_S))
 
 
 def cases(model: str, cluster: str, stored: tuple[str, ...]) -> Iterator[Case]:
@@ -79,7 +95,29 @@ def cases(model: str, cluster: str, stored: tuple[str, ...]) -> Iterator[Case]:
         ("decode", best.generate, SERVICE.max_len),
         ("prefill", best.prefill, SERVICE.prompt_len),
     ):
-        yield Case(model=model, pool=pool, dtypes=dtypes, phase=phase, length=length)
+        yield Case(
+            model=model,
+            part=pool.part,
+            strategy=pool.strategy,
+            batch_seqs=pool.batch_seqs,
+            dtypes=dtypes,
+            phase=phase,
+            length=length,
+        )
+
+
+def laid_out() -> Iterator[Case]:
+    """Yields the steps of `LAID_OUT`."""
+    for model, part, layout, mesh, phase, batch_seqs in LAID_OUT:
+        yield Case(
+            model=model,
+            part=parse_cluster(part),
+            strategy=engine_strategy(mesh, "", layout),
+            batch_seqs=batch_seqs,
+            dtypes=AS_PUBLISHED,
+            phase=phase,
+            length=SERVICE.max_len if phase == "decode" else SERVICE.prompt_len,
+        )
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +156,7 @@ def line(cells: tuple[str, ...]) -> str:
 
 def row_of(case: Case, proof: Proof) -> str:
     """Returns what was found in one line."""
-    where = (case.model, case.pool.part.short_name, case.phase, case.engine)
+    where = (case.model, case.part.short_name, case.phase, case.engine)
     found = found_in(proof)
     if found is None or proof.memory is None:
         return line((*where, "-", "-", "-", "-", "-", (proof.refusal or proof.traffic_error)[:200]))
@@ -131,13 +169,17 @@ def run(only: str, say: Callable[[str], None]) -> None:
     """Plans, compiles and says what was found."""
     results: list[Found | None] = []
     say(line(HEADING))
-    for model, *clusters in SERVED:
-        for cluster, stored in itertools.product(clusters, EXECUTED):
-            for case in cases(model, cluster, stored):
-                if re.search(only, f"{model} {cluster} {case.phase} {case.dtypes.words}"):
-                    proof = case.prove()
-                    results.append(found_in(proof))
-                    say(row_of(case, proof))
+    served = (
+        case
+        for model, *clusters in SERVED
+        for cluster, stored in itertools.product(clusters, EXECUTED)
+        for case in cases(model, cluster, stored)
+    )
+    for case in itertools.chain(served, laid_out()):
+        if re.search(only, f"{case.model} {case.part.short_name} {case.phase} {case.dtypes.words} {case.engine}"):
+            proof = case.prove()
+            results.append(found_in(proof))
+            say(row_of(case, proof))
     good = [one for one in results if one is not None]
     say("")
     say(
@@ -149,7 +191,7 @@ def run(only: str, say: Callable[[str], None]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help='a pattern found in "MODEL CLUSTER PHASE DTYPES"')
+    parser.add_argument("--only", default="", help='a pattern found in "MODEL PART PHASE DTYPES ENGINE"')
     parser.add_argument("--out")
     asked = parser.parse_args()
     lines: list[str] = []

@@ -1,11 +1,13 @@
 """Bytes of prefill and decode beside weights, worked out by hand: caches in tiles, and what XLA copies."""
 
+import msgspec
 import pytest
 
 from meshwright.algebra.generation import Storage
 from meshwright.api.planning import make_setting
-from meshwright.cost.generation_memory import scratch_bytes
+from meshwright.cost.generation_memory import copied_bytes, scratch_bytes
 from meshwright.cost.setting import Setting
+from meshwright.plan.serving.fleet import engine_strategy
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 INT8 = Storage(cache_dtype="int8")
@@ -78,3 +80,30 @@ def test_writes_change_the_tiles_of_int8_latents_on_tpus():
     latents = 26 * 16 * 1024 * (512 + 64)  # of the layers with experts, on one device
     assert latents < narrow["workspace"] < 1.01 * latents
     assert wide["workspace"] < 0.03 * latents
+
+
+def test_gpus_transpose_all_layers_of_what_is_gathered_along_another_dim():
+    """llama3-70b, fsdp 2 x tp 4: wo [64 heads x 128, 8192] and w_down [28672, 8192] of 80 layers are gathered along
+    their last dim, and lie on 8 devices; measured on h100: 3.5 GB in int8, 7.0 in bf16."""
+    strategy = engine_strategy({"context": 2, "tensor": 4}, "", "gathered")
+    moved, one = (
+        float(copied_bytes(layer, derived, setting.sizes(at)))
+        for at in (strategy, engine_strategy({"context": 1, "tensor": 8}, "", "gathered"))
+        for setting in [setting_of("llama3-70b", "h100:8x1", kind="prefill", batch=1)]
+        for derived in [setting.derived(at)]
+        for layer in [next(block for block in derived.blocks if block.is_layer)]
+    )
+    turned = 80 * (64 * 128 + 28672) * 8192 // 8 * 2
+    assert turned <= moved - one < 1.01 * turned
+
+
+def test_products_of_gathered_rows_are_joined():
+    """mixtral-8x7b, 4 x 2 on TPUs: the 2 x 2,048 slots of a device's tokens, half as many again for uneven loads, whose
+    gates are 14,336 / 2 wide, are made a shard at a time."""
+    setting = setting_of("mixtral-8x7b", "v6e:2x4", kind="prefill", batch=8)
+    strategy = Strategy(mesh=make_mesh({"expert": 4, "tensor": 2}), assignment=standard_assignment(zero=0))
+    derived, sizes = setting.derived(strategy), setting.sizes(strategy)
+    layer = next(block for block in derived.blocks if block.is_layer)
+    apart = msgspec.structs.replace(layer, forward=tuple(s for s in layer.forward if "C" not in s.result.dims))
+    whole, without = (float(copied_bytes(block, derived, sizes)) for block in (layer, apart))
+    assert whole - without == 1.5 * 2 * 2048 * 7168 * 2

@@ -54,10 +54,12 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
 
     On GPUs these are slices of the arrays of all layers: matrices, and in decode keys and values. On TPUs they are
     matrices of experts in prefill, and in decode int8 latents of all layers, whose tiles writes change. Matrices of
-    experts in int8 are widened one at a time.
+    experts in int8 are widened one at a time. What experts make of rows that were gathered is made a shard at a time
+    and joined. GPUs transpose matrices that are gathered along another dim than their first, of all layers at once.
     """
     decodes = any(isinstance(step.details, CachedAttention) for step in block.forward)
-    matrices = [derived.declared[name] for name in weights_of(derived, block)] if block.is_layer else []
+    weights = weights_of(derived, block) if block.is_layer else ()
+    matrices = [derived.declared[name] for name in weights]
     experts = [array for array in matrices if array.dims[0] == "E"]
     widened = largest(sizes.elements(array) * sizes.width for array in experts if array.dtype == "int8")
     found: Number = 0.0
@@ -70,7 +72,20 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         found = found + block.repeat * total(
             sizes.bytes(array) for array in latents if array.dtype == "int8" and len(array.dims) == 3
         )
+    gathers = [s for s in block.forward if s.is_collective and s.op == "all_gather"]
+    if slots := [step for step in gathers if step.dim == "C"]:
+        made = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
+        joined = largest(sizes.bytes(array) for array in made if "C" in array.dims)
+        found = found + joined * _moves(slots[0], sizes)
+    if sizes.on_gpus:
+        turned = (s for s in gathers if s.result.name in weights and s.dim != s.result.dims[0])
+        found = found + block.repeat * total(sizes.bytes(s.inputs[0]) * _moves(s, sizes) for s in turned)
     return found
+
+
+def _moves(step: Step, sizes: OpSizes) -> Number:
+    """True if the step's mesh axes have several devices."""
+    return np.prod([sizes.mesh[axis] for axis in step.axes], axis=0) > 1
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
@@ -80,12 +95,11 @@ def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     if not step.is_collective:
         return kind_of(step).scratch_bytes(step, sizes)
     if sizes.tile_rows and step.op == "all_to_all":
-        return sizes.bytes(step.result) * (np.prod([sizes.mesh[axis] for axis in step.axes], axis=0) > 1)
+        return sizes.bytes(step.result) * _moves(step, sizes)
     if not sizes.on_gpus or step.op not in ("all_gather", "reduce_scatter") or step.dim != "T":
         return 0.0
     whole = step.result if step.op == "all_gather" else step.inputs[0]
-    moves = np.prod([sizes.mesh[axis] for axis in step.axes], axis=0) > 1
-    return sizes.bytes(whole) * moves * (sizes.local(whole)["B"] > 1)
+    return sizes.bytes(whole) * _moves(step, sizes) * (sizes.local(whole)["B"] > 1)
 
 
 def widened_results(steps: tuple[Step, ...], sizes: OpSizes) -> dict[ShardedArray, float]:
