@@ -54,7 +54,7 @@ def test_the_time_of_a_token_by_hand():
         price_strategy(msgspec.structs.replace(one.setting, calibration=rates), one.strategy).estimate.step_s
         for one in (case.decode, case.prefill)
     )
-    assert found == pytest.approx(decode_s + rates.efficiency.mixing * 15 / 1024 * prefill_s, rel=1e-9)
+    assert found == pytest.approx(decode_s + 15 / 1024 * prefill_s, rel=1e-9)
     assert waiting_s(1.0, batch=17, output_len=8) == 2
     assert waiting_s(1.0, batch=1, output_len=8) == 0
 

@@ -36,17 +36,15 @@ def seconds(found, length):
 def test_chunks_of_512():
     """A prompt of 4,096 is eight chunks; 256 steps of output have room for 32 prompts: at most 33 sequences."""
     found = planned(chunk_len=512)
-    mixing = found.setting.rates.efficiency.mixing
-    assert 0 < mixing < 1
     first, whole, before = (seconds(found, length) for length in (512, 4096, 3584))
     plan = found.plans[0]
     assert not plan.has_pools
     assert plan.chunk_len == 512
     assert plan.generate.batch_seqs == 32
-    assert plan.itl_s == pytest.approx(plan.generate.step_s + mixing * max(first, whole - before))
-    assert plan.ttft_s == pytest.approx(8 * plan.generate.step_s + mixing * max(8 * first, whole))
+    assert plan.itl_s == pytest.approx(plan.generate.step_s + max(first, whole - before))
+    assert plan.ttft_s == pytest.approx(8 * plan.generate.step_s + max(8 * first, whole))
     # time per token is that of the steady state
-    assert plan.tpot_s == pytest.approx(plan.generate.step_s + mixing * 31 / 256 * whole)
+    assert plan.tpot_s == pytest.approx(plan.generate.step_s + 31 / 256 * whole)
 
 
 def test_chunks_on_devices_of_experts():
@@ -57,8 +55,7 @@ def test_chunks_on_devices_of_experts():
     plan = found.plans[0]
     assert plan.chunk_len == 512
     assert (plan.generate.batch_seqs / 2 - 0.5) * 8 <= 256
-    mixing = found.setting.rates.efficiency.mixing
-    assert plan.itl_s == pytest.approx(plan.generate.step_s + mixing * max(first, whole - before))
+    assert plan.itl_s == pytest.approx(plan.generate.step_s + max(first, whole - before))
 
 
 def test_whole_prompts_stop_all_others():

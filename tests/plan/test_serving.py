@@ -124,7 +124,7 @@ def test_pools_balance():
     assert plan.generate.num_chips + plan.prefill.num_chips <= 256
     assert plan.tpot_s == plan.generate.step_s
     link = parse_cluster("v5e:16x16").chip.ici_link_bytes_per_s
-    senders = min(plan.generate.part.num_chips, plan.prefill.part.num_chips)
+    senders = min(plan.generate.part.num_chips, plan.prefill.part.num_chips) / plan.prefill.batch_seqs
     width = {"int8": 1 + 4 / 128, "bf16": 2}[plan.cache]
     assert plan.transfer_s == pytest.approx(8192 * 163_840 * width / link / senders)
     assert plan.ttft_s == pytest.approx(plan.prefill.step_s + plan.transfer_s)

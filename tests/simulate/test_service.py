@@ -36,13 +36,9 @@ def clock_of(result, plan) -> PricedClock:
 
 
 def test_steps_are_those_of_the_cost_model(planned):
-    """A decode step at one length, a prefill by itself, and both together: the prefill's share is added."""
+    """A decode step at one length, a prefill by itself, and both together: they are added."""
     plan, clock = planned.plans[0], clock_of(planned, planned.plans[0])
-    dtypes, pool, mixing = (
-        StoredDtypes(plan.weights, plan.cache),
-        plan.generate,
-        planned.setting.rates.efficiency.mixing,
-    )
+    dtypes, pool = StoredDtypes(plan.weights, plan.cache), plan.generate
     seconds = {}
     for phase, batch, length in (("decode", 8, 512), ("prefill", pool.strategy.mesh["expert"], 256)):
         setting = phase_setting(planned.setting.on(pool.part), phase, dtypes, length, batch)
@@ -54,7 +50,7 @@ def test_steps_are_those_of_the_cost_model(planned):
     starts_s = planned.setting.rates.efficiency.host_kernel_s * (32 * 17 + 4)
     if not planned.setting.model.num_experts:
         assert clock.step_s(0, 0, 256, 127.5) == pytest.approx(np.hypot(prefill_s, starts_s), rel=0.02)
-        together_s = np.hypot(decode_s + mixing * prefill_s, starts_s)
+        together_s = np.hypot(decode_s + prefill_s, starts_s)
         assert clock.step_s(8, 8 * 512, 256, 127.5) == pytest.approx(together_s, rel=0.02)
     assert clock.step_s(0, 0, 256, 127.5) > prefill_s
     assert clock.step_s(0, 0, 4096, 8000.0) > clock.step_s(0, 0, 4096, 2047.5)

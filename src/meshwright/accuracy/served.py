@@ -16,6 +16,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
+from meshwright.cost.work.kernel_times import MEMORY
 from meshwright.plan.serving.storing import WEIGHT_DTYPES, StoredDtypes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import Chip, known
@@ -27,19 +28,18 @@ from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, s
 PRIORS: dict[str, tuple[float, float]] = {
     "compute.h100": (0.7, 0.15),
     "compute.blackwell": (0.6, 0.2),
-    "hbm.gpu": (0.85, 0.1),
     "attention.gpu": (0.4, 0.3),
     "kernel_s.gpu": (2e-6, 0.3),
     "engine_s.TensorRT-LLM": (5e-4, 0.7),
     "engine_s.vLLM": (1e-3, 0.7),
     "engine_s.SGLang": (1e-3, 0.7),
-    "mixing": (0.7, 0.3),
 }
 """Fitted number of generation -> (prior value, standard deviation of its logarithm); `accuracy --kernels` has shares
 and starts like these, the seconds of engines are estimates."""
 
-CONSTANTS = {"overlap": 2.0}
-"""What is not fitted: compute and memory of a kernel make the root of their squares, as measured kernels do."""
+CONSTANTS = {"overlap": 2.0, "hbm.gpu": MEMORY["gpu"]}
+"""What is not fitted, as measured kernels have it: compute and memory of one make the root of their squares, and the
+share of the memory's rate at which bytes stream."""
 
 ENGINES: dict[str, Engine] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
 """Backend of a record -> engine."""
@@ -108,8 +108,7 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
         waves = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
-        mixing = [[table[case.chip.name].efficiency.mixing for case in self.cases] for table in tables] * waves
-        return decode_s + waiting_s(prefill_s, batch=batch, output_len=length, mixing=mixing), prefill_s
+        return decode_s + waves * waiting_s(prefill_s, batch=batch, output_len=length), prefill_s
 
     def _seconds(self, parts: Sequence[CaseBatch], tables: Sequence[Any]) -> np.ndarray:
         found = np.empty((len(tables), len(self.cases)))

@@ -37,9 +37,9 @@ class PricedClock(Clock):
     """Seconds of the steps of one engine, by the cost model.
 
     A step that decodes takes the derived decode step at its mean cache; tokens that are prefilled take a prefill of so
-    many, as of prompts of at most ``prompt_len``, and attention to the tokens before them. Decode waits for the share
-    ``mixing`` of it. Where devices have sequences of their own, prompts are spread over them. With ``num_shards`` above
-    1 the requests are those of one of so many replicas of attention, all of which do the same.
+    many, as of prompts of at most ``prompt_len``, and attention to the tokens before them. Where devices have sequences
+    of their own, prompts are spread over them. With ``num_shards`` above 1 the requests are those of one of so many
+    replicas of attention, all of which do the same.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class PricedClock(Clock):
     ) -> None:
         self._setting, self._strategy, self._decodes, self._num_shards = setting, strategy, decodes, num_shards
         self._prompt_len = prompt_len
-        self._mixing = setting.rates.efficiency.mixing
 
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
         """Returns the seconds of steps, see `Clock`; arguments may be arrays that broadcast."""
@@ -70,7 +69,7 @@ class PricedClock(Clock):
         prefill_s = np.where(tokens > 0, self._seconds("prefill", shards * np.maximum(tokens, 1) / each, each), 0.0)
         pairs = np.maximum(tokens * (past + 1) - np.minimum(tokens, self._prompt_len) * tokens / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
-        device_s = decode_s + np.where(decode > 0, self._mixing, 1.0) * prefill_s
+        device_s = decode_s + prefill_s
         started_s = partly_hidden(device_s, self._host_s, self._setting.rates.efficiency.overlap)
         return np.where(tokens > 0, started_s, device_s)
 

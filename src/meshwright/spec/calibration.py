@@ -33,7 +33,7 @@ SHARES = ("compute", "attention", "hbm", "ici", "nvlink", "network", "dcn")
 
 PENALTIES = (
     *("contraction_half", "tile_tail", "head_half", "rows_half", "kernel_s", "host_kernel_s", "host_microbatch_s"),
-    *("straggler", "straggler_s", "engine_s", "mixing"),
+    *("straggler", "straggler_s", "engine_s"),
 )
 """Fields of an efficiency that are 0 on the data sheet."""
 
@@ -55,7 +55,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     For every doubling of hosts a step takes ``straggler_s`` longer, and ``straggler`` times as long again. ``low`` and
     ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile, for dense models;
     ``low_experts`` and ``high_experts`` are these for models with experts. An engine that serves needs ``engine_s`` (by
-    its name) between two steps, and decode waits for the share ``mixing`` of the prefill of new requests.
+    its name) between two steps.
     """
 
     compute: float = 1.0
@@ -79,7 +79,6 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     straggler: float = 0.0
     straggler_s: float = 0.0
     engine_s: dict[str, float] = {}
-    mixing: float = 1.0
     overlap_weights: float | None = None
     low: float | None = None
     high: float | None = None

@@ -72,12 +72,19 @@ def generation_numbers() -> FittedNumbers:
     return msgspec.structs.replace(own, numbers=shared | own.numbers)
 
 
+def is_served(chip: Chip) -> bool:
+    """True if numbers of generation were fitted on chips of this family."""
+    return f"compute.{family(chip)}" in generation_numbers().numbers
+
+
 def generation_calibration(chip: Chip) -> Calibration | None:
-    """Returns a GPU's calibration for steps that an inference engine runs; None for a family without numbers."""
+    """Returns a GPU's calibration for steps that an inference engine runs; None for TPUs. A family without numbers of
+    its own has those of H100s."""
     found, base = generation_numbers(), family(chip)
-    if f"compute.{base}" not in found.numbers:
+    if chip.topology == "torus" or base is None:
         return None
-    fitted = fitted_calibration(chip, found.numbers)
+    numbers = {f"compute.{base}": found.numbers["compute.h100"]} | found.numbers
+    fitted = fitted_calibration(chip, numbers)
     assert fitted is not None
     return msgspec.structs.replace(fitted, name="served", date=found.date, sources={"efficiency": found.source})
 

@@ -75,7 +75,7 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
     for phase in told.phases:
         yield from _phase_text(phase)
     yield ""
-    prefilling = ", P engines that only prefill" if file.has_pools else ", mixing = the share of prefills it waits for"
+    prefilling = ", P engines that only prefill" if file.has_pools else ""
     yield f"The figures of the service, with G engines that generate, B sequences in each{prefilling}"
     for one in told.formulas:
         yield Fact(f"  {one.name}", one.text, 20)

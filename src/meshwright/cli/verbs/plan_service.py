@@ -153,14 +153,14 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator
     yield ""
     policy = f", policy {given.policy}, on {', '.join(map(str.strip, engine_lines(plan)))}" * bool(given.policy)
     source = f"{given.trace or f'{format_seconds(given.simulate or 0)} of Poisson arrivals'}"
-    source += f" at {found.offered_per_s:.3g} requests/s"
+    source += f" at {three_digits(found.offered_per_s)} requests/s"
     if given.concurrency:
         most = f"at most {given.concurrency} requests on their way"
         source = f"a client with {most}" if given.rate is None and not given.trace else f"{source}, {most}"
     yield Fact("simulated", f"{source}{policy}")
     yield Fact(
         "served",
-        f"{found.requests_per_s:.3g} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; "
+        f"{three_digits(found.requests_per_s)} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; "
         + f"{found.met:.0%} of requests meet the targets; " * bool(given.ttft or given.tpot)
         + f"{found.num_preempted} preempted, {found.page_waste:.1%} of pages wasted",
     )
@@ -216,11 +216,11 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
     service, cluster = result.service, result.setting.cluster
     chips = f"{best.num_chips:,} chip{'s' * (best.num_chips > 1)}"
     idle = best.num_chips - best.generate.num_chips - best.has_pools * best.prefill.num_chips
-    rate = f"{best.requests_per_s:.3g} requests/s on {chips}{f', {idle} of them idle' * bool(idle)}"
+    rate = f"{three_digits(best.requests_per_s)} requests/s on {chips}{f', {idle} of them idle' * bool(idle)}"
     if service.requests_per_s is not None:
         rate = (
             f"{service.requests_per_s:,.10g} requests/s need {chips} of {cluster.num_chips:,}, which serve up to "
-            + (f"{best.requests_per_s:.3g}")
+            + three_digits(best.requests_per_s)
         )
         busy = service.requests_per_s / best.requests_per_s
         if busy > BUSY:

@@ -277,14 +277,13 @@ class RequestStream(msgspec.Struct, frozen=True, kw_only=True):
         return self.step_s + self.finished_per_step * prefill_s
 
 
-def waiting_s(prefill_s: Number, *, batch: Number, output_len: Number, mixing: Number = 1.0) -> Number:
+def waiting_s(prefill_s: Number, *, batch: Number, output_len: Number) -> Number:
     """Returns the seconds that each decode step waits for the prefill of new requests, in the mean.
 
     Under a steady load each of ``batch`` sequences is replaced every ``output_len`` steps: while a sequence makes its
-    tokens the others' places are filled once, and it waits for the share ``mixing`` of these prefills (1: engines that
-    do not cut prompts into chunks).
+    tokens the others' places are filled once, and it waits for these prefills, whole or in chunks.
     """
-    found: Number = mixing * np.maximum(np.asarray(batch) - 1, 0) / output_len * prefill_s
+    found: Number = np.maximum(np.asarray(batch) - 1, 0) / output_len * prefill_s
     return found
 
 

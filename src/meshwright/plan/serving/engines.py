@@ -74,7 +74,7 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
     """The steps of all engines that fit. ``decode`` are at the mean length of a sequence, with room for its end.
 
     ``prefill`` has an entry for every engine, pair of dtypes and number of prompts at once, in this order; its seconds
-    are infinite where it does not fit. Decode waits for the share ``mixing`` of prefills. ``least_bytes`` is the least
+    are infinite where it does not fit. ``least_bytes`` is the least
     memory of any engine with one sequence for each device that has its own. ``chunks`` maps a length to the seconds of
     a prompt's first and last chunk of so many tokens, for every engine and pair of dtypes that generate.
     """
@@ -85,7 +85,6 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
     decode: Steps
     prefill: Steps
     prompts_at_once: tuple[int, ...]
-    mixing: float
     least_bytes: float
     least_chips: int
     chunks: dict[int, np.ndarray]
@@ -138,7 +137,6 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
         decode=map_figures(lambda *columns: np.concatenate(columns), *decode),
         prefill=msgspec.structs.replace(laid, step_s=step_s),
         prompts_at_once=at_once,
-        mixing=setting.rates.efficiency.mixing,
         least_bytes=least,
         least_chips=least_chips,
         chunks=chunks,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from meshwright.core.errors import CannotRunError, InputError
@@ -16,7 +17,7 @@ from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.efficiency import generation_calibration
+from meshwright.spec.efficiency import generation_calibration, is_served
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions
@@ -33,12 +34,13 @@ MAX_PLANS = 100
 def service_setting(model: Model, cluster: Cluster, calibration: Calibration | None = None) -> Setting:
     """Returns the setting in which services are planned; its job and storage are those of a step of one sequence.
 
-    With numbers fitted on training steps, GPUs that have numbers of generation take these: steps as an inference engine
-    runs them.
+    GPUs take steps as an inference engine runs them: in place of numbers fitted on training steps those of generation,
+    without any the data sheet's; unless rates were measured, with this package's own steps.
     """
     assumed, job = AS_RUN, Job(kind="decode", batch_seqs=1, seq_len=1)
-    if calibration and calibration.name == "fitted" and (served := generation_calibration(cluster.chip)):
-        calibration, assumed = served, AS_SERVED
+    if cluster.kind == "switched" and (calibration is None or calibration.name == "fitted"):
+        calibration = calibration and generation_calibration(cluster.chip)
+        assumed = AS_SERVED if calibration else msgspec.structs.replace(AS_SERVED, engine="")
     return Setting(model, cluster, job, calibration, assumptions=assumed)
 
 
@@ -176,8 +178,6 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
 
 def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDtypes]) -> Iterator[str]:
     """Yields the conventions behind the numbers."""
-    mixing = setting.rates.efficiency.mixing
-    mixed = ", which are not cut into chunks" if mixing == 1 else f", {mixing:.0%} of each as chunks beside steps"
     model, cluster, price = setting.model, setting.cluster, setting.cluster.chip.price_usd_per_hour
     yield f"times rest on {setting.rates.describe()}"
     yield (
@@ -189,13 +189,13 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
     )
     yield (
         "TPOT is in the steady state with full batches: a step at the mean length of the cache and, where engines "
-        f"prefill too, (batch - 1) / output prefills of other prompts{mixed}"
+        "prefill too, (batch - 1) / output prefills of other prompts"
     )
     if service.chunks:
         yield (
-            "ITL is the longest time between two tokens: a step and the prefill of whole prompts, or a step and "
-            f"{mixing:.0%} of a prompt's last chunk; with chunks the first token comes after as many steps as it has, "
-            "and a batch is so small that a chunk a step keeps it full; TPOT is the same in the mean"
+            "ITL is the longest time between two tokens: a step and the prefill of whole prompts, or a step and a "
+            "prompt's last chunk; with chunks the first token comes after as many steps as it has, and "
+            " a batch is so small that a chunk a step keeps it full; TPOT is the same in the mean"
         )
     if given := service.speculation:
         yield (
@@ -203,7 +203,12 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
             "without any; a step checks all of a sequence and its own token: products of as many rows, caches read once"
         )
     if engine := setting.assumptions.engine:
-        yield f"steps as {engine} runs them; docs/accuracy.md has the errors of such predictions"
+        yield f"steps as {engine} runs them; docs/accuracy.md has the errors of such predictions" + (
+            f"; no {cluster.chip.name} was among what was fitted, and shares of H100s stand for its own"
+            * (not is_served(cluster.chip))
+        )
+    elif model.num_experts and setting.assumptions.holds_empty_slots:
+        yield "a step reads the weights of all experts, as this package's compiled step does, also of those not chosen"
     yield "TTFT is at low load, without a queue: one prefill, of all its prompts, and with pools the transfer"
     if price is not None:
         yield f"a chip-hour costs ${price:,.2f}; input tokens pay for prefill, output tokens for generation"

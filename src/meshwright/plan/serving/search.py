@@ -1,19 +1,20 @@
 """Combines the priced steps of a fleet into services: engines that do both phases, and pools of engines for each.
 
 In the steady state of an engine of B sequences that does both (aggregated) each sequence that ends makes room for a
-prompt, and the others wait for the share ``mixing`` of its prefill (1 without chunks). While a sequence makes its
-``output`` tokens, each of the other B - 1 is replaced once, and before them it waits for its own prompt:
+prompt, and the others wait for its prefill. While a sequence makes its ``output`` tokens, each of the other B - 1 is
+replaced once, and before them it waits for its own prompt:
 
-    TPOT = t_step + mixing (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over its prompts,
+    TPOT = t_step + (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over its prompts,
     requests/s of an engine = B / (output * TPOT + t_prompt).
 
 With pools (disaggregated) TPOT = t_step, an engine prefills 1 / t_prompt prompts a second, and one that generates ends
 B / (output * t_step) sequences. The numbers P and G of engines balance where P / t_prompt = B G / (t_step output). The
-time to the first token at low load is that of one prefill, and with pools also that of sending its keys and values.
+time to the first token at low load is that of one prefill, and with pools also that of sending the keys and values of
+all its prompts, which end together.
 
 Engines that do both phases stop for whole prompts: the longest time between two tokens of a sequence is t_step +
-t_prefill. A chunk of C tokens rides along with a step: it is t_step + mixing t_chunk, of a prompt's last chunk, and the
-first token comes after P / C such steps. Chunks keep the batch full if (B - 1) P / C <= output. With pools it is
+t_prefill. A chunk of C tokens rides along with a step: it is t_step + t_chunk, of a prompt's last chunk, and the first
+token comes after P / C such steps. Chunks keep the batch full if (B - 1) P / C <= output. With pools it is
 t_step. With drafts t_step is that of a step over the tokens that it makes in the mean, but not between two tokens.
 """
 
@@ -92,7 +93,7 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     rows, other, free = (column[np.isfinite(cut["itl_s"])] for column in (rows, other, free))
     prompt_s = prefill.step_s[other] / prefill.batch[other]
     batch, step_s, output = decode.batch[rows], decode.token_s[rows], service.output_len
-    tpot_s = step_s + waiting_s(prompt_s, batch=batch, output_len=output, mixing=priced.mixing)
+    tpot_s = step_s + waiting_s(prompt_s, batch=batch, output_len=output)
     rate = batch / (output * tpot_s + prompt_s)
     chips = priced.fleet.num_chips[decode.engine[rows]]
     most = priced.fleet.cluster.num_chips // chips
@@ -131,9 +132,9 @@ def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.
     for length, (first_s, last_s) in priced.chunks.items():
         count = -(-service.new_prompt_tokens // length)
         lengths.append(length)
-        gap = step_s + priced.mixing * last_s[each]
+        gap = step_s + last_s[each]
         gaps.append(np.where((other % at_once == 0) & (own * count <= 1), gap, np.inf))
-        firsts.append(count * step_s + priced.mixing * np.maximum(count * first_s[each], prefill_s))
+        firsts.append(count * step_s + np.maximum(service.new_prompt_tokens / length * first_s[each], prefill_s))
     if service.chunk_len and len(lengths) > 1:
         lengths, gaps, firsts = lengths[1:], gaps[1:], firsts[1:]
     gap, first, places = np.stack(gaps), np.stack(firsts), np.arange(len(rows))
@@ -168,7 +169,7 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
             row.num_bytes
             for row in cache_table(model, batch_seqs=1, max_len=service.prompt_len, storage=dtypes.storage)
         )
-        senders = np.minimum(chips, prefill_chips)[kept]
+        sent_s = prefill.batch[other] * sent / (np.minimum(chips, prefill_chips)[kept] * link)
         yield _services(
             service,
             priced,
@@ -179,12 +180,12 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
             num_prefill=num_prefill[kept],
             num_chips=used if service.requests_per_s is not None else np.full(len(rows), total),
             tpot_s=decode.token_s[rows],
-            transfer_s=sent / (senders * link),
+            transfer_s=sent_s,
             requests_per_s=np.minimum(num_prefill * begins, num_decode * ends)[kept],
             free_bytes=priced.room - np.maximum(decode.need[rows], prefill.need[other]),
             chunk_len=np.zeros(len(rows), dtype=np.int64),
             itl_s=decode.step_s[rows],
-            ttft_s=prefill.step_s[other] + sent / (senders * link),
+            ttft_s=prefill.step_s[other] + sent_s,
         )
 
 

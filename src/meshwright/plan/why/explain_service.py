@@ -131,13 +131,13 @@ _TITLES = {
 }  # fmt: skip
 """Names in formulas that are printed otherwise."""
 _AGGREGATED = {
-    "TPOT": "t_step + mixing x (B - 1) / output x t_prompt",
+    "TPOT": "t_step + (B - 1) / output x t_prompt",
     "TTFT": "t_prefill",
     "per_s": "G x B / (output x TPOT + t_prompt)",
 }
 _POOLED = {
     "TPOT": "t_step",
-    "t_transfer": "KV / (senders x link)",
+    "t_transfer": "prompts x KV / (senders x link)",
     "TTFT": "t_prefill + t_transfer",
     "per_s": "min(P / t_prompt, G x B / (output x t_step))",
 }
@@ -167,8 +167,7 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
         "B": generate.batch_seqs, "G": generate.num_engines, "P": fill.num_engines, "prompts": fill.batch_seqs,
         "prompt": service.prompt_len, "output": service.output_len, "chips": file.predicted.num_chips,
         "load": service.requests_per_s or 0.0, "price": price or 0.0, "P_chips": fill.num_chips,
-        "G_chips": generate.num_chips, "mixing": file.calibration.efficiency.mixing,
-        "senders": min(generate.part.num_chips, fill.part.num_chips),
+        "G_chips": generate.num_chips, "senders": min(generate.part.num_chips, fill.part.num_chips),
     }  # fmt: skip
     sizes = {
         "KV": sum(row.num_bytes for row in cached), "link": transfer_bytes_per_s(file.cluster),
@@ -199,7 +198,7 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
         }
     wanted["left"] = _ROOM[pools]
     known = {**counts, **sizes, **times}
-    written = {name: f"{value:.4g}" if name == "mixing" else f"{value:.10g}" for name, value in counts.items()}
+    written = {name: f"{value:.10g}" for name, value in counts.items()}
     written |= {name: f"{value / 1e9:.4g} GB{'/s' * (name == 'link')}" for name, value in sizes.items()}
     written |= {name: f"{value:.4g} s" for name, value in times.items()}
     rows = []

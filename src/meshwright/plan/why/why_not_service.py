@@ -75,7 +75,9 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
     every = all_services(priced, service, setting.model)
     chosen = steps[every.decode] & (every.pools == asked.get("pools", every.pools))
     if not chosen.any():
-        return msgspec.structs.replace(found, refusal="no engines that fit are left to prefill for it.")
+        cut = f"; chunks of {service.chunk_len:,} tokens, one a step, may be too many to keep its batch full"
+        refusal = f"no engines that fit are left to prefill for it{cut * bool(service.chunk_len)}."
+        return msgspec.structs.replace(found, refusal=refusal)
     these: Services = select(every, chosen)
     order = ranked(these, service)
     over = _exceeded(these, result)
