@@ -21,25 +21,28 @@ from meshwright.plan.serving.storing import WEIGHT_DTYPES, StoredDtypes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import make_cluster
-from meshwright.spec.efficiency import family, generation_numbers
+from meshwright.spec.efficiency import KERNEL_NUMBERS, family, fitted_numbers, generation_numbers
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, standard_assignment
 
 PRIORS: dict[str, tuple[float, float]] = {
-    "compute.h100": (0.7, 0.15),
     "compute.blackwell": (0.6, 0.2),
     "attention.gpu": (0.4, 0.3),
-    "kernel_s.gpu": (2e-6, 0.3),
     "engine_s.TensorRT-LLM": (5e-4, 0.7),
     "engine_s.vLLM": (1e-3, 0.7),
     "engine_s.SGLang": (1e-3, 0.7),
 }
-"""Fitted number of generation -> (prior value, standard deviation of its logarithm); `accuracy --kernels` has shares
-and starts like these, the seconds of engines are estimates."""
+"""Fitted number of generation -> (prior value, standard deviation of its logarithm), estimates."""
 
-CONSTANTS = {"overlap": 2.0, "hbm.gpu": MEMORY["gpu"]}
-"""What is not fitted, as measured kernels have it: compute and memory of one make the root of their squares, and the
-share of the memory's rate at which bytes stream."""
+_KERNELS = fitted_numbers(KERNEL_NUMBERS).numbers
+CONSTANTS = {
+    "overlap": 2.0,
+    "hbm.gpu": MEMORY["gpu"],
+    "compute.gpu": _KERNELS["compute.gpu"],
+    "kernel_s.gpu": _KERNELS["start_s"],
+}
+"""What is not fitted, as measured kernels have it: compute and memory of one make the root of their squares, the shares
+of the memory's rate and of the peak before Blackwell, and the seconds to start one."""
 
 ENGINES: dict[str, Engine] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
 """Backend of a record -> engine."""

@@ -72,20 +72,16 @@ def generation_numbers() -> FittedNumbers:
     return msgspec.structs.replace(own, numbers=shared | own.numbers)
 
 
-def is_served(chip: Chip) -> bool:
-    """True if numbers of generation were fitted on chips of this family."""
-    return f"compute.{family(chip)}" in generation_numbers().numbers
+SERVED_FAMILIES = ("h100", "blackwell")
+"""Families of GPUs that the published steps of generation ran on."""
 
 
 def generation_calibration(chip: Chip) -> Calibration | None:
-    """Returns a GPU's calibration for steps that an inference engine runs; None for TPUs. A family without numbers of
-    its own has those of H100s."""
-    found, base = generation_numbers(), family(chip)
-    if chip.topology == "torus" or base is None:
+    """Returns a GPU's calibration for steps that an inference engine runs; None for TPUs and without a family."""
+    found = generation_numbers()
+    fitted = fitted_calibration(chip, found.numbers)
+    if fitted is None or chip.topology == "torus":
         return None
-    numbers = {f"compute.{base}": found.numbers["compute.h100"]} | found.numbers
-    fitted = fitted_calibration(chip, numbers)
-    assert fitted is not None
     return msgspec.structs.replace(fitted, name="served", date=found.date, sources={"efficiency": found.source})
 
 

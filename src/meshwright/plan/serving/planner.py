@@ -17,7 +17,7 @@ from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.efficiency import generation_calibration, is_served
+from meshwright.spec.efficiency import SERVED_FAMILIES, family, generation_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions
@@ -204,8 +204,8 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
         )
     if engine := setting.assumptions.engine:
         yield f"steps as {engine} runs them; docs/accuracy.md has the errors of such predictions" + (
-            f"; no {cluster.chip.name} was among what was fitted, and shares of H100s stand for its own"
-            * (not is_served(cluster.chip))
+            f"; no steps of {cluster.chip.name} were among what was fitted"
+            * (family(cluster.chip) not in SERVED_FAMILIES)
         )
     elif model.num_experts and setting.assumptions.holds_empty_slots:
         yield "a step reads the weights of all experts, as this package's compiled step does, also of those not chosen"
