@@ -35,14 +35,16 @@ def test_prefixes_are_read(trace):
     [
         ("", "there is no request"),
         ("arrival_s,prompt,outptu\n0,1,1\n", r":2: the column 'outptu' is not known. Did you mean 'output'\?"),
-        ("arrival_s,prompt\n0,1\n", ":2: output is None. Give a whole number."),
+        ("arrival_s,prompt\n0,1\n", ":2: output is missing. Give a whole number of at most"),
         ("arrival_s,prompt,output\n0,1.5,1\n", ":2: prompt is '1.5'. Give a whole number."),
         ("arrival_s,prompt,output\n0,1,1,8\n", ":2: the column '' is not known"),
         ("arrival_s,prompt,output\nsoon,1,1\n", ":2: arrival_s is 'soon'. Give seconds."),
         ("arrival_s,prompt,output\n0,-4,1\n", "trace: request 0 has a prompt of -4 tokens"),
         ('{"arrival_s": 0, "prompt": 1, "output": 1}\n{"arrival_s":\n', ":2: broken JSON"),
         ('{"arrival_s": 0, "prompt": 1, "output": 1}\n[1]\n', r":2: '\[1\]' is not an object"),
-        ('{"arrival_s": 0, "prompt": 1e999, "output": 1}\n', ":1: prompt is inf. Give a whole number."),
+        ('{"arrival_s": 0, "prompt": 1e999, "output": 1}\n', ":1: prompt is inf. Give a whole number of at most"),
+        ('{"arrival_s": 0, "prompt": 1e300, "output": 1}\n', ":1: prompt is 1e[+]300. Give a whole number of at most"),
+        ('[{"arrival_s": 0, "prompt": 1, "output": 1}]\n', "Give an object on every line"),
     ],
 )
 def test_traces_that_cannot_be(trace, text, said):

@@ -106,8 +106,11 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def times(self, *points: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
         """Returns predicted seconds per output token, and of a prompt by itself [points, cases]."""
-        tables = [served_calibrations(self.cases, numbers) for numbers in points]
-        decode_s, prefill_s = (self._seconds(parts, tables) for parts in (self.decode, self.prefill))
+        # prompts of a client come in waves and fill steps, so that the starts of their kernels are hidden
+        decode_s, prefill_s = (
+            self._seconds(parts, [served_calibrations(self.cases, {**numbers, **without}) for numbers in points])
+            for parts, without in ((self.decode, {}), (self.prefill, {"host_kernel_s": 0.0}))
+        )
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
         waves = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])

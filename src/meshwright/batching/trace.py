@@ -12,7 +12,7 @@ from meshwright.core.files import read_text
 
 REQUIRED = ("arrival_s", "prompt", "output")
 OPTIONAL = ("prefix", "prefix_len")
-MOST_TRACE_BYTES = 2**30
+MOST_TRACE_BYTES, MOST_TOKENS = 2**30, 2**40
 
 
 def load_trace(path: Path) -> RequestTraffic:
@@ -31,11 +31,12 @@ def load_trace(path: Path) -> RequestTraffic:
             found = row.get(name, defaults.get(name))
             try:
                 number = float(found)
-                if name != "arrival_s" and number != int(number):
+                if name != "arrival_s" and not (number == int(number) and abs(number) <= MOST_TOKENS):
                     raise ValueError
             except (TypeError, ValueError, OverflowError):
-                kind = "seconds" if name == "arrival_s" else "a whole number"
-                raise InputError(f"{path}:{line}: {name} is {found!r}. Give {kind}.") from None
+                kind = "seconds" if name == "arrival_s" else f"a whole number of at most {MOST_TOKENS:,}"
+                given = f"is {found!r}" if name in row else "is missing"
+                raise InputError(f"{path}:{line}: {name} {given}. Give {kind}.") from None
             column.append(number)
     try:
         return traffic_of(*columns.values())
@@ -45,6 +46,9 @@ def load_trace(path: Path) -> RequestTraffic:
 
 def _rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yields every row with its line, from JSONL if the first character is a brace."""
+    text = text.removeprefix("\ufeff")
+    if text.lstrip().startswith("["):
+        raise InputError(f"{path} has one JSON array. Give an object on every line, without brackets around them.")
     if not text.lstrip().startswith("{"):
         for row in (reader := csv.DictReader(text.splitlines())):
             yield reader.line_num, {name or "": value for name, value in row.items()}

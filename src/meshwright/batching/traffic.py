@@ -7,11 +7,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.batching.request import GenerationRequest
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError
+from meshwright.core.units import parse_count
 
 Ints = NDArray[np.int64]
 LengthSampler = Callable[[np.random.Generator, int], Ints]
 """Draws so many lengths, in tokens."""
+
+LATEST_S = 1e9
+"""The last arrival, so that steps of microseconds still count beside the clock."""
 
 LOGNORMAL_SIGMA = 1.0
 """Standard deviation of the logarithm of a length, where none is given."""
@@ -56,8 +60,8 @@ def traffic_of(
     count = len(seconds)
     if not count:
         raise InputError("there is no request. Give at least one.")
-    if not (np.isfinite(seconds).all() and seconds.min() >= 0):
-        raise InputError("arrivals are seconds from the start. Give finite numbers, none negative.")
+    if not (seconds.min() >= 0 and seconds.max() <= LATEST_S):
+        raise InputError(f"arrivals are seconds from the start. Give numbers from 0 to {LATEST_S:,.0f}.")
     order = np.argsort(seconds, kind="stable")
 
     def column(given: ArrayLike) -> Ints:
@@ -138,17 +142,14 @@ def empirical(lengths: ArrayLike) -> LengthSampler:
 
 
 def parse_lengths(text: str) -> LengthSampler:
-    """Returns the sampler of ``500``, ``1..999``, ``lognormal:500`` or ``lognormal:500:0.8`` (mean, sigma)."""
+    """Returns the sampler of ``500``, ``8Ki``, ``1..999``, ``lognormal:500`` or ``lognormal:500:0.8`` (mean, sigma)."""
     kind, *numbers = text.split(":")
+    least, _, most = text.partition("..")
     try:
-        if not numbers:
-            least, _, most = text.partition("..")
-            return uniform(int(least), int(most or least))
-        mean, sigma = float(numbers[0]), float(numbers[1]) if numbers[1:] else LOGNORMAL_SIGMA
-    except InputError:
-        raise
+        if kind == "lognormal" and len(numbers) in (1, 2):
+            mean, sigma = float(numbers[0]), float(numbers[1]) if numbers[1:] else LOGNORMAL_SIGMA
+        else:
+            ends = [parse_count(end) for end in (least, most or least)]
     except ValueError:
         raise InputError(f"lengths {text!r} are not understood. Give 500, 1..999 or lognormal:500:0.8.") from None
-    if kind != "lognormal" or len(numbers) > 2:
-        raise InputError(f"lengths {text!r} are not understood.{nearest(kind, ['lognormal'])}")
-    return lognormal(mean, sigma=sigma)
+    return lognormal(mean, sigma=sigma) if kind == "lognormal" else uniform(*ends)

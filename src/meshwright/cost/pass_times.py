@@ -15,6 +15,7 @@ from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_costs import Priced, blocks_of_weights
 from meshwright.cost.step_rates import StepRates
+from meshwright.cost.work.host_work import reads_cache
 from meshwright.cost.work.kernels import AxisGroup, StepCost, partly_hidden
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.strategy import IN_TURN, WITHOUT_HOST
@@ -57,8 +58,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ``send_s`` is for one microbatch over one boundary of stages, both directions together, ``exposed_send_s`` the part
     that passes do not hide. ``exchange_parts_s`` is for `Priced.exchanges`: (seconds by bytes of all layers, latency).
     ``after_s`` is the part of the update that belongs to no block. ``microbatch_s`` is added by the host to each
-    microbatch. ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step
-    by ``slowdown`` and add ``straggler_s``.
+    microbatch, whose kernels it starts in ``starts_s``, partly ``hidden`` by what they do. ``overlap`` is the exponent
+    by which passes hide sends (None: they do not). Stragglers multiply a step of training by ``slowdown`` and add
+    ``straggler_s``.
     """
 
     num_layers: int
@@ -72,6 +74,8 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     overlap: Number | None = None
     slowdown: Number = 1.0
     straggler_s: Number = 0.0
+    starts_s: Number = 0.0
+    hidden: float | None = None
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
         """Returns the seconds of one field of `BlockSeconds` in a share of the layers, ``at_least`` for each repeat."""
@@ -119,7 +123,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         ends = pipeline.ends_computed(self.ends_s("forward", "backward"))
         a_layer = (forward + backward) / pipeline.layers_held(self.num_layers)
         ends = np.maximum(ends - pipeline.layers_beside_head(self.num_layers) * a_layer, 0.0)
-        each = forward + backward + ends + self.microbatch_s
+        each = partly_hidden(forward + backward + ends, self.starts_s, self.hidden) + self.microbatch_s
         passes, exposed_s = pipeline.microbatches * each, pipeline.num_sends * self.exposed_send_s / 2
         sends = self.sends_s(pipeline) - exposed_s
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
@@ -133,6 +137,10 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
     On a host that has been measured, passes include the copies of the loop over layers.
     """
     at = rates.chip.efficiency
+    trains = any(block.backward for block in priced.blocks)
+    # an engine has graphs of its steps of decode alone
+    passes = [cost for block in priced.blocks for cost in block.forward]
+    starts = [] if rates.software != "served" or any(reads_cache(cost.step) for cost in passes) else passes
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
     owners = {weight: names[0] for weight, names in blocks_of_weights(derived).items()}
     layers, ends = list[BlockSeconds](), list[BlockSeconds]()
@@ -172,8 +180,10 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         ),
         microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST) + at.engine_s.get(rates.engine, 0.0),
         overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
-        slowdown=1 + at.straggler * np.log2(rates.num_hosts),
-        straggler_s=at.straggler_s * np.log2(rates.num_hosts),
+        slowdown=1 + trains * at.straggler * np.log2(rates.num_hosts),
+        straggler_s=trains * at.straggler_s * np.log2(rates.num_hosts),
+        starts_s=at.host_kernel_s * total(_host_starts(cost, rates) * cost.count for cost in starts),
+        hidden=at.overlap if starts else None,
     )
 
 

@@ -16,7 +16,6 @@ from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
-from meshwright.cost.work.kernels import partly_hidden
 from meshwright.cost.work.ops import is_attention
 from meshwright.plan.serving.fleet import sequence_shards
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
@@ -69,19 +68,7 @@ class PricedClock(Clock):
         prefill_s = np.where(tokens > 0, self._seconds("prefill", shards * np.maximum(tokens, 1) / each, each), 0.0)
         pairs = np.maximum(tokens * (past + 1) - np.minimum(tokens, self._prompt_len) * tokens / 2, 0.0)
         prefill_s = prefill_s + pairs * self._pair_s
-        device_s = decode_s + prefill_s
-        started_s = partly_hidden(device_s, self._host_s, self._setting.rates.efficiency.overlap)
-        return np.where(tokens > 0, started_s, device_s)
-
-    @cached_property
-    def _host_s(self) -> float:
-        """Seconds in which an engine's host starts the kernels of a prefill one by one; graphs hold those of decode
-        alone."""
-        if self._setting.assumptions.software != "served":
-            return 0.0
-        costs = self._step("prefill", 1.0, 1024.0).costs.all
-        starts = sum(float(np.max(c.num_kernels + c.step.is_collective)) * float(np.max(c.count)) for c in costs)
-        return starts * self._setting.rates.efficiency.host_kernel_s
+        return decode_s + prefill_s
 
     @cached_property
     def _pair_s(self) -> float:

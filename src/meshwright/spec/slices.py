@@ -62,8 +62,8 @@ def slice_note(cluster: Cluster) -> list[str]:
 
 
 def compiles(shape: ClusterShape) -> bool:
-    """True if libtpu has a topology of this shape: one chip, or hosts of 2x2 chips that fill the first two axes."""
-    return math.prod(shape) == 1 or all(size % 2 == 0 for size in shape[:2])
+    """True if libtpu compiles for this shape: of two axes, of one chip, or of hosts of 2x2 chips in the first two."""
+    return len(shape) == 2 or math.prod(shape) == 1 or all(size % 2 == 0 for size in shape[:2])
 
 
 def bisection_links(cluster: Cluster) -> int:

@@ -64,8 +64,8 @@ def is_installed(platform: CompilerPlatform) -> bool:
 def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
     """Returns the target of a cluster's own hardware.
 
-    Raises CannotRunError for chips and slices without a compiler, unless steps are ``only_lower``ed: that needs none,
-    and is then for CPUs if the chips have none.
+    Raises CannotRunError for chips and slices without a compiler, unless steps are ``only_lower``ed: that needs none
+    for TPUs, and is for CPUs if other chips have none or it is not installed.
     """
     own, chip = cluster.chip, compiled_as(cluster.chip)
     note = "" if chip is own else f"compiled as for {chip.full_name or chip.name}: what differs is no part of programs"
@@ -77,7 +77,8 @@ def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
             raise CannotRunError(f"{odd}. Name another slice. {WITHOUT_COMPILER}")
         found = _tpu(cluster, libtpu)
         return msgspec.structs.replace(found, note="; ".join(filter(None, (found.note, note))))
-    if gpu := catalogued(chip, "xla_gpu"):
+    gpu = catalogued(chip, "xla_gpu")
+    if gpu and not (only_lower and not is_installed("cuda")):
         if own.hbm_bytes and chip.hbm_bytes:  # the scheduler keeps within this capacity
             size = round(gpu.device_memory_size * own.hbm_bytes / chip.hbm_bytes)
             gpu = msgspec.structs.replace(gpu, device_memory_size=size)
@@ -86,7 +87,8 @@ def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
     if cluster.kind == "host":
         return Target(platform="cpu", num_devices=cluster.num_chips)
     if only_lower:
-        return Target(platform="cpu", num_devices=cluster.num_chips, note="lowered for CPUs: no compiler is known")
+        why = f"the compiler for cuda is not installed ({_how('cuda')})" if gpu else "no compiler is known"
+        return Target(platform="cpu", num_devices=cluster.num_chips, note=f"lowered for CPUs: {why}")
     known = ", ".join(name for name, one in chips().items() if one.libtpu or one.xla_gpu)
     raise CannotRunError(
         f"no compiler is known for {own.full_name or own.name}. Programs are compiled for {known} "
@@ -106,11 +108,14 @@ def usable_target(cluster: Cluster, *, wanted: CompilerPlatform | None = None) -
         raise CannotRunError(f"{cluster.short_name} is compiled for {own.platform}, not {wanted}. Leave --for out.")
     if is_installed(own.platform):
         return own
-    extra = PLUGINS[own.platform][1]
-    how = f'pip install "meshwright[{extra}]"'
+    how = _how(own.platform)
     if wanted is not None:
         raise CannotRunError(f"the compiler for {own.platform} is not installed. Install it: {how}.")
     return _stand_in(cluster, f"the compiler for {own.platform} is not installed ({how})")
+
+
+def _how(platform: str) -> str:
+    return f'pip install "meshwright[{PLUGINS[platform][1]}]"'
 
 
 def _stand_in(cluster: Cluster, why: str) -> Target:
@@ -129,7 +134,8 @@ def _stand_in(cluster: Cluster, why: str) -> Target:
 def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
     note = slice_note(cluster)
     sizes = times(cluster.shape)
-    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if cluster.num_chips == cluster.num_slices else {}
+    hosts = tuple(2 - size % 2 for size in cluster.shape[:2])  # of 2x2 chips where they divide the slice
+    options: dict[str, Any] = {} if hosts == (2, 2) else {"chips_per_host_bounds": (*hosts, 1)}
     if cluster.num_slices > 1:
         options["num_slices"] = cluster.num_slices
     if libtpu.chip_config_name:

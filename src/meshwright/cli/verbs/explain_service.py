@@ -118,7 +118,7 @@ def _sum_words(told: PhaseExplanation) -> str:
     rest = told.step_s - sum(repeat * seconds for repeat, seconds in each)
     if rest < 0:
         return f"{format_seconds(told.step_s)} = {runs} - {format_seconds(-rest)}, which overlaps"
-    beside = f" + {format_seconds(rest)} of host and stragglers" * (rest > 1e-6 * told.step_s)
+    beside = f" + {format_seconds(rest)} of the host" * (rest > 1e-6 * told.step_s)
     return f"{format_seconds(told.step_s)} = {runs}{beside}"
 
 

@@ -31,9 +31,10 @@ from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import LAYOUTS, Strategy
 
-BOUNDS = ("parameters", "KV", "FLOPs", "network", "stragglers", "other")
-"""What a step's time goes into: loading weights, loading the cache, products and attention, collectives, hosts waiting
-for each other, and the rest (elementwise traffic, launches)."""
+BOUNDS = ("parameters", "KV", "FLOPs", "network", "host", "other")
+"""What a step's time goes into: loading weights, loading the cache, products and attention, collectives, the host
+(what an engine does between steps, and starts of kernels that no graph holds), and the rest (elementwise traffic,
+launches)."""
 
 MAX_BATCH_POWER = 14
 """Batches are powers of two up to 2^14 for each device that has sequences of its own, and the largest that fits."""
@@ -386,7 +387,7 @@ def loads(cost: StepCost) -> str:
 def bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
     """Returns the seconds of each of `BOUNDS` by itself."""
     found: dict[str, Number] = dict.fromkeys(BOUNDS, 0.0)
-    found["stragglers"] = step.times.straggler_s + step.seconds.step_s * (1 - 1 / np.asarray(step.times.slowdown))
+    found["host"] = step.times.microbatch_s + step.times.starts_s
     for cost in step.costs.all:
         if cost.step.is_collective:
             found["network"] = found["network"] + cost.network_s * cost.here

@@ -4,7 +4,8 @@ In the steady state of an engine of B sequences that does both (aggregated) each
 prompt, and the others wait for its prefill. While a sequence makes its ``output`` tokens, each of the other B - 1 is
 replaced once, and before them it waits for its own prompt:
 
-    TPOT = t_step + (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over its prompts,
+    TPOT = t_step + (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over its prompts, of which
+                                                  as many are prefilled together as sequences end in a step,
     requests/s of an engine = B / (output * TPOT + t_prompt).
 
 With pools (disaggregated) TPOT = t_step, an engine prefills 1 / t_prompt prompts a second, and one that generates ends
@@ -86,8 +87,10 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     beside = np.maximum(prefill.memory["activations"][other] - decode.memory["activations"][rows], 0.0)
     free = priced.room - decode.need[rows] - beside
     fits = (free >= 0) & np.isfinite(prefill.step_s[other])
-    # prompts beyond those that find room at once are never prefilled together
-    fits &= (prefill.batch[other] <= decode.batch[rows]) | (other == first[rows])
+    # as many prompts are prefilled together as sequences end in a step, on each device that has its own
+    ending = decode.batch[rows] / service.output_len / priced.fleet.batch_shards[decode.engine[rows]]
+    at_once = np.tile(priced.prompts_at_once, len(decode))
+    fits &= (at_once == 1) | (at_once < 2 * ending)
     rows, other, free = rows[fits], other[fits], free[fits]
     cut = _chunked(priced, service, rows, other)
     rows, other, free = (column[np.isfinite(cut["itl_s"])] for column in (rows, other, free))

@@ -58,7 +58,7 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         super().__post_init__()
         for name in ("prompt_len", "output_len"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
-                raise InputError(f"service.{name}={getattr(self, name)} must be at least 1 token.")
+                raise InputError(f"service.{name}={getattr(self, name)} must be from 1 to {MAX_SEQUENCES:,} tokens.")
         for name in ("ttft_s", "tpot_s", "requests_per_s", "itl_s", "chunk_len"):
             value = getattr(self, name)
             if value is not None and value <= 0:
