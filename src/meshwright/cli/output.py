@@ -74,6 +74,11 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def counted(number: int, what: str) -> str:
+    """Returns ``"1 chip"``, ``"1,024 chips"``."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def four_digits(value: float) -> str:
     """Returns ``"0.3333"``, ``"243.2"``, ``"26,214"``: at least four digits, and no power of ten for large numbers."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -138,9 +138,10 @@ def simulate_service(
     The client has at most ``concurrency`` requests on their way, and sends the next when one ends.
 
     Engines that do both phases follow the ``policy``, those of pools always prefill in chunks, at most `TOKEN_BUDGET`
-    tokens a step. They have pages for as many whole sequences as the plan; with pools a finished prompt waits for its
-    transfer. ``spans`` keeps who held which slot. Raises InputError for another policy than chunks with pools, for a
-    request that is too long for an engine, and for a service with known parts of prompts or with drafts.
+    tokens a step. They hold at most as many sequences as the plan, with pages in all of the memory; with pools a
+    finished prompt waits for its transfer. ``spans`` keeps who held which slot. Raises InputError for another policy
+    than chunks with pools, for a request that is too long for an engine, and for a service with known parts of prompts
+    or with drafts.
     """
     service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
     if service.prefix_share:
@@ -157,14 +158,15 @@ def simulate_service(
         prompts = pool.batch_seqs * service.prompt_len * (not decodes)
         most_tokens = TOKEN_BUDGET * sequence_shards(pool.strategy)
         budget = plan.chunk_len + batch if plan.chunk_len else max(most_tokens, prompts, batch + 1)
+        room = 1 + plan.free_bytes / pool.memory["kv_cache"] if np.isfinite(plan.free_bytes) else 1
         limits = SchedulerLimits(
             policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
-            num_pages=batch * pages,
+            num_pages=int(batch * pages * room),
         )  # fmt: skip
         # a static batch prefills all its prompts in one step, interleaved at least one whole
         longest, prompt = int((traffic.prompt + traffic.output).max()), int(traffic.prompt.max())
         most_new = {"static": batch * prompt, "interleaved": prompt, "chunked": 0}[policy]
-        most = (batch, batch * pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
+        most = (batch, limits.num_pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
         setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
         priced = PricedClock(setting, pool.strategy, decodes=decodes, prompt_len=service.prompt_len)
         clock = TabledClock(priced, most)

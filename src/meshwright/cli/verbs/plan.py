@@ -90,9 +90,9 @@ class Given(Options):
     weights: str | None = option("Dtypes of weights to try, such as int8 or bf16,int8.", needs=SERVED)
     kv: str | None = option("Dtypes of cached keys and values to try.", needs=SERVED)
     prefix_share: float = option(
-        "Share of a prompt that is cached already.", "--prefix-hits", default=0.0, needs=SERVED
-    )
-
+        "Share of a prompt that is cached already.", "--prefix-hits", default=0.0, needs=SERVED,
+        type=click.FloatRange(0, 1, max_open=True),
+    )  # fmt: skip
     itl: TargetTime | None = option(
         "Target of the longest time between two tokens, such as 50ms: cuts prompts into chunks.", needs=SERVED
     )

@@ -10,7 +10,7 @@ from meshwright.api.rates import rates_for
 from meshwright.batching.record import WARM_UP, ServingRecord, ServingSummary
 from meshwright.batching.trace import load_trace
 from meshwright.cli.fields import field_value, parse_fields, split_pairs, with_fields
-from meshwright.cli.output import save_to, three_digits
+from meshwright.cli.output import counted, save_to, three_digits
 from meshwright.cli.verbs.plan_questions import parse_why_not
 from meshwright.cli.verbs.plan_words import engine_lines, target_words
 from meshwright.core.errors import CannotRunError, InputError
@@ -53,7 +53,7 @@ def service_answer(given: Any) -> Answer:
             raise InputError(f"{flag} is for plans of training. Leave it out with --serve.")
     for name, flag in (("prompt", "--prompt"), ("output", "--output")):
         if getattr(given, name) is None:
-            raise InputError(f"--serve needs {flag}, the tokens of a {name} in the mean. Write {flag} 512.")
+            raise InputError(f"--serve needs {flag}, tokens in the mean. Write {flag} 512.")
     fields = parse_fields(given.pairs, sections=("model", "assumptions"))
     model = with_fields(load_model(given.model), "model", fields["model"])
     cluster = parse_cluster(given.on)
@@ -71,7 +71,7 @@ def service_answer(given: Any) -> Answer:
         speculation=given.accept
         and Speculation(acceptance=given.accept, draft_cost=given.draft_cost, num_drafts=given.drafts),
     )
-    asked = (tuple(filter(None, (text or "").split(","))) for text in (given.weights, given.kv))
+    asked = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (given.weights, given.kv))
     stored = stored_dtypes(*asked, chip=cluster.chip)
     setting = service_setting(model, cluster, rates_for(cluster, given.calibration, fitted=True))
     assumed = with_fields(setting.assumptions, "assumptions", fields["assumptions"])
@@ -146,7 +146,7 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator
             ("queue", "queue"), ("TTFT", "ttft"), ("TPOT", "tpot"), ("between tokens", "itl"), ("whole", "latency")
         )
     ]  # fmt: skip
-    percentiles = {name: (name, format_seconds) for name in ("mean", "p50", "p90", "p99")}
+    percentiles = {name: (name, _seconds_or_dash) for name in ("mean", "p50", "p90", "p99")}
     columns: TableColumns = {"the first under load": "of a request", **percentiles}
     yield ""
     yield Table.of(rows, columns)
@@ -170,13 +170,18 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator
     )
 
 
+def _seconds_or_dash(seconds: float) -> str:
+    """Answers of one token have no time between tokens."""
+    return "-" if math.isnan(seconds) else format_seconds(seconds)
+
+
 def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
     """Yields the plans, what the best consists of, and the conventions behind the numbers."""
     service, cluster = result.service, result.setting.cluster
-    known = f", {service.prefix_share:.0%} of them cached" * bool(service.prefix_share)
+    known = f", {100 * service.prefix_share:.6g}% of them cached" * bool(service.prefix_share)
     yield (
-        f"serving {result.setting.model.name} on {cluster.short_name} ({cluster.num_chips:,} "
-        f"chip{'s' * (cluster.num_chips > 1)}): {service.prompt_len:,} tokens of prompt{known}, "
+        f"serving {result.setting.model.name} on {cluster.short_name} "
+        f"({counted(cluster.num_chips, 'chip')}): {service.prompt_len:,} tokens of prompt{known}, "
         f"{service.output_len:,} of output{target_words(service)}"
     )
     listed = result.listed(top)
@@ -214,12 +219,12 @@ def _columns(first: str, service: Service) -> TableColumns:
 
 def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
     service, cluster = result.service, result.setting.cluster
-    chips = f"{best.num_chips:,} chip{'s' * (best.num_chips > 1)}"
+    chips = counted(best.num_chips, "chip")
     idle = best.num_chips - best.generate.num_chips - best.has_pools * best.prefill.num_chips
     rate = f"{three_digits(best.requests_per_s)} requests/s on {chips}{f', {idle} of them idle' * bool(idle)}"
     if service.requests_per_s is not None:
         rate = (
-            f"{service.requests_per_s:,.10g} requests/s need {chips} of {cluster.num_chips:,}, which serve up to "
+            f"{service.requests_per_s:,.4g} requests/s need {chips} of {cluster.num_chips:,}, which serve up to "
             + three_digits(best.requests_per_s)
         )
         busy = service.requests_per_s / best.requests_per_s
@@ -236,14 +241,14 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
     if service.chunk_len or service.itl_s:
         yield Fact("between tokens", _gap_words(best))
     transfer = f"; sending its keys and values {format_seconds(best.transfer_s)}" * best.has_pools
-    prompts = f"{best.prefill.batch_seqs} prompt{'s' * (best.prefill.batch_seqs > 1)}"
+    prompts = counted(best.prefill.batch_seqs, "prompt")
     yield Fact("its prefill", f"of {prompts}: {_step_words(best.prefill)}{transfer}")
     memory = ", ".join(f"{_MEMORY[name]} {format_bytes(size)}" for name, size in best.generate.memory.items())
     yield Fact("memory of a chip", f"{memory}; {format_bytes(best.free_bytes)} left")
     if result.as_written and (best.weights, best.cache) != ("bf16", "bf16"):
         other = result.as_written
         made = f"makes {three_digits(other.tokens_per_s_per_chip)} tok/s"
-        made = made if service.requests_per_s is None else f"needs {other.num_chips:,} chips"
+        made = made if service.requests_per_s is None else f"needs {counted(other.num_chips, 'chip')}"
         yield Fact(
             "all in bf16",
             f"the best {made} at TPOT {format_seconds(other.tpot_s)}: "

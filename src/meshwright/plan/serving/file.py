@@ -159,12 +159,14 @@ def _decode(file: TomlFile) -> ServiceFile:
             pool["part"].setdefault("chip", cluster.get("chip"))
     found = decode_toml(file, ServiceFile)
     with file.at(("weights",)):
-        stored_dtypes((found.weights,), (found.cache,))
+        stored_dtypes((found.weights,), (found.cache,), chip=found.cluster.chip)
     for name in POOLS:
         with file.at((name,)):
             _check_pool(name, getattr(found, name), found.cluster)
-    if not found.has_pools and found.generate.part != found.prefill.part:
-        raise file.error(("prefill",), "without pools the engines that generate prefill. Give both the same part.")
+    alike = all(getattr(found.generate, name) == getattr(found.prefill, name) for name in ("part", "num_engines"))
+    if not (found.has_pools or alike):
+        message = "without pools the engines that generate prefill. Give both the same part and num_engines."
+        raise file.error(("prefill",), message)
     drafted = found.service.speculation
     if found.num_drafts not in (drafted.tried if drafted else (0,)):
         words = "as many as service.speculation allows" if drafted else "0: the service has no speculation"

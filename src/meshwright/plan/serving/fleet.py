@@ -120,7 +120,7 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
         named = " x ".join(f"{axis}={size}" for axis, size in fixed.items())
         raise CannotRunError(
             f"no engine of {model.name} on {cluster.short_name} has {named}: tensor must divide the {model.num_heads} "
-            f"heads{f', expert the {model.num_experts} experts' * bool(model.num_experts)}, and the engine the "
+            f"heads, expert the {model.num_experts} experts (without any it is 1), and the engine the "
             f"{cluster.num_chips} chips."
         )
     parts, placements, layouts = zip(*found, strict=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from meshwright.algebra.generation import GenerationPhase, cache_table
+from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.train_step import PricedStrategy, price_strategy
@@ -74,7 +75,13 @@ def explain_service(file: ServiceFile) -> ServiceExplanation:
     """Returns the explanation of a service. Raises CannotRunError if a phase does not divide or does not fit."""
     file.require_legal()
     decode, prefill = (_phase(file, phase) for phase in PHASES)
-    return ServiceExplanation(file=file, phases=(decode, prefill), formulas=_formulas(file, decode, prefill))
+    found = ServiceExplanation(file=file, phases=(decode, prefill), formulas=_formulas(file, decode, prefill))
+    if (left := found.value("memory left")) < 0:
+        raise CannotRunError(
+            f"[generate]: decode and prefill need {format_bytes(-left)} per chip more than there is. Lower "
+            f"generate.batch_seqs, or plan the service again."
+        )
+    return found
 
 
 # -- a phase ----------------------------------------------------------------------------------------------
