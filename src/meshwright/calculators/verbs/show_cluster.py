@@ -5,8 +5,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from meshwright.calculators.chips import anatomy
 from meshwright.calculators.verbs.show_chip import known_rows, product_dtype
 from meshwright.cli.output import format_energy, format_power
@@ -91,7 +89,7 @@ def cluster_facts(c: Cluster) -> dict[str, Any]:
     unit, dtype = c.chip, product_dtype(c.chip)
     totals: dict[str, Any] = {"num_chips": c.num_chips, "num_hosts": c.num_hosts}
     if dtype:
-        totals = msgspec.structs.asdict(anatomy.pod_totals(c, dtype=dtype))
+        totals = anatomy.pod_totals(c, dtype=dtype)
     facts: dict[str, Any] = {
         "cluster": c.short_name,
         "chip": unit.name,
