@@ -23,7 +23,8 @@ from meshwright.spec.weights import num_active_params, num_params, params_by_par
 class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
     """A model, or bare numbers of one: without ``model`` the two numbers are needed, with it they replace its own.
 
-    ``layers_per_cache`` neighbours of the model's layers keep one cache.
+    ``layers_per_cache`` neighbours of the model's layers keep one cache. The price is that of a chip, instead of the
+    catalogue's.
     """
 
     cluster: Cluster
@@ -34,6 +35,7 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
     kv: str = "bf16"
     layers_per_cache: int = 1
     peak_flops: float
+    price_usd_per_hour: float | None = None
 
     @property
     def num_params(self) -> float:
@@ -73,6 +75,11 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         width = dtype_bytes(self.weights)
         return critical_batch(self.peak_flops, self.hbm_bytes_per_s, weight_bytes=width, num_experts=experts)
 
+    def usd_per_million_tokens(self, tokens_per_s: float) -> float | None:
+        """Returns the dollars of a million tokens at this rate of all chips; None where a chip has no price."""
+        chips, price = self.cluster.num_chips, self.price_usd_per_hour or self.cluster.chip.price_usd_per_hour
+        return price and serving.usd_per_million_tokens(tokens_per_s, num_chips=chips, price_usd_per_hour=price)
+
     def kv_bytes(self, num_positions: Any) -> Any:
         """Returns the bytes of one cache of that many positions."""
         if self.model is None or self.kv_token_bytes is not None:
@@ -92,22 +99,20 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
 
     def step(self, batch_seqs: Any, kv_bytes: Any) -> serving.DecodeStep:
         """Returns one step of generation; of experts, those that the batch reaches in the mean are read."""
+        share: Any = 1.0
+        if self.model and self.model.num_experts:
+            count, each = self.model.num_experts, self.model.experts_per_token
+            unread = 1 - serving.experts_read(batch_seqs, num_experts=count, active_experts=each) / count
+            share = 1 - params_by_part(self.model)["experts"] / num_params(self.model) * unread
         return serving.DecodeStep(
             batch_seqs=batch_seqs,
             kv_bytes=kv_bytes,
-            weight_bytes=self.weight_bytes * self._read_share(batch_seqs),
+            weight_bytes=self.weight_bytes * share,
             active_params=self.active_params,
             num_chips=self.cluster.num_chips,
             peak_flops=self.peak_flops,
             hbm_bytes_per_s=self.hbm_bytes_per_s,
         )
-
-    def _read_share(self, batch_seqs: Any) -> Any:
-        if self.model is None or not self.model.num_experts:
-            return 1.0
-        count, each = self.model.num_experts, self.model.experts_per_token
-        unread = 1 - serving.experts_read(batch_seqs, num_experts=count, active_experts=each) / count
-        return 1 - params_by_part(self.model)["experts"] / num_params(self.model) * unread
 
     def points(self, batches: Sequence[int], kv_bytes: float) -> dict[str, Any]:
         """Returns an array for each figure of a step, with an entry for every batch.
