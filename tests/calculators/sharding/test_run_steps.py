@@ -24,8 +24,8 @@ def test_the_rules_way(text, mesh):
 
 def test_every_way_of_one_product():
     lhs, rhs, out = parse_einsum(CASES[0][0])
-    for way in all_ways(lhs, rhs, out):
-        _check(lhs, rhs, out, way.steps, CASES[0][1])
+    for steps in all_ways(lhs, rhs, out).values():
+        _check(lhs, rhs, out, steps, CASES[0][1])
 
 
 def _check(lhs, rhs, out, steps, mesh):

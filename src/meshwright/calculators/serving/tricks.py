@@ -36,8 +36,8 @@ def tricks(
     Without tricks every head has its own keys and values, all layers see and keep all positions, weights and caches are
     in 16 bits, and a cache is as long as the longest sequence, of which every position is read. A row has the bytes of
     a token's cache, the largest batch that fits, its step, and what follows: seconds and dollars of tokens, and the
-    tokens of a chip over those without tricks; None where nothing fits. Drafts are as many as pay off at that batch; one
-    is right with probability ``acceptance``, and takes ``draft_cost`` of the model's own step.
+    tokens of a chip over those without tricks; None where nothing fits. Drafts are as many as pay off at that batch;
+    one is right with probability ``acceptance``, and takes ``draft_cost`` of the model's own step.
     Raises InputError without a model, or if its caches are given as a number.
     """
     model = at.model

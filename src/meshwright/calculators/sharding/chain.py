@@ -35,7 +35,10 @@ class ChainProduct(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
-    """Products in order, sizes, and for each array by name the shardings that it may have."""
+    """Products in order, sizes, and for each array by name the shardings that it may have.
+
+    Arrays are in the order in which the search settles them: operands, then the result, of each product.
+    """
 
     products: tuple[ChainProduct, ...]
     dims: dict[str, int]
@@ -47,12 +50,6 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     def inputs(self) -> tuple[str, ...]:
         """Names of the arrays that no product makes."""
         return (self.products[0].carried.name, *(p.other.name for p in self.products))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every array in the order in which the search settles it: operands, then the result, of each product."""
-        later = (name for p in self.products for name in (p.other.name, p.out.name))
-        return (self.products[0].carried.name, *later)
 
 
 def shardings(array: ShardedArray, dims: Sizes, mesh: Mapping[str, int]) -> tuple[ShardedArray, ...]:
@@ -81,7 +78,7 @@ def parse_chain(
 ) -> Chain:
     """Returns the chain of products such as ``A[I,J] * B[J,K] -> C[I,K]``, each of which takes the previous result.
 
-    An array written with a mesh axis keeps that sharding; one of ``fixed`` keeps the sharding written there. Raises
+    An array written with a mesh axis keeps that sharding; one of ``fixed`` keeps the sharding written there.
     Raises InputError if the products are no chain, an array is used twice, or a size is missing.
     """
     if (several := sum(size > 1 for size in mesh.values())) > MAX_AXES:

@@ -118,7 +118,8 @@ class Graph:
         one = self.chain.products[node.index]
         held = 0.0 if node.stays else self.bytes(node.array)
         for other in self._layouts(node.index)[node.array]:
-            step = _product_step(one, node.array, other)
+            lhs, rhs = one.operands(node.array, other)
+            step = Step(op="einsum", inputs=(lhs, rhs), result=local_product(lhs, rhs, one.out))
             for moved in self._inputs(one, other):
                 both = held + moved.held_bytes + self.bytes(step.result)
                 part = Label(
@@ -170,8 +171,3 @@ class Graph:
             peak, held = max(peak, held + self.bytes(step.result)), self.bytes(step.result)
         time_s = sum(self.price(step).time_s or 0.0 for step in steps)
         return Label(time_s=time_s, alive_bytes=peak, held_bytes=held, steps=steps)
-
-
-def _product_step(one: ChainProduct, carried: ShardedArray, other: ShardedArray) -> Step:
-    lhs, rhs = one.operands(carried, other)
-    return Step(op="einsum", inputs=(lhs, rhs), result=local_product(lhs, rhs, one.out))

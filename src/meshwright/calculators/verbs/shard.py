@@ -96,7 +96,7 @@ def command(given: Given) -> Answer:
     ways = {"": asked.steps}
     if given.every:
         lhs, rhs = asked.factors
-        ways = {way.name: way.steps for way in all_ways(lhs, rhs, asked.result)}
+        ways = all_ways(lhs, rhs, asked.result)
         rows = [_way(name, steps, price_einsum(steps, dims, mesh, rates)) for name, steps in ways.items()]
         rows.sort(key=lambda r: (r["time_s"] or 0, r["bytes"]))
         figure = "time_s" if rows[0]["time_s"] else "bytes"
@@ -140,18 +140,6 @@ def _rates(cluster: Cluster | None, mesh: dict[str, int], calibration: Path | No
     return None
 
 
-def _step(step: Step, price: StepPrice) -> dict[str, Any]:
-    return {
-        "op": step.op,
-        "array": " * ".join(map(str, step.inputs)),
-        "result": str(step.result),
-        "axis": axes_text(step.axes),
-        "bytes": price.num_bytes,
-        "time_s": price.time_s,
-        "critical": step.is_collective,
-    }
-
-
 def _result(
     asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
 ) -> dict[str, Any]:
@@ -159,7 +147,18 @@ def _result(
     devices, flops = math.prod(mesh.values()), sum(p.flops for p in prices)
     named = {asked.key(a): a for a in asked.arrays}
     return {
-        "steps": [_step(s, p) for s, p in zip(asked.steps, prices, strict=True)],
+        "steps": [
+            {
+                "op": step.op,
+                "array": " * ".join(map(str, step.inputs)),
+                "result": str(step.result),
+                "axis": axes_text(step.axes),
+                "bytes": price.num_bytes,
+                "time_s": price.time_s,
+                "critical": step.is_collective,
+            }
+            for step, price in zip(asked.steps, prices, strict=True)
+        ],
         "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in named.items()},
         "bytes_per_device": {
             name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in named.items()
@@ -225,7 +224,12 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
     ]  # fmt: skip
     yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, "" if result["steps"] else title)
     if result["flops_unsharded"]:
-        yield from _flops_text(result)
+        each, total, own = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
+        times = result["flops_total"] / result["flops_unsharded"]
+        more = f"{four_digits(times)} times" if times != 1 else "as many as"
+        yield Fact("FLOPs per device", each, column=COLUMN)
+        told = f"{total} on {result['devices']:,} devices, {more} the unsharded product's {own}"
+        yield Fact("FLOPs in all", told, column=COLUMN)
     if result["time_s"] is not None and result["placement"]:
         where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
         time = f"{format_seconds(result['time_s'])}, one step after the other ({where})"
@@ -247,26 +251,11 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
                 column=COLUMN,
             )
     if "run" in result:
-        yield _run_text(result["run"], "product" if result["flops_unsharded"] else "array")
-
-
-def _flops_text(result: dict[str, Any]) -> Iterator[Piece]:
-    each, total, own = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
-    times = result["flops_total"] / result["flops_unsharded"]
-    more = f"{four_digits(times)} times" if times != 1 else "as many as"
-    yield Fact("FLOPs per device", each, column=COLUMN)
-    told = f"{total} on {result['devices']:,} devices, {more} the unsharded product's {own}"
-    yield Fact("FLOPs in all", told, column=COLUMN)
-
-
-def _run_text(run: dict[str, Any], what: str) -> Fact:
-    ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
-    return Fact(
-        "run",
-        f"{ways} on {run['devices']} emulated devices {'equal to' if run['equal'] else 'DIFFERENT from'} the unsharded "
-        f"{what}: largest error {run['largest_error']:.1e} of the largest entry",
-        column=COLUMN,
-    )
+        run, what = result["run"], "product" if result["flops_unsharded"] else "array"
+        ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
+        equal = "equal to" if run["equal"] else "DIFFERENT from"
+        told = f"{ways} on {run['devices']} emulated devices {equal} the unsharded {what}"
+        yield Fact("run", f"{told}: largest error {run['largest_error']:.1e} of the largest entry", column=COLUMN)
 
 
 def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
