@@ -105,8 +105,8 @@ def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> dict[str, Any]:
     of_chip = {
         "num_cores": chip.num_cores,
         "num_sms": chip.num_sms,
-        "num_fp32_lanes": gpu and gpu.fp32_lanes,
-        "num_tensor_cores": gpu and gpu.tensor_cores,
+        "num_fp32_lanes": gpu.fp32_lanes if gpu else None,
+        "num_tensor_cores": gpu.tensor_cores if gpu else None,
         "hbm_bytes": chip.hbm_bytes,
         "hbm_bytes_per_s": chip.hbm_bytes_per_s,
         "peak_flops": peak(chip, dtype),

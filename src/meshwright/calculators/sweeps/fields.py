@@ -1,5 +1,7 @@
 """The fields of a sweep and their values as a person writes them: ``batch=1Mi..16Mi``, ``h100:8x1..8x512``."""
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
@@ -21,6 +23,7 @@ SweptFields = dict[str, dict[str, Any]]
 OWN = ("model", "on", "batch", "seq_len", "micro")
 """Fields that are no key of ``--set``."""
 MAX_VALUES = 64
+MAX_POINTS = 600
 _RANGE = re.compile(r"([^/]+?)\.\.([^/]+)")
 _SIZE = re.compile(r"\d+(\.\d+)?[MBT]")
 _USUAL: dict[str, Iterable[str]] = {
@@ -41,7 +44,7 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     and, for training, unless exactly one of ``batch`` and ``micro`` is given.
     """
     known = {*own[2:], *SECTION_OF}
-    chosen = [_model(name) for name in _listed(models)]
+    chosen = [llama_like(one) if _SIZE.fullmatch(one) else load_model(one) for one in _listed(models)]
     clusters = sweep_clusters(on)
     fields: SweptFields = {
         "model": {one.name: one for one in chosen},
@@ -64,16 +67,27 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     return {"seq_len": {"4096": "4096"}} | fields
 
 
+def combinations(fields: SweptFields) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    """Returns every combination of the fields' values, the last field running fastest: as they are shown, and as such.
+
+    Raises InputError for more than ``MAX_POINTS``.
+    """
+    count = math.prod(map(len, fields.values()))
+    if count > MAX_POINTS:
+        raise InputError(f"{count:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
+    found = []
+    for chosen in itertools.product(*(values.items() for values in fields.values())):
+        shown, values = zip(*chosen, strict=True)
+        found.append((dict(zip(fields, shown, strict=True)), dict(zip(fields, values, strict=True))))
+    return found
+
+
 def _listed(text: str) -> list[str]:
     """Returns the parts of a list with commas. Raises InputError for an empty one."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise InputError(f"{text!r} has an empty part. Write names with one comma between two.")
     return parts
-
-
-def _model(name: str) -> Model:
-    return llama_like(name) if _SIZE.fullmatch(name) else load_model(name)
 
 
 def _names(clusters: Sequence[Cluster]) -> list[str]:
