@@ -85,7 +85,8 @@ def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
 
 def format_facts(form: NumberFormat) -> dict[str, Any]:
     """Returns a format's fields and figures that follow from them; decimal_digits of a float are log10(2^(m+1))."""
-    digits = (form.mantissa_bits + 1 if form.kind == "float" else form.bits - 1) * math.log10(2)
+    figures, digits = form.figures, (form.mantissa_bits + 1 if form.kind == "float" else form.bits - 1) * math.log10(2)
+    num_finite = figures.pop("num_finite")
     return {
         "name": form.name,
         "kind": form.kind,
@@ -94,13 +95,9 @@ def format_facts(form: NumberFormat) -> dict[str, Any]:
         "exponent_bits": form.exponent_bits,
         "mantissa_bits": form.mantissa_bits,
         "bias": form.bias,
-        "max": float(form.max_value),
-        "min": float(form.min_value),
-        "min_normal": float(form.min_normal),
-        "min_subnormal": float(form.min_subnormal),
-        "epsilon": float(form.epsilon),
+        **figures,
         "decimal_digits": digits,
-        "num_finite": form.num_finite,
+        "num_finite": num_finite,
         "infinity": form.kind == "float" and form.specials == "ieee",
         "nan": form.kind == "float" and form.specials != "none",
     }

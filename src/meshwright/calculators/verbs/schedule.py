@@ -56,14 +56,27 @@ def command(given: Given) -> Answer:
         result |= _result(schedule, simulation, times)
         text += _schedule_text(schedule, simulation, result, times)
         pictures[given.png] = lambda: _figure(schedule, simulation, times)
+    stepped: dict[str, Any] = {"step": ("step", times.cell), "idle": ("bubble_share", "{:.1%}".format)}
+    stash = {"peak stash": ("peak_stash", "{:.4g}".format)}
     if given.compare:
         sizes = _sizes(given, "--compare")
         result["compare"] = [_compared(one, sizes, given.chunks, times) for one in schedule_names()]
-        text += _rows_text("All schedules, same work per device:", result["compare"], _compare_columns(times))
+        columns = {
+            "schedule": "schedule",
+            "chunks": "chunks",
+            **stepped,
+            "bubble without barrier": ("bubble_without_barrier", times.cell),
+            **stash,
+            "weights": "weight_copies",
+            "in lockstep": ("fused_step", times.cell),
+        }
+        text += _rows_text("All schedules, same work per device:", result["compare"], columns)
     if given.sweep_stages:
         result["sweep"] = _sweep(given, times)
         rows = [{**row, "name": f"{row['stages']} stages"} for row in result["sweep"]]
-        text += _rows_text("More stages on the same chips, the same batch:", rows, _sweep_columns(times))
+        columns = {"stages": "stages", "microbatches per replica": "microbatches", **stepped, **stash}
+        columns["of the whole model"] = ("peak_stash_of_model", "{:.3g}".format)
+        text += _rows_text("More stages on the same chips, the same batch:", rows, columns)
     if not schedule and (given.out or given.png):
         raise InputError("--png and --out take one schedule. Name it, such as 1f1b, beside --compare.")
     if schedule and given.out:
@@ -231,30 +244,6 @@ def _devices_table(schedule: Schedule, r: dict[str, Any], times: Times) -> Table
         half = MAX_DEVICES_SHOWN // 2
         rows = [*rows[:half], ["..."] * 5, *rows[-half:]]
     return Table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
-
-
-def _compare_columns(times: Times) -> dict[str, Any]:
-    return {
-        "schedule": "schedule",
-        "chunks": "chunks",
-        "step": ("step", times.cell),
-        "idle": ("bubble_share", "{:.1%}".format),
-        "bubble without barrier": ("bubble_without_barrier", times.cell),
-        "peak stash": ("peak_stash", "{:.4g}".format),
-        "weights": "weight_copies",
-        "in lockstep": ("fused_step", times.cell),
-    }
-
-
-def _sweep_columns(times: Times) -> dict[str, Any]:
-    return {
-        "stages": "stages",
-        "microbatches per replica": "microbatches",
-        "step": ("step", times.cell),
-        "idle": ("bubble_share", "{:.1%}".format),
-        "peak stash": ("peak_stash", "{:.4g}".format),
-        "of the whole model": ("peak_stash_of_model", "{:.3g}".format),
-    }
 
 
 def _rows_text(title: str, rows: list[dict[str, Any]], columns: dict[str, Any]) -> Iterator[Piece]:

@@ -37,7 +37,10 @@ def model_answer(m: Model, seq_len: int | None = None) -> Answer:
         raise InputError(f"{m.name} has two lengths, of its encoder and its decoder. Leave --seq out.")
     facts = model_facts(m)
     if seq_len is not None:
-        facts |= {"flops": _flops(m, seq_len), "layer_traffic": _traffic(m, seq_len)}
+        sent = accounting.layer_traffic(m, seq_len)
+        names = ("strategy", "forward", "forward_bytes", "backward", "backward_bytes")
+        facts["flops"] = _flops(m, seq_len)
+        facts["layer_traffic"] = [dict(zip(names, (name, *row), strict=True)) for name, row in sent.items()]
     rows = (
         facts["weights"],
         facts["kv_cache"],
@@ -47,7 +50,13 @@ def model_answer(m: Model, seq_len: int | None = None) -> Answer:
 
 
 def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
-    yield from _weights_text(m)
+    yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}"
+    rows: list[list[Any]] = [
+        [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
+         f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
+        for w in weight_table(m)
+    ]  # fmt: skip
+    yield Table(["weight", "dims", "shape", "layers", "params"], rows)
     yield from _totals_text(m, facts)
     yield ""
     yield from _cache_text(m, facts["kv_cache"])
@@ -99,13 +108,6 @@ def _flops(m: Model, seq_len: int) -> dict[str, Any]:
     ]  # fmt: skip
     return {"seq_len": seq_len, "parts": rows, "total_flops": 3 * sum(full.values()),
             "causal_flops": 3 * sum(causal.values())}  # fmt: skip
-
-
-def _traffic(m: Model, num_tokens: int) -> list[dict[str, Any]]:
-    return [
-        {"strategy": name, "forward": sent, "forward_bytes": forward, "backward": back, "backward_bytes": backward}
-        for name, (sent, forward, back, backward) in accounting.layer_traffic(m, num_tokens).items()
-    ]
 
 
 def _attention_intensity(m: Model) -> dict[str, float] | None:
@@ -192,16 +194,6 @@ def _saved(m: Model) -> dict[str, Any]:
 
 
 # -- text -----------------------------------------------------------------------------------------------
-
-
-def _weights_text(m: Model) -> Iterator[Piece]:
-    yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}"
-    rows: list[list[Any]] = [
-        [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
-         f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
-        for w in weight_table(m)
-    ]  # fmt: skip
-    yield Table(["weight", "dims", "shape", "layers", "params"], rows)
 
 
 def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
