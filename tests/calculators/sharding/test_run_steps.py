@@ -6,7 +6,7 @@ import pytest
 from meshwright.algebra.einsum import einsum_steps
 from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.sharding.ways import all_ways
-from meshwright.calculators.verbs.shard_run import run_steps
+from meshwright.calculators.verbs.shard import run_steps
 
 CASES = [
     ("In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]", {"X": 4, "Y": 2}),

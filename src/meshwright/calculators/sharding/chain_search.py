@@ -15,8 +15,7 @@ import msgspec
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
-from meshwright.calculators.sharding.chain import Chain
-from meshwright.calculators.sharding.chain_graph import ChainNode, Graph, Label
+from meshwright.calculators.sharding.chain import Chain, ChainNode, Graph, Label
 from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes

@@ -8,8 +8,7 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from meshwright.calculators.serving.replica import ServingReplica
-from meshwright.calculators.serving.tricks import tricks
+from meshwright.calculators.serving.replica import ServingReplica, tricks
 from meshwright.cli.fields import parse_fields, split_values, with_fields
 from meshwright.cli.output import four_digits, three_digits
 from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
