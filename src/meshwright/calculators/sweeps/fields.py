@@ -139,7 +139,8 @@ def llama_like(size: str) -> Model:
     tied = wanted < TIED_BELOW
     found = []
     for width in (*range(1024, 8192, 1024), *range(8192, 2**18, 2048)):
-        layers = (wanted - (2 - tied) * VOCAB_SIZE * width) / _layer_params(width)
+        of_layer = width * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * width + 2)
+        layers = (wanted - (2 - tied) * VOCAB_SIZE * width) / of_layer
         layers = round(layers) if layers < 16 else 4 * round(layers / 4)
         if layers >= 1:
             # a model that is twice too wide is as far off as one that is twice too deep
@@ -160,10 +161,6 @@ def llama_like(size: str) -> Model:
         max_positions=131_072,
         rope_theta=5e5,
     )
-
-
-def _layer_params(width: int) -> float:
-    return width * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * width + 2)
 
 
 def describe(model: Model) -> str:

@@ -122,7 +122,13 @@ def _point(
         replicas = int(product(strategy.mesh[axis] for axis in BATCH_AXES))
         batch_seqs = parse_count(at["micro"], what="micro", least=1) * replicas * strategy.num_microbatches
     else:
-        batch_seqs = _weak_batch(parse_batch(at["batch"], seq_len=seq_len), cluster, first)
+        of_first = parse_batch(at["batch"], seq_len=seq_len)
+        batch_seqs, left = divmod(of_first * cluster.num_chips, first.num_chips)
+        if left:
+            raise InputError(
+                f"{of_first} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
+                f"Give a batch that is a multiple of {first.num_chips} sequences."
+            )
     job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", given["job"])
     require_training(job, "sweep")
     setting = Setting(
@@ -177,13 +183,3 @@ def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
             f"of {cluster.short_name}. Use sizes that divide them, and leave fsdp out to let it take the rest."
         )
     return mesh
-
-
-def _weak_batch(batch_seqs: int, cluster: Cluster, first: Cluster) -> int:
-    sequences, left = divmod(batch_seqs * cluster.num_chips, first.num_chips)
-    if left:
-        raise InputError(
-            f"{batch_seqs} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
-            f"Give a batch that is a multiple of {first.num_chips} sequences."
-        )
-    return sequences

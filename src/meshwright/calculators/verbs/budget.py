@@ -171,20 +171,15 @@ def _law_facts(
         "optimal_flops_for_its_loss": None,
     }
     if size is not None and tokens is not None:
-        spent = {one.name: one.allocation(_counted(one, size, model), tokens) for one in laws}
+        parts = params_by_part(model) if model else {}
+        # Kaplan leaves embeddings out of N
+        inner = size - parts.get("embedding", 0) - parts.get("unembedding", 0)
+        spent = {one.name: one.allocation(size if one.params_counted == "all" else inner, tokens) for one in laws}
         facts["spent"] = spent[law.name]
         facts["loss_by_law"] = {name: one.loss for name, one in spent.items()}
         with suppress(InputError):
             facts["optimal_flops_for_its_loss"] = flops_for_loss(law, spent[law.name].loss)
     return facts
-
-
-def _counted(law: ScalingLaw, size: float, model: Model | None) -> float:
-    """Returns the parameters that a law counts: Kaplan leaves embeddings out of N."""
-    if model is None or law.params_counted == "all":
-        return size
-    parts = params_by_part(model)
-    return size - parts.get("embedding", 0) - parts.get("unembedding", 0)
 
 
 # -- chips ----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import STATE_BYTES, Strategy
+from meshwright.spec.strategy import STATE_BYTES
 from meshwright.spec.weights import num_active_params, num_params
 
 VIEWS = {"zero": zero_view, "by_state": bytes_view, "hold": hold_view, "activations": activations_view}
@@ -66,10 +66,6 @@ class Given(Options):
     def sizes(self) -> bool:
         """True if no view is asked for."""
         return not any(getattr(self, name) for name in VIEWS)
-
-    @property
-    def used_state(self) -> str:
-        return self.state or Strategy(mesh={}).state
 
 
 @verb(Given)

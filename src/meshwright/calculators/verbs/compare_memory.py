@@ -20,7 +20,7 @@ from meshwright.report.answer import Answer, Heading, Paragraph, Table, TableCol
 from meshwright.spec.chip import Chip
 from meshwright.spec.chip import chips as catalogue_chips
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import STATE_BYTES
+from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_params
 
 PARTS: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
@@ -37,6 +37,7 @@ BYTES_COLUMNS: dict[str, Any] = {
     }.items()
 }
 STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+DEFAULT_STATE = Strategy(mesh={}).state
 RECOMPUTES = {"none": "none", "selective": "selective", "full": "block"}
 """Recomputation of the closed form -> the remat policy that keeps the same."""
 AVERAGE_BYTES = {"none": 0, "bf16": 2, "fp32": 4}
@@ -133,7 +134,7 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
 
     ``given.num_chips`` adds the bytes that one of that many chips holds, all shared evenly, and their share of it.
     """
-    state, average, batch_tokens = given.used_state, given.average, given.batch_tokens or 0
+    state, average, batch_tokens = given.state or DEFAULT_STATE, given.average, given.batch_tokens or 0
     each = state_bytes_per_param(state, average=average)
     needed = {
         m.name: training_bytes(

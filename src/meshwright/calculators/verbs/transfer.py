@@ -102,11 +102,17 @@ def command(given: Given) -> Answer:
 
 
 def _transfer_text(title: str, legs: list[TransferLeg], found: dict[str, Any]) -> Iterator[Piece]:
-    rows = [
-        [f"{number}  {leg.name}", leg.channel, _amount(leg), _rate(leg), format_seconds(leg.latency_s),
-         format_seconds(leg.send_s)]
-        for number, leg in enumerate(legs, 1)
-    ]  # fmt: skip
+    rows = []
+    for number, leg in enumerate(legs, 1):
+        amount, rate = (format_flop_count, format_flops) if leg.channel == "compute" else (format_bytes, format_rate)
+        times = f"{leg.lanes} x " if leg.lanes > 1 else ""
+        figures = (
+            amount(leg.amount),
+            times + rate(leg.rate),
+            format_seconds(leg.latency_s),
+            format_seconds(leg.send_s),
+        )
+        rows.append([f"{number}  {leg.name}", leg.channel, *figures])
     yield Table(["leg", "channel", "amount", "rate", "latency", "time"], rows, title)
     seconds = {name: format_seconds(value) for name, value in found.items() if isinstance(value, float)}
     yield Fact("first byte", f"{seconds['first_byte_s']} (the latency of every hop)", column=COLUMN)
@@ -117,15 +123,6 @@ def _transfer_text(title: str, legs: list[TransferLeg], found: dict[str, Any]) -
         total += f"; {seconds['time_s_in_turn']} if each leg waits for the one before"
     yield Fact("last byte", total, column=COLUMN)
     yield Fact("bound by", found["bound_by"], column=COLUMN)
-
-
-def _amount(leg: TransferLeg) -> str:
-    return format_flop_count(leg.amount) if leg.channel == "compute" else format_bytes(leg.amount)
-
-
-def _rate(leg: TransferLeg) -> str:
-    one = format_flops(leg.rate) if leg.channel == "compute" else format_rate(leg.rate)
-    return f"{leg.lanes} x {one}" if leg.lanes > 1 else one
 
 
 # -- collectives ----------------------------------------------------------------------------------------
@@ -151,7 +148,21 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
     rates = leg_rates(legs, measured) if two_way else one_way_rates(legs, measured)
     if rates.size == 1:
         raise InputError(f"axis {','.join(axes)} of {cluster.short_name} has one chip: there is nothing to send.")
-    kinds = [kind for kind in COLLECTIVES if kind in rates.kinds and given.collective in (None, kind)]
+    priced = []
+    for kind in (one for one in COLLECTIVES if one in rates.kinds and given.collective in (None, one)):
+        rate, time_s = rates[kind], collective_time(kind, num_bytes, rates)
+        priced.append(
+            {
+                "kind": kind,
+                "bandwidth_s": num_bytes * rate.seconds_per_byte,
+                "latency_s": rate.setup_s + rate.floor_s,
+                "time_s": time_s,
+                "bytes_per_s": num_bytes / time_s if time_s else None,
+                "bound_by": collective_bound_by(kind, num_bytes, rates),
+                "latency_bound_below_bytes": rate.floor_s / rate.seconds_per_byte if rate.seconds_per_byte else None,
+                "link_bytes": link_bytes(kind, num_bytes, legs, two_way=two_way),
+            }
+        )
     found: dict[str, Any] = {
         "cluster": cluster.short_name,
         "axes": axes,
@@ -159,10 +170,7 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
         "bytes": num_bytes,
         "two_way": two_way,
         "latency_forms": _latency_forms(legs),
-        "collectives": [
-            {**_priced(kind, num_bytes, rates), "link_bytes": link_bytes(kind, num_bytes, legs, two_way=two_way)}
-            for kind in kinds
-        ],
+        "collectives": priced,
     }
     if given.frames is not None:
         found["frames"] = _draw_frames(given.frames, given.collective, legs, cluster.short_name, two_way=two_way)
@@ -207,19 +215,6 @@ def link_bytes(kind: CollectiveKind, num_bytes: float, legs: tuple[Leg, ...], *,
     if not is_ring(legs):
         return None
     return num_bytes if kind == "permute" else num_bytes * ring_link_share(kind, legs[0].size, two_way=two_way)
-
-
-def _priced(kind: CollectiveKind, num_bytes: float, rates: GroupRates) -> dict[str, Any]:
-    rate, time_s = rates[kind], collective_time(kind, num_bytes, rates)
-    return {
-        "kind": kind,
-        "bandwidth_s": num_bytes * rate.seconds_per_byte,
-        "latency_s": rate.setup_s + rate.floor_s,
-        "time_s": time_s,
-        "bytes_per_s": num_bytes / time_s if time_s else None,
-        "bound_by": collective_bound_by(kind, num_bytes, rates),
-        "latency_bound_below_bytes": rate.floor_s / rate.seconds_per_byte if rate.seconds_per_byte else None,
-    }
 
 
 def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:
