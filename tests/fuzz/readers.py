@@ -23,7 +23,7 @@ from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.calculators.sharding.parsing import parse_asked
 from meshwright.calculators.sweeps.fields import read_fields, sweep_clusters
-from meshwright.calculators.verbs.schedule_times import read_times
+from meshwright.calculators.verbs.schedule import read_times
 from meshwright.cli.fields import dim_sizes, job_of, parse_fields, parse_mesh, split_values, take_axes, with_fields
 from meshwright.cli.group import VerbGroup
 from meshwright.cli.main import cli

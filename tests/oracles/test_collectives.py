@@ -4,8 +4,8 @@ import pytest
 
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import Sizes, parse_array
-from meshwright.calculators.links.one_way import link_bytes
 from meshwright.calculators.sharding.einsum_cost import einsum_rates, price_einsum
+from meshwright.calculators.verbs.transfer import link_bytes
 from meshwright.core.dims import CollectiveKind
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.cost.formulas.roofline import Channel, Work, channel_rate, chip_roofline

@@ -1,8 +1,10 @@
 """Worked answers on training: when each way of sharding is compute-bound, what it moves, and what a run takes."""
 
+from typing import Any
+
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.sizes import OpSizes
-from meshwright.calculators.chips.anatomy import PodTotals, pod_totals
+from meshwright.calculators.chips.anatomy import pod_totals
 from meshwright.calculators.sharding.parsing import local_shape
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.roofline import channel_rate
@@ -76,7 +78,7 @@ def backward_math_s(i: Inputs) -> float:
     return train_seconds(flops, peak_flops=peak(V5P, "bf16"))
 
 
-def of_hosts(num_hosts: int) -> PodTotals:
+def of_hosts(num_hosts: int) -> dict[str, Any]:
     """Sums over that many hosts of v5p."""
     return pod_totals(make_cluster(V5P, balanced_shape(int(num_hosts * known(V5P, "chips_per_host")), 3)))
 
@@ -135,7 +137,7 @@ ANSWERS: Answers = {
     "book-5.1.6-dcn-chip": lambda i: limits.dcn_min_batch_per_pod(
         peak(V5P, "bf16"), known(V5P, "dcn_bytes_per_s_per_host"), known(V5P, "chips_per_host")
     ),
-    "book-5.1.6-dcn-hosts": lambda i: of_hosts(i["hosts"]).dcn_bytes_per_s,
+    "book-5.1.6-dcn-hosts": lambda i: of_hosts(i["hosts"])["dcn_bytes_per_s"],
     "book-5.1.6-drop": mixed_batch,
     "book-5.1.6-fsdp": lambda i: limits.fsdp_max_chips(i["batch"], i["alpha"], i["axes"]),
     "book-5.1.6-mixed": mixed,

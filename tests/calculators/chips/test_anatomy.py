@@ -46,8 +46,8 @@ def test_amdahl():
 
 def test_totals_of_a_gpu_cluster():
     totals = anatomy.pod_totals(parse_cluster("h100:8x2x192x8"))
-    assert (totals.num_chips, totals.num_hosts, totals.num_sms) == (24576, 3072, 24576 * 132)
-    assert totals.num_fp32_lanes == pytest.approx(415e6, rel=1e-3)
-    assert totals.num_tensor_cores == pytest.approx(13e6, rel=5e-3)
-    assert anatomy.pod_totals(parse_cluster("v5e:4x4")).num_sms is None
-    assert anatomy.pod_totals(parse_cluster("b200:8x2")).num_tensor_cores is None
+    assert (totals["num_chips"], totals["num_hosts"], totals["num_sms"]) == (24576, 3072, 24576 * 132)
+    assert totals["num_fp32_lanes"] == pytest.approx(415e6, rel=1e-3)
+    assert totals["num_tensor_cores"] == pytest.approx(13e6, rel=5e-3)
+    assert anatomy.pod_totals(parse_cluster("v5e:4x4"))["num_sms"] is None
+    assert anatomy.pod_totals(parse_cluster("b200:8x2"))["num_tensor_cores"] is None

@@ -32,10 +32,10 @@ def same(mine: float, theirs: float) -> bool:
 def test_limits(name):
     form, theirs = FORMATS[name], ml_dtypes.finfo(THEIRS[name])
     assert form.bits == theirs.bits
-    assert float(form.max_value) == float(theirs.max)
-    assert float(form.min_normal) == float(theirs.smallest_normal)
-    assert float(form.min_subnormal) == float(theirs.smallest_subnormal)
-    assert float(form.epsilon) == float(theirs.eps)
+    assert form.figures["max"] == float(theirs.max)
+    assert form.figures["min_normal"] == float(theirs.smallest_normal)
+    assert form.figures["min_subnormal"] == float(theirs.smallest_subnormal)
+    assert form.figures["epsilon"] == float(theirs.eps)
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fp8-e5m2", "fp8-e4m3", "fp4-e2m1"])
@@ -65,7 +65,7 @@ def test_finite_values_are_counted():
     for name in ("fp8-e4m3", "fp8-e5m2", "fp4-e2m1"):
         form = FORMATS[name]
         values = {decode(form, code) for code in range(2**form.bits)}
-        assert form.num_finite == len({v for v in values if math.isfinite(v)})
+        assert form.figures["num_finite"] == len({v for v in values if math.isfinite(v)})
 
 
 def test_integers_round_to_even_and_stop_at_their_ends():
@@ -84,7 +84,7 @@ def test_a_tenth():
     assert stored["int8"].relative_error == 1
     # tf32 has fp32's range and fp16's precision
     assert stored["tf32"].value == stored["fp16"].value
-    assert FORMATS["tf32"].min_normal == FORMATS["fp32"].min_normal
+    assert FORMATS["tf32"].figures["min_normal"] == FORMATS["fp32"].figures["min_normal"]
 
 
 def test_bytes_agree_with_the_dtypes_of_the_product():

@@ -2,24 +2,25 @@
 
 import pytest
 
-from meshwright.calculators.serving.replica import ServingReplica
-from meshwright.calculators.serving.tricks import Requests, tricks
+from meshwright.calculators.serving.replica import ServingReplica, tricks
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import peak
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.weights import num_params
 
-ASKED = Requests(prompt_len=8192, output_len=512, acceptance=0.8, draft_cost=0.05, price_usd_per_hour=1.2)
+ASKED = {"prompt_len": 8192, "output_len": 512, "acceptance": 0.8, "draft_cost": 0.05}
 
 
 def replica(model, cluster, **fields):
     at = parse_cluster(cluster)
-    return ServingReplica(cluster=at, model=load_model(model), peak_flops=peak(at.chip, "bf16"), **fields)
+    return ServingReplica(
+        cluster=at, model=load_model(model), peak_flops=peak(at.chip, "bf16"), price_usd_per_hour=1.2, **fields
+    )
 
 
 def rows_of(model="llama3-70b", cluster="v5e:4x4", **fields):
-    return {row["trick"]: row for row in tricks(replica(model, cluster, **fields), ASKED)}
+    return {row["trick"]: row for row in tricks(replica(model, cluster, **fields), **ASKED)}
 
 
 def test_bytes_of_a_token():
@@ -84,4 +85,4 @@ def test_what_does_not_fit_has_no_rate():
 
 def test_bare_numbers_have_no_tricks():
     with pytest.raises(InputError, match="Name a model"):
-        tricks(replica("llama3-8b", "v5e:1x4", kv_token_bytes=1e5), ASKED)
+        tricks(replica("llama3-8b", "v5e:1x4", kv_token_bytes=1e5), **ASKED)

@@ -35,7 +35,7 @@ def test_splits_are_even_and_axes_of_one_device_split_nothing():
 def test_a_chain():
     chain = parse_chain(TWO, dims=DIMS, mesh=MESH, fixed=["D[K_Y,L]"])
     assert chain.inputs == ("A", "B", "D")
-    assert chain.names == ("A", "B", "C", "D", "E")
+    assert tuple(chain.choices) == ("A", "B", "C", "D", "E")
     assert texts(chain.choices["D"]) == ["D[K_Y, L]"]
     assert len(chain.choices["C"]) == 11
     assert all(a.dtype == "bf16" for found in chain.choices.values() for a in found)

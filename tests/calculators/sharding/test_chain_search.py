@@ -27,7 +27,7 @@ def rates_on(name, mesh):
 def every_way(chain, stored):
     """Every list of steps for arrays stored so: each product in every layout, its sum scattered or made whole."""
     per_product = []
-    carried = stored[chain.names[0]]
+    carried = stored[next(iter(chain.choices))]
     for one in chain.products:
         whole = ShardedArray("layout", one.dims, ((),) * len(one.dims))
         found = []
@@ -75,8 +75,8 @@ def try_everything(chain, rates):
             known[step] = price_einsum((step,), chain.dims, chain.mesh, rates)[0].time_s
         return known[step]
 
-    for arrays in itertools.product(*(chain.choices[name] for name in chain.names)):
-        stored = dict(zip(chain.names, arrays, strict=True))
+    for arrays in itertools.product(*(chain.choices[name] for name in chain.choices)):
+        stored = dict(zip(chain.choices, arrays, strict=True))
         key = tuple(tuple(frozenset(axes) for axes in a.axes) for a in arrays)
         for steps in every_way(chain, stored):
             found[key].append((sum(map(seconds, steps)), peak_bytes(chain, stored, steps)))
@@ -109,8 +109,8 @@ def test_no_way_of_one_product_beats_it():
     for text in ("A[I_X,J_Y] * B[J_Y,K] -> C[I_X,K]", "A[I_X,J] * B[J_X,K_Y] -> C[I_X,K_Y]"):
         dims, mesh = {"I": 512, "J": 2048, "K": 1024}, {"X": 4, "Y": 4}
         chain, rates = parse_chain((text,), dims=dims, mesh=mesh), rates_on("v5e:4x4", mesh)
-        stored = [chain.choices[name][0] for name in chain.names]
-        totals = [sum(p.time_s for p in price_einsum(way.steps, dims, mesh, rates)) for way in all_ways(*stored)]
+        stored = [choices[0] for choices in chain.choices.values()]
+        totals = [sum(p.time_s for p in price_einsum(steps, dims, mesh, rates)) for steps in all_ways(*stored).values()]
         (best,) = search_chain(chain, rates, memory_bytes=16 * GB)
         assert best.time_s <= min(totals) * (1 + 1e-12)
 

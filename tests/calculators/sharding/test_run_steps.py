@@ -6,7 +6,7 @@ import pytest
 from meshwright.algebra.einsum import einsum_steps
 from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.sharding.ways import all_ways
-from meshwright.calculators.verbs.shard_run import run_steps
+from meshwright.calculators.verbs.shard import run_steps
 
 CASES = [
     ("In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]", {"X": 4, "Y": 2}),
@@ -24,8 +24,8 @@ def test_the_rules_way(text, mesh):
 
 def test_every_way_of_one_product():
     lhs, rhs, out = parse_einsum(CASES[0][0])
-    for way in all_ways(lhs, rhs, out):
-        _check(lhs, rhs, out, way.steps, CASES[0][1])
+    for steps in all_ways(lhs, rhs, out).values():
+        _check(lhs, rhs, out, steps, CASES[0][1])
 
 
 def _check(lhs, rhs, out, steps, mesh):

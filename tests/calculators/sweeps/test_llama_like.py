@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.calculators.sweeps.llama_like import llama_like
+from meshwright.calculators.sweeps.fields import llama_like
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.weights import num_params

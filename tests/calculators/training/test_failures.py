@@ -53,10 +53,12 @@ def test_the_share_beside_a_simulation(mean_s, restart_s):
 
 def test_shares_add_up():
     found = goodput(10_000, failures_per_node_day=0.01, checkpoint_s=30, restart_s=300)
-    assert found.goodput + found.lost_to_checkpoints + found.lost_to_failures == pytest.approx(1)
-    assert found.failures_per_day == 100
-    assert found.interval_s == found.daly_interval_s
-    assert goodput(10_000, failures_per_node_day=0.01, checkpoint_s=30, restart_s=300, interval_s=10).interval_s == 10
+    assert found["goodput"] + found["lost_to_checkpoints"] + found["lost_to_failures"] == pytest.approx(1)
+    assert found["failures_per_day"] == 100
+    assert found["interval_s"] == found["daly_interval_s"]
+    assert (
+        goodput(10_000, failures_per_node_day=0.01, checkpoint_s=30, restart_s=300, interval_s=10)["interval_s"] == 10
+    )
 
 
 def test_a_fleet_that_never_gets_to_save():

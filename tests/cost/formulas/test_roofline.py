@@ -93,7 +93,7 @@ def test_tiles():
 
 
 def test_gpus_have_no_cores_to_count():
-    assert anatomy.pod_totals(parse_cluster("h100:8x2")).num_cores is None
+    assert anatomy.pod_totals(parse_cluster("h100:8x2"))["num_cores"] is None
 
 
 def test_training_budget():

@@ -15,23 +15,6 @@ from meshwright.spec.chip import Chip, known, peak
 from meshwright.spec.cluster import Cluster
 
 
-class PodTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over a cluster; ``None`` where the chip's figure is not known."""
-
-    num_chips: int
-    num_hosts: int
-    num_cores: int | None
-    num_sms: int | None
-    num_fp32_lanes: int | None
-    num_tensor_cores: int | None
-    hbm_bytes: float | None
-    hbm_bytes_per_s: float | None
-    peak_flops: float
-    dcn_bytes_per_s: float | None
-    power_w: float | None
-    price_usd_per_hour: float | None
-
-
 def mxu_flops_per_cycle(mxu_dim: Number) -> Number:
     """Returns FLOPs per cycle of a full systolic array: one multiply-add per ALU. Source: section 2.5.2."""
     return 2 * mxu_dim * mxu_dim
@@ -116,27 +99,24 @@ def ratio(first: Number, second: Number) -> Number:
     return first / second
 
 
-def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> PodTotals:
-    """Returns chips, hosts, cores, memory, FLOP/s, network, power and price of the whole cluster."""
+def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> dict[str, Any]:
+    """Returns chips, hosts, cores, memory, FLOP/s, network, power and price of the whole cluster; None if unknown."""
     chip, gpu = cluster.chip, gpu_anatomy(cluster.chip)
-
-    def total(figure: float | None, times: int = cluster.num_chips) -> Any:
-        return None if figure is None else figure * times
-
-    return PodTotals(
-        num_chips=cluster.num_chips,
-        num_hosts=cluster.num_hosts,
-        num_cores=total(chip.num_cores),
-        num_sms=total(chip.num_sms),
-        num_fp32_lanes=total(gpu.fp32_lanes if gpu else None),
-        num_tensor_cores=total(gpu.tensor_cores if gpu else None),
-        hbm_bytes=total(chip.hbm_bytes),
-        hbm_bytes_per_s=total(chip.hbm_bytes_per_s),
-        peak_flops=total(peak(chip, dtype)),
-        dcn_bytes_per_s=total(chip.dcn_bytes_per_s_per_host, cluster.num_hosts),
-        power_w=total(chip.power_w),
-        price_usd_per_hour=total(chip.price_usd_per_hour),
-    )
+    of_chip = {
+        "num_cores": chip.num_cores,
+        "num_sms": chip.num_sms,
+        "num_fp32_lanes": gpu.fp32_lanes if gpu else None,
+        "num_tensor_cores": gpu.tensor_cores if gpu else None,
+        "hbm_bytes": chip.hbm_bytes,
+        "hbm_bytes_per_s": chip.hbm_bytes_per_s,
+        "peak_flops": peak(chip, dtype),
+        "dcn_bytes_per_s": chip.dcn_bytes_per_s_per_host,
+        "power_w": chip.power_w,
+        "price_usd_per_hour": chip.price_usd_per_hour,
+    }
+    times = dict.fromkeys(of_chip, cluster.num_chips) | {"dcn_bytes_per_s": cluster.num_hosts}
+    totals = {name: None if figure is None else figure * times[name] for name, figure in of_chip.items()}
+    return {"num_chips": cluster.num_chips, "num_hosts": cluster.num_hosts, **totals}
 
 
 def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:

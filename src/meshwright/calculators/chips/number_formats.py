@@ -62,34 +62,20 @@ class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
         return (leading + mantissa) * Fraction(2) ** (max(exponent, 1) - self.bias - self.mantissa_bits)
 
     @property
-    def max_value(self) -> Fraction:
-        """Largest finite number."""
-        return self.magnitude(self.top_code)
+    def figures(self) -> dict[str, float]:
+        """Ends of the finite numbers, the smallest with full precision (1 for integers) and above zero, and more.
 
-    @property
-    def min_value(self) -> Fraction:
-        """Most negative finite number."""
-        return -self.max_value - (self.kind == "integer")
-
-    @property
-    def min_normal(self) -> Fraction:
-        """Smallest number with its full precision; 1 for integers."""
-        return self.magnitude(2**self.mantissa_bits)
-
-    @property
-    def min_subnormal(self) -> Fraction:
-        """Smallest number above zero."""
-        return self.magnitude(1)
-
-    @property
-    def epsilon(self) -> Fraction:
-        """Step from 1 to the next number."""
-        return Fraction(1, 2**self.mantissa_bits)
-
-    @property
-    def num_finite(self) -> int:
-        """Distinct finite values; zero counts once."""
-        return 2 * self.top_code + (1 if self.exponent_bits else 2)
+        ``epsilon`` is the step from 1 to the next number; ``num_finite`` counts distinct finite values, zero once.
+        """
+        largest, integer = self.magnitude(self.top_code), self.kind == "integer"
+        return {
+            "max": float(largest),
+            "min": float(-largest - integer),
+            "min_normal": float(self.magnitude(2**self.mantissa_bits)),
+            "min_subnormal": float(self.magnitude(1)),
+            "epsilon": 2.0**-self.mantissa_bits,
+            "num_finite": 2 * self.top_code + 1 + integer,
+        }
 
 
 class Rounded(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,14 +39,6 @@ class SystolicCycles(msgspec.Struct, frozen=True, kw_only=True):
     steady_share: float
 
 
-class SystolicRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a simulated array: the product, the cycles, and the number of cells that worked in each cycle."""
-
-    product: Matrix
-    cycles: int
-    busy_cells: tuple[int, ...]
-
-
 def tile_period(num_inputs: int, *, rows: int) -> int:
     """Returns cycles from one set of weights to the next: inputs stream by, but a set takes ``rows`` to move in."""
     return max(num_inputs, rows)
@@ -115,7 +107,10 @@ class SystolicArray:
         self.held = np.where(starts, self.moving, self.held)
         above = np.vstack([np.zeros(self.cols, np.int64), self.sums[:-1]])
         self.sums = np.where(self.tag >= 0, above + self.activation * self.held, 0)
-        self._collect()
+        # What leaves the bottom row is added to its entries of the result.
+        (cols,) = np.nonzero(self.tag[-1] >= 0)
+        tile, index = np.divmod(self.tag[-1, cols], self.num_inputs)
+        self._sums_out[index, tile // self._inputs.shape[1] * self.cols + cols] += self.sums[-1, cols]
         # Columns that are being loaded move down by one. A row below the front stands still: it may hold a weight that
         # its cell has not taken over yet.
         since, weight = self.weights_at(self.cycle)
@@ -144,19 +139,16 @@ class SystolicArray:
         value = self._tiles[tile % len(self._tiles), self.rows - 1 - np.minimum(since, self.rows - 1), cols]
         return np.where(enters, since, -1), value
 
-    def _collect(self) -> None:
-        """Adds the sums that leave the bottom row to their entries of the result."""
-        (cols,) = np.nonzero(self.tag[-1] >= 0)
-        tile, index = np.divmod(self.tag[-1, cols], self.num_inputs)
-        self._sums_out[index, tile // self._inputs.shape[1] * self.cols + cols] += self.sums[-1, cols]
 
+def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> tuple[Matrix, tuple[int, ...]]:
+    """Returns the product of two integer matrices, and the number of cells that worked in each cycle.
 
-def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> SystolicRun:
-    """Returns the product of two integer matrices, computed by moving numbers through the cells of an array."""
+    It is computed by moving numbers through the cells of an array.
+    """
     array = SystolicArray(inputs, weights, rows=rows, cols=cols)
     if array.last_cycle * rows * cols > MAX_CELL_UPDATES:
         raise InputError(
             f"{array.last_cycle:,} cycles of {rows}x{cols} cells are too many to run. Give fewer inputs or weights."
         )
-    busy = [array.step() for _ in range(array.last_cycle)]
-    return SystolicRun(product=array.result, cycles=array.cycle, busy_cells=tuple(busy))
+    busy = tuple(array.step() for _ in range(array.last_cycle))
+    return array.result, busy

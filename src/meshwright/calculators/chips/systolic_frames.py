@@ -32,25 +32,26 @@ def frames(
     for cycle in range(array.last_cycle):
         array.step()
         if cycles is None or cycle in cycles:
-            found.append(_frame(array, cycle, left))
+            busy = array.tag >= 0
+            # a cell has had a weight once the diagonal front of the weights has passed it
+            arrived = busy | (np.add.outer(np.arange(rows), np.arange(cols)) <= cycle)
+            near = range(cycle + 1, cycle + REACH + 1)
+            found.append(
+                SystolicFrame(
+                    cycle=cycle,
+                    weights=_cells(np.where(busy, array.held, array.moving), arrived),
+                    activations=_cells(array.activation, busy),
+                    inputs=_outside(list(map(array.inputs_at, near))),
+                    coming=_outside(list(map(array.weights_at, near))),
+                    results=tuple(
+                        BoundaryValue(lane=col, distance=cycle - at, value=value)
+                        for at, col, value in left
+                        if cycle - at <= REACH
+                    ),
+                )
+            )
         left += [(cycle, col, int(array.sums[-1, col])) for col in range(cols) if array.tag[-1, col] >= 0]
     return tuple(found)
-
-
-def _frame(array: SystolicArray, cycle: int, left: list[tuple[int, int, int]]) -> SystolicFrame:
-    busy = array.tag >= 0
-    # a cell has had a weight once the diagonal front of the weights has passed it
-    arrived = busy | (np.add.outer(np.arange(array.rows), np.arange(array.cols)) <= cycle)
-    return SystolicFrame(
-        cycle=cycle,
-        weights=_cells(np.where(busy, array.held, array.moving), arrived),
-        activations=_cells(array.activation, busy),
-        inputs=_outside([array.inputs_at(cycle + distance) for distance in range(1, REACH + 1)]),
-        coming=_outside([array.weights_at(cycle + distance) for distance in range(1, REACH + 1)]),
-        results=tuple(
-            BoundaryValue(lane=col, distance=cycle - at, value=value) for at, col, value in left if cycle - at <= REACH
-        ),
-    )
 
 
 def _cells(values: Matrix, shown: NDArray[np.bool_]) -> tuple[tuple[int | None, ...], ...]:

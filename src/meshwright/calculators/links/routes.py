@@ -78,10 +78,8 @@ def route(
     through_hosts = source.slice_number != target.slice_number
     if source.everywhere and source.in_host and via == "dcn" and not target.everywhere:
         hosts, name = cluster.num_hosts, "parts of other hosts into one"
-        legs, through_hosts = (
-            [channel_leg(cluster.chip, "dcn", num_bytes * (hosts - 1) / hosts, hops=1, name=name)],
-            True,
-        )
+        legs = [channel_leg(cluster.chip, "dcn", num_bytes * (hosts - 1) / hosts, hops=1, name=name)]
+        through_hosts = True
     elif through_hosts:
         legs = [channel_leg(cluster.chip, "dcn", num_bytes, hops=1, name="host to host between slices")]
     elif source.everywhere and not target.everywhere:
@@ -137,7 +135,11 @@ def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float)
     if chips == 1:
         return []
     if cluster.kind == "torus":
-        lanes = sum(_ports(cluster, target))
+        # on each axis two links of a ring or inside a line, one at its end
+        lanes = sum(
+            0 if size == 1 else 2 if wraps else (at > 0) + (at < size - 1)
+            for at, size, wraps in zip(target, cluster.shape, cluster.wraps, strict=True)
+        )
         hops = max(torus_hops(cluster, target, other) for other in itertools.product(*map(range, cluster.shape)))
         name = f"{chips - 1} chips into one over its {lanes} links"
         return [_link_leg(links[0], num_bytes * (chips - 1) / chips, lanes=lanes, hops=hops, name=name)]
@@ -147,14 +149,6 @@ def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float)
 
 
 # -- on a torus -----------------------------------------------------------------------------------------
-
-
-def _ports(cluster: Cluster, chip: Sequence[int]) -> list[int]:
-    """Returns the number of links of a chip on each axis: two of a ring or inside a line, one at its end."""
-    return [
-        0 if size == 1 else 2 if wraps else (at > 0) + (at < size - 1)
-        for at, size, wraps in zip(chip, cluster.shape, cluster.wraps, strict=True)
-    ]
 
 
 def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -> list[tuple[int, ...]]:

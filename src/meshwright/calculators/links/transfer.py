@@ -8,6 +8,7 @@ Source: How to Scale Your Model, exercises 2.5 and 2.6.
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -37,36 +38,25 @@ class TransferLeg(msgspec.Struct, frozen=True, kw_only=True):
         return self.amount / (self.rate * self.lanes)
 
 
-class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """When bytes arrive over all legs.
+def transfer_times(legs: Sequence[TransferLeg]) -> dict[str, Any]:
+    """Returns when bytes arrive over legs in the order in which they pass them. Raises InputError for none.
 
     The first byte takes the latencies of all legs; with all legs at work at once (``time_s_pipelined``) the last one
     follows after the slowest leg; where each leg waits for the whole of the one before (``time_s_in_turn``), times add
     up. ``bound_by`` is "latency" where the hops take longer than the slowest leg, else that leg's channel.
     """
-
-    first_byte_s: float
-    slowest_leg_s: float
-    slowest_leg: str
-    time_s_pipelined: float
-    time_s_in_turn: float
-    bound_by: str
-
-
-def transfer_times(legs: Sequence[TransferLeg]) -> TransferTimes:
-    """Returns the times of legs in the order in which the bytes pass them. Raises InputError for none."""
     if not legs:
         raise InputError("a transfer needs a leg. Give --from and --to, or a --leg such as hbm.")
     slowest = max(legs, key=lambda leg: leg.send_s)
     first_byte_s = sum(leg.latency_s for leg in legs)
-    return TransferTimes(
-        first_byte_s=first_byte_s,
-        slowest_leg_s=slowest.send_s,
-        slowest_leg=slowest.name,
-        time_s_pipelined=first_byte_s + slowest.send_s,
-        time_s_in_turn=sum(leg.latency_s + leg.send_s for leg in legs),
-        bound_by="latency" if first_byte_s > slowest.send_s else slowest.channel,
-    )
+    return {
+        "first_byte_s": first_byte_s,
+        "slowest_leg_s": slowest.send_s,
+        "slowest_leg": slowest.name,
+        "time_s_pipelined": first_byte_s + slowest.send_s,
+        "time_s_in_turn": sum(leg.latency_s + leg.send_s for leg in legs),
+        "bound_by": "latency" if first_byte_s > slowest.send_s else slowest.channel,
+    }
 
 
 CHANNELS: dict[str, tuple[str, str, str]] = {

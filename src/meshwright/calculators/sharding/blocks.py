@@ -109,19 +109,17 @@ def execute(
         missing = [str(a) for a in step.inputs if a not in made]
         if missing:
             raise AssertionError(f"{step}: nothing has made {', '.join(missing)}")
-        blocks = _run(step, [made[a] for a in step.inputs], mesh)
+        inputs = [made[a] for a in step.inputs]
+        if step.only_moves:
+            blocks = _exchange(step, inputs[0], mesh)
+        elif step.op in _LOCAL:
+            blocks = [_LOCAL[step.op](step, [one[device] for one in inputs]) for device in range(num_devices(mesh))]
+        else:
+            raise AssertionError(f"{step.op} is not executed on NumPy blocks")
         if step.accumulates:
             blocks = [before + block for before, block in zip(made[step.result], blocks, strict=True)]
         made[step.result] = blocks
     return made
-
-
-def _run(step: Step, inputs: Sequence[BlockSet], mesh: Mesh) -> list[np.ndarray]:
-    if step.only_moves:
-        return _exchange(step, inputs[0], mesh)
-    if step.op not in _LOCAL:
-        raise AssertionError(f"{step.op} is not executed on NumPy blocks")
-    return [_LOCAL[step.op](step, [blocks[device] for blocks in inputs]) for device in range(num_devices(mesh))]
 
 
 def _einsum(step: Step, blocks: list[np.ndarray]) -> np.ndarray:

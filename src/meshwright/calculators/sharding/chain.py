@@ -1,12 +1,23 @@
-"""A chain of products whose shardings are free: its arrays, and the shardings that each may have."""
+"""A chain of products whose shardings are free: its arrays, their shardings, and the graph that is searched.
+
+Between two products only the sharding of the carried array matters, so that a chain is a path: carried array as
+stored -> moved to where blocks can be multiplied -> multiplied -> result as stored.
+Memory of a device: all inputs as stored, from beginning to end, and the largest sum of other arrays alive in a step.
+"""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Literal
 
 import msgspec
 
-from meshwright.algebra.notation import ShardedArray, Sizes, check, parse_array, product
+from meshwright.algebra.einsum import local_product, reshard
+from meshwright.algebra.notation import ShardedArray, Sizes, check, local_elements, parse_array, product
+from meshwright.algebra.steps import Step
+from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice, price_einsum
 from meshwright.calculators.sharding.parsing import parse_einsum, refuse_unknown_dims
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
 
 MAX_AXES = 3
@@ -35,7 +46,10 @@ class ChainProduct(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
-    """Products in order, sizes, and for each array by name the shardings that it may have."""
+    """Products in order, sizes, and for each array by name the shardings that it may have.
+
+    Arrays are in the order in which the search settles them: operands, then the result, of each product.
+    """
 
     products: tuple[ChainProduct, ...]
     dims: dict[str, int]
@@ -47,12 +61,6 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     def inputs(self) -> tuple[str, ...]:
         """Names of the arrays that no product makes."""
         return (self.products[0].carried.name, *(p.other.name for p in self.products))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every array in the order in which the search settles it: operands, then the result, of each product."""
-        later = (name for p in self.products for name in (p.other.name, p.out.name))
-        return (self.products[0].carried.name, *later)
 
 
 def shardings(array: ShardedArray, dims: Sizes, mesh: Mapping[str, int]) -> tuple[ShardedArray, ...]:
@@ -81,7 +89,7 @@ def parse_chain(
 ) -> Chain:
     """Returns the chain of products such as ``A[I,J] * B[J,K] -> C[I,K]``, each of which takes the previous result.
 
-    An array written with a mesh axis keeps that sharding; one of ``fixed`` keeps the sharding written there. Raises
+    An array written with a mesh axis keeps that sharding; one of ``fixed`` keeps the sharding written there.
     Raises InputError if the products are no chain, an array is used twice, or a size is missing.
     """
     if (several := sum(size > 1 for size in mesh.values())) > MAX_AXES:
@@ -144,3 +152,157 @@ def _same_dims(array: ShardedArray, wanted: ShardedArray) -> None:
         raise InputError(
             f"{array} and {wanted} are one array with different dims. Write the same dims in the same order."
         )
+
+
+class Label(msgspec.Struct, frozen=True, kw_only=True):
+    """A path to a node, or a part of one: seconds, bytes of its inputs, most bytes alive beside them, its history.
+
+    ``held_bytes`` stay alive at its end.
+    """
+
+    time_s: float = 0.0
+    input_bytes: float = 0.0
+    alive_bytes: float = 0.0
+    held_bytes: float = 0.0
+    arrays: tuple[ShardedArray, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+    def then(self, part: "Label") -> "Label":
+        """Returns this path followed by ``part``, whose ``alive_bytes`` count all that is alive in it."""
+        return Label(
+            time_s=self.time_s + part.time_s,
+            input_bytes=self.input_bytes + part.input_bytes,
+            alive_bytes=max(self.alive_bytes, part.alive_bytes),
+            held_bytes=part.held_bytes,
+            arrays=self.arrays + part.arrays,
+            steps=self.steps + part.steps,
+        )
+
+    def matches(self, other: "Label") -> bool:
+        """True if this path is at least as good in seconds and bytes."""
+        return (
+            self.time_s <= other.time_s
+            and self.input_bytes <= other.input_bytes
+            and self.alive_bytes <= other.alive_bytes
+        )
+
+
+class ChainNode(msgspec.Struct, frozen=True):
+    """A state in product ``index``: its carried array as stored or moved, or the blocks multiplied.
+
+    ``stays`` says that the array is an input as stored, whose bytes are counted with the inputs.
+    """
+
+    index: int
+    stage: Literal["stored", "moved", "multiplied"]
+    array: ShardedArray
+    stays: bool = False
+
+
+class Graph:
+    """The nodes of one chain on one mesh and the edges between them, computed when they are first needed."""
+
+    def __init__(self, chain: Chain, rates: EinsumRates) -> None:
+        self.chain, self.rates = chain, rates
+        self.bytes, self.price = cache(self._bytes), cache(self._price)
+        self.time_to_go, self.edges = cache(self._time_to_go), cache(self._edges)
+        self._layouts, self._inputs, self._move = (
+            cache(self._find_layouts),
+            cache(self._find_inputs),
+            cache(self._moved),
+        )
+        smallest = [min(map(self.bytes, chain.choices[p.other.name])) for p in chain.products]
+        self._inputs_to_go = [sum(smallest[i:]) for i in range(len(smallest) + 1)]
+
+    def _bytes(self, array: ShardedArray) -> float:
+        """Returns bytes of the block of a device."""
+        return float(local_elements(array, self.chain.dims, self.chain.mesh) * DTYPE_BYTES[array.dtype])
+
+    def _price(self, step: Step) -> StepPrice:
+        """Returns the price of one step."""
+        return price_einsum((step,), self.chain.dims, self.chain.mesh, self.rates)[0]
+
+    def inputs_to_go(self, node: ChainNode) -> float:
+        """Returns the least bytes that the inputs of later products take."""
+        return self._inputs_to_go[node.index + (node.stage == "multiplied")]
+
+    def _time_to_go(self, node: ChainNode) -> float:
+        """Returns seconds from a node to the end, without a limit on memory."""
+        return min((part.time_s + self.time_to_go(after) for after, part in self.edges(node)), default=0.0)
+
+    def starts(self) -> Iterator[tuple[ChainNode, Label]]:
+        """Yields the first array in each of its shardings."""
+        for array in self.chain.choices[self.chain.products[0].carried.name]:
+            yield ChainNode(0, "stored", array, True), Label(input_bytes=self.bytes(array), arrays=(array,))
+
+    def _edges(self, node: ChainNode) -> list[tuple[ChainNode, Label]]:
+        """Returns the nodes that follow a node, each with the part of the path that leads there."""
+        if node.index == len(self.chain.products):
+            return []
+        ways = {"stored": self._move_carried, "moved": self._multiply, "multiplied": self._store}
+        return list(ways[node.stage](node))
+
+    def _move_carried(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
+        """Yields the carried array moved to every sharding in which blocks can be multiplied."""
+        for target in self._layouts(node.index):
+            part = self._move(node.array, target, stays=node.stays)
+            yield ChainNode(node.index, "moved", target, node.stays and not part.steps), part
+
+    def _multiply(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
+        """Yields the other operand moved to match, in every layout, and the blocks multiplied."""
+        one = self.chain.products[node.index]
+        held = 0.0 if node.stays else self.bytes(node.array)
+        for other in self._layouts(node.index)[node.array]:
+            lhs, rhs = one.operands(node.array, other)
+            step = Step(op="einsum", inputs=(lhs, rhs), result=local_product(lhs, rhs, one.out))
+            for moved in self._inputs(one, other):
+                both = held + moved.held_bytes + self.bytes(step.result)
+                part = Label(
+                    time_s=moved.time_s + (self.price(step).time_s or 0.0),
+                    input_bytes=moved.input_bytes,
+                    alive_bytes=max(held + moved.alive_bytes, both),
+                    arrays=moved.arrays,
+                    steps=(*moved.steps, step),
+                )
+                yield ChainNode(node.index, "multiplied", step.result), part
+
+    def _find_layouts(self, index: int) -> dict[ShardedArray, list[ShardedArray]]:
+        """Returns shardings in which blocks can be multiplied: of the carried operand, and for each of the other one.
+
+        A mesh axis splits at most one dim of the product, alike in both operands.
+        """
+        one = self.chain.products[index]
+        found: dict[ShardedArray, list[ShardedArray]] = {}
+        whole = ShardedArray("layout", one.dims, ((),) * len(one.dims))
+        for layout in shardings(whole, self.chain.dims, self.chain.mesh):
+            axes = dict(zip(layout.dims, layout.axes, strict=True))
+            found.setdefault(one.carried.resharded(axes), []).append(one.other.resharded(axes))
+        return found
+
+    def _find_inputs(self, one: ChainProduct, target: ShardedArray) -> list[Label]:
+        """Returns the paths of the other operand to a sharding, from each that it may be stored in."""
+        return [
+            Label(input_bytes=self.bytes(array), arrays=(array,)).then(self._move(array, target, stays=True))
+            for array in self.chain.choices[one.other.name]
+        ]
+
+    def _store(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
+        """Yields the result moved to every sharding that it may have, with sums scattered, or else made whole first."""
+        out = self.chain.products[node.index].out
+        for array in self.chain.choices[out.name]:
+            after = ChainNode(node.index + 1, "stored", array)
+            stored = Label(arrays=(array,))
+            yield after, stored.then(self._move(node.array, array, stays=False))
+            whole = node.array.replace(unreduced=())
+            if whole not in (node.array, array):
+                summed = self._move(node.array, whole, stays=False)
+                yield after, stored.then(summed.then(self._move(whole, array, stays=False)))
+
+    def _moved(self, source: ShardedArray, target: ShardedArray, *, stays: bool) -> Label:
+        """Returns the path from one sharding to another; of an array that ``stays`` only copies count as alive."""
+        steps = reshard(source, target)
+        peak = held = 0.0 if stays else self.bytes(source)
+        for step in steps:
+            peak, held = max(peak, held + self.bytes(step.result)), self.bytes(step.result)
+        time_s = sum(self.price(step).time_s or 0.0 for step in steps)
+        return Label(time_s=time_s, alive_bytes=peak, held_bytes=held, steps=steps)

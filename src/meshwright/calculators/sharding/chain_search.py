@@ -8,19 +8,18 @@ no more time and memory: with ``keep`` = 1 the labels of a node are its Pareto f
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
-from meshwright.calculators.sharding.chain import Chain
-from meshwright.calculators.sharding.chain_graph import ChainNode, Graph, Label
+from meshwright.calculators.sharding.chain import Chain, ChainNode, Graph, Label
 from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
-from meshwright.cost.network.collectives import group_rates
+from meshwright.cost.network.collectives import GroupRates, group_rates
 
 Objective = Literal["time", "memory"]
 Signature = tuple[tuple[frozenset[str], ...], ...]
@@ -66,22 +65,27 @@ def search_chain(
     found: dict[frozenset[Signature], Assignment] = {}
     for label in _labels(graph, memory_bytes, keep=top * len(renamings), objective=objective):
         alike = frozenset(_signature(label, renaming) for renaming in renamings)
-        found.setdefault(alike, _assignment(graph, label))
+        one = Assignment(
+            arrays=dict(zip(chain.choices, label.arrays, strict=True)),
+            steps=label.steps,
+            prices=tuple(map(graph.price, label.steps)),
+            time_s=label.time_s,
+            input_bytes=label.input_bytes,
+            memory_bytes=label.input_bytes + label.alive_bytes,
+        )
+        found.setdefault(alike, one)
         if len(found) == top:
             return tuple(found.values())
     if not found:
         (least,) = search_chain(chain, rates, memory_bytes=float("inf"), objective="memory")
+        # the least number of three digits that is enough
+        unit = 10.0 ** max(0, math.floor(math.log10(least.memory_bytes)) - 2)
+        enough = format_bytes(math.ceil(least.memory_bytes / unit) * unit)
         raise CannotRunError(
-            f"no shardings of the chain fit in {format_bytes(memory_bytes)} of a device: the least is "
-            f"{format_bytes(_rounded_up(least.memory_bytes))}. Give --memory of that or more, or a larger mesh."
+            f"no shardings of the chain fit in {format_bytes(memory_bytes)} of a device: the least is {enough}. Give "
+            f"--memory of that or more, or a larger mesh."
         )
     return tuple(found.values())
-
-
-def _rounded_up(num_bytes: float) -> float:
-    """Returns the least number of three digits that is enough."""
-    unit = 10.0 ** max(0, math.floor(math.log10(num_bytes)) - 2)
-    return math.ceil(num_bytes / unit) * unit
 
 
 def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objective) -> Iterator[Label]:
@@ -113,17 +117,6 @@ def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objectiv
             push(following, label.then(part))
 
 
-def _assignment(graph: Graph, label: Label) -> Assignment:
-    return Assignment(
-        arrays=dict(zip(graph.chain.names, label.arrays, strict=True)),
-        steps=label.steps,
-        prices=tuple(graph.price(step) for step in label.steps),
-        time_s=label.time_s,
-        input_bytes=label.input_bytes,
-        memory_bytes=label.input_bytes + label.alive_bytes,
-    )
-
-
 def _signature(label: Label, renaming: dict[str, str]) -> Signature:
     """Returns the shardings so far, without the order of axes on a dim."""
     return tuple(
@@ -135,20 +128,14 @@ def _renamings(chain: Chain, rates: EinsumRates) -> list[dict[str, str]]:
     """Returns renamings of mesh axes that change no size, no fixed array and no rate; the first changes nothing."""
     axes = tuple(axis for axis, size in chain.mesh.items() if size > 1)
     fixed = {axis for name in chain.fixed for axis in chain.choices[name][0].spread}
-    found = []
-    for order in itertools.permutations(axes):
-        renaming = dict(zip(axes, order, strict=True))
-        if all(
-            chain.mesh[a] == chain.mesh[b] and (a == b or not {a, b} & fixed) for a, b in renaming.items()
-        ) and _same_rates(renaming, rates):
-            found.append(renaming)
-    return found
+    groups = [group for n in range(1, len(axes) + 1) for group in itertools.combinations(axes, n)]
 
+    def rate(group: Iterable[str]) -> GroupRates:
+        return group_rates(rates.laid, tuple(group), rates.calibration)
 
-def _same_rates(renaming: dict[str, str], rates: EinsumRates) -> bool:
-    groups = (g for n in range(1, len(renaming) + 1) for g in itertools.combinations(renaming, n))
-    return all(
-        group_rates(rates.laid, group, rates.calibration)
-        == group_rates(rates.laid, [renaming[axis] for axis in group], rates.calibration)
-        for group in groups
-    )
+    return [
+        renaming
+        for renaming in (dict(zip(axes, order, strict=True)) for order in itertools.permutations(axes))
+        if all(chain.mesh[a] == chain.mesh[b] and (a == b or not {a, b} & fixed) for a, b in renaming.items())
+        and all(rate(group) == rate(renaming[axis] for axis in group) for group in groups)
+    ]

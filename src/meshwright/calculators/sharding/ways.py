@@ -6,8 +6,6 @@ The algebra does not choose among them: `einsum_cost` prices their steps, and `s
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-import msgspec
-
 from meshwright.algebra.einsum import einsum_steps, local_product, reshard
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
@@ -16,15 +14,10 @@ Layout = dict[str, tuple[str, ...]]
 """Dim -> the mesh axes that split it during the local product, in both operands alike."""
 
 
-class ProductSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of doing a sharded einsum; ``name`` says in words what is moved or summed."""
+def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> dict[str, tuple[Step, ...]]:
+    """Returns every way of ``lhs * rhs -> out`` by its name, which says in words what is moved or summed.
 
-    name: str
-    steps: tuple[Step, ...]
-
-
-def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[ProductSteps, ...]:
-    """Returns every way of ``lhs * rhs -> out``: that of `einsum_steps` first, then by number of collectives.
+    That of `einsum_steps` is the first, the others go by number of collectives.
 
     Blocks can be multiplied in place when every mesh axis splits at most one dim, alike in both operands.
     Each dim is tried with every major part of the axes that it has in lhs, rhs or out, which covers: gather
@@ -34,9 +27,9 @@ def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[P
     """
     rules = einsum_steps(lhs, rhs, out)
     found = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rules}
-    ways = [ProductSteps(name=_name(steps), steps=steps) for steps in (rules, *found)]
-    others = sorted(ways[1:], key=lambda way: (sum(s.is_collective for s in way.steps), len(way.steps), way.name))
-    return (ways[0], *others)
+    ways = {_name(steps): steps for steps in found}
+    others = sorted(ways.items(), key=lambda way: (sum(s.is_collective for s in way[1]), len(way[1]), way[0]))
+    return {_name(rules): rules, **dict(others)}
 
 
 def _layouts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[Layout]:

@@ -143,18 +143,6 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return found | {"meshes": None if self.mesh else self.meshes}
 
 
-class Crossing(msgspec.Struct, frozen=True, kw_only=True):
-    """The batch, in tokens, from which compute takes longer than a curve's communication, and its closed form.
-
-    ``tokens`` is None if compute never or always takes longer within the batches of the curve.
-    """
-
-    name: str
-    tokens: float | None
-    formula: str = ""
-    closed_form: float | None = None
-
-
 # -- curves ---------------------------------------------------------------------------------------------
 
 
@@ -187,10 +175,11 @@ def scheme_curves(
     return tuple(curves) if axes is not None else (*curves, _best("best mesh", None, found))
 
 
-def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -> Crossing:
+def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -> dict[str, Any]:
     """Returns the last batch where compute overtakes communication, interpolated between two batches in logarithms.
 
-    ``closed`` are the `closed_forms` by the name of their curve.
+    ``tokens`` is None if compute never or always takes longer within the batches of the curve. ``closed`` are the
+    `closed_forms` by the name of their curve.
     """
     gap, at = np.log(curve.ratio), np.log(curve.tokens)
     formula, value = closed.get(curve.name, ("", None))
@@ -200,7 +189,7 @@ def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -
         last = risen[-1]
         share = -gap[last] / (gap[last + 1] - gap[last])
         tokens = float(np.exp(at[last] + share * (at[last + 1] - at[last])))
-    return Crossing(name=curve.name, tokens=tokens, formula=formula, closed_form=value)
+    return {"name": curve.name, "tokens": tokens, "formula": formula, "closed_form": value}
 
 
 def closed_forms(

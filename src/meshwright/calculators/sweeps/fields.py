@@ -1,19 +1,21 @@
 """The fields of a sweep and their values as a person writes them: ``batch=1Mi..16Mi``, ``h100:8x1..8x512``."""
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from meshwright.algebra.schedules.registry import searched_schedules
-from meshwright.calculators.sweeps.llama_like import llama_like
 from meshwright.cli.fields import SECTION_OF, field_name, split_values
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.units import format_count
+from meshwright.core.units import format_count, format_params, parse_count
 from meshwright.plan.legal import divisors
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, ContextAttention
+from meshwright.spec.weights import num_params
 
 SweptFields = dict[str, dict[str, Any]]
 """Field -> value as it is shown -> the value."""
@@ -21,6 +23,7 @@ SweptFields = dict[str, dict[str, Any]]
 OWN = ("model", "on", "batch", "seq_len", "micro")
 """Fields that are no key of ``--set``."""
 MAX_VALUES = 64
+MAX_POINTS = 600
 _RANGE = re.compile(r"([^/]+?)\.\.([^/]+)")
 _SIZE = re.compile(r"\d+(\.\d+)?[MBT]")
 _USUAL: dict[str, Iterable[str]] = {
@@ -41,7 +44,7 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     and, for training, unless exactly one of ``batch`` and ``micro`` is given.
     """
     known = {*own[2:], *SECTION_OF}
-    chosen = [_model(name) for name in _listed(models)]
+    chosen = [llama_like(one) if _SIZE.fullmatch(one) else load_model(one) for one in _listed(models)]
     clusters = sweep_clusters(on)
     fields: SweptFields = {
         "model": {one.name: one for one in chosen},
@@ -64,16 +67,27 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     return {"seq_len": {"4096": "4096"}} | fields
 
 
+def combinations(fields: SweptFields) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    """Returns every combination of the fields' values, the last field running fastest: as they are shown, and as such.
+
+    Raises InputError for more than ``MAX_POINTS``.
+    """
+    count = math.prod(map(len, fields.values()))
+    if count > MAX_POINTS:
+        raise InputError(f"{count:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
+    found = []
+    for chosen in itertools.product(*(values.items() for values in fields.values())):
+        shown, values = zip(*chosen, strict=True)
+        found.append((dict(zip(fields, shown, strict=True)), dict(zip(fields, values, strict=True))))
+    return found
+
+
 def _listed(text: str) -> list[str]:
     """Returns the parts of a list with commas. Raises InputError for an empty one."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise InputError(f"{text!r} has an empty part. Write names with one comma between two.")
     return parts
-
-
-def _model(name: str) -> Model:
-    return llama_like(name) if _SIZE.fullmatch(name) else load_model(name)
 
 
 def _names(clusters: Sequence[Cluster]) -> list[str]:
@@ -98,6 +112,63 @@ def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:
             f"{name!r} is not FIELD=VALUES. Write batch=1Mi,4Mi; only tensor, {', '.join(_USUAL)} need none."
         )
     return _USUAL[name]
+
+
+# -- models of a size -----------------------------------------------------------------------------------
+
+HEAD_DIM = 128
+KV_HEADS = 8
+VOCAB_SIZE = 128_256
+FF_OVER_WIDTH = 3.5
+WIDTH_OVER_LAYERS = 128
+"""Llama 3: 4096 / 32 in 8B, 8192 / 80 in 70B, 16384 / 126 in 405B."""
+TIED_BELOW = 4e9
+"""Parameters below which input and output embedding are one table, as in Llama 3.2 1B and 3B."""
+SMALLEST, LARGEST = 5e8, 1e14
+
+
+def llama_like(size: str) -> Model:
+    """Returns a dense model of about ``size`` parameters (``"7B"``), in the proportions of Llama 3.
+
+    D / L is near 128 and F = 3.5 D. The width is a multiple of 1024 (8 kv heads of 128), of 2048 from 8192 on; the
+    layers, in fours from 16 on so that stages can share them, make up the count to a few percent.
+    """
+    wanted = parse_count(size, what="size")
+    if not SMALLEST <= wanted <= LARGEST:
+        raise InputError(f"size {size} is out of range. Give 500M to 100T parameters, such as 7B.")
+    tied = wanted < TIED_BELOW
+    found = []
+    for width in (*range(1024, 8192, 1024), *range(8192, 2**18, 2048)):
+        of_layer = width * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * width + 2)
+        layers = (wanted - (2 - tied) * VOCAB_SIZE * width) / of_layer
+        layers = round(layers) if layers < 16 else 4 * round(layers / 4)
+        if layers >= 1:
+            # a model that is twice too wide is as far off as one that is twice too deep
+            ratio = width / layers / WIDTH_OVER_LAYERS
+            found.append((max(ratio, 1 / ratio), width, layers))
+    _, width, layers = min(found)
+    return Model(
+        name=f"llama-{size}",
+        family="llama",
+        num_layers=layers,
+        d_model=width,
+        d_ff=round(FF_OVER_WIDTH * width),
+        num_heads=width // HEAD_DIM,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCAB_SIZE,
+        tied_embeddings=tied,
+        max_positions=131_072,
+        rope_theta=5e5,
+    )
+
+
+def describe(model: Model) -> str:
+    """Returns ``"llama-7B: 7.16 B parameters, 28 layers of width 4,096"``; "" for a model that is not of this kind."""
+    if not model.name.startswith("llama-"):
+        return ""
+    size = format_params(num_params(model))
+    return f"{model.name}: {size} parameters, {model.num_layers} layers of width {model.d_model:,}"
 
 
 # -- clusters -------------------------------------------------------------------------------------------

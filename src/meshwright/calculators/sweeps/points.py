@@ -1,6 +1,5 @@
 """Points of a sweep: for each setting the best plan, or the given strategy, with one record of figures."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.notation import product
-from meshwright.calculators.sweeps.fields import OWN, SweptFields
+from meshwright.calculators.sweeps.fields import OWN, SweptFields, combinations
 from meshwright.cli.fields import PLANNED, parse_fields, take_axes, with_fields
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, parse_count
@@ -25,7 +24,6 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.strategy import AS_RUN, BATCH_AXES, Strategy, make_mesh, mesh_words
 
-MAX_POINTS = 600
 NO_RATES: dict[str, Calibration | None] = {}
 """Chips at the rates of their data sheets."""
 
@@ -97,25 +95,18 @@ def sweep_points(
     *,
     weak: bool = False,
 ) -> tuple[SweepPoint, ...]:
-    """Returns every combination of the fields' values, the last field running fastest; ``varied`` names those shown.
+    """Returns every combination of the fields' values; ``varied`` names those shown.
 
     ``rates`` are calibrations by name of the chip; ``weak`` keeps the batch per chip of the first cluster.
-
     A point with a ``batch`` is the best plan on all chips, with everything that is given held fixed. A point with
     ``micro`` is the strategy that is given, fsdp on the chips that are left, each replica on ``micro`` sequences at a
-    time. Raises InputError for more than ``MAX_POINTS`` points.
+    time. Raises InputError for too many points.
     """
-    count = math.prod(map(len, fields.values()))
-    if count > MAX_POINTS:
-        raise InputError(f"{count:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
     first = next(iter(fields["on"].values()))
-    points = []
-    for chosen in itertools.product(*(values.items() for values in fields.values())):
-        shown = {name: text for name, (text, _) in zip(fields, chosen, strict=True)}
-        at = {name: value for name, (_, value) in zip(fields, chosen, strict=True)}
-        named = {name: shown[name] for name in varied}
-        points.append(_point(named, at, rates, first if weak else at["on"]))
-    return tuple(points)
+    return tuple(
+        _point({name: shown[name] for name in varied}, at, rates, first if weak else at["on"])
+        for shown, at in combinations(fields)
+    )
 
 
 def _point(
@@ -131,7 +122,13 @@ def _point(
         replicas = int(product(strategy.mesh[axis] for axis in BATCH_AXES))
         batch_seqs = parse_count(at["micro"], what="micro", least=1) * replicas * strategy.num_microbatches
     else:
-        batch_seqs = _weak_batch(parse_batch(at["batch"], seq_len=seq_len), cluster, first)
+        of_first = parse_batch(at["batch"], seq_len=seq_len)
+        batch_seqs, left = divmod(of_first * cluster.num_chips, first.num_chips)
+        if left:
+            raise InputError(
+                f"{of_first} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
+                f"Give a batch that is a multiple of {first.num_chips} sequences."
+            )
     job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", given["job"])
     require_training(job, "sweep")
     setting = Setting(
@@ -186,13 +183,3 @@ def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
             f"of {cluster.short_name}. Use sizes that divide them, and leave fsdp out to let it take the rest."
         )
     return mesh
-
-
-def _weak_batch(batch_seqs: int, cluster: Cluster, first: Cluster) -> int:
-    sequences, left = divmod(batch_seqs * cluster.num_chips, first.num_chips)
-    if left:
-        raise InputError(
-            f"{batch_seqs} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
-            f"Give a batch that is a multiple of {first.num_chips} sequences."
-        )
-    return sequences

@@ -2,30 +2,9 @@
 
 import math
 
-import msgspec
-
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.training_budget import DAY_S
-
-
-class ExpectedGoodput(msgspec.Struct, frozen=True, kw_only=True):
-    """The share of a run's time that failures and checkpoints leave for work; times in seconds.
-
-    ``goodput`` and both shares that are lost add up to 1: ``lost_to_checkpoints`` is time in which these block the run,
-    ``lost_to_failures`` is work done again and restarts.
-    """
-
-    mtbf_s: float
-    failures_per_day: float
-    checkpoint_s: float
-    restart_s: float
-    young_interval_s: float
-    daly_interval_s: float
-    interval_s: float
-    goodput: float
-    lost_to_checkpoints: float
-    lost_to_failures: float
 
 
 def failures_per_day(num_nodes: Number, *, failures_per_node_day: Number) -> Number:
@@ -79,11 +58,12 @@ def goodput(
     checkpoint_s: float,
     restart_s: float,
     interval_s: float | None = None,
-) -> ExpectedGoodput:
+) -> dict[str, float]:
     """Returns failures, best intervals and useful share of a fleet; at Daly's interval where none is given.
 
     ``checkpoint_s`` is the time for which saving stops the run (little, where it is asynchronous), ``restart_s`` from a
-    failure to the first new step.
+    failure to the first new step; times in seconds. ``goodput`` and both shares that are lost add up to 1:
+    ``lost_to_checkpoints`` is time in which these block the run, ``lost_to_failures`` work done again and restarts.
     """
     for name, value in (("nodes", num_nodes), ("failure rate", failures_per_node_day), ("checkpoint", checkpoint_s)):
         if not (value > 0 and math.isfinite(value)):
@@ -95,15 +75,15 @@ def goodput(
     chosen = daly if interval_s is None else interval_s
     share = useful_share(chosen, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf=mean_s)
     saving = share * checkpoint_s / chosen
-    return ExpectedGoodput(
-        mtbf_s=mean_s,
-        failures_per_day=failures_per_day(num_nodes, failures_per_node_day=failures_per_node_day),
-        checkpoint_s=checkpoint_s,
-        restart_s=restart_s,
-        young_interval_s=young,
-        daly_interval_s=daly,
-        interval_s=chosen,
-        goodput=share,
-        lost_to_checkpoints=saving,
-        lost_to_failures=1 - share - saving,
-    )
+    return {
+        "mtbf_s": mean_s,
+        "failures_per_day": failures_per_day(num_nodes, failures_per_node_day=failures_per_node_day),
+        "checkpoint_s": checkpoint_s,
+        "restart_s": restart_s,
+        "young_interval_s": young,
+        "daly_interval_s": daly,
+        "interval_s": chosen,
+        "goodput": share,
+        "lost_to_checkpoints": saving,
+        "lost_to_failures": 1 - share - saving,
+    }

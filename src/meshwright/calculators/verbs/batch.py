@@ -1,14 +1,15 @@
-"""`meshwright batch`: divides a step over replicas and microbatches, and shows whether chips stay busy."""
+"""`meshwright batch`: divides a step over replicas and microbatches, and shows whether chips stay busy.
 
+Sequences per step = microbatch x accumulated microbatches x replicas. Two limits stand beside it: a batch per chip
+below which chips wait for memory or for links, and the critical batch of the optimiser (`scaling_laws`).
+Sources: Scaling and Parallelism (slides); How to Scale Your Model, sections 5.1 and 7, whose B counts tokens.
+"""
+
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.calculators.training.batch_arithmetic import (
-    BatchSolution,
-    ComputeBoundTokens,
-    compute_bound_tokens,
-    solve_batch,
-)
 from meshwright.calculators.training.scaling_laws import critical_batch_tokens
 from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.shared import SEQ_NEEDED
@@ -16,12 +17,18 @@ from meshwright.cli.verb import Count, Options, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_count, format_params
 from meshwright.cost.formulas.limit_table import sparsity
-from meshwright.cost.formulas.roofline import dtype_bytes
+from meshwright.cost.formulas.limits import data_parallel_min_tokens_per_chip, ici_intensity
+from meshwright.cost.formulas.roofline import critical_batch, dtype_bytes
+from meshwright.cost.network.links import torus_width
+from meshwright.plan.legal import divisors
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.chip import compute_dtype
+from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import parse_batch
+
+MAX_SEQUENCES = 10**7
+"""Bound on sequences whose divisors are listed."""
 
 
 class Given(Options):
@@ -52,17 +59,17 @@ def command(given: Given) -> Answer:
         accumulation=given.accumulate,
         data_parallel=given.replicas if cluster is None else _replicas(cluster, given),
     )
-    fitting = [one for one in found if given.max_micro is None or one.microbatch_seqs <= given.max_micro]
+    fitting = [one for one in found if given.max_micro is None or one["micro"] <= given.max_micro]
     if not fitting:
-        least = min(one.microbatch_seqs for one in found)
+        least = min(one["micro"] for one in found)
         raise CannotRunError(f"all need microbatches of {least} or more. Give more replicas, or --max-micro.")
     if given.loss is not None and given.loss <= 0:
         raise InputError(f"--loss {given.loss:g} must be positive. Give nats per token, such as 2.2.")
-    limits = _limits(cluster, given)
+    limits, batch_seqs = _limits(cluster, given), math.prod(fitting[0].values())
     facts = {
-        "batch_seqs": fitting[0].batch_seqs,
+        "batch_seqs": batch_seqs,
         "seq_len": length,
-        "tokens_per_step": fitting[0].batch_seqs * length,
+        "tokens_per_step": batch_seqs * length,
         "num_solutions": len(fitting),
         "critical_batch_tokens": given.loss and critical_batch_tokens(given.loss),
         "limits": limits,
@@ -87,7 +94,7 @@ def _replicas(cluster: Cluster, given: Given) -> int:
     return count
 
 
-def _limits(cluster: Cluster | None, given: Given) -> ComputeBoundTokens | None:
+def _limits(cluster: Cluster | None, given: Given) -> dict[str, Any] | None:
     weights = given.weight_dtype
     if cluster is None and weights is not None:
         raise InputError(f"--weights {weights} changes the limits of a cluster. Give --on.")
@@ -102,20 +109,96 @@ def _limits(cluster: Cluster | None, given: Given) -> ComputeBoundTokens | None:
     )
 
 
-def _row(one: BatchSolution, given: Given, limits: ComputeBoundTokens | None) -> dict[str, Any]:
-    tokens, chips = one.microbatch_seqs * given.seq_len, given.chips_per_replica
-    hbm, link = (limits.per_replica_hbm, limits.per_chip_link) if limits else (None, None)
-    row = {
-        "micro": one.microbatch_seqs,
-        "accumulate": one.num_microbatches,
-        "replicas": one.data_parallel,
-        "chips": one.data_parallel * chips,
+def _row(one: dict[str, int], given: Given, limits: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns a solution with its tokens, and what binds plain FSDP at its microbatch."""
+    tokens, chips = one["micro"] * given.seq_len, given.chips_per_replica
+    hbm, link = (limits["per_replica_hbm"], limits["per_chip_link"]) if limits else (None, None)
+    busy = {"hbm": hbm and tokens > hbm, "links": link and tokens / chips > link}
+    return {
+        **one,
+        "chips": one["replicas"] * chips,
         "tokens_per_microbatch": tokens,
         "tokens_per_chip": tokens / chips,
-        "hbm_compute_bound": hbm and tokens > hbm,
-        "fsdp_compute_bound": link and tokens / chips > link,
+        "hbm_compute_bound": busy["hbm"],
+        "fsdp_compute_bound": busy["links"],
+        "bound_by": limits and (", ".join(name for name, one in busy.items() if one is False) or "compute"),
     }
-    return {**row, "bound_by": limits and _bound(row)}
+
+
+def solve_batch(
+    *,
+    batch_seqs: int | None = None,
+    microbatch_seqs: int | None = None,
+    accumulation: int | None = None,
+    data_parallel: int | None = None,
+) -> list[dict[str, int]]:
+    """Returns all whole-numbered splits that agree with what is given; the fewest accumulated microbatches first.
+
+    A split has ``micro`` x ``accumulate`` x ``replicas`` sequences. The batch follows from all three; a missing part is
+    tried with every divisor. Raises CannotRunError when nothing divides, naming the nearest batch that would.
+    """
+    parts = {"micro": microbatch_seqs, "accumulate": accumulation, "replicas": data_parallel}
+    for name, value in {"batch": batch_seqs, **parts}.items():
+        if value is not None and not 1 <= value <= MAX_SEQUENCES:
+            raise InputError(f"{name}={value} must be between 1 and {MAX_SEQUENCES:,}.")
+    if batch_seqs is None:
+        if None in parts.values():
+            raise InputError("the batch is unknown. Give one more of micro, accumulate and replicas, or the batch.")
+        batch_seqs = math.prod(part or 1 for part in parts.values())
+    tried = [[part] if part else divisors(batch_seqs) for part in parts.values()]
+    found = [
+        {"micro": micro, "accumulate": count, "replicas": batch_seqs // micro // count}
+        for micro, count in itertools.product(*tried[:2])
+        if batch_seqs % (micro * count) == 0 and batch_seqs // micro // count in tried[2]
+    ]
+    if not found:
+        raise CannotRunError(_nothing_divides(batch_seqs, {name: part for name, part in parts.items() if part}))
+    return sorted(found, key=lambda one: (one["accumulate"], -one["replicas"]))
+
+
+def _nothing_divides(batch: int, given: dict[str, int]) -> str:
+    product = math.prod(given.values())
+    words = " x ".join(f"{name} {part}" for name, part in given.items())
+    below, above = batch // product * product, (batch // product + 1) * product
+    near = f"{below:,} or {above:,}" if below else f"{above:,}"
+    if len(given) == 3:
+        return f"{words} = {product:,} sequences, not {batch:,}. Leave one of them out, or give --batch {product}seq."
+    made = words if len(given) == 1 else f"{words} = {product:,}"
+    return f"{made} does not divide {batch:,} sequences. Use {near} sequences a step."
+
+
+def compute_bound_tokens(
+    cluster: Cluster, *, dtype: str, weight_bytes: float = 2, sparsity: float = 1.0
+) -> dict[str, Any]:
+    """Returns the least tokens of a microbatch at which chips do not wait for memory or for FSDP's collectives.
+
+    ``per_replica_hbm``: tokens that meet one copy of the weights, C / W_hbm for 16-bit weights, half of it for int8,
+    with ``weight_bytes`` those of a stored weight; ``per_chip_link``: tokens per chip of plain FSDP, C / W of the links
+    that its collectives use, over the torus axes. None where figures are not known. ``sparsity`` is E / k: with k of E
+    experts a token, each expert's weights meet that much fewer tokens.
+    Torus: alpha over the axes of more than one chip. Switches: the NVLink domain, or what a node's network cards carry
+    together where there are several nodes. Source: How to Scale Your Model, sections 1.1 and 5.1.
+    """
+    rate, bandwidth, (link, speed, axes) = peak(cluster.chip, dtype), cluster.chip.hbm_bytes_per_s, _links(cluster)
+    return {
+        "per_replica_hbm": bandwidth and critical_batch(rate, bandwidth, weight_bytes=weight_bytes) * sparsity,
+        "per_chip_link": speed and data_parallel_min_tokens_per_chip(ici_intensity(rate, speed), axes) * sparsity,
+        "link": link if speed else None,
+    }
+
+
+def _links(cluster: Cluster) -> tuple[str | None, float | None, float]:
+    """Returns the link that FSDP's collectives cross, its bytes/s, and its axes; (None, None, 1) without one."""
+    unit, width = cluster.chip, torus_width(cluster)
+    if width is not None:
+        axes = f"{len(width.axes)} {'axis' if len(width.axes) == 1 else 'axes'}"
+        return f"ICI, {axes}, W {width.words}", width.bytes_per_s, sum(width.axes)
+    if cluster.num_chips > 1 and cluster.kind == "switched" and unit.nvlink_bytes_per_s:
+        speed, link = unit.nvlink_bytes_per_s, "NVLink"
+        if cluster.nodes > 1 and unit.nic_bytes_per_s:
+            speed, link = min((speed, link), (unit.nic_bytes_per_s * cluster.domain, "network"))
+        return link, speed, 1
+    return None, None, 1
 
 
 COLUMNS: dict[str, Any] = {
@@ -125,7 +208,7 @@ COLUMNS: dict[str, Any] = {
 }
 
 
-def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Cluster | None) -> Iterator[Piece]:
+def _text(facts: dict[str, Any], limits: dict[str, Any] | None, cluster: Cluster | None) -> Iterator[Piece]:
     yield (
         f"{facts['batch_seqs']:,} sequences of {facts['seq_len']:,} = {format_count(facts['tokens_per_step'])} "
         f"tokens a step = micro x accumulate x replicas"
@@ -136,7 +219,10 @@ def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Clu
     if more:
         yield f"and {more:,} more ways; --top lists more of them"
     if limits is not None and cluster is not None:
-        yield from _limits_text(limits, cluster)
+        if (hbm := limits["per_replica_hbm"]) is not None:
+            yield Fact("weights", f"hide behind compute from {hbm:,.0f} tokens a microbatch on {cluster.chip.name}")
+        if (link := limits["per_chip_link"]) is not None:
+            yield Fact("FSDP", f"hides behind compute from {link:,.0f} tokens a chip ({limits['link']})")
     critical = facts["critical_batch_tokens"]
     if critical is not None:
         side = "beyond" if facts["tokens_per_step"] > critical else "within"
@@ -145,17 +231,3 @@ def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Clu
             f"{format_params(critical)} tokens at this loss (2e8 / L^(1/0.21), Kaplan et al. 2020): this step is "
             f"{side} it",
         )
-
-
-def _bound(row: dict[str, Any]) -> str:
-    """Returns what binds plain FSDP at this microbatch."""
-    waits = [name for name, key in (("hbm", "hbm_compute_bound"), ("links", "fsdp_compute_bound")) if row[key] is False]
-    return ", ".join(waits) or "compute"
-
-
-def _limits_text(limits: ComputeBoundTokens, cluster: Cluster) -> Iterator[Piece]:
-    name = cluster.chip.name
-    if limits.per_replica_hbm is not None:
-        yield Fact("weights", f"hide behind compute from {limits.per_replica_hbm:,.0f} tokens a microbatch on {name}")
-    if limits.per_chip_link is not None:
-        yield Fact("FSDP", f"hides behind compute from {limits.per_chip_link:,.0f} tokens a chip ({limits.link})")

@@ -5,11 +5,9 @@ from contextlib import suppress
 from typing import Any
 
 import click
-import msgspec
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
-from meshwright.calculators.training.failures import ExpectedGoodput, goodput
-from meshwright.calculators.training.run_cost import CostAssumptions, RunCost, run_cost
+from meshwright.calculators.training.failures import goodput
 from meshwright.calculators.training.scaling_laws import (
     DEFAULT_LAW,
     LAWS,
@@ -27,20 +25,28 @@ from meshwright.core.units import format_flops, format_params, format_seconds, p
 from meshwright.cost.formulas.training_budget import (
     DAY_S,
     available_flops,
+    facility_energy_kwh,
+    floor_area_m2,
+    flops_per_dollar,
+    flops_per_joule,
     mfu_from_hours,
     petaflop_days,
+    train_seconds,
     training_flops,
+    years,
 )
 from meshwright.cost.work.ops import token_flops
+from meshwright.plan.run_budget import chip_time
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.chip import chips, peak
+from meshwright.spec.chip import Chip, chips, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.model import Model
 from meshwright.spec.weights import num_active_params, params_by_part
 
 MAX_FLOPS = 1e36
-ASSUMED_MFU = CostAssumptions().mfu
+ASSUMED_MFU = 0.4
+"""Share of the peak that is assumed where neither --mfu nor --chip-hours says it."""
 PRICED, FAILING = {"on": "--on", "with_years": "--years"}, {"failure_rate": "--failures-per-1000-node-days"}
 POSITIVE = click.FloatRange(0, min_open=True)
 
@@ -88,9 +94,6 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Show what FLOPS train (6 N D), or the FLOPs of a model and its tokens, and how long they take on chips."""
     law = scaling_law(given.law)
-    named = vars(given) | {"price_usd_per_hour": given.price, "watts_per_chip": given.watts}
-    chosen = (name for name in CostAssumptions.__struct_fields__ if named[name] is not None)
-    assumed = CostAssumptions(**{name: named[name] for name in chosen})
     cluster = parse_cluster(given.on) if given.on else None
     failing = _failures(given, cluster)
     model = load_model(given.model_name) if given.model_name else None
@@ -100,18 +103,17 @@ def command(given: Given) -> Answer:
     else:
         flops, size, tokens = _budget(given, model, law)
         reached = _utilisation(flops, cluster, given)
-        if reached is not None:
-            assumed = msgspec.structs.replace(assumed, mfu=reached["mfu"])
+        mfu = reached["mfu"] if reached else given.mfu or ASSUMED_MFU
         # published chip-hours include the time that failures cost
-        useful = failing.goodput if failing and not reached else 1.0
+        useful = failing["goodput"] if failing and not reached else 1.0
         facts = {
             "flops": flops,
             "petaflop_days": petaflop_days(flops),
             **_law_facts(flops, law, (size, tokens), model),
             "tokens": tokens,
             "utilisation": reached,
-            "run": _run(flops, cluster, _dtype(cluster, given), assumed, useful) if cluster else None,
-            "years": _years(flops, given.dtype, assumed) if given.with_years else None,
+            "run": _run(flops, cluster, given, mfu, useful) if cluster else None,
+            "years": _years(flops, given, mfu) if given.with_years else None,
             "failures": failing,
         }
     return Answer(facts, _text(facts, law, model))
@@ -169,20 +171,15 @@ def _law_facts(
         "optimal_flops_for_its_loss": None,
     }
     if size is not None and tokens is not None:
-        spent = {one.name: one.allocation(_counted(one, size, model), tokens) for one in laws}
+        parts = params_by_part(model) if model else {}
+        # Kaplan leaves embeddings out of N
+        inner = size - parts.get("embedding", 0) - parts.get("unembedding", 0)
+        spent = {one.name: one.allocation(size if one.params_counted == "all" else inner, tokens) for one in laws}
         facts["spent"] = spent[law.name]
         facts["loss_by_law"] = {name: one.loss for name, one in spent.items()}
         with suppress(InputError):
             facts["optimal_flops_for_its_loss"] = flops_for_loss(law, spent[law.name].loss)
     return facts
-
-
-def _counted(law: ScalingLaw, size: float, model: Model | None) -> float:
-    """Returns the parameters that a law counts: Kaplan leaves embeddings out of N."""
-    if model is None or law.params_counted == "all":
-        return size
-    parts = params_by_part(model)
-    return size - parts.get("embedding", 0) - parts.get("unembedding", 0)
 
 
 # -- chips ----------------------------------------------------------------------------------------------
@@ -215,28 +212,60 @@ def _dtype(cluster: Cluster, given: Given) -> str:
     return used
 
 
-def _run(flops: float, cluster: Cluster, dtype: str, assumed: CostAssumptions, useful: float) -> dict[str, Any]:
+def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtype: str, mfu: float) -> dict[str, Any]:
+    """Returns time, energy, money and floor of these FLOPs; None where a price, a power or a rack is not known.
+
+    Where a plan exists its own step time is better (`plan.run_budget`); this is the estimate before there is one.
+    Source: How to Scale Your Model, section 6.2; Scaling systems for LLMs (slides) for years, power and floor.
+    """
+    rate, racks = peak(chip, dtype), given.chips_per_rack
+    seconds = train_seconds(flops, num_chips=num_chips, peak_flops=rate, mfu=mfu)
+    price, watts = given.price or chip.price_usd_per_hour, given.watts or chip.power_w
+    time = chip_time(seconds, replace(chip, price_usd_per_hour=price, power_w=watts), num_chips)
+    energy = time.energy_kwh
+    return {
+        **asdict(time),
+        "chip": chip.name,
+        "num_chips": num_chips,
+        "dtype": dtype,
+        "peak_flops": rate,
+        "mfu": mfu,
+        "years": years(seconds),
+        "facility_energy_kwh": energy and facility_energy_kwh(energy, pue=given.pue, host_share=given.host_share),
+        "flops_per_dollar": price and flops_per_dollar(rate, price_usd_per_hour=price, mfu=mfu),
+        "flops_per_joule": watts and flops_per_joule(rate, watts_per_chip=watts, mfu=mfu),
+        "floor_area_m2": racks and floor_area_m2(num_chips, chips_per_rack=racks, m2_per_rack=given.m2_per_rack),
+    }
+
+
+def _run(flops: float, cluster: Cluster, given: Given, mfu: float, useful: float) -> dict[str, Any]:
+    """Returns the cost on a cluster of which failures leave a ``useful`` share of the time."""
     if useful <= 0:
         raise InputError("failures leave no time for work at this interval. Save faster, or give fewer nodes.")
-    cost, alone = (
-        run_cost(flops, cluster.chip, num_chips=count, dtype=dtype, given=assumed, useful_share=share)
-        for count, share in ((cluster.num_chips, useful), (1, 1.0))
+    cost = run_cost(
+        flops, cluster.chip, given, num_chips=cluster.num_chips, dtype=_dtype(cluster, given), mfu=mfu * useful
     )
-    more = {"pue": assumed.pue, "goodput": useful, "one_chip_years": alone.years}
-    return {"cluster": cluster.short_name, **asdict(cost), **more}
+    return {
+        "cluster": cluster.short_name,
+        **cost,
+        "mfu": mfu,
+        "pue": given.pue,
+        "goodput": useful,
+        "one_chip_years": years(train_seconds(flops, peak_flops=cost["peak_flops"], mfu=mfu)),
+    }
 
 
-def _years(flops: float, dtype: str | None, assumed: CostAssumptions) -> list[RunCost]:
-    """Returns the cost of the FLOPs on one of each chip that has a peak, in ``dtype`` if given; slowest first."""
+def _years(flops: float, given: Given, mfu: float) -> list[dict[str, Any]]:
+    """Returns the cost of the FLOPs on one of each chip that has a peak, in the dtype if given; slowest first."""
     every = [c for c in chips().values() if c.variant == "datasheet" and c.peak_flops]
-    units = [c for c in every if dtype is None or dtype in c.peak_flops]
+    units = [c for c in every if given.dtype is None or given.dtype in c.peak_flops]
     if not units:
-        raise InputError(f"no chip of the catalogue has a {dtype} rate. Leave --dtype out.")
-    rows = [run_cost(flops, c, dtype=dtype or product_dtype(c) or "", given=assumed) for c in units]
-    return sorted(rows, key=lambda row: -row.years)
+        raise InputError(f"no chip of the catalogue has a {given.dtype} rate. Leave --dtype out.")
+    rows = [run_cost(flops, c, given, dtype=given.dtype or product_dtype(c) or "", mfu=mfu) for c in units]
+    return sorted(rows, key=lambda row: -row["years"])
 
 
-def _failures(given: Given, cluster: Cluster | None) -> ExpectedGoodput | None:
+def _failures(given: Given, cluster: Cluster | None) -> dict[str, float] | None:
     if given.failure_rate is None:
         if given.nodes is not None:
             raise InputError(f"--nodes {given.nodes} needs a rate. Give --failures-per-1000-node-days, such as 10.")
@@ -264,11 +293,14 @@ def _text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterat
         if facts["spent"] is not None:
             yield from _spent_text(facts, law, model)
         if facts["utilisation"] is not None:
-            yield from _utilisation_text(facts["utilisation"])
+            at = facts["utilisation"]
+            rate = f"{format_flops(at['peak_flops'])} {at['dtype']}"
+            told = f"{at['mfu']:.1%} of {rate} for {format_params(at['chip_hours'])} chip-hours of {at['chip']}"
+            yield Fact("utilisation", told)
         if facts["run"] is not None:
             yield from _run_text(facts["run"])
         if facts["years"] is not None:
-            share = facts["years"][0].mfu
+            share = facts["years"][0]["mfu"]
             yield Table.of(facts["years"], YEAR_COLUMNS, f"On one chip, at {share:.0%} of its dense peak")
     if facts["failures"] is not None:
         yield from _failures_text(facts["failures"])
@@ -321,14 +353,6 @@ def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> 
         )
 
 
-def _utilisation_text(at: dict[str, Any]) -> Iterator[Piece]:
-    yield Fact(
-        "utilisation",
-        f"{at['mfu']:.1%} of {format_flops(at['peak_flops'])} {at['dtype']} for {format_params(at['chip_hours'])} "
-        f"chip-hours of {at['chip']}",
-    )
-
-
 def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
     days = run["days"]
     time = f"{three_digits(days / 365)} years" if days >= 1000 else format_seconds(days * DAY_S)
@@ -357,17 +381,16 @@ def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
         yield Fact("floor", f"{three_digits(run['floor_area_m2'])} m2 of racks")
 
 
-def _failures_text(at: ExpectedGoodput) -> Iterator[Piece]:
-    yield Fact(
-        "failures", f"{at.failures_per_day:.3g} a day, one every {format_seconds(at.mtbf_s)} somewhere in the fleet"
-    )
+def _failures_text(at: dict[str, float]) -> Iterator[Piece]:
+    seconds = {name: format_seconds(value) for name, value in at.items() if name.endswith("_s")}
+    yield Fact("failures", f"{at['failures_per_day']:.3g} a day, one every {seconds['mtbf_s']} somewhere in the fleet")
     yield Fact(
         "checkpoints",
-        f"every {format_seconds(at.interval_s)} of work (best: Young {format_seconds(at.young_interval_s)}, "
-        f"Daly {format_seconds(at.daly_interval_s)}), each stopping the run for {format_seconds(at.checkpoint_s)}",
+        f"every {seconds['interval_s']} of work (best: Young {seconds['young_interval_s']}, Daly "
+        f"{seconds['daly_interval_s']}), each stopping the run for {seconds['checkpoint_s']}",
     )
     yield Fact(
         "goodput",
-        f"{at.goodput:.1%} of the time is work kept; {at.lost_to_checkpoints:.1%} saving, "
-        f"{at.lost_to_failures:.1%} lost to failures and restarts of {format_seconds(at.restart_s)}",
+        f"{at['goodput']:.1%} of the time is work kept; {at['lost_to_checkpoints']:.1%} saving, "
+        f"{at['lost_to_failures']:.1%} lost to failures and restarts of {seconds['restart_s']}",
     )

@@ -105,7 +105,8 @@ def _row(chain: Chain, one: Assignment) -> dict[str, Any]:
 
 
 def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
-    best = result["assignments"][0]
+    best, limit = result["assignments"][0], format_bytes(result["memory_limit_bytes"])
+    title = f"least time on {result['cluster']} within {limit} of a device"
     rows = [
         [
             name,
@@ -115,7 +116,7 @@ def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
         ]
         for name, array in best["arrays"].items()
     ]
-    yield Table(["array", "best sharding", "role", "block of a device"], rows, _title(result))
+    yield Table(["array", "best sharding", "role", "block of a device"], rows, title)
     steps = [
         [
             str(number),
@@ -128,25 +129,6 @@ def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
         for number, step in enumerate(best["steps"], start=1)
     ]
     yield Table(["", "step", "result", "bytes", "time", "bound by"], steps)
-    yield from _facts_text(result, best)
-    others = result["assignments"][1:]
-    if others:
-        yield ""
-        # without spaces inside a name, a row breaks between arrays only
-        told = ["  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()) for row in others]
-        cells = [
-            [text, format_seconds(row["time_s"]), format_bytes(row["memory_bytes"])]
-            for text, row in zip(told, others, strict=True)
-        ]
-        yield Table(["next best", "time", "memory"], cells)
-
-
-def _title(result: Mapping[str, Any]) -> str:
-    limit = format_bytes(result["memory_limit_bytes"])
-    return f"least time on {result['cluster']} within {limit} of a device"
-
-
-def _facts_text(result: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[Piece]:
     where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
     products = format_seconds(best["time_s"] - best["communication_s"])
     shared = f"products {products}, communication {format_seconds(best['communication_s'])}"
@@ -157,5 +139,14 @@ def _facts_text(result: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[
         "memory": f"at most {format_bytes(best['memory_bytes'])} of a device, {inputs} of it the inputs, always held",
         "mesh": where,
     }
-    for label, text in facts.items():
-        yield Fact(label, text, column=COLUMN)
+    yield from (Fact(label, text, column=COLUMN) for label, text in facts.items())
+    others = result["assignments"][1:]
+    if others:
+        yield ""
+        # without spaces inside a name, a row breaks between arrays only
+        told = ["  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()) for row in others]
+        cells = [
+            [text, format_seconds(row["time_s"]), format_bytes(row["memory_bytes"])]
+            for text, row in zip(told, others, strict=True)
+        ]
+        yield Table(["next best", "time", "memory"], cells)

@@ -1,19 +1,30 @@
 """`meshwright compare`: models side by side: sizes and ratios, state and activation memory, chips that hold them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from meshwright.calculators.training.comparison import RESULTS_PER_LAYER, ModelRow, model_row
-from meshwright.calculators.verbs.compare_memory import activations_view, bytes_view, hold_view, zero_view
+from meshwright.algebra.ops.attention import keys_per_query
+from meshwright.algebra.sizes import Number
+from meshwright.calculators.verbs.compare_memory import (
+    RESULTS_PER_LAYER,
+    activations_view,
+    bytes_view,
+    hold_view,
+    zero_view,
+)
 from meshwright.cli.output import format_flop_count
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
+from meshwright.cost.formulas.accounting import kv_cache_bytes
+from meshwright.cost.formulas.limit_table import feed_forward_width
+from meshwright.cost.work.ops import token_flops
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import STATE_BYTES, Strategy
+from meshwright.spec.strategy import STATE_BYTES
+from meshwright.spec.weights import num_active_params, num_params
 
 VIEWS = {"zero": zero_view, "by_state": bytes_view, "hold": hold_view, "activations": activations_view}
 FLAGS = {"by_state": "bytes"}
@@ -56,28 +67,23 @@ class Given(Options):
         """True if no view is asked for."""
         return not any(getattr(self, name) for name in VIEWS)
 
-    @property
-    def used_state(self) -> str:
-        return self.state or Strategy(mesh={}).state
-
 
 @verb(Given)
 def command(given: Given) -> Answer:
     """Compare MODELs (names or config.json files): hyperparameters, or one of the views of memory."""
-    chosen = _models(given)
-    views = [name for name in VIEWS if getattr(given, name)]
-    if len(views) > 1:
-        first, second = (FLAGS.get(name, name) for name in views[:2])
-        raise InputError(f"--{first} and --{second} are two views. Ask for one at a time.")
-    return VIEWS[views[0]](chosen, given) if views else _sizes(chosen, given.seq_len)
-
-
-def _models(given: Given) -> list[Model]:
     if given.every and given.names:
         raise InputError(f"--all and {given.names[0]} do not go together. Name models, or ask for all of them.")
     if not given.every and not given.names:
         raise InputError("no model is named. Name some, such as llama3-8b gemma-7b, or give --all.")
-    return [load_model(name) for name in (models() if given.every else dict.fromkeys(given.names))]
+    chosen = [load_model(name) for name in (models() if given.every else dict.fromkeys(given.names))]
+    views = [name for name in VIEWS if getattr(given, name)]
+    if len(views) > 1:
+        first, second = (FLAGS.get(name, name) for name in views[:2])
+        raise InputError(f"--{first} and --{second} are two views. Ask for one at a time.")
+    if views:
+        return VIEWS[views[0]](chosen, given)
+    rows = [model_row(one, seq_len=given.seq_len) for one in chosen]
+    return Answer({"seq_len": given.seq_len, "models": rows}, _text(rows, given.seq_len), raw=[rows])
 
 
 LETTERS = {
@@ -98,18 +104,48 @@ EXPERTS = {
     "model": "name", "experts": "num_experts", "a token": "experts_per_token", "width of one": "d_ff_expert",
     "shared width": "d_ff_shared",
 }  # fmt: skip
-"""Columns of the three tables: fields of `ModelRow`."""
+"""Columns of the three tables."""
 
 
-def _sizes(chosen: Sequence[Model], seq_len: int) -> Answer:
-    rows = [model_row(one, seq_len=seq_len) for one in chosen]
-    return Answer({"seq_len": seq_len, "models": rows}, _text(rows, seq_len), raw=[rows])
+def model_row(model: Model, *, seq_len: int) -> dict[str, Any]:
+    """Returns sizes, ratios and the cost of a token of a model at a sequence length, before anything is split.
+
+    None where a model has no such part. ``ff_ratio`` is the feed-forward width that a token passes over D: F / D, or
+    (k Fe + Fs) / D with experts, and ``aspect`` is D / L. FLOPs per token are 6 per active parameter, and attention's
+    own products come on top: ``attention_share`` is their part of both.
+    """
+    matmuls, attention = token_flops(model), attention_train_flops(model, seq_len) / seq_len
+    return {
+        **{name: getattr(model, name) for name in ("name", "family", *LETTERS.values())},
+        **{name: getattr(model, name) or None for name in EXPERTS.values() if name != "name"},
+        "num_params": num_params(model),
+        "num_active_params": num_active_params(model),
+        "ff_ratio": feed_forward_width(model) / model.d_model,
+        "aspect": model.d_model / model.num_layers,
+        "kv_bytes_per_token": kv_cache_bytes(model, 1),
+        "train_flops_per_token": matmuls,
+        "attention_flops_per_token": attention,
+        "attention_share": attention / (attention + matmuls),
+    }
 
 
-def _text(rows: Sequence[ModelRow], seq_len: int) -> Iterator[Piece]:
+def attention_train_flops(model: Model, seq_len: Number) -> Number:
+    """Returns FLOPs of attention's own products for one sequence of training: 6 T S N (H + Hv) a layer.
+
+    12 T^2 N H with values as wide as keys; a layer with a window sees at most that many keys. No causal discount.
+    Source: How to Scale Your Model, section 4.3.
+    """
+    value_dim = model.v_head_dim if model.latent_attention else model.head_dim
+    sliding = len(model.sliding_layers) if model.sliding_window else 0
+    near = keys_per_query(seq_len, window=model.sliding_window)
+    keys = (model.num_layers - sliding) * keys_per_query(seq_len) + sliding * near
+    return 6 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
+
+
+def _text(rows: list[dict[str, Any]], seq_len: int) -> Iterator[Piece]:
     yield Table.of(rows, LETTERS)
     yield Table.of(rows, COUNTS)
-    experts = [row for row in rows if row.num_experts]
+    experts = [row for row in rows if row["num_experts"]]
     if experts:
         yield Table.of(experts, EXPERTS)
     yield Fact("F / D", "what a token passes: k Fe + Fs over D with experts")

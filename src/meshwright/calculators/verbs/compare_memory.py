@@ -3,15 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from meshwright.calculators.training.activation_formula import RECOMPUTES, LayerActivations, layer_activations
-from meshwright.calculators.training.comparison import (
-    AVERAGE_BYTES,
-    fewest_chips,
-    state_bytes_per_param,
-    training_bytes,
-)
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_params
 from meshwright.cost.formulas.accounting import (
@@ -23,11 +15,12 @@ from meshwright.cost.formulas.accounting import (
     saved_widths,
     zero_bytes,
 )
-from meshwright.report.answer import Answer, Heading, Paragraph, Table
+from meshwright.cost.formulas.training_budget import min_chips
+from meshwright.report.answer import Answer, Heading, Paragraph, Table, TableColumns
 from meshwright.spec.chip import Chip
 from meshwright.spec.chip import chips as catalogue_chips
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import STATE_BYTES
+from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_params
 
 PARTS: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
@@ -44,13 +37,13 @@ BYTES_COLUMNS: dict[str, Any] = {
     }.items()
 }
 STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-LAYERS = (
-    Heading("a layer", format_bytes, "num_bytes"),
-    Heading("all layers", format_bytes, "num_bytes.all_layers"),
-    Heading("derived, a layer", format_bytes, "derived_bytes_per_layer"),
-)
-DERIVED = {"none": "none", "selective": "selective", "full": "block"}
+DEFAULT_STATE = Strategy(mesh={}).state
+RECOMPUTES = {"none": "none", "selective": "selective", "full": "block"}
 """Recomputation of the closed form -> the remat policy that keeps the same."""
+AVERAGE_BYTES = {"none": 0, "bf16": 2, "fp32": 4}
+"""Bytes per parameter of a running average of the weights."""
+RESULTS_PER_LAYER = 4
+"""Results of the model's width that a layer keeps. How to Scale Your Model: section 6.3 four, exercise 5.2 three."""
 
 
 def _chips(named: Sequence[Chip]) -> Sequence[Chip]:
@@ -141,7 +134,7 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
 
     ``given.num_chips`` adds the bytes that one of that many chips holds, all shared evenly, and their share of it.
     """
-    state, average, batch_tokens = given.used_state, given.average, given.batch_tokens or 0
+    state, average, batch_tokens = given.state or DEFAULT_STATE, given.average, given.batch_tokens or 0
     each = state_bytes_per_param(state, average=average)
     needed = {
         m.name: training_bytes(
@@ -149,11 +142,15 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
         )
         for m in models
     }
-    chips = []
-    for unit in _chips(given.on):
-        found = {name: fewest_chips(unit, size, state=state, average=average) for name, size in needed.items()}
-        one = msgspec.structs.asdict(next(iter(found.values())))
-        chips.append({**one, "min_chips": {name: held.min_chips for name, held in found.items()}})
+    chips = [
+        {
+            "chip": unit.name,
+            "memory_bytes": room,
+            "min_chips": {name: room and min_chips(size, room) for name, size in needed.items()},
+            "max_params_one_chip": room and room / each,
+        }
+        for unit, room in ((one, one.memory_bytes) for one in _chips(given.on))
+    ]
     facts = {
         "state": state,
         "bytes_per_param": each,
@@ -166,7 +163,13 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
     if given.num_chips is not None:
         shares = {name: size / given.num_chips for name, size in needed.items()}
         facts |= {"num_chips": given.num_chips, "bytes_per_chip": shares}
-        tables.append(_shares_of(given.num_chips, shares, chips))
+        rows = [
+            {**one, "shares": (room := one["memory_bytes"]) and {name: size / room for name, size in shares.items()}}
+            for one in chips
+        ]
+        columns = {**MEMORY_COLUMNS, **{name: (f"shares/{name}", "{:.1%}".format) for name in shares}}
+        title = f"One of {given.num_chips:,} chips holds {_sizes_words(shares)}; of its memory:"
+        tables.append(Table.of(rows, columns, title))
     words = f" and {given.results_per_layer:g} results of width D a layer of {format_count(batch_tokens)} tokens"
     note = f"{each:g} bytes a parameter ({state}){words if batch_tokens else ''}: {_sizes_words(needed)}"
     return _noted(facts, tables, note)
@@ -176,45 +179,72 @@ def _sizes_words(sizes: dict[str, float]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
 
 
-def _shares_of(num_chips: int, each: dict[str, float], chips: Sequence[dict[str, Any]]) -> Table:
-    """Returns a table of the share of its memory that one of ``num_chips`` fills, by kind of chip."""
-    rows = []
-    for one in chips:
-        room = one["memory_bytes"]
-        rows.append({**one, "shares": room and {name: size / room for name, size in each.items()}})
-    columns = {**MEMORY_COLUMNS, **{name: (f"shares/{name}", "{:.1%}".format) for name in each}}
-    return Table.of(rows, columns, f"One of {num_chips:,} chips holds {_sizes_words(each)}; of its memory:")
+def training_bytes(
+    model: Model,
+    *,
+    state: str,
+    average: str = "none",
+    batch_tokens: int = 0,
+    results_per_layer: float = RESULTS_PER_LAYER,
+) -> float:
+    """Returns bytes of the training state and of a step's kept results: some of the model's width a layer, in bf16.
+
+    Source: How to Scale Your Model, sections 5.1.1 and 6.3: 2 x 8192 x 80 x 4e6 x 4 for LLaMA-3 70B.
+    """
+    kept = saved_bytes(batch_tokens, num_layers=model.num_layers, width=results_per_layer * model.d_model)
+    return float(num_params(model) * state_bytes_per_param(state, average=average) + kept)
+
+
+def state_bytes_per_param(state: str, *, average: str = "none") -> float:
+    """Returns the bytes per parameter of a training state, with a running average of the weights if one is kept."""
+    return bytes_per_param(state) + AVERAGE_BYTES[average]
 
 
 def activations_view(models: Sequence[Model], given: Any) -> Answer:
-    """Returns bytes that a layer and all layers keep: s b h (34 + 5 a s / h) and its forms, and the derived count."""
+    """Returns bytes that a layer and all layers keep: s b h (34 + 5 a s / h) and its forms, and the derived count.
+
+    The closed form counts one layer of a GPT: full heads, F = 4 D without a gate, dropout with one-byte masks, 16-bit
+    results, scores in memory; gates, kv heads and the feed-forward width do not enter. The count is that of a plan.
+    Source: Korthikanti et al., Reducing Activation Recomputation (2022), equations 1-4, table 2.
+    """
     seq_len, seqs, tensor = given.seq_len, given.micro, given.tensor
     facts = []
     tables = []
     for m in models:
         if m.num_heads % tensor:
             raise InputError(f"--tensor {tensor} does not divide the {m.num_heads} heads of {m.name}. Use a divisor.")
-        closed = [
-            layer_activations(
-                m,
-                seq_len=seq_len,
-                microbatch_seqs=seqs,
-                tensor=tensor,
-                sequence_parallel=split,
-                recompute=how,
-            )
-            for how in RECOMPUTES
-            for split in ((False, True) if tensor > 1 else (False,))
-        ]
-        derived = [_derived(m, one, seq_len * seqs) for one in closed]
+        closed, derived = [], []
+        attention = attention_term(m.num_heads, seq_len, m.d_model)
+        for how, remat in RECOMPUTES.items():
+            for split in (False, True)[: 1 + (tensor > 1)]:
+                units = layer_units(attention, tensor=tensor, sequence_parallel=split, recompute=how)
+                closed.append(
+                    {
+                        "recompute": how,
+                        "tensor": tensor,
+                        "sequence_parallel": split,
+                        "num_bytes": units * seq_len * seqs * m.d_model,
+                        "per_sbh": units,
+                    }
+                )
+                # a mean over layers, if they differ
+                widths = saved_widths(m, remat, tensor=tensor, sequence_parallel=tensor == 1 or split)
+                derived.append(float(saved_bytes(seq_len * seqs, num_layers=1, width=sum(widths.values()))))
         facts.append({"name": m.name, "closed_form": closed, "derived_bytes_per_layer": derived})
-        tables.append(
-            Table(
-                ["recompute", "tensor", Heading("s b h x", "{:.4g}".format, "per_sbh"), *LAYERS],
-                [_activation_row(m, one, size) for one, size in zip(closed, derived, strict=True)],
-                f"{m.name}: activations that a device keeps of {seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}",
-            )
-        )  # fmt: skip
+        columns: TableColumns = {
+            "recompute": "recompute",
+            "tensor": lambda one: f"{one['tensor']} + sequence" if one["sequence_parallel"] else f"{one['tensor']}",
+            "s b h x": ("per_sbh", "{:.4g}".format),
+            "a layer": ("num_bytes", format_bytes),
+            "all layers": ("all_layers", format_bytes, "num_bytes.all_layers"),
+            "derived, a layer": ("derived_bytes_per_layer", format_bytes),
+        }
+        rows = [
+            {**one, "all_layers": one["num_bytes"] * m.num_layers, "derived_bytes_per_layer": size}
+            for one, size in zip(closed, derived, strict=True)
+        ]
+        sequences = f"{seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}"
+        tables.append(Table.of(rows, columns, f"{m.name}: activations that a device keeps of {sequences}"))
     note = (
         "closed form: a GPT layer with full heads, F = 4 D, dropout, scores in memory (Korthikanti et al. 2022); "
         "derived here: this model's own program with that tensor parallelism, attention's scores on chip"
@@ -222,13 +252,21 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
     return _noted({"seq_len": seq_len, "recompute": list(RECOMPUTES), "models": facts}, tables, note)
 
 
-def _activation_row(m: Model, one: LayerActivations, derived: float) -> list[Any]:
-    how = f"{one.tensor} + sequence" if one.sequence_parallel else f"{one.tensor}"
-    return [one.recompute, how, one.per_sbh, one.num_bytes, one.num_bytes * m.num_layers, derived]
+def attention_term(num_heads: Number, seq_len: Number, d_model: Number) -> Number:
+    """Returns 5 a s / h: scores, their softmax and its dropout, in units of s b h. 80 for GPT-3 at 2048 positions."""
+    return 5 * num_heads * seq_len / d_model
 
 
-def _derived(m: Model, like: LayerActivations, num_tokens: int) -> float:
-    """Returns bytes that the derived steps of a layer keep on a device, split as ``like``; a mean if layers differ."""
-    split = like.tensor == 1 or like.sequence_parallel
-    widths = saved_widths(m, DERIVED[like.recompute], tensor=like.tensor, sequence_parallel=split)
-    return float(saved_bytes(num_tokens, num_layers=1, width=sum(widths.values())))
+def layer_units(
+    attention: Number, *, tensor: Number = 1, sequence_parallel: bool = False, recompute: str = "none"
+) -> Number:
+    """Returns bytes of a layer in units of s b h.
+
+    none: 10 + 24/t + 5as/(ht), or (34 + 5as/h)/t with sequence parallelism, which splits the norms, dropouts and
+    inputs (the 10) as well; selective drops attention's own term; full keeps the layer's input, 2.
+    """
+    if recompute == "full":
+        return 2 / tensor if sequence_parallel else 2
+    whole = 10 / tensor if sequence_parallel else 10
+    kept = attention / tensor if recompute == "none" else 0
+    return whole + 24 / tensor + kept

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from meshwright.api.rates import measure
-from meshwright.api.running import run_training
+from meshwright.api.running import TextOptions, generate_text, run_training
 from meshwright.calculators.verbs.shard import panel
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, Options, option, show, verb
@@ -59,6 +59,8 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Measure this machine, plan a small llama for 8 emulated devices, train it, compare, draw, sample."""
+    from meshwright.serve.sampling import Sampling
+
     given.out.mkdir(parents=True, exist_ok=True)
     cluster = parse_cluster(CLUSTER)
     say("1/5 measure")
@@ -74,7 +76,8 @@ def command(given: Given) -> Answer:
     say("4/5 pictures")
     pictures = _draw(chosen, result, given.out)
     say("5/5 sample")
-    text = _sample(Path(result.run))
+    options = TextOptions(max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5), mesh=make_mesh({}))
+    text = PROMPT + generate_text(Path(result.run), [PROMPT], options).texts[0]
     facts = {**msgspec.to_builtins(result), "plan": given.out / "plan.toml", "pictures": pictures, "sample": text}
     lines = [f"pictures: {', '.join(pictures)}", f"sample:   {text!r}"]
     return Answer(facts, ["", *result_text(chosen, result), *(Paragraph(line, None) for line in lines)])
@@ -147,11 +150,3 @@ def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> "F
         points=points,
         title="One emulated device of this machine, and the products of a layer",
     )
-
-
-def _sample(run: Path) -> str:
-    from meshwright.api.running import TextOptions, generate_text
-    from meshwright.serve.sampling import Sampling
-
-    options = TextOptions(max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5), mesh=make_mesh({}))
-    return PROMPT + generate_text(run, [PROMPT], options).texts[0]

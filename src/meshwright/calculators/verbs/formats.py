@@ -1,23 +1,29 @@
-"""`meshwright formats`: number formats, how each stores a value, and the cost of a dot product in each."""
+"""`meshwright formats`: number formats, how each stores a value, and the cost of a dot product in each.
+
+The machine of a dot product is that of the slides: arithmetic takes one cycle, a load about ten, and the two may or
+may not overlap. Source: Scaling systems for LLMs (slides): 2n - 1 FLOPs on 2n elements, near 1/2 FLOP per byte in bf16.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from msgspec.structs import asdict
-
-from meshwright.calculators.chips.dot_product import LOAD_CYCLES, VECTOR_BITS, dot_product_ways, dot_product_work
 from meshwright.calculators.chips.number_formats import NumberFormat, bit_text, decode, number_format, round_to
 from meshwright.cli.output import four_digits
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
+from meshwright.cost.formulas.roofline import Work
 from meshwright.report.answer import Answer, Fact, Piece, Table
 
 LISTED = ("fp32", "tf32", "bf16", "fp16", "fp8-e5m2", "fp8-e4m3", "fp4-e2m1", "int8", "int4")
 """Formats that are shown if none is named."""
 
 MAX_LENGTH = 10**9
+LOAD_CYCLES = 10.0
+VECTOR_BITS = 512
+MATRIX_SHAPE = (16, 8, 16)
+"""m, n, k of the product that one matrix instruction makes: an H100 warp's mma in 16-bit."""
 
 
 class Given(Options):
@@ -47,10 +53,10 @@ def command(given: Given) -> Answer:
         "formats": [format_facts(form) for form in forms],
         "values": [_stored(text, forms, scale) for text in given.values],
         "decoded": None if given.code is None else _decoded(given.code, forms),
-        "dot_product": None if given.length is None else [_dot(form, given.length, given) for form in forms],
+        "dot_product": None if given.length is None else _dots(forms, given.length, given),
     }
     stored = [{"given": one["value"], **way} for one in found["values"] for way in one["stored"]]
-    ways = [{"format": one["format"], **asdict(way)} for one in found["dot_product"] or () for way in one["ways"]]
+    ways = [{"format": one["format"], **way} for one in found["dot_product"] or () for way in one["ways"]]
     rows = [one for one in (stored, found["decoded"] and [found["decoded"]], ways) if one] or [found["formats"]]
     return Answer(found, _text(given, found), raw=rows)
 
@@ -79,7 +85,8 @@ def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
 
 def format_facts(form: NumberFormat) -> dict[str, Any]:
     """Returns a format's fields and figures that follow from them; decimal_digits of a float are log10(2^(m+1))."""
-    digits = (form.mantissa_bits + 1 if form.kind == "float" else form.bits - 1) * math.log10(2)
+    figures, digits = form.figures, (form.mantissa_bits + 1 if form.kind == "float" else form.bits - 1) * math.log10(2)
+    num_finite = figures.pop("num_finite")
     return {
         "name": form.name,
         "kind": form.kind,
@@ -88,13 +95,9 @@ def format_facts(form: NumberFormat) -> dict[str, Any]:
         "exponent_bits": form.exponent_bits,
         "mantissa_bits": form.mantissa_bits,
         "bias": form.bias,
-        "max": float(form.max_value),
-        "min": float(form.min_value),
-        "min_normal": float(form.min_normal),
-        "min_subnormal": float(form.min_subnormal),
-        "epsilon": float(form.epsilon),
+        **figures,
         "decimal_digits": digits,
-        "num_finite": form.num_finite,
+        "num_finite": num_finite,
         "infinity": form.kind == "float" and form.specials == "ieee",
         "nan": form.kind == "float" and form.specials != "none",
     }
@@ -169,19 +172,66 @@ def _number(text: str, what: str) -> Fraction:
 # -- dot products ---------------------------------------------------------------------------------------
 
 
-def _dot(form: NumberFormat, length: int, given: Given) -> dict[str, Any]:
+def _dots(forms: Sequence[NumberFormat], length: int, given: Given) -> list[dict[str, Any]]:
     if length > MAX_LENGTH:
         raise InputError(f"--dot {length} is longer than any row. Give at most {MAX_LENGTH:,}.")
-    if not (given.load_cycles >= 0 and math.isfinite(given.load_cycles)):
-        raise InputError(f"--load-cycles {given.load_cycles:g} must be 0 or more.")
-    work = dot_product_work(form, length)
-    return {
-        "format": form.name,
-        "flops": work.flops,
-        "bytes": work.num_bytes,
-        "intensity": work.intensity,
-        "ways": dot_product_ways(form, length, load_cycles=given.load_cycles, vector_bits=given.vector_bits),
-    }
+    return [
+        {
+            "format": form.name,
+            "flops": work.flops,
+            "bytes": work.num_bytes,
+            "intensity": work.intensity,
+            "ways": dot_product_ways(form, length, load_cycles=given.load_cycles, vector_bits=given.vector_bits),
+        }
+        for form, work in ((one, dot_product_work(one, length)) for one in forms)
+    ]
+
+
+def dot_product_work(form: NumberFormat, length: int) -> Work:
+    """Returns the work of n products and n - 1 sums on 2n elements read."""
+    if length < 1:
+        raise InputError(f"a dot product of {length} elements has no result. Give at least 1.")
+    return Work(flops=2 * length - 1, num_bytes=2 * length * form.num_bytes)
+
+
+def dot_product_ways(
+    form: NumberFormat, length: int, *, load_cycles: float = LOAD_CYCLES, vector_bits: int = VECTOR_BITS
+) -> list[dict[str, Any]]:
+    """Returns four ways: scalar with separate multiply and add, scalar fused, vector, and in a matrix instruction.
+
+    A vector of V lanes needs n/V fused instructions and 2 log2(V) to add its lanes (a shuffle and an add each). A
+    matrix instruction makes m n dot products at once, with operands loaded once per tile: one's share is counted.
+    Cycles are the larger of both parts, or their sum without overlap.
+    """
+    lanes = vector_bits // form.stored_bits
+    if lanes < 1:
+        raise InputError(f"a vector of {vector_bits} bits holds no {form.name}. Give at least {form.stored_bits}.")
+    steps = math.ceil(length / lanes)
+    rows, cols, depth = MATRIX_SHAPE
+    # operands of a matrix instruction arrive in vector loads of their own
+    depth = depth * 16 // form.stored_bits if form.stored_bits <= 16 else depth
+    tiles, served = math.ceil(length / depth), rows * cols
+    operand_loads = math.ceil((rows + cols) * depth / lanes)
+    counts: list[tuple[str, float, float, float, float]] = [
+        ("multiply, then add", 1, 2 * length, 2 * length - 1, 1),
+        ("fused multiply-add", 1, 2 * length, length, 1),
+        (f"vector of {lanes}", lanes, 2 * steps, steps + 2 * int(math.log2(lanes)), 1),
+        (f"matrix {rows}x{cols}x{depth}", served * depth, tiles * operand_loads / served, tiles / served,
+         math.ceil(served / lanes) / served),
+    ]  # fmt: skip
+    return [
+        {
+            "way": way,
+            "elements_per_instruction": elements,
+            "loads": loads,
+            "arithmetic": arithmetic,
+            "stores": stores,
+            "instructions": loads + arithmetic + stores,
+            "cycles_lower": max((loads + stores) * load_cycles, arithmetic),
+            "cycles_upper": (loads + stores) * load_cycles + arithmetic,
+        }
+        for way, elements, loads, arithmetic, stores in counts
+    ]
 
 
 WAY_COLUMNS: dict[str, Any] = {

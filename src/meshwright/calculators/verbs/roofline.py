@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from meshwright.algebra.notation import ShardedArray
 from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.chips.local_op import LocalOp, parse_op
 from meshwright.calculators.verbs.roofline_attention import attention_answer
@@ -93,7 +92,10 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
         "bound_by": line.bound_by,
         "flops_per_s": line.reached_flops_per_s,
         **_critical(op, unit, line, sizes),
-        "tile_expansion": _tiles(unit, op.arrays, sizes),
+        # bytes in tiles over those of the elements, on a TPU
+        "tile_expansion": None if unit.vendor != "Google" else {
+            a.name: tile_expansion([1] * (2 - len(a.dims)) + [sizes[d] for d in a.dims], TPU_TILE) for a in op.arrays
+        },
     }  # fmt: skip
     return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)}, [[facts]])
 
@@ -113,14 +115,6 @@ def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) ->
     wide = None if dim in rhs.dims else critical_batch(**rates, weight_bytes=dtype_bytes(rhs.dtype))
     exact = critical_size((lhs, rhs), out, sizes, dim=dim, **rates | {"peak_flops": padded})
     return {"critical_dim": dim, "critical_batch": exact, "critical_batch_wide": wide}
-
-
-def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:
-    """Returns for each array its bytes in tiles over those of its elements; None for a chip that is no TPU."""
-    if unit.vendor != "Google":
-        return None
-    shapes = {a.name: [1] * (2 - len(a.dims)) + [sizes[d] for d in a.dims] for a in arrays}
-    return {name: tile_expansion(shape, TPU_TILE) for name, shape in shapes.items()}
 
 
 def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:

@@ -1,18 +1,29 @@
-"""`meshwright roofline --attention MODEL`: attention beside the feed-forward block as the context grows."""
+"""`meshwright roofline --attention MODEL`: attention beside the feed-forward block as the context grows.
+
+Times of one layer on one chip that holds it whole, projections left out, keys and values in bf16.
+Source: How to Scale Your Model, exercise 4.4.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.calculators.chips.attention_roofline import AttentionTimes, block_times, compute_bound_len
 from meshwright.calculators.verbs.roofline_sweep import Sweep
 from meshwright.cli.output import four_digits
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count
-from meshwright.cost.formulas.accounting import attention_equal_len
-from meshwright.cost.formulas.roofline import channel_rate, critical_intensity
+from meshwright.cost.formulas.accounting import attention_equal_len, attention_work
+from meshwright.cost.formulas.roofline import (
+    Operand,
+    Work,
+    channel_rate,
+    chip_roofline,
+    critical_intensity,
+    einsum_work,
+)
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, compute_dtype, peak
+from meshwright.spec.model import Model
 
 LENGTHS = tuple(2**power for power in range(7, 21))
 COLUMN = 16
@@ -40,7 +51,7 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> 
         "batch_seqs": given.batch_seqs,
         **{
             phase: [
-                _facts(block_times(model, unit, keys=keys, queries=queries, batch_seqs=seqs, dtype=dtype))
+                block_times(model, unit, keys=keys, queries=queries, batch_seqs=seqs, dtype=dtype)
                 for keys, (queries, seqs) in zip(lengths, each, strict=True)
             ]
             for phase, each in phases.items()
@@ -50,15 +61,51 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> 
     return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)}, [rows, [facts]])
 
 
-def _facts(one: AttentionTimes) -> dict[str, Any]:
+def compute_bound_len(model: Model, critical_intensity: float) -> float:
+    """Returns the length from which attention in prefill is compute-bound: T G / (G + 1) > the critical intensity."""
+    group = model.num_heads / model.num_kv_heads
+    return critical_intensity * (group + 1) / group
+
+
+def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs: int, dtype: str) -> dict[str, Any]:
+    """Returns seconds of both blocks of one layer for ``batch_seqs`` sequences of ``queries`` new tokens.
+
+    Each overlaps perfectly. Prefill has as many queries as keys, generation one. No causal discount, no window.
+    """
+    if model.latent_attention:
+        raise InputError(f"{model.name} keeps latents instead of keys: name a model with plain or grouped heads.")
+    work = attention_work(
+        queries=queries,
+        keys=keys,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        batch_seqs=batch_seqs,
+    )
+    attention, ffw_s = chip_roofline(work, chip, dtype=dtype), _ffw_s(model, chip, queries * batch_seqs, dtype)
     return {
-        "keys": one.keys,
-        "intensity": one.attention.work.intensity,
-        "attention_s": one.attention.lower_s,
-        "ffw_s": one.ffw_s,
-        "ratio": one.ratio,
-        "bound_by": one.attention.bound_by,
+        "keys": keys,
+        "intensity": work.intensity,
+        "attention_s": attention.lower_s,
+        "ffw_s": ffw_s,
+        "ratio": float(attention.lower_s / ffw_s),
+        "bound_by": attention.bound_by,
     }
+
+
+def _ffw_s(model: Model, chip: Chip, tokens: int, dtype: str) -> float:
+    """Returns seconds of the two or three matrices of the feed-forward block, of all experts that tokens reach."""
+    products: list[tuple[int, float, int]] = [(1, tokens, model.d_ff)]
+    if model.num_experts:
+        met = min(model.num_experts, tokens * model.experts_per_token)
+        products = [(met, tokens * model.experts_per_token / met, model.d_ff_expert), (1, tokens, model.d_ff_shared)]
+    x, w, h = (Operand(dims, "bf16") for dims in (("B", "D"), ("D", "F"), ("B", "F")))
+    seconds = []
+    for copies, rows, hidden in products:
+        one = einsum_work((x, w), h, {"B": rows, "D": model.d_model, "F": hidden})
+        work = Work(flops=copies * one.flops, num_bytes=copies * one.num_bytes)
+        seconds.append(float(chip_roofline(work, chip, dtype=dtype).lower_s) if hidden else 0.0)
+    return sum(seconds * (3 if model.gated else 2))
 
 
 def _text(facts: dict[str, Any]) -> Iterator[Piece]:

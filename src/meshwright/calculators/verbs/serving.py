@@ -8,8 +8,7 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from meshwright.calculators.serving.replica import ServingReplica
-from meshwright.calculators.serving.tricks import Requests, tricks
+from meshwright.calculators.serving.replica import ServingReplica, tricks
 from meshwright.cli.fields import parse_fields, split_values, with_fields
 from meshwright.cli.output import four_digits, three_digits
 from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
@@ -107,7 +106,15 @@ def command(given: Given) -> Answer:
         "contexts": [_context(at, length) for length in _counts(given.contexts, "--contexts")],
         "speculation": _speculation(given, at.step(batches[-1], kv_bytes)) if given.accept else None,
         "prefixes": _prefixes(at, given) if given.prefixes else None,
-        "tricks": _tricks(at, given) if given.tricks else [],
+        "tricks": []
+        if not given.tricks
+        else tricks(
+            at,
+            prompt_len=given.prompt,
+            output_len=given.output,
+            acceptance=given.accept or USUAL_ACCEPTANCE,
+            draft_cost=given.draft_cost,
+        ),
     }
     return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
 
@@ -129,7 +136,7 @@ def _replica(given: Given) -> ServingReplica:
     cluster = parse_cluster(given.on) if whole else serving.smallest_slice(chip(given.on), 1)
     at = ServingReplica(
         cluster=cluster, model=model, params=given.params, kv_token_bytes=given.kv_token_bytes,
-        weights=given.weights, kv=given.kv, peak_flops=peak(cluster.chip, given.dtype),
+        weights=given.weights, kv=given.kv, peak_flops=peak(cluster.chip, given.dtype), price_usd_per_hour=given.price,
     )  # fmt: skip
     if whole:
         return at
@@ -171,8 +178,6 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
     prefill = serving.prefill_s(
         given.prompt, at.active_params, num_chips=chips, peak_flops=at.peak_flops, mfu=given.mfu
     )
-    price = unit.price_usd_per_hour if given.price is None else given.price
-    cost = {"num_chips": chips, "price_usd_per_hour": price}
     link, cache = unit.dcn_bytes_per_s if unit.topology == "torus" else unit.nic_bytes_per_s, at.kv_bytes(given.prompt)
     return {
         "batch": batch,
@@ -187,8 +192,8 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
         "evicted_per_step": stream.evicted_per_step,
         "prefill_servers": stream.prefill_servers(prefill),
         "kv_transfer_s": link and serving.kv_transfer_s(cache, num_links=chips, link_bytes_per_s=link),
-        "usd_per_million_input": price and serving.usd_per_million_tokens(given.prompt / prefill, **cost),
-        "usd_per_million_output": price and serving.usd_per_million_tokens(batch / stream.step_s, **cost),
+        "usd_per_million_input": at.usd_per_million_tokens(given.prompt / prefill),
+        "usd_per_million_output": at.usd_per_million_tokens(batch / stream.step_s),
     }
 
 
@@ -225,15 +230,6 @@ def _speculation(given: Given, step: serving.DecodeStep) -> dict[str, Any]:
     faster = step.speedups(given.accept, draft_cost=given.draft_cost)
     best = int(faster.argmax())
     return {"best": best, "tokens": tokens, "speedup": faster, "tpot_s": step.time_s / faster[best]}
-
-
-def _tricks(at: ServingReplica, given: Given) -> list[dict[str, Any]]:
-    chip = at.cluster.chip
-    price = chip.price_usd_per_hour if given.price is None else given.price
-    return tricks(at, Requests(
-        prompt_len=given.prompt, output_len=given.output, acceptance=given.accept or USUAL_ACCEPTANCE,
-        draft_cost=given.draft_cost, price_usd_per_hour=price,
-    ))  # fmt: skip
 
 
 def _prefixes(at: ServingReplica, given: Given) -> dict[str, Any]:

@@ -4,14 +4,16 @@ An array alone, or an array and the sharding that it moves to, are shown in the 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.algebra.notation import ShardedArray, check
+import numpy as np
+
+from meshwright.algebra.notation import ShardedArray, check, product
 from meshwright.algebra.steps import BOOK_NAMES, Step
 from meshwright.api.rates import rates_for
-from meshwright.calculators.sharding.blocks import holders
+from meshwright.calculators.sharding.blocks import execute, holders, join, num_devices, split
 from meshwright.calculators.sharding.einsum_cost import (
     EinsumRates,
     StepPrice,
@@ -30,7 +32,6 @@ from meshwright.calculators.sharding.parsing import (
     refuse_unknown_dims,
 )
 from meshwright.calculators.sharding.ways import all_ways, axes_text
-from meshwright.calculators.verbs.shard_run import run_ways
 from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.cli.shared import CALIBRATION, DIMS, MESH
 from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
@@ -96,7 +97,7 @@ def command(given: Given) -> Answer:
     ways = {"": asked.steps}
     if given.every:
         lhs, rhs = asked.factors
-        ways = {way.name: way.steps for way in all_ways(lhs, rhs, asked.result)}
+        ways = all_ways(lhs, rhs, asked.result)
         rows = [_way(name, steps, price_einsum(steps, dims, mesh, rates)) for name, steps in ways.items()]
         rows.sort(key=lambda r: (r["time_s"] or 0, r["bytes"]))
         figure = "time_s" if rows[0]["time_s"] else "bytes"
@@ -140,18 +141,6 @@ def _rates(cluster: Cluster | None, mesh: dict[str, int], calibration: Path | No
     return None
 
 
-def _step(step: Step, price: StepPrice) -> dict[str, Any]:
-    return {
-        "op": step.op,
-        "array": " * ".join(map(str, step.inputs)),
-        "result": str(step.result),
-        "axis": axes_text(step.axes),
-        "bytes": price.num_bytes,
-        "time_s": price.time_s,
-        "critical": step.is_collective,
-    }
-
-
 def _result(
     asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
 ) -> dict[str, Any]:
@@ -159,7 +148,18 @@ def _result(
     devices, flops = math.prod(mesh.values()), sum(p.flops for p in prices)
     named = {asked.key(a): a for a in asked.arrays}
     return {
-        "steps": [_step(s, p) for s, p in zip(asked.steps, prices, strict=True)],
+        "steps": [
+            {
+                "op": step.op,
+                "array": " * ".join(map(str, step.inputs)),
+                "result": str(step.result),
+                "axis": axes_text(step.axes),
+                "bytes": price.num_bytes,
+                "time_s": price.time_s,
+                "critical": step.is_collective,
+            }
+            for step, price in zip(asked.steps, prices, strict=True)
+        ],
         "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in named.items()},
         "bytes_per_device": {
             name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in named.items()
@@ -211,6 +211,86 @@ def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRate
     return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": most, "width": words}
 
 
+MAX_RELATIVE_ERROR = 1e-5
+"""Largest error of float32 products against float64 ones, relative to the largest entry."""
+
+
+def run_ways(
+    asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]
+) -> dict[str, Any]:
+    """Runs each way on emulated devices and on NumPy blocks, in float32; returns errors against float64, unsharded."""
+    from meshwright.parallel.mesh import emulate_devices
+
+    emulate_devices(num_devices(mesh))
+    before, inputs, sizes = _inputs(asked, dims, mesh)
+    rng = np.random.default_rng(0)
+    values = {a: rng.standard_normal([sizes[d] for d in a.dims], np.float32) for a in inputs}
+    blocks = {a: split(v, a, mesh) for a, v in values.items()}
+    whole = Step(op="einsum", inputs=inputs, result=asked.result)
+    expected = execute([whole], {a: [v.astype(np.float64)] for a, v in values.items()}, {})[asked.result][0]
+    errors, in_numpy = [], []
+    for way in ways:
+        steps = (*before, *way)
+        result = steps[-1].result
+        joined = join(execute(steps, blocks, mesh)[result], result, mesh, rel_tol=1e-4)
+        errors.append(_error(run_steps(steps, values, mesh), expected))
+        in_numpy.append(_error(joined, expected))
+    return {
+        "devices": num_devices(mesh),
+        "ways": len(ways),
+        "largest_error": max(errors),
+        "largest_error_numpy": max(in_numpy),
+        "equal": max(*errors, *in_numpy) < MAX_RELATIVE_ERROR,
+    }
+
+
+def _error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.max(np.abs(found - expected))) / float(np.max(np.abs(expected)))
+
+
+def _inputs(
+    asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]
+) -> tuple[tuple[Step, ...], tuple[ShardedArray, ...], dict[str, int]]:
+    """Returns steps that make the arrays asked about, the arrays that these begin with, and the sizes of all dims.
+
+    Addends of an unreduced array come from a product: each device of {U_Z} multiplies its own terms of a dim
+    over Z, so that a missing sum shows.
+    """
+    if asked.factors:
+        return (), asked.factors, dims
+    array = asked.arrays[0]
+    if not array.unreduced:
+        return (), (array,), dims
+    terms = "terms"
+    split_terms = array.replace(
+        name=f"{array.name}_terms", dims=(*array.dims, terms), axes=(*array.axes, array.unreduced), unreduced=()
+    )
+    ones = ShardedArray(f"{array.name}_factors", (terms,), (array.unreduced,), (), array.dtype)
+    made = Step(op="einsum", inputs=(split_terms, ones), result=array)
+    return (made,), made.inputs, dims | {terms: product(mesh[axis] for axis in array.unreduced)}
+
+
+def run_steps(
+    steps: Sequence[Step], values: Mapping[ShardedArray, np.ndarray], mesh_axes: Mapping[str, int]
+) -> np.ndarray:
+    """Returns the global result of the last step, from global input values, on the first devices of this machine."""
+    import jax
+
+    from meshwright.nn.interpreter import run_update
+    from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
+
+    mesh, result = device_mesh(mesh_axes), steps[-1].result
+    mapped = jax.shard_map(
+        lambda *blocks: run_update(steps, dict(zip(values, blocks, strict=True)))[result],
+        mesh=mesh,
+        in_specs=tuple(map(partition_spec, values)),
+        out_specs=partition_spec(result),
+        check_vma=False,
+    )
+    placed = [jax.device_put(value, named_sharding(mesh, array)) for array, value in values.items()]
+    return np.asarray(jax.jit(mapped)(*placed))
+
+
 # -- text and picture ------------------------------------------------------------------------------------
 
 
@@ -225,7 +305,12 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
     ]  # fmt: skip
     yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, "" if result["steps"] else title)
     if result["flops_unsharded"]:
-        yield from _flops_text(result)
+        each, total, own = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
+        times = result["flops_total"] / result["flops_unsharded"]
+        more = f"{four_digits(times)} times" if times != 1 else "as many as"
+        yield Fact("FLOPs per device", each, column=COLUMN)
+        told = f"{total} on {result['devices']:,} devices, {more} the unsharded product's {own}"
+        yield Fact("FLOPs in all", told, column=COLUMN)
     if result["time_s"] is not None and result["placement"]:
         where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
         time = f"{format_seconds(result['time_s'])}, one step after the other ({where})"
@@ -247,26 +332,11 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
                 column=COLUMN,
             )
     if "run" in result:
-        yield _run_text(result["run"], "product" if result["flops_unsharded"] else "array")
-
-
-def _flops_text(result: dict[str, Any]) -> Iterator[Piece]:
-    each, total, own = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
-    times = result["flops_total"] / result["flops_unsharded"]
-    more = f"{four_digits(times)} times" if times != 1 else "as many as"
-    yield Fact("FLOPs per device", each, column=COLUMN)
-    told = f"{total} on {result['devices']:,} devices, {more} the unsharded product's {own}"
-    yield Fact("FLOPs in all", told, column=COLUMN)
-
-
-def _run_text(run: dict[str, Any], what: str) -> Fact:
-    ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
-    return Fact(
-        "run",
-        f"{ways} on {run['devices']} emulated devices {'equal to' if run['equal'] else 'DIFFERENT from'} the unsharded "
-        f"{what}: largest error {run['largest_error']:.1e} of the largest entry",
-        column=COLUMN,
-    )
+        run, what = result["run"], "product" if result["flops_unsharded"] else "array"
+        ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
+        equal = "equal to" if run["equal"] else "DIFFERENT from"
+        told = f"{ways} on {run['devices']} emulated devices {equal} the unsharded {what}"
+        yield Fact("run", f"{told}: largest error {run['largest_error']:.1e} of the largest entry", column=COLUMN)
 
 
 def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:

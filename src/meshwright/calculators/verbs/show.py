@@ -28,9 +28,22 @@ def command(given: Given) -> Answer:
     """Show THING: models, chips, a model (name or config.json), a chip (name or .toml), a cluster such as v5p:4x4x4."""
     thing = given.thing
     if thing == "models":
-        return _models()
+        counts = [
+            {
+                "name": m.name,
+                "family": m.family,
+                "params": num_params(m),
+                "active_params": num_active_params(m),
+                "layers": m.num_layers,
+                "d_model": m.d_model,
+                "runs": m.runs_here,
+            }
+            for m in map(load_model, models())
+        ]
+        return Answer({"models": counts}, [Table.of(counts, MODELS)])
     if thing == "chips":
-        return _chips()
+        rows = [chip_facts(c) for c in chips().values()]
+        return Answer({"chips": rows}, [Table.of(rows, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")])
     if thing.endswith(".toml"):
         keys = read_toml(Path(thing)).data.keys()
         if {"version", "strategy"} <= keys:
@@ -66,38 +79,19 @@ MODELS: dict[str, Any] = {
 }
 
 
-PEAKS = {"bf16": "bf16 or fp16", "fp8": "fp8", "int8": "int8", "fp4": "fp4"}
-"""Dtype -> header of its column."""
+def _half_peak(row: dict[str, Any]) -> float | None:
+    return row["peak_flops"].get("bf16") or row["peak_flops"].get("fp16")
+
+
+def _teraflops(flops: float) -> str:
+    return four_digits(flops / 1e12)
+
+
 CHIPS: dict[str, Any] = {
     "chip": "name",
-    **{words: (f"peak_flops/{dtype}", lambda flops: four_digits(flops / 1e12)) for dtype, words in PEAKS.items()},
+    "bf16 or fp16": (_half_peak, _teraflops, "peak_flops.bf16"),
+    **{dtype: (f"peak_flops/{dtype}", _teraflops) for dtype in ("fp8", "int8", "fp4")},
     "memory": ("hbm_bytes", format_bytes),
     "memory rate": ("hbm_bytes_per_s", format_rate),
     "link, one way": ("link_bytes_per_s", format_rate),
 }
-
-
-def _models() -> Answer:
-    rows = [
-        {
-            "name": m.name,
-            "family": m.family,
-            "params": num_params(m),
-            "active_params": num_active_params(m),
-            "layers": m.num_layers,
-            "d_model": m.d_model,
-            "runs": m.runs_here,
-        }
-        for m in map(load_model, models())
-    ]
-    return Answer({"models": rows}, [Table.of(rows, MODELS)])
-
-
-def _chips() -> Answer:
-    rows = [chip_facts(c) for c in chips().values()]
-    peaks = [one["peak_flops"] for one in rows]
-    shown = [
-        {**one, "peak_flops": {**peak, "bf16": peak.get("bf16") or peak.get("fp16")}}
-        for one, peak in zip(rows, peaks, strict=True)
-    ]
-    return Answer({"chips": rows}, [Table.of(shown, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")])

@@ -25,7 +25,12 @@ def chip_answer(c: Chip) -> Answer:
 
 def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
     yield from _figures_text(c)
-    rows = [*_derived_rows(c, facts), *_anatomy_rows(c)]
+    rows = _derived_rows(c, facts)
+    if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
+        each = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
+        rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
+        what = f"{c.num_cores} cores x {c.mxus_per_core} MXUs"
+        rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])
     if rows:
         yield ""
         links = "link: one way; W: a torus axis, both ways" if c.topology == "torus" else "link: one way"
@@ -160,9 +165,11 @@ def known_rows(facts: Mapping[str, Any], table: Iterable[tuple[str, str, Show, s
 
 def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
     """Returns rows of label, value and formula."""
-    batches = [
-        (f"least batch, {name}", name, "{:.4g} tokens".format, _batch_formula(name)) for name in facts["critical_batch"]
-    ]
+    batches = []
+    for name in facts["critical_batch"]:
+        computed, weight = name.split(" x ")
+        formula = f"{'int8 ' * (computed == 'int8')}peak / memory rate{' / 2' * (DTYPE_BYTES[weight] == 1)}"
+        batches.append((f"least batch, {name}", name, "{:.4g} tokens".format, formula))
     table: tuple[tuple[str, str, Show, str], ...] = (
         ("critical intensity", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
         *batches,
@@ -181,22 +188,6 @@ def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
         ("DCN of a chip", "dcn_bytes_per_s", format_rate, "of a host / its chips"),
     )
     return known_rows(facts | facts["critical_batch"], table)
-
-
-def _batch_formula(name: str) -> str:
-    computed, weight = name.split(" x ")
-    half = " / 2" if DTYPE_BYTES[weight] == 1 else ""
-    return f"{'int8 ' if computed == 'int8' else ''}peak / memory rate{half}"
-
-
-def _anatomy_rows(c: Chip) -> list[list[Any]]:
-    rows: list[list[Any]] = []
-    if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
-        each = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
-        rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
-        what = f"{c.num_cores} cores x {c.mxus_per_core} MXUs"
-        rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])
-    return rows
 
 
 # -- the inside of a GPU --------------------------------------------------------------------------------

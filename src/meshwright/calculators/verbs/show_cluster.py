@@ -5,8 +5,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from meshwright.calculators.chips import anatomy
 from meshwright.calculators.verbs.show_chip import known_rows, product_dtype
 from meshwright.cli.output import format_energy, format_power
@@ -91,7 +89,7 @@ def cluster_facts(c: Cluster) -> dict[str, Any]:
     unit, dtype = c.chip, product_dtype(c.chip)
     totals: dict[str, Any] = {"num_chips": c.num_chips, "num_hosts": c.num_hosts}
     if dtype:
-        totals = msgspec.structs.asdict(anatomy.pod_totals(c, dtype=dtype))
+        totals = anatomy.pod_totals(c, dtype=dtype)
     facts: dict[str, Any] = {
         "cluster": c.short_name,
         "chip": unit.name,
@@ -104,22 +102,21 @@ def cluster_facts(c: Cluster) -> dict[str, Any]:
         "compute_dtype": dtype,
         **totals,
     }
-    watts = unit.power_w
-    energy = None if watts is None else energy_kwh(DAY_S, num_chips=c.num_chips, watts_per_chip=watts)
-    peak = unit.peak_flops[dtype] if dtype else None
-    return {**facts, "energy_kwh_per_day": energy, **_least_batches(c, peak)}
-
-
-def _least_batches(c: Cluster, peak: float | None) -> dict[str, Any]:
-    """Returns tokens a step (of a slice) from which plain data parallelism is not bound by the network."""
-    unit, width = c.chip, torus_width(c)
+    watts, peak, width, host = unit.power_w, dtype and unit.peak_flops[dtype], torus_width(c), unit.chips_per_host
+    # tokens a step (of a slice) from which plain data parallelism is not bound by the network
     fsdp = over_dcn = None
     if peak and width:
         alpha = limits.ici_intensity(peak, width.bytes_per_s)
         fsdp = limits.data_parallel_min_batch(alpha, sum(width.axes), c.num_chips // c.num_slices)
-    if peak and unit.dcn_bytes_per_s_per_host and unit.chips_per_host:
-        over_dcn = limits.dcn_min_batch_per_pod(peak, unit.dcn_bytes_per_s_per_host, unit.chips_per_host)
-    return {"fsdp_min_batch_tokens": fsdp, "width": width and width.words, "dcn_min_batch_tokens_per_slice": over_dcn}
+    if peak and unit.dcn_bytes_per_s_per_host and host:
+        over_dcn = limits.dcn_min_batch_per_pod(peak, unit.dcn_bytes_per_s_per_host, host)
+    return {
+        **facts,
+        "energy_kwh_per_day": watts and energy_kwh(DAY_S, num_chips=c.num_chips, watts_per_chip=watts),
+        "fsdp_min_batch_tokens": fsdp,
+        "width": width and width.words,
+        "dcn_min_batch_tokens_per_slice": over_dcn,
+    }
 
 
 def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.calculators.training.kv_cache import cache_designs
 from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
@@ -24,6 +23,8 @@ MIN_SHARE = 5e-4
 VOCABULARY = ("embedding", "unembedding")
 CACHE_POSITIONS = 32768
 CACHE_DTYPES = ("bf16", "int8", "int4")
+SHARED_LAYERS = 2
+"""Neighbouring layers with one cache, in the design that shares across layers."""
 ZERO_DEVICES = (8, 64, 1024)
 DEFAULT_STATE = Strategy(mesh={}).state
 REMATS = ("none", "selective", "matmuls", "block")
@@ -36,7 +37,10 @@ def model_answer(m: Model, seq_len: int | None = None) -> Answer:
         raise InputError(f"{m.name} has two lengths, of its encoder and its decoder. Leave --seq out.")
     facts = model_facts(m)
     if seq_len is not None:
-        facts |= {"flops": _flops(m, seq_len), "layer_traffic": _traffic(m, seq_len)}
+        sent = accounting.layer_traffic(m, seq_len)
+        names = ("strategy", "forward", "forward_bytes", "backward", "backward_bytes")
+        facts["flops"] = _flops(m, seq_len)
+        facts["layer_traffic"] = [dict(zip(names, (name, *row), strict=True)) for name, row in sent.items()]
     rows = (
         facts["weights"],
         facts["kv_cache"],
@@ -46,7 +50,13 @@ def model_answer(m: Model, seq_len: int | None = None) -> Answer:
 
 
 def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
-    yield from _weights_text(m)
+    yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}"
+    rows: list[list[Any]] = [
+        [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
+         f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
+        for w in weight_table(m)
+    ]  # fmt: skip
+    yield Table(["weight", "dims", "shape", "layers", "params"], rows)
     yield from _totals_text(m, facts)
     yield ""
     yield from _cache_text(m, facts["kv_cache"])
@@ -73,7 +83,7 @@ def model_facts(m: Model) -> dict[str, Any]:
         "published_params": published.params if published else None,
         "train_flops_per_token": token_flops(m),
         "kv_cache_bytes_per_token": accounting.kv_cache_bytes(m, 1),
-        "kv_cache": _cache(m),
+        "kv_cache": cache_designs(m),
         "attention_equal_len": accounting.attention_equal_len(m),
         "projection_equal_len": accounting.projection_equal_len(m),
         "attention_intensity": _attention_intensity(m),
@@ -100,13 +110,6 @@ def _flops(m: Model, seq_len: int) -> dict[str, Any]:
             "causal_flops": 3 * sum(causal.values())}  # fmt: skip
 
 
-def _traffic(m: Model, num_tokens: int) -> list[dict[str, Any]]:
-    return [
-        {"strategy": name, "forward": sent, "forward_bytes": forward, "backward": back, "backward_bytes": backward}
-        for name, (sent, forward, back, backward) in accounting.layer_traffic(m, num_tokens).items()
-    ]
-
-
 def _attention_intensity(m: Model) -> dict[str, float] | None:
     """Returns FLOPs per byte of a layer's attention in bf16; None with latent attention, whose keys are not stored."""
     if m.latent_attention:
@@ -120,22 +123,48 @@ def _attention_intensity(m: Model) -> dict[str, float] | None:
     }
 
 
-def _cache(m: Model) -> list[dict[str, Any]]:
-    """Returns bytes that each design of the cache keeps of one token, and of a sequence."""
-    return [
-        {
-            "design": design.name,
-            "own": design.own,
-            "elements_per_layer": design.elements_per_layer,
-            "layers_per_cache": design.layers_per_cache,
-            "bytes_per_token": {dtype: design.elements(1) * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
-            "sequence": {
-                "positions": CACHE_POSITIONS,
-                "bytes": design.elements(CACHE_POSITIONS) * DTYPE_BYTES[CACHE_DTYPES[0]],
-            },
-        }
-        for design in cache_designs(m)
-    ]
+def cache_designs(m: Model) -> list[dict[str, Any]]:
+    """Returns bytes that each design of the cache keeps of one token, and of a sequence; ``own`` marks the model's.
+
+    Full heads (MHA), own groups or latent, one head (MQA), layers that share; no windows if the model has some. A head
+    keeps a key and a value, H + Hv. Sources: How to Scale Your Model, sections 4.5 and 7.2.
+    """
+    latent, heads, groups = m.latent_attention, m.num_heads, m.num_kv_heads
+    head = m.head_dim + (m.v_head_dim if latent else m.head_dim)
+    sizes = {f"MHA, {heads} heads": heads * head}
+    if latent:
+        sizes[f"MLA, rank {m.kv_lora_rank}"] = m.kv_lora_rank + m.qk_rope_head_dim
+    elif 1 < groups < heads:
+        sizes[f"GQA, {groups} heads"] = groups * head
+    full, *narrower = sizes
+    sizes["MQA, 1 head"] = head
+    own = narrower[0] if narrower else full if groups == heads else "MQA, 1 head"
+    windows: dict[str, Any] = (
+        {"window": m.sliding_window, "num_local": len(m.sliding_layers)} if m.sliding_layers else {}
+    )
+    designs = [(name, size, windows, 1) for name, size in sizes.items()]
+    designs.append((f"{own}, {SHARED_LAYERS} layers share", sizes[own], windows, SHARED_LAYERS))
+    if windows:
+        designs.append((f"{own}, no windows", sizes[own], {}, 1))
+    found = []
+    for name, size, near, layers in designs:
+        token, sequence = (
+            accounting.cached_elements(
+                positions, per_position=size, num_layers=m.num_layers, layers_per_cache=layers, **near
+            )
+            for positions in (1, CACHE_POSITIONS)
+        )
+        found.append(
+            {
+                "design": name,
+                "own": name == own,
+                "elements_per_layer": size,
+                "layers_per_cache": layers,
+                "bytes_per_token": {dtype: token * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
+                "sequence": {"positions": CACHE_POSITIONS, "bytes": sequence * DTYPE_BYTES[CACHE_DTYPES[0]]},
+            }
+        )
+    return found
 
 
 def _zero_bytes(count: int) -> dict[str, Any]:
@@ -165,16 +194,6 @@ def _saved(m: Model) -> dict[str, Any]:
 
 
 # -- text -----------------------------------------------------------------------------------------------
-
-
-def _weights_text(m: Model) -> Iterator[Piece]:
-    yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}"
-    rows: list[list[Any]] = [
-        [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
-         f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
-        for w in weight_table(m)
-    ]  # fmt: skip
-    yield Table(["weight", "dims", "shape", "layers", "params"], rows)
 
 
 def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:

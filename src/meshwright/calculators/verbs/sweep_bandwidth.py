@@ -3,18 +3,24 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from meshwright.api.rates import rates_for
-from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, BandwidthPoint, bandwidth_sweep
 from meshwright.calculators.sweeps.fields import growing, require_links, sweep_clusters
 from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Options, option, verb
+from meshwright.core.dims import CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_rate, parse_bytes
+from meshwright.cost.network.collectives import collective_bound_by, collective_time, group_rates, received_share
+from meshwright.cost.network.placement import place_axes
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.scaling import bandwidth_figure
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
 
+SWEPT: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 NAMES = {kind: kind.replace("_", "-") for kind in SWEPT}
 
 
@@ -36,37 +42,67 @@ def command(given: Given) -> Answer:
     require_links(given.on, clusters)
     rates = rates_for(clusters[-1], given.calibration)
     points = bandwidth_sweep(clusters, num_bytes, calibration=rates)
-    rests_on = rates.describe() if rates else "the data sheet"
-    return Answer(
-        {"bytes": num_bytes, "points": points},
-        _text(points, num_bytes, rests_on),
-        {given.png: lambda: _figure(points, num_bytes)},
-        [points],
-    )
+    chip, size = clusters[0].short_name.partition(":")[0], format_bytes(num_bytes)
+
+    def picture() -> Figure:
+        return bandwidth_figure(
+            [point["num_chips"] for point in points if point["collective"] == SWEPT[0]],
+            {name: [one["bytes_per_s"] for one in points if one["collective"] == kind] for kind, name in NAMES.items()},
+            title=f"Collectives on {chip}: bandwidth against chips",
+            subtitle=f"Bytes that every chip receives per second, in collectives of {size}.",
+        )
+
+    text: list[Piece] = [
+        f"{chip}: what every chip receives per second in collectives of {size} over all chips",
+        Table.of(
+            _rows(points),
+            {
+                "shape": "shape",
+                "chips": "chips",
+                **{name: (kind, format_rate) for kind, name in NAMES.items()},
+                "bound by": "bound by",
+            },
+        ),
+        f"an all-reduce receives everything twice; times rest on {rates.describe() if rates else 'the data sheet'}",
+    ]
+    return Answer({"bytes": num_bytes, "points": points}, text, {given.png: picture}, [points])
 
 
-def _chip(points: Sequence[BandwidthPoint]) -> str:
-    return points[0].cluster.partition(":")[0]
+def bandwidth_sweep(
+    clusters: Sequence[Cluster], num_bytes: float, *, calibration: Calibration | None = None
+) -> list[dict[str, Any]]:
+    """Returns every kind of collective over every cluster of at least two chips, the clusters in order.
+
+    ``num_bytes`` is the size of the result, or for an all-to-all of one chip's buffer. ``bytes_per_s`` is what every
+    chip receives per second: for an all-reduce, which receives everything twice, the "bus bandwidth" of benchmarks.
+    """
+    found = []
+    for cluster in (one for one in clusters if one.num_chips > 1):
+        size = cluster.num_chips
+        groups = [group_rates(laid, ["data"], calibration) for laid in place_axes(cluster, {"data": size})]
+        for kind in SWEPT:
+            # rates count the whole array on the group: an all-to-all's is the buffers of all chips together
+            whole = num_bytes * size if kind == "all_to_all" else num_bytes
+            seconds, group = min(
+                ((float(collective_time(kind, whole, one)), one) for one in groups), key=lambda at: at[0]
+            )
+            found.append(
+                {
+                    "cluster": cluster.short_name,
+                    "num_chips": size,
+                    "collective": kind,
+                    "seconds": seconds,
+                    "bytes_per_s": float(received_share(kind, size)) * whole / seconds,
+                    "bound_by": collective_bound_by(kind, whole, group),
+                }
+            )
+    return found
 
 
-def _text(points: Sequence[BandwidthPoint], num_bytes: float, rests_on: str) -> Iterator[Piece]:
-    size = format_bytes(num_bytes)
-    yield f"{_chip(points)}: what every chip receives per second in collectives of {size} over all chips"
-    rows = []
-    for cluster, group in groupby(points, key=lambda point: point.cluster):
+def _rows(points: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields a row of the table for each cluster."""
+    for cluster, group in groupby(points, key=lambda point: point["cluster"]):
         row = list(group)
-        rates: dict[str, float] = {point.collective: point.bytes_per_s for point in row}
-        bound = ", ".join(dict.fromkeys(point.bound_by for point in row))
-        rows.append({"shape": cluster.partition(":")[2], "chips": row[0].num_chips, "bound by": bound, **rates})
-    columns = {name: (kind, format_rate) for kind, name in NAMES.items()}
-    yield Table.of(rows, {"shape": "shape", "chips": "chips", **columns, "bound by": "bound by"})
-    yield f"an all-reduce receives everything twice; times rest on {rests_on}"
-
-
-def _figure(points: Sequence[BandwidthPoint], num_bytes: float) -> Figure:
-    return bandwidth_figure(
-        [point.num_chips for point in points if point.collective == SWEPT[0]],
-        {name: [one.bytes_per_s for one in points if one.collective == kind] for kind, name in NAMES.items()},
-        title=f"Collectives on {_chip(points)}: bandwidth against chips",
-        subtitle=f"Bytes that every chip receives per second, in collectives of {format_bytes(num_bytes)}.",
-    )
+        rates = {point["collective"]: point["bytes_per_s"] for point in row}
+        bound = ", ".join(dict.fromkeys(point["bound_by"] for point in row))
+        yield {"shape": cluster.partition(":")[2], "chips": row[0]["num_chips"], "bound by": bound, **rates}

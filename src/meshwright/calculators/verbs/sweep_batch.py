@@ -1,6 +1,6 @@
 """`meshwright sweep batch`: communication against compute by batch size, and the batches at which they cross."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,6 @@ import numpy as np
 
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.crossover import (
-    Crossing,
     Curve,
     SweptWork,
     closed_forms,
@@ -110,55 +109,35 @@ def _what(work: SweptWork) -> str:
     return "one layer, forward pass" if work.model is None else what
 
 
-def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Iterator[Piece]:
+def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[dict[str, Any]]) -> Iterator[Piece]:
     yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden"
+    first, last = curves[0], curves[-1]
+    columns = {"compute": last.compute_s}
     if len(curves) == 1:
-        yield _one_text(curves[0])
+        columns |= {f"{axis} comms": seconds for axis, seconds in last.comms_s.items()}
+        columns |= {"all comms": last.total_s, "ratio": last.ratio}
     else:
-        yield _schemes_text(curves[0], curves[-1])
+        columns |= {first.name: first.total_s, "best mesh": last.total_s, "ratio": last.ratio}
+        columns |= {"which": last.meshes, "shape": last.shapes}
+    heads = [Heading("tokens", format_count), *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns)]
+    yield Table(heads, list(zip(map(round, last.tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE])
     for one in found:
-        at = "no crossing here" if one.tokens is None else f"compute-bound from {format_params(one.tokens)} tokens"
-        form = "" if one.closed_form is None else f"; in closed form {one.formula} = {format_params(one.closed_form)}"
-        yield f"{one.name}: {at}{form}"
-    if any(one.closed_form for one in found):
+        at, form = "no crossing here", ""
+        if one["tokens"] is not None:
+            at = f"compute-bound from {format_params(one['tokens'])} tokens"
+        if one["closed_form"] is not None:
+            form = f"; in closed form {one['formula']} = {format_params(one['closed_form'])}"
+        yield f"{one['name']}: {at}{form}"
+    if any(one["closed_form"] for one in found):
         yield "closed forms: How to Scale Your Model, section 5.1.4; N chips, F the width of the layer"
     if work.model is not None:
         yield "batches are cut freely: below a sequence per data shard a plan needs the axis context"
 
 
-def _table(tokens: Sequence[float], columns: Mapping[str, Sequence[Any]]) -> Table:
-    """Returns a table with a row per octave."""
-    rows = list(zip(map(round, tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE]
-    return Table(
-        [
-            Heading("tokens", format_count),
-            *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns),
-        ],
-        rows,
-    )
-
-
-def _one_text(curve: Curve) -> Table:
-    comms = {f"{axis} comms": seconds for axis, seconds in curve.comms_s.items()}
-    return _table(curve.tokens, {"compute": curve.compute_s, **comms, "all comms": curve.total_s, "ratio": curve.ratio})
-
-
-def _schemes_text(alone: Curve, best: Curve) -> Table:
-    columns = {
-        "compute": best.compute_s,
-        alone.name: alone.total_s,
-        "best mesh": best.total_s,
-        "ratio": best.ratio,
-        "which": best.meshes,
-        "shape": best.shapes,
-    }
-    return _table(best.tokens, columns)
-
-
 # -- picture --------------------------------------------------------------------------------------------
 
 
-def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Figure:
+def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[dict[str, Any]]) -> Figure:
     drawn: list[CommsCurve] = []
     for one, met in zip(curves, found, strict=True):
         lines = {one.name: one.total_s}
@@ -171,11 +150,11 @@ def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[Cros
                     name=name,
                     seconds=seconds.tolist(),
                     compute_s=one.compute_s.tolist(),
-                    crossing=met.tokens if whole else None,
+                    crossing=met["tokens"] if whole else None,
                     strong=whole and one is curves[-1],
                 )
             )
-    crossed = {one.name: one.tokens for one in (found[0], found[-1]) if one.tokens is not None}
+    crossed = {one["name"]: one["tokens"] for one in (found[0], found[-1]) if one["tokens"] is not None}
     where = ", ".join(f"{name} {format_params(batch)} tokens" for name, batch in crossed.items())
     return comm_compute_figure(
         curves[0].tokens.tolist(),

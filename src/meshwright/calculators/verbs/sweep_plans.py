@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.calculators.sweeps.fields import SweptFields, read_fields
-from meshwright.calculators.sweeps.llama_like import describe
+from meshwright.calculators.sweeps.fields import SweptFields, describe, read_fields
 from meshwright.calculators.sweeps.points import records, sweep_points
 from meshwright.cli.output import width
 from meshwright.cli.shared import CALIBRATION, PNG

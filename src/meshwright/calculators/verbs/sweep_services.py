@@ -1,13 +1,11 @@
 """`meshwright sweep services MODEL`: the best service as one or two fields change: lengths, targets, load, clusters."""
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from meshwright.api.rates import rates_for
-from meshwright.calculators.sweeps.fields import SweptFields, read_fields
-from meshwright.calculators.sweeps.points import MAX_POINTS
+from meshwright.calculators.sweeps.fields import combinations, read_fields
 from meshwright.calculators.verbs.sweep_plans import WIDE, Figures, Swept, refusals, varied_fields
 from meshwright.cli.fields import field_value, parse_fields, take_axes, with_fields
 from meshwright.cli.output import three_digits, width
@@ -88,11 +86,9 @@ def command(given: Given) -> Answer:
     for name in ("prompt", "output"):
         if name not in fields:
             raise InputError(f"a sweep of services needs {name}. Write {name}=512, or several values.")
-    varied, points = varied_fields(fields), list(itertools.product(*(values.items() for values in fields.values())))
-    if len(points) > MAX_POINTS:
-        raise InputError(f"{len(points):,} points are too many for one sweep. Give at most {MAX_POINTS}.")
+    varied, points = varied_fields(fields), combinations(fields)
     rates = {at.chip.name: rates_for(at, given.calibration, fitted=True) for at in fields["on"].values()}
-    rows = [_point(fields, chosen, varied, rates) for chosen in points]
+    rows = [_point(shown, at, varied, rates) for shown, at in points]
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
     swept = SweptServices(rows=rows, varied=varied, figure=given.figure)
@@ -124,11 +120,9 @@ class SweptServices(Swept, frozen=True, kw_only=True):
 
 
 def _point(
-    fields: SweptFields, chosen: Any, varied: list[str], rates: Mapping[str, Calibration | None]
+    shown: dict[str, str], at: dict[str, Any], varied: list[str], rates: Mapping[str, Calibration | None]
 ) -> dict[str, Any]:
     """Returns the best service of one combination of values, or why there is none."""
-    shown = {name: text for name, (text, _) in zip(fields, chosen, strict=True)}
-    at = {name: value for name, (_, value) in zip(fields, chosen, strict=True)}
     given = parse_fields(
         [f"{name}={value}" for name, value in at.items() if name not in OWN], sections=("model", "strategy")
     )

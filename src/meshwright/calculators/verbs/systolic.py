@@ -51,9 +51,9 @@ def command(given: Given) -> Answer:
     }
     if max(counted.total * rows * cols, given.num_inputs * depth * width) <= MAX_CELL_UPDATES:
         inputs, weights = _matrices(given, depth, width)
-        done = simulate(inputs, weights, rows=rows, cols=cols)
-        found["simulated_cycles"], found["busy_cells"] = done.cycles, done.busy_cells
-        found["product_is_right"] = bool((done.product == inputs @ weights).all())
+        product, busy = simulate(inputs, weights, rows=rows, cols=cols)
+        found |= {"simulated_cycles": len(busy), "busy_cells": busy}
+        found["product_is_right"] = bool((product == inputs @ weights).all())
     if given.png or given.folder:
         found["files"] = _draw(given, _matrices(given, depth, width, low=1), counted, array)
     plain = {name: value for name, value in found.items() if name != "busy_cells"}
@@ -83,19 +83,14 @@ def _matrices(given: Given, depth: int, width: int, *, low: int = -9) -> tuple[M
 
 def _speed(counted: SystolicCycles, array: tuple[int, int], on: str | None) -> dict[str, Any]:
     """Returns seconds and FLOP/s of one array at a chip's clock; None if no clock is published."""
-    unknown = dict.fromkeys(("chip", "time_s", "peak_flops", "flops_per_s"))
-    if on is None:
-        return unknown
-    unit = chip(on)
-    clock = unit.clock_hz
-    if clock is None:
-        return unknown | {"chip": unit.name}
-    peak = 2 * array[0] * array[1] * clock
+    unit = None if on is None else chip(on)
+    clock = unit and unit.clock_hz
+    peak = clock and 2 * array[0] * array[1] * clock
     return {
-        "chip": unit.name,
-        "time_s": counted.total / clock,
+        "chip": unit and unit.name,
+        "time_s": clock and counted.total / clock,
         "peak_flops": peak,
-        "flops_per_s": peak * counted.useful_share,
+        "flops_per_s": peak and peak * counted.useful_share,
     }
 
 

@@ -9,20 +9,27 @@ from msgspec.structs import asdict
 
 from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.api.rates import rates_for
-from meshwright.calculators.links.one_way import link_bytes, one_way_rates
 from meshwright.calculators.links.ring_steps import DRAWN_KINDS, collective_frames, leg_moves
 from meshwright.calculators.links.routes import Via, parse_place, route
-from meshwright.calculators.links.transfer import TransferLeg, TransferTimes, array_bytes, parse_leg, transfer_times
+from meshwright.calculators.links.transfer import TransferLeg, array_bytes, parse_leg, transfer_times
 from meshwright.cli.output import format_flop_count, say
 from meshwright.cli.shared import CALIBRATION
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
-from meshwright.cost.network.collectives import GroupRates, collective_bound_by, collective_time, leg_rates
+from meshwright.cost.network.collectives import (
+    GroupRates,
+    KindRate,
+    collective_bound_by,
+    collective_time,
+    leg_rates,
+    ring_link_share,
+)
 from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops
 from meshwright.cost.network.placement import physical_placement
 from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14
@@ -89,40 +96,33 @@ def command(given: Given) -> Answer:
     found = transfer_times(legs)
     units = ["FLOP" if leg.channel == "compute" else "bytes" for leg in legs]
     rows = [{**asdict(leg), "unit": unit, "send_s": leg.send_s} for leg, unit in zip(legs, units, strict=True)]
-    facts = {
-        "cluster": cluster.short_name,
-        "bytes": num_bytes,
-        "legs": rows,
-        **asdict(found),
-    }
+    facts = {"cluster": cluster.short_name, "bytes": num_bytes, "legs": rows, **found}
     text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, found)
     return Answer(facts, text, raw=[rows, [facts]])
 
 
-def _transfer_text(title: str, legs: list[TransferLeg], found: TransferTimes) -> Iterator[Piece]:
-    rows = [
-        [f"{number}  {leg.name}", leg.channel, _amount(leg), _rate(leg), format_seconds(leg.latency_s),
-         format_seconds(leg.send_s)]
-        for number, leg in enumerate(legs, 1)
-    ]  # fmt: skip
+def _transfer_text(title: str, legs: list[TransferLeg], found: dict[str, Any]) -> Iterator[Piece]:
+    rows = []
+    for number, leg in enumerate(legs, 1):
+        amount, rate = (format_flop_count, format_flops) if leg.channel == "compute" else (format_bytes, format_rate)
+        times = f"{leg.lanes} x " if leg.lanes > 1 else ""
+        figures = (
+            amount(leg.amount),
+            times + rate(leg.rate),
+            format_seconds(leg.latency_s),
+            format_seconds(leg.send_s),
+        )
+        rows.append([f"{number}  {leg.name}", leg.channel, *figures])
     yield Table(["leg", "channel", "amount", "rate", "latency", "time"], rows, title)
-    yield Fact("first byte", f"{format_seconds(found.first_byte_s)} (the latency of every hop)", column=COLUMN)
+    seconds = {name: format_seconds(value) for name, value in found.items() if isinstance(value, float)}
+    yield Fact("first byte", f"{seconds['first_byte_s']} (the latency of every hop)", column=COLUMN)
     slow = max(legs, key=lambda leg: leg.send_s)
-    yield Fact("slowest leg", f"{slow.name} ({slow.channel}), {format_seconds(slow.send_s)}", column=COLUMN)
-    total = f"{format_seconds(found.time_s_pipelined)} pipelined: first byte + slowest leg"
+    yield Fact("slowest leg", f"{slow.name} ({slow.channel}), {seconds['slowest_leg_s']}", column=COLUMN)
+    total = f"{seconds['time_s_pipelined']} pipelined: first byte + slowest leg"
     if len(legs) > 1:
-        total += f"; {format_seconds(found.time_s_in_turn)} if each leg waits for the one before"
+        total += f"; {seconds['time_s_in_turn']} if each leg waits for the one before"
     yield Fact("last byte", total, column=COLUMN)
-    yield Fact("bound by", found.bound_by, column=COLUMN)
-
-
-def _amount(leg: TransferLeg) -> str:
-    return format_flop_count(leg.amount) if leg.channel == "compute" else format_bytes(leg.amount)
-
-
-def _rate(leg: TransferLeg) -> str:
-    one = format_flops(leg.rate) if leg.channel == "compute" else format_rate(leg.rate)
-    return f"{leg.lanes} x {one}" if leg.lanes > 1 else one
+    yield Fact("bound by", found["bound_by"], column=COLUMN)
 
 
 # -- collectives ----------------------------------------------------------------------------------------
@@ -148,7 +148,21 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
     rates = leg_rates(legs, measured) if two_way else one_way_rates(legs, measured)
     if rates.size == 1:
         raise InputError(f"axis {','.join(axes)} of {cluster.short_name} has one chip: there is nothing to send.")
-    kinds = [kind for kind in COLLECTIVES if kind in rates.kinds and given.collective in (None, kind)]
+    priced = []
+    for kind in (one for one in COLLECTIVES if one in rates.kinds and given.collective in (None, one)):
+        rate, time_s = rates[kind], collective_time(kind, num_bytes, rates)
+        priced.append(
+            {
+                "kind": kind,
+                "bandwidth_s": num_bytes * rate.seconds_per_byte,
+                "latency_s": rate.setup_s + rate.floor_s,
+                "time_s": time_s,
+                "bytes_per_s": num_bytes / time_s if time_s else None,
+                "bound_by": collective_bound_by(kind, num_bytes, rates),
+                "latency_bound_below_bytes": rate.floor_s / rate.seconds_per_byte if rate.seconds_per_byte else None,
+                "link_bytes": link_bytes(kind, num_bytes, legs, two_way=two_way),
+            }
+        )
     found: dict[str, Any] = {
         "cluster": cluster.short_name,
         "axes": axes,
@@ -156,27 +170,51 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
         "bytes": num_bytes,
         "two_way": two_way,
         "latency_forms": _latency_forms(legs),
-        "collectives": [
-            {**_priced(kind, num_bytes, rates), "link_bytes": link_bytes(kind, num_bytes, legs, two_way=two_way)}
-            for kind in kinds
-        ],
+        "collectives": priced,
     }
     if given.frames is not None:
         found["frames"] = _draw_frames(given.frames, given.collective, legs, cluster.short_name, two_way=two_way)
     return Answer(found, _collectives_text(found))
 
 
-def _priced(kind: CollectiveKind, num_bytes: float, rates: GroupRates) -> dict[str, Any]:
-    rate, time_s = rates[kind], collective_time(kind, num_bytes, rates)
-    return {
-        "kind": kind,
-        "bandwidth_s": num_bytes * rate.seconds_per_byte,
-        "latency_s": rate.setup_s + rate.floor_s,
-        "time_s": time_s,
-        "bytes_per_s": num_bytes / time_s if time_s else None,
-        "bound_by": collective_bound_by(kind, num_bytes, rates),
-        "latency_bound_below_bytes": rate.floor_s / rate.seconds_per_byte if rate.seconds_per_byte else None,
-    }
+def is_ring(legs: tuple[Leg, ...]) -> bool:
+    """True if the group is one whole torus axis that wraps around."""
+    return len(legs) == 1 and legs[0].level == "ici" and bool(legs[0].wraps) and legs[0].size > 1
+
+
+def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None) -> GroupRates:
+    """Returns the rates of a ring when data goes one way round: V / w, half as fast as both ways, n - 1 hops.
+
+    An AllToAll takes half as long as an AllGather: a block goes half way round on average. In both directions it goes a
+    quarter, on twice the links. Raises InputError for a group that is no ring. Source: How to Scale Your Model,
+    exercise 3.10.
+    """
+    if not is_ring(legs):
+        raise InputError(
+            "--one-way needs a ring: one torus axis that wraps around, such as an axis of 16 of v5e:16x16."
+        )
+    leg, share, hop_s = legs[0], 1.0, legs[0].hop_s
+    if calibration is not None:
+        share, hop_s = calibration.efficiency.ici, calibration.hop_s.get("ici", hop_s)
+    each, floor = leg.sharing / (leg.bytes_per_s * share), ring_hops(leg.size) * hop_s
+    once = KindRate(each, floor, level="ici")
+    return GroupRates(
+        size=leg.size,
+        kinds={
+            "all_gather": once,
+            "reduce_scatter": once,
+            "all_reduce": KindRate(2 * each, 2 * floor, level="ici"),
+            "all_to_all": KindRate(each / 2, floor, level="ici"),
+            "permute": KindRate(each, hop_s, level="ici"),
+        },
+    )
+
+
+def link_bytes(kind: CollectiveKind, num_bytes: float, legs: tuple[Leg, ...], *, two_way: bool) -> float | None:
+    """Returns bytes of the array that cross one link of a ring in one direction; None for a group that is no ring."""
+    if not is_ring(legs):
+        return None
+    return num_bytes if kind == "permute" else num_bytes * ring_link_share(kind, legs[0].size, two_way=two_way)
 
 
 def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:

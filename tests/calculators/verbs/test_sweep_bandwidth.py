@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, bandwidth_sweep
+from meshwright.calculators.verbs.sweep_bandwidth import SWEPT, bandwidth_sweep
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 
@@ -12,7 +12,7 @@ LARGE = 1e12
 
 def rates(text, num_bytes=LARGE, calibration=None):
     found = bandwidth_sweep([parse_cluster(text)], num_bytes, calibration=calibration)
-    return {point.collective: point.bytes_per_s for point in found}
+    return {point["collective"]: point["bytes_per_s"] for point in found}
 
 
 def test_inside_a_domain_every_chip_has_its_port():
@@ -36,7 +36,7 @@ def test_a_torus_gathers_over_all_axes():
 
 def test_small_collectives_are_bound_by_latency():
     points = bandwidth_sweep([parse_cluster("h100:8x64")], 1e3)
-    assert {point.bound_by for point in points if point.collective != "all_to_all"} == {"latency"}
+    assert {point["bound_by"] for point in points if point["collective"] != "all_to_all"} == {"latency"}
     assert rates("h100:8x64", 1e3)["all_gather"] < 0.01 * rates("h100:8x64")["all_gather"]
 
 
@@ -47,4 +47,4 @@ def test_a_calibration_takes_its_share():
 
 
 def test_one_chip_sends_nothing():
-    assert bandwidth_sweep([parse_cluster("h100:1x1")], 1e9) == ()
+    assert bandwidth_sweep([parse_cluster("h100:1x1")], 1e9) == []

@@ -1,10 +1,6 @@
 """The closed form of activation memory, with the published figures."""
 
-import pytest
-
-from meshwright.calculators.training.activation_formula import attention_term, layer_activations, layer_units
-from meshwright.core.errors import InputError
-from meshwright.spec.catalogue import load_model
+from meshwright.calculators.verbs.compare_memory import attention_term, layer_units
 
 
 def test_selective_recomputation_saves_what_the_paper_says():
@@ -24,14 +20,11 @@ def test_the_rows_of_the_papers_table():
     assert layer_units(80, tensor=8, recompute="full") == 2
 
 
-def test_bytes_of_a_layer_are_linear_in_the_batch_and_quadratic_in_the_length():
-    gpt3 = load_model("gpt3-175b")
-    one = layer_activations(gpt3, seq_len=2048)
-    assert one.num_bytes == 2048 * 12288 * 114
-    assert layer_activations(gpt3, seq_len=2048, microbatch_seqs=3).num_bytes == 3 * one.num_bytes
-    assert layer_activations(gpt3, seq_len=4096).num_bytes == 2 * 2048 * 12288 * (34 + 160)
+def test_bytes_of_a_layer_are_linear_in_the_batch_and_quadratic_in_the_length(call):
+    def layer(*options):
+        said = call("compare", "gpt3-175b", "--activations", *options, "--json")
+        return said.json["models"][0]["closed_form"][0]["num_bytes"]
 
-
-def test_an_unknown_recomputation():
-    with pytest.raises(InputError, match="none, selective or full"):
-        layer_units(80, recompute="some")
+    assert layer("--seq", "2048") == 2048 * 12288 * 114
+    assert layer("--seq", "2048", "--micro", "3") == 3 * layer("--seq", "2048")
+    assert layer("--seq", "4096") == 2 * 2048 * 12288 * (34 + 160)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.calculators.chips.dot_product import dot_product_ways, dot_product_work
 from meshwright.calculators.chips.number_formats import number_format
+from meshwright.calculators.verbs.formats import dot_product_ways, dot_product_work
 from meshwright.core.errors import InputError
 
 BF16 = number_format("bf16")
@@ -18,18 +18,18 @@ def test_the_slides_intensity():
 
 def test_instructions_by_hand():
     plain, fused, vector, matrix = dot_product_ways(BF16, 1024, load_cycles=10, vector_bits=512)
-    assert (plain.loads, plain.arithmetic, plain.stores) == (2048, 1024 + 1023, 1)
-    assert fused.arithmetic == 1024
+    assert (plain["loads"], plain["arithmetic"], plain["stores"]) == (2048, 1024 + 1023, 1)
+    assert fused["arithmetic"] == 1024
     # 32 lanes: 32 fused instructions, then 5 shuffles and 5 adds
-    assert (vector.loads, vector.arithmetic) == (64, 32 + 10)
+    assert (vector["loads"], vector["arithmetic"]) == (64, 32 + 10)
     # [16,16] x [16,8]: 64 instructions for 128 dot products
-    assert matrix.arithmetic == 64 / 128
+    assert matrix["arithmetic"] == 64 / 128
 
 
 def test_cycles_are_the_larger_part_or_the_sum():
     plain = dot_product_ways(BF16, 4, load_cycles=10)[0]
-    assert (plain.cycles_lower, plain.cycles_upper) == (90, 97)
-    assert dot_product_ways(BF16, 4, load_cycles=0)[0].cycles_lower == 7
+    assert (plain["cycles_lower"], plain["cycles_upper"]) == (90, 97)
+    assert dot_product_ways(BF16, 4, load_cycles=0)[0]["cycles_lower"] == 7
 
 
 def test_what_cannot_be():

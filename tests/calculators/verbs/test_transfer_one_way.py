@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.calculators.links.one_way import is_ring, link_bytes, one_way_rates
+from meshwright.calculators.verbs.transfer import is_ring, link_bytes, one_way_rates
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import leg_rates
 from tests.torus_legs import ring
