@@ -7,13 +7,12 @@ from pathlib import Path
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, BandwidthPoint, bandwidth_sweep
 from meshwright.calculators.sweeps.fields import growing, require_links, sweep_clusters
-from meshwright.cli.shared import CALIBRATION, PNG
-from meshwright.cli.verb import Options, option, verb
+from meshwright.cli.verb import CALIBRATION, PNG, Options, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_rate, parse_bytes
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
-from meshwright.report.scaling import bandwidth_figure
+from meshwright.report.sweeps import bandwidth_figure
 
 NAMES = {kind: kind.replace("_", "-") for kind in SWEPT}
 

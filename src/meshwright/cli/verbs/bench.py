@@ -43,7 +43,11 @@ def command(given: Given) -> Answer:
 
     meshwright bench --on cpu:8 -o rates.toml, then meshwright plan MODEL --on cpu:8 --calibration rates.toml.
     """
-    _check_file(given.what, given.out)
+    # a file that could not be written is refused before minutes of measuring
+    if given.out is not None and given.what and not set(given.what) & set(RATES):
+        raise InputError(f"-o needs rates, and {' '.join(given.what)} has none. Add one of {' '.join(RATES)}.")
+    if given.out is not None and given.out.suffix != ".toml":
+        raise InputError(f"-o {given.out}: a calibration is a .toml file.")
     if given.chip_name is not None:
         find_chip(given.chip_name)
     devices = _devices(given.on)
@@ -69,16 +73,7 @@ def command(given: Given) -> Answer:
     return Answer(facts, report_text(report), pictures)
 
 
-def _check_file(what: tuple[str, ...], output: Path | None) -> None:
-    """Refuses, before minutes of measuring, a file that could not be written afterwards."""
-    if output is not None and what and not set(what) & set(RATES):
-        raise InputError(f"-o needs rates, and {' '.join(what)} has none. Add one of {' '.join(RATES)}.")
-    if output is not None and output.suffix != ".toml":
-        raise InputError(f"-o {output}: a calibration is a .toml file.")
-
-
 def _devices(on: str | None) -> "list[jax.Device]":
-    """Returns the requested devices, or all that JAX has."""
     cluster = parse_cluster(on) if on is not None else None
     if cluster is not None and cluster.kind != "host":
         raise InputError(

@@ -1,6 +1,6 @@
 """The tables and pictures of `plan --pareto` and `plan --breakdown`, and the line about overlap."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,6 @@ MESH: TableColumns = {"mesh": ("strategy.mesh", mesh_words, "axes")}
 
 
 def _usd(found: PlannedStrategy) -> float:
-    """Returns dollars of a billion tokens."""
     return 1e9 * (found.usd_per_token or 0.0)
 
 
@@ -173,7 +172,12 @@ def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
 
 def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:
     best = result.strategies[0]
-    links = {name if name == "latency" else f"{name} links": seconds for name, seconds in _largest(parts.alone).items()}
+    # groups of mesh axes whose links are busy for more than a thousandth of the total
+    links = {
+        name if name == "latency" else f"{name.replace(',', '+')} links": seconds
+        for name, seconds in parts.alone.items()
+        if seconds > 1e-3 * sum(parts.alone.values())
+    }
     return breakdown_figure(
         parts.named(),
         links,
@@ -181,9 +185,3 @@ def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:
         subtitle=f"{short_mesh(best.strategy.mesh)}, {format_count(best.job.tokens_per_step)} tokens a step, "
         f"remat {best.strategy.remat}. Of the links' own time {format_seconds(parts.exposed_s)} are exposed.",
     )
-
-
-def _largest(alone: Mapping[str, float]) -> dict[str, float]:
-    """Returns the groups of mesh axes whose links are busy for more than a thousandth of the total."""
-    total = sum(alone.values())
-    return {name.replace(",", "+"): seconds for name, seconds in alone.items() if seconds > 1e-3 * total}

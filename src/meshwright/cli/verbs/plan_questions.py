@@ -1,6 +1,7 @@
 """The questions of `plan`: why not another strategy, what if the machine were different, what the recipe would do."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from meshwright.cli.fields import field_value, split_pairs
 from meshwright.cli.verbs.explain import limit_words
 from meshwright.cli.verbs.plan_words import BOUND_BY, MEMORY, STEP, full_words, mfu_columns
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.cost.breakdown import Term, term_words
+from meshwright.cost.breakdown import term_words
 from meshwright.cost.train_step import Estimate
 from meshwright.plan.result import PlanResult
 from meshwright.plan.why.recipe import Recipe, recipe
@@ -51,7 +52,8 @@ def _why_not_facts(told: WhyNot, result: PlanResult) -> dict[str, Any]:
 
 def _why_not_text(told: WhyNot, result: PlanResult) -> Iterator[Piece]:
     yield ""
-    yield f"Why not {', '.join(f'{name} {_value(value)}' for name, value in told.asked.items())}"
+    asked = {name: str(value).lower() if isinstance(value, bool) else value for name, value in told.asked.items()}
+    yield f"Why not {', '.join(f'{name} {value}' for name, value in asked.items())}"
     if told.refusal is not None:
         yield Fact("  refused", f"({told.refusal.rule}) {told.refusal.message}")
     if told.strategy is None or told.estimate is None or told.slower_s is None:
@@ -86,10 +88,6 @@ def _why_not_text(told: WhyNot, result: PlanResult) -> Iterator[Piece]:
         yield Fact("  beyond" if number == 0 else "", limit_words(limit))
 
 
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _terms_text(told: WhyNot) -> Iterator[Piece]:
     """Yields the terms that make it slower, or faster if it is faster."""
     slower = (told.slower_s or 0.0) >= 0
@@ -115,12 +113,7 @@ def _terms_text(told: WhyNot) -> Iterator[Piece]:
 def what_if_answer(told: Sequence[WhatIf]) -> Answer:
     """Returns the changes, then both plans side by side; ``then`` has the keys of a strategy of `plan --json`."""
     facts = [
-        {
-            **asdict(one),
-            "now": one.now.to_json(),
-            "then": None if one.then is None else one.then.to_json(),
-            "speedup": one.speedup,
-        }
+        {**asdict(one), "now": one.now.to_json(), "then": one.then and one.then.to_json(), "speedup": one.speedup}
         for one in told
     ]
     return Answer({"what_if": facts}, [piece for one in told for piece in _what_if_text(one)])
@@ -137,23 +130,15 @@ def _what_if_text(told: WhatIf) -> Iterator[Piece]:
         yield Paragraph(f"  {told.note}", indent=4)
     yield Fact("  now", full_words(told.now.strategy))
     yield Fact("  then", full_words(told.then.strategy))
-    plans = {"now": (told.now, told.terms_now), "then": (told.then, told.terms)}
-    both = [one for one, _ in plans.values()]
-    measures = Table.of(both, {**STEP, **mfu_columns(both), **MEMORY, **BOUND_BY})
-    rows = [[name, *row, _terms(plans[name][1])] for name, row in zip(plans, measures.rows, strict=True)]
-    yield Table(
-        [
-            Heading("", "  {}".format, "plan"),
-            *measures.columns,
-            Heading("what its step is made of", str, "terms"),
-        ],
-        rows,
-    )
+    measures = Table.of(both := [told.now, told.then], {**STEP, **mfu_columns(both), **MEMORY, **BOUND_BY})
+    terms = [
+        ", ".join(f"{one.words} {one.share:.0%}" for one in made[:MAX_TERMS] if one.share > 0.005)
+        for made in (told.terms_now, told.terms)
+    ]
+    rows = [[name, *row, made] for name, row, made in zip(("now", "then"), measures.rows, terms, strict=True)]
+    heads = [Heading("", "  {}".format, "plan"), *measures.columns, Heading("what its step is made of", str, "terms")]
+    yield Table(heads, rows)
     yield Fact("  in all", _in_all(told))
-
-
-def _terms(terms: Sequence[Term]) -> str:
-    return ", ".join(f"{one.words} {one.share:.0%}" for one in terms[:MAX_TERMS] if one.share > 0.005)
 
 
 def _in_all(told: WhatIf) -> str:
@@ -180,20 +165,20 @@ def recipe_answer(result: PlanResult) -> Answer:
 
 
 def _recipe_text(made: Recipe, best: Estimate) -> Iterator[Piece]:
+    fact = partial(Fact, column=23)
     yield ""
     yield "The recipe: data parallelism, FSDP, checkpointing, hybrid sharding, then context, tensor and pipeline"
     for step in made.steps:
-        yield Fact(f"  {step.name}", f"{'yes' if step.applies else 'no '}  {step.reason}", column=23)
-    yield Fact("  so", full_words(made.strategy), column=23)
+        yield fact(f"  {step.name}", f"{'yes' if step.applies else 'no '}  {step.reason}")
+    yield fact("  so", full_words(made.strategy))
     if made.refusal is not None:
-        yield Fact("  refused", made.refusal.message, column=23)
+        yield fact("  refused", made.refusal.message)
     if made.estimate is None:
         return
     its = made.estimate
     ratio = its.step_s / best.step_s
     verdict = f"{ratio:.3g} times the best's {format_seconds(best.step_s)}" if ratio > 1.0005 else "as fast as the best"
-    yield Fact(
+    yield fact(
         "  its step",
         f"{format_seconds(its.step_s)}, MFU {its.mfu:.0%}, {format_bytes(its.hbm_bytes_per_chip)} per chip: {verdict}",
-        column=23,
     )

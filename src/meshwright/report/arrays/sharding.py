@@ -114,7 +114,6 @@ def _panel(array: ShardingPanel, color: Encoding) -> Layer:
 def _blocks(
     array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
 ) -> tuple[list[Datum], list[Datum], list[Datum]]:
-    """Returns the rows of the stripes, the outlines and the texts."""
     cells, texts = grid(rows, cols)
     stripes, outlines = [], []
     for x, y, row, col in cells:

@@ -30,16 +30,18 @@ _US = 1e6
 TraceEvent = dict[str, Any]
 
 
-def trace_events(found: Profile) -> list[TraceEvent]:
-    """Returns the events of one predicted step and of the measured steps; both timelines start at 0."""
-    count = found.plan.strategy.num_microbatches
-    return [*predicted_events(found.priced, num_microbatches=count), *measured_events(found.trace, found.program)]
-
-
 def save_trace(found: Profile, path: Path) -> Path:
-    """Writes the gzipped trace and returns its path."""
+    """Writes the gzipped trace of one predicted step and of the measured steps, which both start at 0.
+
+    Returns its path. The predicted step has a thread for computation and one for the links.
+    """
+    predicted = predicted_timeline(found.priced, num_microbatches=found.plan.strategy.num_microbatches)
     document = {
-        "traceEvents": trace_events(found),
+        "traceEvents": [
+            *_names(PREDICTED_PID, "predicted", LANES, order=0),
+            *(_slice(PREDICTED_PID, 1 + LANES.index(s.lane), s.what, s.kind, s.start_s, s.seconds) for s in predicted),
+            *measured_events(found.trace, found.program),
+        ],
         "displayTimeUnit": "ms",
         "otherData": {"model": found.plan.model.name, "cluster": found.plan.cluster.short_name},
     }
@@ -53,15 +55,6 @@ def save_trace(found: Profile, path: Path) -> Path:
 LANES = ("compute", "links")
 
 
-def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[TraceEvent]:
-    """Returns the events of one predicted step: a thread for computation and one for the links."""
-    slices = predicted_timeline(priced, num_microbatches=num_microbatches)
-    return [
-        *_names(PREDICTED_PID, "predicted", LANES, order=0),
-        *(_slice(PREDICTED_PID, 1 + LANES.index(s.lane), s.what, s.kind, s.start_s, s.seconds) for s in slices),
-    ]
-
-
 def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list[Slice]:
     """Returns the slices of one predicted step: local steps in sequence, collectives overlapped or exposed.
 
@@ -73,9 +66,13 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
         begin, number = lanes.compute_end_s, len(lanes.slices)
         lanes.links_end_s = max(lanes.links_end_s, begin)
         for cost, times in steps:
-            seconds = float(cost.time_s) * times
-            if seconds > 0:
-                _add_step(lanes, cost, seconds, overlaps=priced.rates.overlaps)
+            seconds, name, kind = float(cost.time_s) * times, label_text(cost.step), class_of_op(cost.step.op)
+            if seconds > 0 and not cost.step.is_collective:
+                lanes.compute(name, seconds, kind=kind)
+            elif seconds > 0 and cost.hides and priced.rates.overlaps:
+                lanes.send(name, seconds, kind=kind)
+            elif seconds > 0:
+                lanes.compute_end_s = lanes.send(name, seconds, kind=kind, when=lanes.compute_end_s)
         lanes.compute_end_s = max(lanes.compute_end_s, lanes.links_end_s)
         if lanes.compute_end_s > begin:
             whole = Slice(lane="compute", what=name, kind="pass", start_s=begin, end_s=lanes.compute_end_s)
@@ -109,16 +106,6 @@ def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tupl
                 own = f" {number}" if repeats > 1 else ""
                 yield f"{name}{own} {phase}{which}", [(cost, 1.0) for cost in costs]
     yield "update", [(cost, float(cost.here)) for cost in priced.costs.once]
-
-
-def _add_step(lanes: Lanes, cost: StepCost, seconds: float, *, overlaps: bool) -> None:
-    name, kind = label_text(cost.step), class_of_op(cost.step.op)
-    if not cost.step.is_collective:
-        lanes.compute(name, seconds, kind=kind)
-    elif cost.hides and overlaps:
-        lanes.send(name, seconds, kind=kind)
-    else:
-        lanes.compute_end_s = lanes.send(name, seconds, kind=kind, when=lanes.compute_end_s)
 
 
 # -- measured -----------------------------------------------------------------------------------------------
