@@ -265,13 +265,10 @@ def as_csv(found: Table) -> str:
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([column.name or column.title for column in found.heads])
-    writer.writerows([[_raw(cell) for cell in row] for row in found.rows])
+    for row in found.rows:
+        values = [cell.value if isinstance(cell, Quantity) else cell for cell in row]
+        writer.writerow([None if isinstance(v, float) and not math.isfinite(v) else joined(v) for v in values])
     return out.getvalue()
-
-
-def _raw(cell: Any) -> Any:
-    value = cell.value if isinstance(cell, Quantity) else cell
-    return None if isinstance(value, float) and not math.isfinite(value) else joined(value)
 
 
 def as_markdown(found: Table) -> str:

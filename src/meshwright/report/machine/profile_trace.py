@@ -16,7 +16,7 @@ from meshwright.cost.lanes import Lanes, Slice
 from meshwright.cost.train_step import PricedStrategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.profile.classes import class_of_op
-from meshwright.profile.events import DeviceTrace, OpEvent, Window
+from meshwright.profile.events import DeviceTrace, OpEvent
 from meshwright.profile.hlo import TracedProgram
 from meshwright.profile.summary import Profile
 
@@ -111,39 +111,30 @@ def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tupl
 # -- measured -----------------------------------------------------------------------------------------------
 
 
-def measured_events(trace: DeviceTrace, program: TracedProgram) -> list[TraceEvent]:
-    """Returns a process per device with a thread per stream or host thread, and one thread for the steps."""
+def measured_events(trace: DeviceTrace, program: TracedProgram) -> Iterator[TraceEvent]:
+    """Yields a process per device with a thread per stream or host thread, and one thread for the steps."""
     zero = trace.windows[0].start_s
     end = trace.windows[-1].end_s
     inside = [event for event in trace.events if event.start_s >= zero and event.end_s <= end]
     if len(inside) > MAX_EVENTS:
         inside = sorted(inside, key=lambda event: -event.seconds)[:MAX_EVENTS]
-    found: list[TraceEvent] = []
     for device in trace.devices:
         own = sorted(
             (event for event in inside if event.device == device), key=lambda event: (event.start_s, -event.end_s)
         )
-        found += _device(device, own, trace.windows, program, zero)
-    return found
-
-
-def _device(
-    device: int, events: Sequence[OpEvent], windows: Sequence[Window], program: TracedProgram, zero: float
-) -> Iterator[TraceEvent]:
-    pid = 10 + device
-    lanes = _nested(events)
-    yield from _names(pid, f"device {device}, measured", ["steps", *(name for name, _ in lanes)], order=pid)
-    for number, window in enumerate(windows):
-        yield _slice(pid, 1, f"step {number}", "step", window.start_s - zero, window.seconds)
-    for tid, (_, own) in enumerate(lanes, start=2):
-        for event in own:
-            fact = program.fact(event.op)
-            args = {"op": event.op, "bound": fact.bound}
-            if event.waits:
-                args["waited_us"] = f"{event.waited_s * _US:.1f}"
-            name = str(fact.label) if fact.label else event.op
-            kind = str(fact.kind) if program.is_work(event.op) else "control"
-            yield {**_slice(pid, tid, name, kind, event.start_s - zero, event.seconds), "args": args}
+        lanes, pid = _nested(own), 10 + device
+        yield from _names(pid, f"device {device}, measured", ["steps", *(name for name, _ in lanes)], order=pid)
+        for number, window in enumerate(trace.windows):
+            yield _slice(pid, 1, f"step {number}", "step", window.start_s - zero, window.seconds)
+        for tid, (_, events) in enumerate(lanes, start=2):
+            for event in events:
+                fact = program.fact(event.op)
+                args = {"op": event.op, "bound": fact.bound}
+                if event.waits:
+                    args["waited_us"] = f"{event.waited_s * _US:.1f}"
+                name = str(fact.label) if fact.label else event.op
+                kind = str(fact.kind) if program.is_work(event.op) else "control"
+                yield {**_slice(pid, tid, name, kind, event.start_s - zero, event.seconds), "args": args}
 
 
 def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
