@@ -12,11 +12,11 @@ from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import four_digits, say
 from meshwright.cli.verb import verb
 from meshwright.cli.verbs.explain_service import TERMS, algorithm_text, service_explanation
-from meshwright.cli.verbs.plan_pictures import overlap_words
 from meshwright.cli.verbs.plan_words import (
     budget_text,
     collective_matmul_words,
     microbatch_words,
+    overlap_words,
     placement_words,
     remat_words,
 )

@@ -11,12 +11,11 @@ import msgspec
 from meshwright.api.rates import rates_for
 from meshwright.batching.limits import POLICIES
 from meshwright.cli.asked import AXES, SET
-from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with_fields
+from meshwright.cli.fields import PLANNED, job_of, parse_fields, parse_why_not, take_axes, with_fields
 from meshwright.cli.output import format_range, save_to, say, width
 from meshwright.cli.verb import BATCH, CALIBRATION, Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
-from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer, overlap_words
-from meshwright.cli.verbs.plan_questions import parse_why_not, recipe_answer, what_if_answer, why_not_answer
-from meshwright.cli.verbs.plan_words import BOUND_BY, CHOICES, MEMORY, STEP, budget_text, mfu_columns, placement_words
+from meshwright.cli.verbs.plan_parts import frontier_answer, recipe_answer, step_answer, what_if_answer, why_not_answer
+from meshwright.cli.verbs.plan_words import CHOICES, STEP, budget_text, cost_columns, overlap_words, placement_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count
 from meshwright.cost.setting import Setting
@@ -27,8 +26,6 @@ from meshwright.plan.run_budget import run_budget
 from meshwright.plan.serving.service import MAX_DRAFTS
 from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import CHANGES, parse_what_if
-from meshwright.plan.why.what_if import what_if
-from meshwright.plan.why.why_not import why_not
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns, tables_of
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.job import require_training
@@ -161,11 +158,11 @@ def command(given: Given) -> Answer:
     if given.pareto or (given.png and not given.breakdown):
         parts.append(frontier_answer(result, png=None if given.breakdown else given.png))
     if given.breakdown:
-        parts.append(breakdown_answer(result, given.png))
+        parts.append(step_answer(result, given.png))
     if why_nots:
-        parts.append(why_not_answer(result, [why_not(result, asked) for asked in why_nots]))
+        parts.append(why_not_answer(result, why_nots))
     if what_ifs:
-        parts.append(what_if_answer([what_if(result, asked) for asked in what_ifs]))
+        parts.append(what_if_answer(result, what_ifs))
     if given.recipe:
         parts.append(recipe_answer(result))
     best = result.strategies[0]
@@ -231,9 +228,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
         "strategy, best first": lambda one: _strategy_words(one.strategy, varied),
         **STEP,
         bounds: ("estimate", _range_words),
-        **mfu_columns(result.strategies),
-        **MEMORY,
-        **BOUND_BY,
+        **cost_columns(result.strategies),
     }
     yield Table.of(result.strategies, columns)
     if same:
