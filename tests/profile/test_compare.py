@@ -17,7 +17,7 @@ from meshwright.profile.compare import (
     TimeRow,
 )
 from meshwright.profile.times import OpTime, StepTimes
-from meshwright.report.machine.profile_figures import parts_figure
+from meshwright.report.machine.profile_report import parts_figure
 from meshwright.report.machine.profile_trace import predicted_timeline
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.catalogue import load_model

@@ -18,7 +18,7 @@ from meshwright.profile.memory import (
     state_owners,
     temporary_owners,
 )
-from meshwright.report.machine.profile_figures import MAX_SAMPLES, memory_timeline_figure
+from meshwright.report.machine.profile_report import MAX_SAMPLES, memory_timeline_figure
 from tests.charts import marks
 
 LOOP = """HloModule loop, is_scheduled=true

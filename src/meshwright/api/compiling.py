@@ -1,6 +1,7 @@
 """The process that compiles for `verify`: ``python -m meshwright.api.compiling FOLDER``."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
+from meshwright.cost.setting import Setting
+from meshwright.spec.strategy import Form, Strategy
 from meshwright.verify.request import ERROR, REQUEST, Request
 
 
@@ -32,31 +35,38 @@ def _say_error(path: Path, kind: str, message: str) -> None:
 
 
 def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:
-    """Returns the real step of a request, as `train` and `generate` run it, and the sizes of its inputs."""
-    setting, job = request.setting, request.setting.job
+    """Returns the real step of a request and the sizes of its inputs."""
+    job = request.setting.job
+    step = step_of(request.setting, request.strategy, request.settings, mesh=mesh, form=request.form)
+    return step, (job.batch_seqs, job.seq_len) if job.trains else (job.seq_len if job.kind == "prefill" else 0,)
+
+
+def step_of(
+    setting: Setting, strategy: Strategy, settings: Mapping[str, Any], *, mesh: Any = None, form: Form = "shard_map"
+) -> Any:
+    """Returns the step that `train` runs with these settings, or the one of `generate`; by default on the devices at
+    hand. Raises InputError if a training batch does not divide over them."""
+    job = setting.job
     if job.trains:
         from meshwright.train.settings import settings_from_table
         from meshwright.train.step import make_step, require_divides
 
-        settings = settings_from_table(request.settings)
-        step = make_step(
-            setting.model, request.strategy, settings, several_documents=False, mesh=mesh, form=request.form
-        )
+        table = settings_from_table(settings)
+        step = make_step(setting.model, strategy, table, several_documents=False, mesh=mesh, form=form)
         require_divides(step, job)
-        return step, (job.batch_seqs, job.seq_len)
+        return step
     from meshwright.parallel.generate_step import GenerateStep
 
     cache_dtype, weights = setting.storage.executed
-    generate = GenerateStep(
+    return GenerateStep(
         setting.model,
-        request.strategy,
+        strategy,
         max_len=job.seq_len,
         batch_seqs=job.batch_seqs,
         cache_dtype=cache_dtype,
         weights=weights,
         mesh=mesh,
     )
-    return generate, (job.seq_len if job.kind == "prefill" else 0,)
 
 
 if __name__ == "__main__":

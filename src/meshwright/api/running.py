@@ -184,7 +184,13 @@ def _loaded(
     from meshwright.serve.generate import require_prompts
 
     keep_compiled_programs(cache_folder())
-    _require_positions(source, prompts, options.max_tokens)
+    longest, there, more = max(map(len, prompts)), source.model.max_positions, options.max_tokens
+    if longest + more > there:  # beyond its positions the model would not write text
+        raise InputError(
+            f"a prompt of {longest:,} {'token' if longest == 1 else 'tokens'} and {more:,} more need "
+            f"{longest + more:,} positions, but {source.model.name} has {there:,}. Shorten the prompt, or use a "
+            f"smaller --max-tokens."
+        )
     strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
     parts = mesh["data"] * mesh["fsdp"] * mesh["expert"]
     step = GenerateStep(
@@ -208,14 +214,3 @@ def _loaded(
         f"positions{without_mtp_words(source.model)}"
     )
     return step, params
-
-
-def _require_positions(source: "ModelFolder", prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Raises InputError if a sequence would be longer than the model's positions: the model would not write text."""
-    longest, there = max(map(len, prompts)), source.model.max_positions
-    if longest + max_tokens > there:
-        raise InputError(
-            f"a prompt of {longest:,} {'token' if longest == 1 else 'tokens'} and {max_tokens:,} more need "
-            f"{longest + max_tokens:,} positions, but {source.model.name} has {there:,}. Shorten the prompt, or use a "
-            f"smaller --max-tokens."
-        )

@@ -11,8 +11,7 @@ import msgspec
 from meshwright.algebra.generation import Storage
 from meshwright.api.rates import rates_for
 from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
-from meshwright.cli.shared import AXES, CALIBRATION, SET
-from meshwright.cli.verb import Count, MeshSizes, Options, argument, option
+from meshwright.cli.verb import CALIBRATION, Count, MeshSizes, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
@@ -30,6 +29,9 @@ from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, require_runnab
 RUN = ("train", "profile")
 """Verbs that run the plan."""
 Fields = Mapping[str, dict[str, Any]]
+
+AXES = option("Mesh axes to keep fixed, such as fsdp=1024,tensor=4.")
+SET = option("A field: strategy.remat=block.", "--set", metavar="KEY=VALUE")
 
 
 class PlanOptions(Options):
@@ -89,14 +91,11 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
     if verb in RUN and find_processes(os.environ):
         # Each process might measure, and so plan, differently.
         raise InputError(f"several processes need one plan. Write it first: plan {given.what} ... -o plan.toml.")
-    for name in ("--on", "--batch", "--seq"):
-        if texts[name] is None:
-            raise InputError(
-                f"{verb} {given.what} needs {name}, or name a plan file. Write: --on cpu:8 --batch 16Ki --seq 512."
-            )
-    assert given.on is not None
-    assert given.batch is not None
-    assert given.seq_len is not None
+    if given.on is None or given.batch is None or given.seq_len is None:
+        missing = next(name for name, value in texts.items() if value is None)
+        raise InputError(
+            f"{verb} {given.what} needs {missing}, or name a plan file. Write: --on cpu:8 --batch 16Ki --seq 512."
+        )
     model = with_fields(load_model(given.what), "model", fields["model"])
     of_job = {"weights": weights_of(given.what), **fields["job"]}
     job = job_of_step(job_of(given.batch, given.seq_len, of_job), step)

@@ -150,6 +150,12 @@ def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
     return found
 
 
+def parse_why_not(text: str) -> dict[str, Any]:
+    """Returns name -> value of ``"tensor=16,remat=block"``; values are TOML or else text."""
+    pairs = split_pairs(text, "name=value. Write for example tensor=16,remat=block", what="--why-not")
+    return {name: field_value(value) for name, value in pairs.items()}
+
+
 def parse_mesh(text: str, what: str = "--mesh") -> dict[str, int]:
     """Returns {"X": 4, "Y": 2} for ``"X=4,Y=2"``, in the order given. Raises InputError for a size below 1."""
     return _sizes(text, "mesh axis", "fsdp=8,tensor=4" if what == "--axes" else "X=4,Y=2", what)

@@ -111,7 +111,8 @@ def run(args: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return 2
     except click.ClickException as error:
-        return _fail(_usage(error), 2)
+        verb = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "meshwright"
+        return _fail(f"{error.format_message()} See {verb} --help.", 2)
     except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("stopped.", 130)
     except OSError as error:
@@ -143,12 +144,6 @@ def _our_fault(error: Exception) -> int:
     where = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     return _fail(f"internal error at {where.name}:{where.lineno}: {what} (MESHWRIGHT_DEBUG=1 shows more)", 1)
-
-
-def _usage(error: click.ClickException) -> str:
-    text = error.format_message()
-    verb = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "meshwright"
-    return f"{text} See {verb} --help."
 
 
 def _fail(message: str, code: int) -> int:

@@ -17,6 +17,7 @@ from meshwright.core.fields import LARGEST
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.plan.serving.service import parse_load, parse_target
 from meshwright.report.answer import Answer, Piece, as_csv, as_text
+from meshwright.report.figure import save
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, chip
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -78,6 +79,16 @@ def argument(**settings: Any) -> Any:
     return Parameter(click.Argument, (), settings)
 
 
+BATCH = option("Tokens a step (4Mi) or sequences (1024seq).")
+SEQ = option("Tokens of a sequence.", "--seq", default="4096")
+SEQ_NEEDED = option("Tokens of a sequence.", "--seq")
+MESH = option("Mesh axes, major to minor, such as X=4,Y=2.")
+DIMS = option("Sizes, such as B=1024,D=4096,F=16384.")
+CALIBRATION = option("Rates of the chip (TOML), or datasheet.")
+PNG = option("Draw the figures to this file (.png or .svg).")
+"""Options that several verbs share."""
+
+
 class Options:
     """The options of a verb: one attribute per option or argument, in the order of its help; ``form``: its format."""
 
@@ -109,13 +120,16 @@ def verb(
         def callback(form: str | None = None, as_json: bool = False, **given: Any) -> None:
             if as_json and form not in (None, "json"):
                 raise InputError(f"--json and --format {form} both say how to print. Leave one of them out.")
-            for param in params:
-                _require_figure(param, given.get(param.name or ""))
-            asked = options(**given, form="json" if as_json else form or "text")
-            for param in params:
-                row = getattr(options, param.name or "")
-                if row.needs and not any(getattr(asked, name) for name in row.needs) and _on_line(param):
-                    words = " or ".join(row.needs.values())
+            asked, context = options(**given, form="json" if as_json else form or "text"), click.get_current_context()
+            for name, param in zip(hints, params, strict=True):
+                value = given[name]
+                for one in value if isinstance(value, tuple) else (value,):
+                    if isinstance(one, int | float) and not 0 <= one <= LARGEST:
+                        raise InputError(f"{param.opts[0]} {one}: give a finite number that is not negative.")
+                needs = getattr(options, name).needs
+                on_line = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+                if needs and on_line and not any(getattr(asked, other) for other in needs):
+                    words = " or ".join(needs.values())
                     raise InputError(f"{param.opts[0]} changes nothing here: it is for {words}.")
             answer = function(asked)
             if answer is not None:
@@ -131,33 +145,18 @@ def verb(
     return decorate
 
 
-def _require_figure(param: click.Parameter, value: Any) -> None:
-    """Raises InputError for a number that is not finite, or below 0: no option of a verb takes one."""
-    for one in value if isinstance(value, tuple) else (value,):
-        if isinstance(one, int | float) and not 0 <= one <= LARGEST:
-            raise InputError(f"{param.opts[0]} {one}: give a finite number that is not negative.")
-
-
-def _on_line(param: click.Parameter) -> bool:
-    source = click.get_current_context().get_parameter_source(param.name or "")
-    return source is ParameterSource.COMMANDLINE
-
-
 def emit(answer: Answer, form: str) -> None:
     """Draws the pictures of an answer and prints it; CSV has its tables alone."""
     drawn = {path: chart for path, chart in answer.pictures.items() if path is not None}
     for path, chart in drawn.items():
-        from meshwright.report.figure import save
-
         say(f"wrote {save(chart(), path)}")
     if form == "json":
         emit_json({**answer.facts, "pictures": list(drawn)} if drawn else answer.facts)
     elif form == "text":
         show(answer.pieces)
     else:
-        click.echo(
-            "\n".join(answer_markdown(answer.pieces) if form == "markdown" else map(as_csv, answer.tables())), nl=False
-        )
+        parts = answer_markdown(answer.pieces) if form == "markdown" else map(as_csv, answer.tables())
+        click.echo("\n".join(parts), nl=False)
 
 
 def show(pieces: Iterable[Piece]) -> None:
@@ -178,15 +177,10 @@ def _parameter(name: str, hint: Any, row: Parameter) -> click.Parameter:
     if kind is bool:
         settings.setdefault("is_flag", True)
     else:
-        settings.setdefault("type", _type_of(kind))
+        own = click.Choice(get_args(kind)) if get_origin(kind) is Literal else _TYPES.get(kind, kind)
+        settings.setdefault("type", kind.__metadata__[0] if get_origin(kind) is Annotated else own)
         settings.setdefault("required", not (optional or many or "default" in settings))
     if row.build is click.Argument:
         return click.Argument([name], **settings)
     settings.setdefault("show_default", kind is not bool and "default" in settings)
     return click.Option([*(row.flags or (f"--{name.replace('_', '-')}",)), name], **settings)
-
-
-def _type_of(kind: Any) -> Any:
-    if get_origin(kind) is Annotated:
-        return kind.__metadata__[0]
-    return click.Choice(get_args(kind)) if get_origin(kind) is Literal else _TYPES.get(kind, kind)

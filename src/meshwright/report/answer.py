@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from operator import attrgetter
@@ -11,8 +12,11 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from meshwright.report.tables import cell_text, joined, render, table
 from meshwright.spec.plan_file import unmasked
 
 Show = Callable[[Any], Any]
@@ -185,16 +189,74 @@ def as_text(pieces: Iterable[Piece], width: int) -> Iterable[str]:
     for piece in pieces:
         if isinstance(piece, Table):
             if piece.title:
-                yield _filled(piece.title, width, 2)
-            yield render(table([one.title for one in piece.heads], piece.shown()), width)
+                yield filled(piece.title, width, 2)
+            yield render([one.title for one in piece.heads], piece.shown(), width)
         elif isinstance(piece, Fact):
-            yield _filled(f"{piece.label:<{piece.column}}{piece.text}", width, piece.column)
+            yield filled(f"{piece.label:<{piece.column}}{piece.text}", width, piece.column)
         else:
             line = Paragraph(piece) if isinstance(piece, str) else piece
-            yield line.text if line.indent is None else _filled(line.text, width, line.indent)
+            yield line.text if line.indent is None else filled(line.text, width, line.indent)
 
 
-def _filled(text: str, width: int, indent: int) -> str:
+# Matches text that core.units prints: a number, with a unit or a percent sign after it.
+_QUANTITY = re.compile(r"[-+~<>]?\s?\d[\d,.]*(e[+-]?\d+)?(\s?[%a-zA-Z/]{0,8})?")
+_WORD_WIDTH = 12
+_GAP = 2
+Cell = str | int | float | None
+
+
+def render(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -> str:
+    """Returns a table as plain text of at most ``width`` columns; it is wider only if a number would be cut.
+
+    It has no boxes; columns of quantities are right-aligned and do not wrap, columns of words wrap.
+    """
+    result = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    texts = [[cell_text(cell) for cell in row] for row in rows]
+    for index, header in enumerate(columns):
+        cells = [row[index] for row in texts]
+        known = [cell for cell in cells if cell != "-"]
+        is_number = bool(known) and all(_QUANTITY.fullmatch(cell) for cell in known)
+        widest = max([1, *map(len, header.split()), *map(len, cells)])
+        result.add_column(
+            # Rich would narrow every column that may wrap: a header over numbers is wrapped here instead.
+            Text(fill(header, widest) if is_number else header),
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
+            # One bound for all columns of words: rich narrows the widest first, and never below it.
+            min_width=widest if is_number else min(max(widest, len(header)), _WORD_WIDTH),
+        )
+    for row in texts:
+        # Text, not str: rich would read the square brackets of the notation as markup.
+        result.add_row(*map(Text, row))
+    needed = sum(column.min_width or 0 for column in result.columns) + _GAP * (len(columns) - 1)
+    console = Console(file=StringIO(), width=max(width, needed), color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(result)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n") + "\n"
+
+
+def joined(cell: object) -> object:
+    """Returns a list as ``g+u`` or ``256 2048``, a dictionary as ``fsdp=4,tensor=2``, and any other cell as it is."""
+    if isinstance(cell, dict):
+        return ",".join(f"{name}={value}" for name, value in cell.items())
+    numbers = isinstance(cell, tuple | list) and all(isinstance(one, int | float) for one in cell)
+    return (" " if numbers else "+").join(map(str, cell)) if isinstance(cell, tuple | list) else cell
+
+
+def cell_text(cell: object) -> str:
+    """Returns a cell as a person reads it: thousands separators, four significant digits, a dash for None."""
+    if cell is None:
+        return "-"
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    return f"{cell:.4g}" if isinstance(cell, float) else str(joined(cell))
+
+
+def filled(text: str, width: int, indent: int) -> str:
+    """Returns the text in lines of ``width`` columns, all but the first indented by ``indent``."""
     return fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 
 
@@ -203,13 +265,10 @@ def as_csv(found: Table) -> str:
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([column.name or column.title for column in found.heads])
-    writer.writerows([[_raw(cell) for cell in row] for row in found.rows])
+    for row in found.rows:
+        values = [cell.value if isinstance(cell, Quantity) else cell for cell in row]
+        writer.writerow([None if isinstance(v, float) and not math.isfinite(v) else joined(v) for v in values])
     return out.getvalue()
-
-
-def _raw(cell: Any) -> Any:
-    value = cell.value if isinstance(cell, Quantity) else cell
-    return None if isinstance(value, float) and not math.isfinite(value) else joined(value)
 
 
 def as_markdown(found: Table) -> str:

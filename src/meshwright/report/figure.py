@@ -115,19 +115,18 @@ def save(figure: Figure, path: str | Path) -> Path:
     suffix = path.suffix.lower()
     if suffix not in PICTURES:
         raise InputError(f"cannot write a picture as {path.name!r}. Use a name that ends in .png, .svg or .json.")
-    content = _rendered(figure.to_dict(validate=False), suffix)
+    spec = figure.to_dict(validate=False)
+    if suffix == ".json":
+        content = (json.dumps(spec, indent=2, allow_nan=False) + "\n").encode()
+    else:
+        # Imported late: it is 50 MB of shared library.
+        import vl_convert
+
+        # No base URL is allowed: a picture never waits for the network.
+        options = {"vl_version": alt.SCHEMA_VERSION[1:].rpartition(".")[0], "allowed_base_urls": []}
+        if suffix == ".svg":
+            content = vl_convert.vegalite_to_svg(spec, **options).encode()
+        else:
+            content = vl_convert.vegalite_to_png(spec, scale=PNG_SCALE, **options)
     write_whole(path, lambda part: part.write_bytes(content))
     return path
-
-
-def _rendered(spec: dict[str, Any], suffix: str) -> bytes:
-    if suffix == ".json":
-        return (json.dumps(spec, indent=2, allow_nan=False) + "\n").encode()
-    # Imported late: it is 50 MB of shared library.
-    import vl_convert
-
-    # No base URL is allowed: a picture never waits for the network.
-    options = {"vl_version": alt.SCHEMA_VERSION[1:].rpartition(".")[0], "allowed_base_urls": []}
-    if suffix == ".svg":
-        return vl_convert.vegalite_to_svg(spec, **options).encode()
-    return vl_convert.vegalite_to_png(spec, scale=PNG_SCALE, **options)

@@ -19,7 +19,6 @@ from meshwright.core.files import write_text_whole
 from meshwright.parallel.mesh import abstract_mesh, device_mesh, in_order
 from meshwright.spec.chip import GivenOptions
 from meshwright.verify.request import LOWERED, MEMORY, MODULE, OPTIONS, Memory, Request
-from meshwright.verify.targets import Target
 
 
 class CompilableStep(Protocol):
@@ -59,29 +58,22 @@ def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None
 
 
 def target_mesh(request: Request) -> Mesh:
-    """Makes the mesh over the devices of the target, in the order of the plan's placement."""
-    devices = _in_order(target_devices(request.target), request.target)
-    placed = [devices[number] for number in request.order] if request.order else devices
-    return device_mesh(request.strategy.mesh, placed)
+    """Makes the mesh over the devices of the target, in the order of the plan's placement.
 
-
-def target_devices(target: Target) -> list[Any]:
-    """Returns the devices of the target's topology without its hardware; for the CPU those of this process."""
+    Only those of a CPU are there. Raises InputError for another number of chips of TPUs than the plan's.
+    """
+    target = request.target
     if target.platform == "cpu":
-        return list(jax.devices("cpu"))
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
-    found = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
-    return list(found.devices)
-
-
-def _in_order(devices: list[Any], target: Target) -> list[Any]:
-    """Returns one device of each chip in the order of a placement's numbers; other devices than TPUs by number."""
-    if target.platform != "tpu":
-        return sorted(devices, key=lambda device: device.id)
-    chips = in_order(devices)
-    if len(chips) != target.num_devices:
+        devices = list(jax.devices("cpu"))
+    else:
+        options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
+        found = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
+        devices = list(found.devices)
+    chips = in_order(devices) if target.platform == "tpu" else sorted(devices, key=lambda device: device.id)
+    if target.platform == "tpu" and len(chips) != target.num_devices:
         raise InputError(
             f"{target.topology} has {len(chips)} chips, but the plan has {target.num_devices}. Name the cluster with "
             f"its shape, such as v5p:4x4x8."
         )
-    return chips
+    placed = [chips[number] for number in request.order] if request.order else chips
+    return device_mesh(request.strategy.mesh, placed)

@@ -305,13 +305,10 @@ class _Table:
                 self._name("dropped", _words(key), {key: -left}, {})
             elif self._is_of_a_tied_weight(key, left):
                 self._name("shared", _words(key), {key: -left}, {})
-            if self._is_padded(key):
-                self._name("padding", _words(key), {}, {key: self.left[key]})
-
-    def _is_padded(self, key: TrafficKey) -> bool:
-        """True if a row has as many arrays as derived, of up to half as many more elements."""
-        left, derived = self.left[key], self.rows.derived[key]
-        return left.arrays == 0 and 0 < left.elements < MOST_PADDING * derived.elements and not self.is_even(key)
+            # as many arrays as derived, of up to half as many more elements
+            left, most = self.left[key], MOST_PADDING * self.rows.derived[key].elements
+            if left.arrays == 0 and 0 < left.elements < most and not self.is_even(key):
+                self._name("padding", _words(key), {}, {key: left})
 
     def _pair_sums(self, key: TrafficKey) -> None:
         """Names sums over the axes of a row that were sent in another form: as a scatter and a gather, or together with

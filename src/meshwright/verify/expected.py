@@ -100,7 +100,6 @@ _Counted = tuple[Step, int, int]
 
 
 def _sizes(derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: int) -> SlotSizes:
-    """Returns the sizes of one microbatch."""
     sizes = SlotSizes(dims={**dims, "B": dims["B"] // num_microbatches}, mesh=mesh, state="fp32")
     if is_bounded(step for block in derived.blocks for step in block.forward):
         return sizes
@@ -251,22 +250,19 @@ class StepDerivation:
         # Sizes of one microbatch, and attention over all keys.
         sizes = _sizes(self.derived, self.dims, self.strategy.mesh, self.strategy.num_microbatches)
         found: dict[StepLabel, float] = defaultdict(float)
-        for step, times in self._local_steps():
-            flops = float(np.asarray(op_flops(step, slot_sizes(step, sizes))))
+        if self._tables is None:
+            steps = [(step, int(times)) for step, times in self.derived.steps(self.strategy.num_microbatches)]
+        else:
+            steps = [
+                (step, runs_in_text(self.derived, step, block, self._tables))
+                for block in self.derived.blocks
+                for step in (*block.forward, *block.backward)
+            ]
+        for step, times in steps:
+            flops = 0.0 if step.is_collective else float(np.asarray(op_flops(step, slot_sizes(step, sizes))))
             if flops:
                 found[step.label] += flops * times
         return dict(found)
-
-    def _local_steps(self) -> Iterator[tuple[Step, int]]:
-        """Yields the local steps, and how often each runs."""
-        if self._tables is None:
-            count = self.strategy.num_microbatches
-            yield from ((step, int(times)) for step, times in self.derived.steps(count) if not step.is_collective)
-            return
-        for block in self.derived.blocks:
-            for step in (*block.forward, *block.backward):
-                if not step.is_collective:
-                    yield step, runs_in_text(self.derived, step, block, self._tables)
 
     @cached_property
     def _tables(self) -> TickTables | None:

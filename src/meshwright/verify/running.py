@@ -100,7 +100,6 @@ def _take_folder(folder: Path) -> None:
 def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: float) -> CompileOutcome:
     dumps = folder / DUMP
     (folder / REQUEST).write_bytes(msgspec.json.encode(request))
-    dumped = request.depth != "lower"
     log = folder / "compiler.log"
     started = time.monotonic()
     with log.open("wb") as stream:
@@ -108,11 +107,10 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
             [*program, str(folder)],
             stdout=stream,
             stderr=stream,
-            env=_environment(request, dumps if dumped else None),
+            env=_environment(request, dumps),
             start_new_session=True,
         )
-        early = request.target.platform != "cpu" and request.depth == "partition"
-        stop_early = dumps if early else None
+        stop_early = dumps if request.target.platform != "cpu" and request.depth == "partition" else None
         try:
             ended, status, usage, seen_kb = _wait(process, started + timeout_s, stop_early)
         except BaseException:
@@ -131,14 +129,14 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
     return _outcome(folder, ended, status, text, spent, on_cpu=request.target.platform == "cpu")
 
 
-def _environment(request: Request, dumps: Path | None) -> dict[str, str]:
+def _environment(request: Request, dumps: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     # A program from JAX's cache would not be compiled, and nothing dumped.
     found = {**kept, **request.target.environment, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if request.depth == "lower":
         found["JAX_PLATFORMS"] = "cpu"
         found.pop("XLA_FLAGS", None)
-    if dumps is not None:
+    else:
         found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {FLAGS.format(folder=dumps)}".strip()
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from meshwright.cli.verbs.plan_pictures import overlap_words
+from meshwright.cli.verbs.plan_words import overlap_words
 from meshwright.cost.breakdown import PricedOverlap
 from meshwright.cost.setting import Setting
 from meshwright.spec.calibration import Calibration, CollectiveRate, save_calibration

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.cli.verbs.train_text import goodput_words, result_text
+from meshwright.cli.verbs.train import goodput_words, result_text
 from meshwright.train.record.result import Goodput, Stopwatch
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from meshwright.calculators.training.scaling_laws import critical_batch_tokens
 from meshwright.calculators.verbs.show_chip import product_dtype
-from meshwright.cli.shared import SEQ_NEEDED
-from meshwright.cli.verb import Count, Options, option, verb
+from meshwright.cli.verb import SEQ_NEEDED, Count, Options, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_count, format_params
 from meshwright.cost.formulas.limit_table import sparsity

@@ -12,8 +12,7 @@ from meshwright.calculators.sharding.chain import Chain, parse_chain
 from meshwright.calculators.sharding.chain_search import Assignment, search_chain
 from meshwright.calculators.sharding.einsum_cost import einsum_rates
 from meshwright.calculators.sharding.parsing import local_shape
-from meshwright.cli.shared import CALIBRATION, DIMS, MESH
-from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
+from meshwright.cli.verb import CALIBRATION, DIMS, MESH, DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds, parse_bytes

@@ -11,7 +11,7 @@ from meshwright.calculators.verbs.shard import panel
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, Options, option, show, verb
 from meshwright.cli.verbs.plan import plan_text
-from meshwright.cli.verbs.train_text import result_text
+from meshwright.cli.verbs.train import result_text
 from meshwright.core.units import format_seconds
 from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy

@@ -4,8 +4,7 @@ from typing import Any
 
 from meshwright.calculators.sweeps.crossover import mlp_work
 from meshwright.cli.fields import job_of
-from meshwright.cli.shared import BATCH, SEQ_NEEDED
-from meshwright.cli.verb import Count, Options, argument, option, verb
+from meshwright.cli.verb import BATCH, SEQ_NEEDED, Count, Options, argument, option, verb
 from meshwright.cli.verbs.explain import legend, limit_tables
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_seconds

@@ -145,8 +145,8 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
 
 def _figure(facts: dict[str, Any]) -> Any:
     """Returns curves of attention's time over the feed-forward block's against the context."""
-    from meshwright.report.curves import curves_figure
     from meshwright.report.marks import ReferenceLine
+    from meshwright.report.sweeps import curves_figure
 
     count = facts["batch_seqs"]
     marks = [ReferenceLine(axis="y", value=1.0, text="as long as the feed-forward block", at="end")]

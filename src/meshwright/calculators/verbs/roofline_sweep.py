@@ -128,8 +128,8 @@ def sweep_answer(op: LocalOp, unit: Chip, given: Any, sizes: SweptSizes, sweeps:
 
 def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines) -> Any:
     """Returns FLOP/s against the first sweep, a curve for each choice of the others, and the peak."""
-    from meshwright.report.curves import curves_figure
     from meshwright.report.marks import ReferenceLine
+    from meshwright.report.sweeps import curves_figure
 
     along, *others = sweeps
     curves: dict[str, list[tuple[float, float]]] = {}

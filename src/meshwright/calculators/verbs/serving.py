@@ -347,7 +347,7 @@ def _sharding_text(at: dict[str, Any]) -> Iterator[Piece]:
 
 def _figure(facts: dict[str, Any]) -> Any:
     """Returns throughput against latency for each context, or the parts of a step's time against the batch."""
-    from meshwright.report.curves import curves_figure
+    from meshwright.report.sweeps import curves_figure
 
     title = f"{facts['model'] or 'A model'} on {facts['cluster']}, weights in {facts['weights']}"
     if facts["contexts"]:

@@ -33,8 +33,7 @@ from meshwright.calculators.sharding.parsing import (
 )
 from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.cli.output import format_flop_count, four_digits
-from meshwright.cli.shared import CALIBRATION, DIMS, MESH
-from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
+from meshwright.cli.verb import CALIBRATION, DIMS, MESH, DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params, format_seconds

@@ -7,8 +7,7 @@ from typing import Any
 
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.fields import growing, require_links, sweep_clusters
-from meshwright.cli.shared import CALIBRATION, PNG
-from meshwright.cli.verb import Options, option, verb
+from meshwright.cli.verb import CALIBRATION, PNG, Options, option, verb
 from meshwright.core.dims import CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_rate, parse_bytes
@@ -16,7 +15,7 @@ from meshwright.cost.network.collectives import collective_bound_by, collective_
 from meshwright.cost.network.placement import place_axes
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
-from meshwright.report.scaling import bandwidth_figure
+from meshwright.report.sweeps import bandwidth_figure
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 

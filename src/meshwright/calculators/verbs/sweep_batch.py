@@ -17,8 +17,7 @@ from meshwright.calculators.sweeps.crossover import (
     scheme_curves,
 )
 from meshwright.calculators.sweeps.fields import require_links
-from meshwright.cli.shared import CALIBRATION, PNG
-from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
+from meshwright.cli.verb import CALIBRATION, PNG, Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
 from meshwright.report.answer import Answer, Heading, Piece, Table

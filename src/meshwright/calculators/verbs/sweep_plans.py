@@ -11,16 +11,14 @@ from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.fields import SweptFields, describe, read_fields
 from meshwright.calculators.sweeps.points import records, sweep_points
 from meshwright.cli.output import width
-from meshwright.cli.shared import CALIBRATION, PNG
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import CALIBRATION, PNG, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.plan.planner import assumption_notes, slots_note
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.bars import memory_figure
 from meshwright.report.figure import Figure, si_scale
-from meshwright.report.heatmap import HeatCell, heatmap_figure
-from meshwright.report.scaling import scaling_figure
+from meshwright.report.sweeps import HeatCell, heatmap_figure, scaling_figure
 from meshwright.spec.strategy import short_mesh
 from meshwright.spec.weights import num_params
 

@@ -9,8 +9,7 @@ from meshwright.calculators.sweeps.fields import combinations, read_fields
 from meshwright.calculators.verbs.sweep_plans import WIDE, Figures, Swept, refusals, varied_fields
 from meshwright.cli.fields import field_value, parse_fields, take_axes, with_fields
 from meshwright.cli.output import three_digits, width
-from meshwright.cli.shared import CALIBRATION, PNG
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import CALIBRATION, PNG, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_count, format_seconds, parse_count
 from meshwright.plan.serving.planner import plan_service, service_setting
@@ -18,7 +17,7 @@ from meshwright.plan.serving.service import Service, parse_load, parse_target
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
-from meshwright.report.scaling import service_figure
+from meshwright.report.sweeps import service_figure
 from meshwright.spec.calibration import Calibration
 
 SERVED: dict[str, tuple[str, Callable[..., Any]]] = {

@@ -7,8 +7,7 @@ import click
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.two_streams import WAYS, two_streams
 from meshwright.cli.fields import job_of
-from meshwright.cli.shared import BATCH, CALIBRATION, PNG, SEQ
-from meshwright.cli.verb import Count, Options, argument, option, verb
+from meshwright.cli.verb import BATCH, CALIBRATION, PNG, SEQ, Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_seconds, parse_bytes
 from meshwright.cost.setting import Setting

@@ -13,8 +13,7 @@ from meshwright.calculators.links.ring_steps import DRAWN_KINDS, collective_fram
 from meshwright.calculators.links.routes import Via, parse_place, route
 from meshwright.calculators.links.transfer import TransferLeg, array_bytes, parse_leg, transfer_times
 from meshwright.cli.output import format_flop_count, say
-from meshwright.cli.shared import CALIBRATION
-from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verb import CALIBRATION, Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds

@@ -53,13 +53,17 @@ def command(given: Given) -> Answer:
         write_sums(folder, [folder / name for name in beside])
     except OSError as error:
         raise CannotRunError(f"{folder} cannot be written: {error.strerror or error}. Give another one.") from None
+    from meshwright.nn.hf.files import open_checkpoint
+
+    with open_checkpoint(folder) as tensors:
+        dtype = str(next(iter(tensors.values())).dtype)
     facts: dict[str, Any] = {
         "model": model.name,
         "family": model.family,
         "source": source,
         "folder": folder,
         "num_params": num_params(model),
-        "dtype": _dtype(folder),
+        "dtype": dtype,
         "num_bytes": sum(file.stat().st_size for file in files),
         "files": [file.name for file in files],
         "step": step,
@@ -76,34 +80,26 @@ def command(given: Given) -> Answer:
     )
 
 
-def _dtype(folder: Path) -> str:
-    """Returns the dtype of the first tensor in the folder."""
-    from meshwright.nn.hf.files import open_checkpoint
-
-    with open_checkpoint(folder) as tensors:
-        return str(next(iter(tensors.values())).dtype)
-
-
 def _convert(given: Given) -> tuple[Model, int | None, list[Path]]:
     """Writes the weights. Returns their model, the step of the checkpoint (None for other sources), and the files."""
     from meshwright.nn.hf.adapter import adapted_model, base_folder, is_adapter
-    from meshwright.nn.hf.weights import convert_hf, merged, open_source, with_stored_mtp, write_hf
+    from meshwright.nn.hf.weights import convert_hf, merged, open_source, save_adapter, with_stored_mtp, write_hf
     from meshwright.train.weights import checkpoint_steps, end_of_text, open_run_checkpoint
 
-    source = given.source
-    options: dict[str, Any] = {"dtype": given.dtype, "max_shard_bytes": int(given.file_size)}
+    source, folder, dtype = given.source, given.folder, given.dtype
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": int(given.file_size)}
     if given.step is None and is_adapter(source):
         base = base_folder(source)
         model = adapted_model(model_from_config(base / "config.json", source.resolve().name), source)
         if given.merge:
             model = with_stored_mtp(model, source)
-            return frozen_base(model), None, convert_hf(model, source, given.folder, **options)
+            return frozen_base(model), None, convert_hf(model, source, folder, **options)
         with open_source(model, source) as (fetch, dtypes):
-            return model, None, _adapter_alone(given, model, fetch, dtypes, base)
+            return model, None, save_adapter(model, fetch, dtypes, folder, base=str(base.resolve()), dtype=dtype)
     if given.step is None and has_weights(source):
         _require_adapter(given, None)
         model = with_stored_mtp(model_from_config(source / "config.json", source.resolve().name), source)
-        return model, None, convert_hf(model, source, given.folder, **options)
+        return model, None, convert_hf(model, source, folder, **options)
     if given.step is None and not checkpoint_steps(source):
         raise InputError(
             f"{source} has neither config.json with *.safetensors nor checkpoints. Give a run or a Hugging Face model."
@@ -112,25 +108,21 @@ def _convert(given: Given) -> tuple[Model, int | None, list[Path]]:
         _require_adapter(given, found.model)
         options["config"] = end_of_text(found.model, source)
         if found.model.lora is None:
-            return found.model, found.step, write_hf(found.model, found.fetch, found.dtypes, given.folder, **options)
+            return found.model, found.step, write_hf(found.model, found.fetch, found.dtypes, folder, **options)
         if not given.merge:
-            return found.model, found.step, _adapter_alone(given, found.model, found.fetch, found.dtypes, found.base)
+            named = str(found.base.resolve())
+            files = save_adapter(found.model, found.fetch, found.dtypes, folder, base=named, dtype=dtype)
+            return found.model, found.step, files
         model = frozen_base(found.model)
         with open_source(model, found.base) as (of_base, dtypes):
 
             def fetch(name: str, index: tuple[int, ...]) -> Any:
                 return (found.fetch if name in found.dtypes else of_base)(name, index)
 
-            files = write_hf(model, merged(found.model, fetch), dtypes, given.folder, **options)
+            files = write_hf(model, merged(found.model, fetch), dtypes, folder, **options)
         return model, found.step, files
 
 
 def _require_adapter(given: Given, model: Model | None) -> None:
     if given.merge and (model is None or model.lora is None):
         raise InputError(f"{given.source} has no adapter to merge. Leave --merge out.")
-
-
-def _adapter_alone(given: Given, model: Model, fetch: Any, dtypes: Any, base: Path) -> list[Path]:
-    from meshwright.nn.hf.weights import save_adapter
-
-    return save_adapter(model, fetch, dtypes, given.folder, base=str(base.resolve()), dtype=given.dtype)

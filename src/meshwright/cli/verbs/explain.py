@@ -11,13 +11,12 @@ from meshwright.cli.asked import PlanOptions, read_fields, resolve, service_of
 from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import four_digits, say
 from meshwright.cli.verb import verb
-from meshwright.cli.verbs.explain_service import service_explanation
-from meshwright.cli.verbs.explain_text import TERMS, algorithm_text
-from meshwright.cli.verbs.plan_pictures import overlap_words
+from meshwright.cli.verbs.explain_service import TERMS, algorithm_text, service_explanation
 from meshwright.cli.verbs.plan_words import (
     budget_text,
     collective_matmul_words,
     microbatch_words,
+    overlap_words,
     placement_words,
     remat_words,
 )
@@ -27,7 +26,7 @@ from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.cost.setting import setting_of
 from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.planner import assumption_notes, imbalance_notes
-from meshwright.plan.why.explain import BetweenStages, Explanation, explain, limit_of_term
+from meshwright.plan.why.explain import Explanation, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table
 from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import optimizer_words, require_training
@@ -93,7 +92,14 @@ def _text(told: Explanation) -> Iterator[Piece]:
         f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
         f"{remat_words(plan.strategy)}, {f'{rings}, ' if rings else ''}{state}"
     )
-    yield Fact("batch", _batch_words(told))
+    at, job = told.batch, plan.job
+    replicas = mesh_words({axis: plan.strategy.mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
+    yield Fact(
+        "batch",
+        f"{format_count(job.tokens_per_step)} tokens a step = {at.sequences:,.0f} sequences of {job.seq_len:,} = "
+        f"{at.sequences_per_microbatch:,.0f} x {at.data_parallel:,} ({replicas}) x {microbatch_words(plan.strategy)}; "
+        f"{at.positions_per_device:,.0f} positions of a sequence on a device",
+    )
     yield Fact("placement", placement_words(plan.strategy.placement))
     yield Fact("times rest on", plan.calibration.describe())
     yield from (Fact("power", note) for note in power_notes(plan.cluster.chip, plan.calibration))
@@ -104,34 +110,18 @@ def _text(told: Explanation) -> Iterator[Piece]:
     for block in told.blocks:
         yield from algorithm_text(block.forward)
         yield from algorithm_text(block.backward)
-    if told.between is not None:
-        yield from _between_text(told.between, told.estimate.step_s)
+    if (between := told.between) is not None:
+        yield from algorithm_text(between.sends)
+        chunks = f" of {between.chunks} chunks" if between.chunks > 1 else ""
+        yield Paragraph(
+            f"     {between.schedule} on {between.stages} stages{chunks}, {between.microbatches} microbatches: a step "
+            f"waits for {between.num_sends:,.0f} sends, {format_seconds(between.sends_s)}, and stands idle for "
+            f"{format_seconds(between.bubble_s)}, {between.bubble_s / told.estimate.step_s:.1%} of it (the bubble)",
+            indent=5,
+        )
     yield from algorithm_text(told.once)
     yield from _step_text(told)
     yield from _limits_text(told)
-
-
-def _batch_words(told: Explanation) -> str:
-    at, job = told.batch, told.plan.job
-    micro, mesh = microbatch_words(told.plan.strategy), told.plan.strategy.mesh
-    replicas = mesh_words({axis: mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
-    return (
-        f"{format_count(job.tokens_per_step)} tokens a step = {at.sequences:,.0f} sequences of {job.seq_len:,} = "
-        f"{at.sequences_per_microbatch:,.0f} x {at.data_parallel:,} ({replicas}) x {micro}; "
-        f"{at.positions_per_device:,.0f} positions of a sequence on a device"
-    )
-
-
-def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
-    """Yields the sends, how often a step waits for one, and the idle time of the schedule."""
-    yield from algorithm_text(between.sends)
-    chunks = f" of {between.chunks} chunks" if between.chunks > 1 else ""
-    yield Paragraph(
-        f"     {between.schedule} on {between.stages} stages{chunks}, {between.microbatches} microbatches: a step "
-        f"waits for {between.num_sends:,.0f} sends, {format_seconds(between.sends_s)}, and stands idle for "
-        f"{format_seconds(between.bubble_s)}, {between.bubble_s / step_s:.1%} of it (the bubble)",
-        indent=5,
-    )
 
 
 def _step_text(told: Explanation) -> Iterator[Piece]:

@@ -5,15 +5,16 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cli.output import say
-from meshwright.cli.verbs.explain_text import TERMS, algorithm_text
+from meshwright.cli.output import format_flop_count, say
 from meshwright.cli.verbs.plan_words import engine_lines, placement_words, target_words
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
+from meshwright.cost.breakdown import term_words
 from meshwright.plan.serving.file import ServiceFile
 from meshwright.plan.serving.fleet import engine_words
 from meshwright.plan.serving.planner import service_notes
+from meshwright.plan.why.explain import Algorithm, ListedStep
 from meshwright.plan.why.explain_service import PhaseExplanation, ServiceExplanation, StepPart, explain_service
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns
 
 
 def service_explanation(file: ServiceFile, name: str) -> Answer:
@@ -35,12 +36,7 @@ def service_explanation(file: ServiceFile, name: str) -> Answer:
         for part in phase.blocks
         for line in part.lines
     ]
-    return Answer(_facts(told), _text(told), raw=[lines, told.formulas])
-
-
-def _facts(told: ServiceExplanation) -> dict[str, Any]:
-    file = told.file
-    return {
+    facts: dict[str, Any] = {
         "model": file.model.name,
         "cluster": file.cluster.short_name,
         "service": file.service,
@@ -48,6 +44,7 @@ def _facts(told: ServiceExplanation) -> dict[str, Any]:
         **{one.phase: {**msgspec.structs.asdict(one), "pool": one.pool.to_json()} for one in told.phases},
         "formulas": told.formulas,
     }
+    return Answer(facts, _text(told), raw=[lines, told.formulas])
 
 
 def _text(told: ServiceExplanation) -> Iterator[Piece]:
@@ -58,7 +55,11 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
         f"{service.output_len:,} of output{target_words(service)}"
     )
     decode, prefill = told.phases
-    yield Fact("TPOT", _tpot_words(told))
+    tpot_s = told.value("TPOT")
+    step_s = file.generate.step_s / file.step_tokens if file.num_drafts else decode.step_s
+    # where engines prefill too, a token also waits for prompts of others
+    waits = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (not file.has_pools)
+    yield Fact("TPOT", f"{format_seconds(tpot_s)}{waits}; TTFT {format_seconds(told.value('TTFT'))}")
     for name, phase in (("decode", decode), ("prefill", prefill)):
         longest = max(phase.parts, key=lambda part: part.alone_s)
         yield Fact(
@@ -81,14 +82,6 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
         yield Fact(f"  {one.name}", one.text, 20)
         yield Fact("", f"= {one.numbers} = {one.shown}" if " " in one.numbers[:-2] else f"= {one.shown}", 20)
     yield from service_notes(file.setting, service, (file.stored,))
-
-
-def _tpot_words(told: ServiceExplanation) -> str:
-    """Returns what an output token takes: a step and, where engines prefill too, the wait for prompts of others."""
-    file, tpot_s = told.file, told.value("TPOT")
-    step_s = file.generate.step_s / file.step_tokens if file.num_drafts else told.phases[0].step_s
-    waits = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (not file.has_pools)
-    return f"{format_seconds(tpot_s)}{waits}; TTFT {format_seconds(told.value('TTFT'))}"
 
 
 def _phase_text(told: PhaseExplanation) -> Iterator[Piece]:
@@ -122,22 +115,49 @@ def _sum_words(told: PhaseExplanation) -> str:
     return f"{format_seconds(told.step_s)} = {runs}{beside}"
 
 
-def _amount(part: StepPart) -> str | None:
+def _amount(part: StepPart, seconds: float = 0.0) -> str | None:
+    """Returns the FLOPs or bytes of a part, or their rate over some seconds."""
     if part.amount is None:
         return None
-    return format_flops(part.amount, unit="FLOPs") if part.name == "FLOPs" else format_bytes(part.amount)
+    if part.name == "FLOPs":
+        return format_flops(part.amount / seconds) if seconds else format_flops(part.amount, unit="FLOPs")
+    return format_rate(part.amount / seconds) if seconds else format_bytes(part.amount)
 
 
-def _rate(part: StepPart) -> str | None:
-    if part.amount is None:
-        return None
-    rate = part.amount / part.alone_s
-    return format_flops(rate) if part.name == "FLOPs" else format_rate(rate)
-
-
+TERMS: TableColumns = {
+    "work of one step": ("name", term_words),
+    "alone": ("alone_s", format_seconds),
+    "adds": ("added_s", lambda added: format_seconds(max(0.0, added))),
+    "share": ("share", "{:.0%}".format),
+}
 PARTS: TableColumns = {
     "of a chip, by itself": "name",
     "amount": _amount,
-    "at": _rate,
+    "at": lambda part: _amount(part, part.alone_s),
     "takes": ("alone_s", format_seconds),
 }
+
+
+# -- what is printed alike for training --------------------------------------------------------------------
+
+
+def algorithm_text(part: Algorithm) -> Iterator[Piece]:
+    yield Paragraph(f"\n{part.title[0].upper()}{part.title[1:]}", None)
+    for line in part.lines:
+        yield Paragraph(f"{line.number:>3}. {line.text}", indent=7)
+        yield Paragraph(f"       {_measures(line)}", None)
+    if part.num_left_out:
+        yield Paragraph(f"     ({part.num_left_out} small local steps are not listed)", None)
+    yield Paragraph(
+        f"     compute {format_seconds(part.compute_s)}; communication that can hide {format_seconds(part.hidden_s)}, "
+        f"on the critical path {format_seconds(part.critical_s)}",
+        indent=5,
+    )
+
+
+def _measures(line: ListedStep) -> str:
+    """Returns FLOPs if there are any, bytes, seconds, and whether the step can overlap."""
+    amounts = [format_flop_count(line.flops)] if line.flops else []
+    often = {0.0: "not on the busiest device", 1.0: ""}.get(line.times, f"{line.times:,.4g} times")
+    words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), often, line.overlaps)
+    return ", ".join(word for word in words if word)

@@ -3,15 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import click
 from msgspec.structs import asdict
 
 from meshwright.cli.output import width
-from meshwright.cli.shared import MESH
-from meshwright.cli.verb import MeshSizes, Options, argument, option, verb
+from meshwright.cli.verb import MESH, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_bytes
 from meshwright.hlo.collectives import collective_rows, module_collectives
@@ -22,7 +20,9 @@ from meshwright.hlo.loops import loops
 from meshwright.hlo.module import Instruction, Module
 from meshwright.hlo.shapes import Shape
 from meshwright.hlo.words import explain_instruction
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns, filled
+from meshwright.report.arrays.hlo_graph import graph_figure
+from meshwright.report.arrays.tiling import tiling_figure
 
 
 class Given(Options):
@@ -60,13 +60,9 @@ def _stable(path: Path, read: StableHlo) -> Answer:
     mesh = f" over a mesh of {read.mesh}" if read.mesh else ""
     names = ("num_partitions", "num_functions", "mesh", "collectives")
     facts = {"file": path, "format": "stablehlo", "module": read.name, **{name: getattr(read, name) for name in names}}
-    return Answer(
-        facts,
-        [
-            Fact(read.name, f"StableHLO for {read.num_partitions} partitions{mesh}, {read.num_functions} functions"),
-            Fact("collectives", f"{kinds} written in the program; the compiler has added none yet"),
-        ],
-    )
+    what = f"StableHLO for {read.num_partitions} partitions{mesh}, {read.num_functions} functions"
+    said = f"{kinds} written in the program; the compiler has added none yet"
+    return Answer(facts, [Fact(read.name, what), Fact("collectives", said)])
 
 
 def _explained(module: Module, name: str, png: Path | None) -> Answer:
@@ -85,14 +81,9 @@ def _explained(module: Module, name: str, png: Path | None) -> Answer:
         "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in one.shapes],
         "facts": [list(fact) for fact in told],
     }
-    text = [piece for what, said in told for piece in _place_text(f"  {what}", said)]
-
-    def draw() -> Any:
-        from meshwright.report.arrays.tiling import tiling_figure
-
-        return tiling_figure(_one_shape(one), name=one.name)
-
-    return Answer(facts, [Paragraph(one.name, None), *text], {png: draw}, [Table(["fact", "text"], told)])
+    text = [Paragraph(one.name, None), *(_place_text(f"  {what}", said) for what, said in told)]
+    drawn = {png: lambda: tiling_figure(_one_shape(one), name=one.name)}
+    return Answer(facts, text, drawn, [Table(["fact", "text"], told)])
 
 
 SHAPE = ("dtype", "dims", "minor_to_major", "tiles", "memory_space", "num_bytes", "padded_bytes")
@@ -114,13 +105,7 @@ def _drawn(module: Module, given: Given) -> Answer:
         "num_nodes": sum(len(graph.nodes) for graph in graphs),
         "num_edges": sum(len(graph.edges) for graph in graphs),
     }
-
-    def draw() -> Any:
-        from meshwright.report.arrays.hlo_graph import graph_figure
-
-        return graph_figure(graphs, title=f"{module.name}: {what}")
-
-    return Answer(facts, [], {given.png: draw})
+    return Answer(facts, [], {given.png: lambda: graph_figure(graphs, title=f"{module.name}: {what}")})
 
 
 # -- a whole program ------------------------------------------------------------------------------------
@@ -182,11 +167,11 @@ def _summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
     if not found.get("whole", True):
         yield Fact("", "no ENTRY computation: a part of a program, or a text that is cut off", column=column)
     yield ""
-    if found["collectives"] is None:
-        yield Fact("collectives", found["why"])
-        yield ""
+    if found["collectives"]:
+        yield _collectives_table(found["collectives"], top, bool(found["mesh"]))
     else:
-        yield from _collectives_text(found["collectives"], top, bool(found["mesh"]))
+        yield Fact("collectives", found["why"] or "none")
+        yield ""
     for title, rows, columns in _tables(found):
         if rows:
             yield _table(title, rows, top, columns)
@@ -199,11 +184,7 @@ def _table(title: str, rows: Sequence[Any], top: int, columns: TableColumns) -> 
     ).known()
 
 
-def _collectives_text(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> Iterator[Piece]:
-    if not rows:
-        yield Fact("collectives", "none")
-        yield ""
-        return
+def _collectives_table(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> Table:
     near = any(step.startswith("near ") for row in rows for step in row["steps"])
     total = sum(row["total_bytes"] for row in rows)
     over = {"over": lambda row: ", ".join(row["axes"]) or "-"} if has_mesh else {"devices": "group_size"}
@@ -217,7 +198,7 @@ def _collectives_text(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: boo
             "; ".join([*(["async"] if row["is_async"] else []), *row["notes"]]), _steps(row["steps"])
         ),
     }
-    yield _table(f"Collectives, {format_bytes(total)} in full arrays", rows, top, columns)
+    return _table(f"Collectives, {format_bytes(total)} in full arrays", rows, top, columns)
 
 
 def _steps(steps: Sequence[str]) -> str:
@@ -281,16 +262,10 @@ def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], Tabl
     yield "Padding that tiles add, largest first", padded, PADDED
 
 
-def _place_text(label: str, text: str) -> Iterator[Piece]:
-    """Yields a fact whose long paths may be broken after a slash."""
-    lines = fill(
-        f"{label:<13}{text.replace('/', '/ ')}",
-        width(),
-        subsequent_indent=" " * 13,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    yield Paragraph(lines.replace("/ ", "/"), None)
+def _place_text(label: str, text: str) -> Paragraph:
+    """Returns a fact whose long paths may be broken after a slash."""
+    lines = filled(f"{label:<13}{text.replace('/', '/ ')}", width(), 13)
+    return Paragraph(lines.replace("/ ", "/"), None)
 
 
 def _stacked(*lines: str | None) -> str | None:

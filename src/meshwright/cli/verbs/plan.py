@@ -10,13 +10,12 @@ import msgspec
 
 from meshwright.api.rates import rates_for
 from meshwright.batching.limits import POLICIES
-from meshwright.cli.fields import PLANNED, job_of, parse_fields, take_axes, with_fields
+from meshwright.cli.asked import AXES, SET
+from meshwright.cli.fields import PLANNED, job_of, parse_fields, parse_why_not, take_axes, with_fields
 from meshwright.cli.output import format_range, save_to, say, width
-from meshwright.cli.shared import AXES, BATCH, CALIBRATION, SEQ_NEEDED, SET
-from meshwright.cli.verb import Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
-from meshwright.cli.verbs.plan_pictures import breakdown_answer, frontier_answer, overlap_words
-from meshwright.cli.verbs.plan_questions import parse_why_not, recipe_answer, what_if_answer, why_not_answer
-from meshwright.cli.verbs.plan_words import BOUND_BY, CHOICES, MEMORY, STEP, budget_text, mfu_columns, placement_words
+from meshwright.cli.verb import BATCH, CALIBRATION, Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
+from meshwright.cli.verbs.plan_parts import frontier_answer, recipe_answer, step_answer, what_if_answer, why_not_answer
+from meshwright.cli.verbs.plan_words import CHOICES, STEP, budget_text, cost_columns, overlap_words, placement_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count
 from meshwright.cost.setting import Setting
@@ -27,8 +26,6 @@ from meshwright.plan.run_budget import run_budget
 from meshwright.plan.serving.service import MAX_DRAFTS
 from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import CHANGES, parse_what_if
-from meshwright.plan.why.what_if import what_if
-from meshwright.plan.why.why_not import why_not
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns, tables_of
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.job import require_training
@@ -47,7 +44,7 @@ class Given(Options):
     model: str = argument()
     on: str = option("The cluster: v5p:16x20x28, h100:8x256, cpu:8; v5p:512chips finds the best slice.")
     batch: str | None = BATCH
-    seq_len: Count | None = SEQ_NEEDED
+    seq_len: Count | None = option("Tokens of a sequence.", "--seq")
     tokens: Count | None = option("Tokens of the whole run, such as 15T: gives days and cost.")
     price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
     axes: MeshSizes | None = AXES
@@ -161,16 +158,19 @@ def command(given: Given) -> Answer:
     if given.pareto or (given.png and not given.breakdown):
         parts.append(frontier_answer(result, png=None if given.breakdown else given.png))
     if given.breakdown:
-        parts.append(breakdown_answer(result, given.png))
+        parts.append(step_answer(result, given.png))
     if why_nots:
-        parts.append(why_not_answer(result, [why_not(result, asked) for asked in why_nots]))
+        parts.append(why_not_answer(result, why_nots))
     if what_ifs:
-        parts.append(what_if_answer([what_if(result, asked) for asked in what_ifs]))
+        parts.append(what_if_answer(result, what_ifs))
     if given.recipe:
         parts.append(recipe_answer(result))
+    best = result.strategies[0]
     if given.price is not None:
-        parts.append(_priced(result.strategies[0]))
-    budget = run_budget(result.plan(), step_s=result.strategies[0].estimate.step_s)
+        of_chip, usd = best.cluster.chip.price_usd_per_hour, best.usd_per_token or 0.0
+        said = f"${1e6 * usd:.3g} a million tokens with the best, at ${of_chip:,.2f} a chip-hour"
+        parts.append(Answer({"usd_per_token": usd}, [Fact("cost", said)]))
+    budget = run_budget(result.plan(), step_s=best.estimate.step_s)
     facts = {**result.to_json(), "training": budget}
     pictures: dict[Path | None, Any] = {}
     for part in parts:
@@ -180,14 +180,6 @@ def command(given: Given) -> Answer:
     rows = [{**one["axes"], **one} for one in facts["strategies"]]
     listed = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
     return Answer(facts, [*plan_text(result), *more], pictures, [listed, *tables_of(more)])
-
-
-def _priced(best: PlannedStrategy) -> Answer:
-    """Returns what the best strategy costs at the given price."""
-    of_token, of_chip = best.usd_per_token, best.cluster.chip.price_usd_per_hour
-    assert of_token is not None
-    said = f"${1e6 * of_token:.3g} a million tokens with the best, at ${of_chip:,.2f} a chip-hour"
-    return Answer({"usd_per_token": of_token}, [Fact("cost", said)])
 
 
 def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:
@@ -236,9 +228,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
         "strategy, best first": lambda one: _strategy_words(one.strategy, varied),
         **STEP,
         bounds: ("estimate", _range_words),
-        **mfu_columns(result.strategies),
-        **MEMORY,
-        **BOUND_BY,
+        **cost_columns(result.strategies),
     }
     yield Table.of(result.strategies, columns)
     if same:

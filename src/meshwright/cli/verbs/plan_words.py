@@ -4,15 +4,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from meshwright.cli.output import format_energy, format_power, three_digits
+from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
+from meshwright.cost.breakdown import PricedOverlap
 from meshwright.cost.formulas.training_budget import DAY_S
+from meshwright.cost.setting import Setting
 from meshwright.plan.run_budget import RunBudget
 from meshwright.plan.serving.result import ServicePlan
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.report.answer import Fact, Piece, TableColumns
+from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import unmasked
-from meshwright.spec.strategy import Strategy, mesh_words
+from meshwright.spec.strategy import Strategy, mesh_words, require_runnable_strategy
+from meshwright.verify.targets import target_of
+
+MIN_HIDDEN = 0.1
+"""Least share of a step that overlap hides for it to be said."""
 
 STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
 
@@ -24,8 +32,12 @@ def mfu_columns(found: Iterable[Any]) -> TableColumns:
 
 
 MEMORY: TableColumns = {"memory": ("estimate.hbm_bytes_per_chip", format_bytes)}
-BOUND_BY: TableColumns = {"bound by": "estimate.bound_by"}
 """Columns of tables of planned strategies."""
+
+
+def cost_columns(found: Iterable[Any]) -> TableColumns:
+    """Returns the columns of MFU, memory and what bounds the step."""
+    return {**mfu_columns(found), **MEMORY, "bound by": "estimate.bound_by"}
 
 
 def microbatch_words(strategy: Strategy) -> str:
@@ -123,3 +135,19 @@ def target_words(service: Service) -> str:
     said = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
     said += [f"{service.requests_per_s:,.4g} requests/s"] if service.requests_per_s is not None else []
     return f"; {', '.join(said)}" if said else ""
+
+
+def overlap_words(priced: PricedOverlap, setting: Setting, strategy: Strategy) -> str:
+    """Returns what overlap hides, and the verb that shows more if it can compile this; "" below `MIN_HIDDEN`."""
+    if priced.hidden_s < MIN_HIDDEN * priced.step_s:
+        return ""
+    hidden, alone, step = map(format_seconds, (priced.hidden_s, priced.alone_s, priced.exposed_step_s))
+    step += f" (MFU {priced.exposed_mfu:.0%})"
+    try:
+        require_runnable(setting.model)
+        require_runnable_strategy(strategy)
+        compiled = target_of(setting.cluster).platform != "cpu" and not setting.assumptions.of_other_software
+    except CannotRunError:
+        compiled = False
+    more = ". meshwright verify shows what of it is compiled" * compiled
+    return f"hides {hidden} of {alone} of communication; without any the step takes {step}{more}"

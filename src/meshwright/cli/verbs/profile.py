@@ -5,20 +5,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.algebra.generation import CacheDtype, Storage
+from meshwright.api.compiling import step_of
 from meshwright.api.running import require_devices
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
 from meshwright.cli.output import or_dash, say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.cost.setting import setting_of
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
 from meshwright.verify.request import AskedStep
 
 if TYPE_CHECKING:
-    from meshwright.parallel.generate_step import GenerateStep
-    from meshwright.parallel.train_step import TrainStep
     from meshwright.profile.summary import Profile
 
 
@@ -58,7 +58,6 @@ def command(given: Given) -> Answer | None:
 
 
 def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
-    """Runs the step on the devices at hand, and returns its profile."""
     require_runnable(chosen.model)
     require_devices(chosen)
     import jax
@@ -67,7 +66,7 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
     from meshwright.profile.run import record_steps, warmup_steps
     from meshwright.profile.summary import analyse
 
-    step = _step_of(chosen, storage)
+    step = step_of(setting_of(chosen, storage), chosen.strategy, {})
     if is_first():
         first = warmup_steps() if warmup is None else warmup
         what = "" if chosen.job.trains else f", {chosen.job.kind}"
@@ -79,28 +78,6 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
     own = "trace" if is_first() else f"trace-{jax.process_index()}"
     recording = record_steps(step, chosen.job, folder=folder / own, steps=steps, warmup=warmup)
     return analyse(chosen, recording.trace, recording.hlo, recording, storage=storage)
-
-
-def _step_of(chosen: Plan, storage: Storage) -> "TrainStep | GenerateStep":
-    """Returns the step that `train` runs by the plan, with its default settings, or the one of `generate`."""
-    if not chosen.job.trains:
-        from meshwright.parallel.generate_step import GenerateStep
-
-        cache_dtype, weights = storage.executed
-        return GenerateStep(
-            chosen.model,
-            chosen.strategy,
-            max_len=chosen.job.seq_len,
-            batch_seqs=chosen.job.batch_seqs,
-            cache_dtype=cache_dtype,
-            weights=weights,
-        )
-    from meshwright.train.settings import settings_from_table
-    from meshwright.train.step import make_step, require_divides
-
-    step = make_step(chosen.model, chosen.strategy, settings_from_table({}), several_documents=False)
-    require_divides(step, chosen.job)
-    return step
 
 
 # -- what is answered -----------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """`meshwright train`: run a plan, with the prediction beside every measured step."""
 
+import math
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,25 +12,22 @@ import msgspec
 from meshwright.api.planning import plan_of
 from meshwright.api.running import require_devices, run_training
 from meshwright.cli.asked import PlanOptions, read_fields, resolve
-from meshwright.cli.output import say
+from meshwright.cli.output import or_dash, say
 from meshwright.cli.verb import Count, argument, option, verb
-from meshwright.cli.verbs.train_text import result_text
 from meshwright.core.errors import InputError, StoppedError
-from meshwright.core.units import format_count, format_seconds
-from meshwright.report.answer import Answer
+from meshwright.core.files import cache_folder
+from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.report.answer import Answer, Paragraph, Piece, Table, utilisation_rows
 from meshwright.spec.job import require_training
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import mesh_words
 
 if TYPE_CHECKING:
-    from meshwright.train.record.result import TrainResult
+    from meshwright.train.record.result import Goodput, TrainResult
 
 PROFILED_STEPS = 3
 """Steps that ``--profile`` without a number profiles."""
-
-PROFILE_FOLDER = "profile"
-"""The report of ``--profile``, inside the folder of the run."""
 
 NEWEST = "newest"
 """Value of ``--resume`` without a folder."""
@@ -124,12 +123,17 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
     require_devices(plan)
     from meshwright.parallel.processes import is_first
 
+    if given.profiled is not None:
+        _check_profiled(given.profiled, settings, resume)
+    if is_first():
+        say(
+            f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
+            f"{format_count(plan.job.tokens_per_step)} tokens a step, remat {plan.strategy.remat}, "
+            f"predicted {format_seconds(plan.predicted.step_s)} a step"
+        )
     if given.profiled is None:
-        _announce(plan)
         result, profile = run_training(plan, settings, runs=given.runs, resume=resume), None
     else:
-        _check_profiled(given.profiled, settings, resume)
-        _announce(plan)
         result, profile = _run_profiled(plan, settings, given, resume)
     stopped = None
     if result.stopped:
@@ -144,7 +148,6 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
 
 
 def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -> None:
-    """Raises InputError for a run with too few steps to profile."""
     from meshwright.profile.run import warmup_steps
     from meshwright.train.record.run_folder import finished_steps
     from meshwright.train.settings import settings_from_table
@@ -185,19 +188,61 @@ def _run_profiled(
         if not is_first():
             return result, None
         found = analyse(plan, recording.trace, recording.hlo, recording)
-        report = Path(result.run) / PROFILE_FOLDER
+        report = Path(result.run) / "profile"
         answer = profile_answer(found, report)
         shutil.rmtree(report / "trace", ignore_errors=True)
         shutil.move(folder, report / "trace")
     return result, answer
 
 
-def _announce(plan: Plan) -> None:
-    from meshwright.parallel.processes import is_first
+# -- what is printed, in `demo` too -------------------------------------------------------------------------
 
-    if is_first():
-        say(
-            f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
-            f"{format_count(plan.job.tokens_per_step)} tokens a step, remat {plan.strategy.remat}, "
-            f"predicted {format_seconds(plan.predicted.step_s)} a step"
+
+def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
+    """Yields losses, and each prediction beside its measurement."""
+    if not result.losses:
+        yield f"stopped before the first step; {result.run} holds the plan"
+        return
+    stopped = " (stopped)" if result.stopped else ""
+    held_out = or_dash(result.validation_loss, lambda loss: f"{loss:.3f}")
+    known = [loss for loss in result.losses if math.isfinite(loss)]  # damaged lines of metrics have none
+    losses = f"loss {known[0]:.3f} -> {known[-1]:.3f}" if known else "loss -"
+    yield f"{result.steps} steps{stopped}: {losses}, held out {held_out}"
+    predicted = chosen.predicted
+    memory = result.memory.total_bytes if result.memory else None
+    yield Table.compared(
+        [
+            ("step", predicted.step_s, result.step_s, format_seconds),
+            *utilisation_rows(predicted, result),
+            ("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
+        ]
+    )
+    if (result.mfu_causal or result.mfu or 0) > 1:
+        calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
+        yield (
+            f"an MFU above 100%: the machine is faster than the plan's rates ({calibration}); it may have been busy "
+            f"when they were measured. Remove them from {cache_folder()} and plan again to measure again."
         )
+    rate = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
+    yield Paragraph(
+        f"{rate} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}", None
+    )
+    if result.skipped_records:
+        yield f"left out {result.skipped_records} bad records of the data"
+    if result.goodput:
+        yield goodput_words(result.goodput)
+
+
+def goodput_words(goodput: "Goodput") -> str:
+    """Returns ``goodput 83%: 12 s of 14.5 s in steps, compiling 1.2 s, ...``: the parts of a hundredth or more."""
+    parts = {
+        "compiling": goodput.compile_s,
+        "evaluation": goodput.evaluation_s,
+        "waiting for checkpoints": goodput.checkpoint_s,
+        "waiting for data": goodput.data_s,
+        "start and files": goodput.other_s,
+        f"{goodput.lost_steps} steps done again": goodput.lost_s,
+    }
+    rest = [f"{name} {format_seconds(s)}" for name, s in parts.items() if s >= goodput.wall_s / 100]
+    in_steps = f"{format_seconds(goodput.steps_s)} of {format_seconds(goodput.wall_s)} in steps"
+    return f"goodput {goodput.share:.0%}: " + ", ".join([in_steps, *rest])

@@ -1,6 +1,7 @@
 """`meshwright verify`: the real step of a plan compiled for its hardware, which need not be there."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,7 +82,6 @@ def _options(given: Given, settings: Mapping[str, Any]) -> ProofOptions:
 
 
 def _service_answer(file: ServiceFile, given: Given) -> Answer:
-    """Returns the proofs of a service's steps, or of the one that is asked for."""
     from meshwright.verify.proof import proof_table
 
     if given.step == "train" or (given.weights, given.cache_dtype) != ("as they are", "bf16"):
@@ -105,6 +105,7 @@ def _service_answer(file: ServiceFile, given: Given) -> Answer:
 
 # -- what is printed ----------------------------------------------------------------------------------
 
+_wide, _flops = partial(Fact, column=22), partial(format_flops, unit="FLOPs")
 HOW = {
     "lower": "lowered only: every array divides and every type agrees",
     "partition": "partitioned and its buffers assigned",
@@ -123,7 +124,10 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
     if request.form == "gspmd":
         yield Fact("form", "GSPMD: the derived shardings as constraints, collectives by the compiler")
     if outcome.lowered and proof.runs:
-        yield Fact("compiled", f"{HOW[request.depth]}, for {_target_words(proof)}")
+        chips = f"{setting.cluster.num_chips:,} x {setting.cluster.chip.full_name or setting.cluster.chip.name}"
+        if request.target.platform == "cpu":
+            chips = f"{request.target.num_devices:,} emulated CPU devices"
+        yield Fact("compiled", f"{HOW[request.depth]}, for {chips}")
     yield Fact(
         "took",
         f"{format_seconds(outcome.cpu_s)} of CPU, {format_bytes(outcome.max_rss_bytes)} of memory, "
@@ -144,13 +148,6 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
         yield from _products_text(proof.products)
     if proof.traffic_error:
         yield Fact("collectives", f"could not be read: {proof.traffic_error}")
-
-
-def _target_words(proof: "Proof") -> str:
-    target, cluster = proof.request.target, proof.request.setting.cluster
-    if target.platform == "cpu":
-        return f"{target.num_devices:,} emulated CPU devices"
-    return f"{cluster.num_chips:,} x {cluster.chip.full_name or cluster.chip.name}"
 
 
 def _memory_text(proof: "Proof") -> Iterator[Piece]:
@@ -187,9 +184,9 @@ def _traffic_text(proof: "Proof") -> Iterator[Piece]:
     }
     yield Table.of(traffic.rows, columns)
     for name in dict.fromkeys(one.name for one in traffic.differences):
-        yield Fact(name, _difference_words([one for one in traffic.differences if one.name == name]), column=22)
+        yield _wide(name, _difference_words([one for one in traffic.differences if one.name == name]))
     if proof.request.form == "shard_map":
-        yield Fact("without a name", f"{traffic.remainder:.2%} of all bytes", column=22)
+        yield _wide("without a name", f"{traffic.remainder:.2%} of all bytes")
 
 
 def _overlap_text(found: "OverlapComparison") -> Iterator[Piece]:
@@ -207,32 +204,24 @@ def _overlap_text(found: "OverlapComparison") -> Iterator[Piece]:
     priced, beside = found.priced, format_seconds(found.beside_s)
     hidden, alone, exposed = map(format_seconds, (priced.hidden_s, priced.alone_s, priced.exposed_step_s))
     hides = f"{priced.hidden_s / priced.step_s:.0%} of its {format_seconds(priced.step_s)}"
-    yield Fact(
+    yield _wide(
         "as compiled",
         f"compute runs beside {beside} of {alone} of communication; the price hides {hidden} ({hides}). If the rest "
         f"overlaps with nothing, the step takes {exposed} (MFU {priced.exposed_mfu:.0%})",
-        column=22,
     )
 
 
 def _products_text(found: "Products") -> Iterator[Piece]:
     """Yields FLOPs of matrix products, and the steps in which they are not as derived."""
     share = found.compiled / found.derived - 1 if found.derived else 0.0
-    yield Fact(
+    yield _wide(
         "matrix products",
-        f"{format_flops(found.compiled, unit='FLOPs')} on a device, derived "
-        f"{format_flops(found.derived, unit='FLOPs')} ({share:+.2%})",
-        column=22,
+        f"{_flops(found.compiled)} on a device, derived {_flops(found.derived)} ({share:+.2%})",
     )
     for one in found.differences[:SHOWN_PLACES]:
-        yield Fact(
-            "",
-            f"{one.where}: {format_flops(one.compiled, unit='FLOPs')}, derived "
-            f"{format_flops(one.derived, unit='FLOPs')}",
-            column=22,
-        )
+        yield _wide("", f"{one.where}: {_flops(one.compiled)}, derived {_flops(one.derived)}")
     if found.by_data:
-        yield Fact("", f"left out, since their number depends on the data: {', '.join(found.by_data)}", column=22)
+        yield _wide("", f"left out, since their number depends on the data: {', '.join(found.by_data)}")
 
 
 SHOWN_PLACES = 3

@@ -45,8 +45,12 @@ def sharding_figure(
 
     A dim of more than 16 blocks shows its first and last ones, with a gap between.
     """
-    last = max(device for array in arrays for row in array.cells for cell in row for device in cell)
-    panels = [_panel(array, _color(last + 1)) for array in arrays]
+    count = 1 + max(device for array in arrays for row in array.cells for cell in row for device in cell)
+    named, scale = count <= MAX_NAMED_COLORS, alt.Scale(scheme="viridis", domain=[0, count - 1])
+    if named:
+        scale = alt.Scale(domain=list(range(count)), range=PALETTE[:count])
+    color = alt.Color("device:N" if named else "device:Q", scale=scale, legend=None)
+    panels = [_panel(array, color) for array in arrays]
     fitting = ROW_OF_PANELS_PX // (max(panel.width for panel in panels) + 90)
     chart = alt.concat(*panels, columns=max(1, min(len(panels), fitting)), spacing=40, align="each")
     return themed(chart, title, subtitle)
@@ -57,7 +61,14 @@ def devices_text(devices: Sequence[int], max_characters: int) -> list[str]:
 
     The list is empty if none of these fits into ``max_characters``.
     """
-    text = ",".join(_ranges(sorted(devices)))
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and device == runs[-1][-1] + 1:
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    # Two neighbours read better as "0,1" than as "0-1".
+    text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
     if len(text) <= max_characters:
         return [text]
     parts = text.split(",")
@@ -68,27 +79,6 @@ def devices_text(devices: Sequence[int], max_characters: int) -> list[str]:
         if len(lines[1]) > 0 and max(map(len, lines)) <= max_characters:
             return lines
     return []
-
-
-def _ranges(devices: Sequence[int]) -> list[str]:
-    runs: list[list[int]] = []
-    for device in devices:
-        if runs and device == runs[-1][-1] + 1:
-            runs[-1].append(device)
-        else:
-            runs.append([device])
-    # Two neighbours read better as "0,1" than as "0-1".
-    return [
-        text for run in runs for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(device) for device in run])
-    ]
-
-
-def _color(num_devices: int) -> Encoding:
-    if num_devices <= MAX_NAMED_COLORS:
-        scale = alt.Scale(domain=list(range(num_devices)), range=PALETTE[:num_devices])
-        return alt.Color("device:N", scale=scale, legend=None)
-    scale = alt.Scale(scheme="viridis", domain=[0, num_devices - 1])
-    return alt.Color("device:Q", scale=scale, legend=None)
 
 
 def _panel(array: ShardingPanel, color: Encoding) -> Layer:
@@ -114,7 +104,6 @@ def _panel(array: ShardingPanel, color: Encoding) -> Layer:
 def _blocks(
     array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
 ) -> tuple[list[Datum], list[Datum], list[Datum]]:
-    """Returns the rows of the stripes, the outlines and the texts."""
     cells, texts = grid(rows, cols)
     stripes, outlines = [], []
     for x, y, row, col in cells:

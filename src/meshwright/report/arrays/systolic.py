@@ -84,7 +84,6 @@ def _panel(frame: SystolicFrame, rows: int, cols: int) -> Layer:
 
 
 def _cells(frame: SystolicFrame, rows: int) -> list[Datum]:
-    """Returns a row for every cell inside and around the array."""
     found = []
     for row, (weights, activations) in enumerate(zip(frame.weights, frame.activations, strict=True)):
         for col, (weight, activation) in enumerate(zip(weights, activations, strict=True)):

@@ -94,7 +94,6 @@ def _tiles_panel(plane: _Plane) -> Layer:
 
 
 def _legend(canvas: Canvas, bottom: int) -> list[Layer]:
-    """Returns the legend below the tiles."""
     rows = [
         cell(0.1, bottom, 0, 0, color=FILL, text="elements"),
         cell(1.1, bottom, 0, 0, color=PADDING, text="padding"),

@@ -10,10 +10,10 @@ from meshwright.bench.results import ELEMENT_BYTES, BenchReport, Collective, Pro
 from meshwright.bench.workloads import FLOPS_EACH, layer_flops, weight_shards
 from meshwright.core.dims import COLLECTIVES, DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
-from meshwright.report.curves import curves_figure
 from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, panel, si_scale, themed
 from meshwright.report.marks import Points, ReferenceLine, color_by, lines, log_axis, plot
 from meshwright.report.roofline import RooflinePoint, roofline_figure
+from meshwright.report.sweeps import curves_figure
 from meshwright.spec.chip import chip
 
 PANEL_PX = (250, 300)
@@ -146,10 +146,9 @@ def _at(value: float, what: str, at: Literal["start", "end"] = "start") -> Refer
 
 
 def _batch_times(report: BenchReport) -> Figure | None:
-    layers = report.batch.layers if report.batch else ()
+    layers, knee = (report.batch.layers, report.batch.knee) if report.batch else ((), None)
     scale, unit = si_scale(max((layer.seconds.median_s for layer in layers), default=0.0), "s")
     curves = {"measured": [(float(layer.tokens), layer.seconds.median_s / scale) for layer in layers]}
-    knee = report.batch.knee if report.batch else None
     if knee:
         tokens = sorted({knee.at, *(float(layer.tokens) for layer in layers)})
         curves["fitted"] = [(at, max(knee.floor, knee.slope * at) / scale) for at in tokens]
@@ -157,8 +156,7 @@ def _batch_times(report: BenchReport) -> Figure | None:
 
 
 def _throughput(report: BenchReport) -> Figure | None:
-    layers = report.batch.layers if report.batch else ()
-    name = f"{report.batch.dtype} layer" if report.batch else ""
+    layers, name = (report.batch.layers, f"{report.batch.dtype} layer") if report.batch else ((), "")
     curves = {name: [(layer.tokens, layer.tokens_per_us) for layer in layers]}
     return _over_batch(report, curves, "tokens per us", "Tokens per us of a layer")
 

@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.profile.compare import TimeRow
+from meshwright.profile.memory import MemoryProfile
 from meshwright.profile.summary import Profile
 from meshwright.report.answer import Heading, Show, Table, TableColumns, as_markdown, utilisation_rows
-from meshwright.report.figure import save
-from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
+from meshwright.report.bars import step_breakdown_figure
+from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, save, si_scale, themed
 from meshwright.report.machine.profile_trace import save_trace
+from meshwright.report.marks import color_by, labels, plot, without_overlaps
 
 REPORT, TIMELINE = "profile.md", "trace.json.gz"
 WHERE, PARTS, MEMORY = "where.png", "parts.png", "memory-timeline.png"
@@ -19,6 +22,13 @@ MAX_STEPS = 40
 MAX_OPS = 30
 MAX_PRODUCTS = 12
 PERCENT = "{:.1%}".format
+
+MAX_DEVICES = 8
+MAX_ROWS = 14
+ROW_PX = 34
+WIDTH_PX = 560
+MEMORY_PX = {"width": 640, "height": 300}
+MAX_SAMPLES = 1500
 
 
 def write_report(profile: Profile, folder: Path) -> list[Path]:
@@ -36,26 +46,27 @@ def write_report(profile: Profile, folder: Path) -> list[Path]:
 
 def report_text(profile: Profile) -> str:
     """Returns the page as Markdown."""
-    plan = profile.plan
-    sections = [
+    plan, comparison = profile.plan, profile.comparison
+    left = len(comparison.steps) - MAX_STEPS
+    more = f"\n{left} further steps differ by less.\n" if left > 0 else ""
+    sections = {
+        "Furthest from the prediction": _terms(profile),
+        "Where the wall time of a step goes": f"![where]({WHERE})\n\n{_where(profile)}\n{WHERE_WORDS}",
+        "Parts of the model": f"![parts]({PARTS})\n\n{as_markdown(times_table(comparison.parts, 'part'))}",
+        "Kinds of work": _classes(profile),
+        "Derived steps": as_markdown(times_table(comparison.steps[:MAX_STEPS], "step")) + more,
+        "Instructions": _ops(profile),
+        "Float32 products": _float32(profile),
+        "Memory": _memory(profile),
+    }
+    texts = [
         f"# Profile of {plan.model.name} on {plan.cluster.short_name}\n",
         _summary(profile),
         "\n".join(f"- {note}" for note in profile.notes) + "\n",
-        _section("Furthest from the prediction", _terms(profile)),
-        _section("Where the wall time of a step goes", f"![where]({WHERE})\n\n" + _where(profile) + "\n" + WHERE_WORDS),
-        _section(
-            "Parts of the model", f"![parts]({PARTS})\n\n" + as_markdown(times_table(profile.comparison.parts, "part"))
-        ),
-        _section("Kinds of work", _classes(profile)),
-        _section(
-            "Derived steps", as_markdown(times_table(profile.comparison.steps[:MAX_STEPS], "step")) + _more(profile)
-        ),
-        _section("Instructions", _ops(profile)),
-        _section("Float32 products", _float32(profile)),
-        _section("Memory", _memory(profile)),
+        *(f"## {title}\n\n{text}" for title, text in sections.items()),
         f"The timeline is in `{TIMELINE}`: Perfetto opens it, with the predicted step above the measured devices.\n",
     ]
-    return "\n".join(sections)
+    return "\n".join(texts)
 
 
 WHERE_WORDS = """\
@@ -64,10 +75,6 @@ instruction runs, but one whose bytes take longer. Exposed communication: only c
 before the first or after the last instruction of the step, or for at most 50 us between two. Idle: nothing runs for
 longer.
 """
-
-
-def _section(title: str, text: str) -> str:
-    return f"## {title}\n\n{text}"
 
 
 def headline_rows(profile: Profile) -> list[tuple[str, float | None, float | None, Show]]:
@@ -80,19 +87,16 @@ def headline_rows(profile: Profile) -> list[tuple[str, float | None, float | Non
 
 
 def _summary(profile: Profile) -> str:
-    overlaps = predicted_overlap(profile), profile.times.overlap
+    # the share of communication that is overlapped; None without communication
+    predicted, terms = profile.comparison.predicted, profile.comparison.terms
+    spent = sum(row.predicted_s or 0.0 for row in terms if row.name.startswith("collective"))
+    overlaps = max(0.0, 1 - predicted.exposed_s / spent) if spent else None, profile.times.overlap
     rows: list[tuple[str, float | None, float | None, Show]] = [
         *headline_rows(profile),
         ("FLOPs of products on a device", profile.predicted_flops, profile.flops, partial(format_flops, unit="FLOP")),
         ("communication hidden behind compute", *overlaps, "{:.0%}".format),
     ]
     return as_markdown(Table.compared(rows))
-
-
-def predicted_overlap(profile: Profile) -> float | None:
-    """Returns the share of predicted communication that is overlapped; None without communication."""
-    spent = sum(row.predicted_s or 0.0 for row in profile.comparison.terms if row.name.startswith("collective"))
-    return max(0.0, 1 - profile.comparison.predicted.exposed_s / spent) if spent else None
 
 
 def times_table(rows: Sequence[TimeRow], what: str) -> Table:
@@ -107,11 +111,6 @@ def times_table(rows: Sequence[TimeRow], what: str) -> Table:
             "difference": ("difference_s", lambda s: f"{'-' if s < 0 else '+'}{format_seconds(abs(s))}"),
         },
     )
-
-
-def _more(profile: Profile) -> str:
-    left = len(profile.comparison.steps) - MAX_STEPS
-    return f"\n{left} further steps differ by less.\n" if left > 0 else ""
 
 
 def _terms(profile: Profile) -> str:
@@ -221,3 +220,88 @@ def _memory(profile: Profile) -> str:
     owners = Table.of(memory.owners, {"array or step": "name", "kind": "kind", "bytes": ("num_bytes", format_bytes)})
     lines.append("Who owns the peak, on one device:\n\n" + as_markdown(owners))
     return "\n".join(lines)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------
+
+
+def where_figure(profile: Profile) -> Figure:
+    """Draws bars of the predicted step, of the mean device and, if there are several, of up to `MAX_DEVICES` devices.
+
+    The bars have the parts of `cost.breakdown.Partition`.
+    """
+    devices = list(profile.times.devices.items())
+    bars = {"predicted": profile.comparison.predicted.parts, "mean": profile.times.mean.parts}
+    if len(devices) > 1:
+        bars |= {f"device {number}": found.parts for number, found in devices[:MAX_DEVICES]}
+    shown = f"; {MAX_DEVICES} of {len(devices)} devices shown" if len(devices) > MAX_DEVICES else ""
+    subtitle = f"The wall time of a step, predicted and under the profiler{shown}"
+    return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
+
+
+def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
+    """Draws two bars for each of the longest rows, predicted above measured. Raises InputError for no row."""
+    chosen = sorted(rows, key=lambda row: -max(row.predicted_s or 0.0, row.measured_s or 0.0))[:MAX_ROWS]
+    if not chosen:
+        raise InputError("there is nothing to compare. Give a trace with events of the program.")
+    longest = max(max(row.predicted_s or 0.0, row.measured_s or 0.0) for row in chosen)
+    scale, unit = si_scale(longest, "s")
+    bars = [
+        {"row": row.name, "what": what, "time": (seconds or 0.0) / scale}
+        for row in chosen
+        for what, seconds in (("predicted", row.predicted_s), ("measured", row.measured_s))
+    ]
+    colors = {"predicted": PALETTE[4], "measured": PALETTE[0]}
+    y_axis, x_axis = alt.Axis(ticks=False, labelLimit=320), alt.Axis(tickCount=6)
+    chart = (
+        plot(bars)
+        .mark_bar()
+        .encode(
+            y=alt.Y("row:N", sort=[row.name for row in chosen], title=None, axis=y_axis),
+            yOffset=alt.YOffset("what:N", sort=list(colors)),
+            x=alt.X("time:Q", title=f"time per step ({unit})", axis=x_axis),
+            color=color_by("what", colors, orient="bottom"),
+        )
+    )
+    shown = f"the {MAX_ROWS} longest of {len(rows)} rows shown" if len(rows) > MAX_ROWS else ""
+    subtitle = "; ".join(text for text in (subtitle, shown) if text)
+    return themed(chart, "Parts of the model", subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))
+
+
+def memory_timeline_figure(memory: MemoryProfile) -> Figure:
+    """Draws the memory of the first steps over time, with its marks and its peak. The profile must have samples."""
+    peak = memory.peak
+    assert peak is not None
+    scale, unit = si_scale(peak.num_bytes, "B")
+    end_s = memory.samples[-1].at_s
+    time_scale, time_unit = si_scale(end_s, "s")
+    # Fewer than 2 * MAX_SAMPLES, always with the peak.
+    stride = max(1, len(memory.samples) // MAX_SAMPLES)
+    kept = sorted({*memory.samples[::stride], peak, memory.samples[-1]})
+    rows = [{"x": sample.at_s / time_scale, "y": sample.num_bytes / scale} for sample in kept]
+    domain = alt.Scale(domain=[0, end_s / time_scale], nice=False)
+    x = alt.X("x:Q", title=f"time ({time_unit})", axis=alt.Axis(grid=False), scale=domain)
+    y = alt.Y("y:Q", title=f"memory ({unit})", scale=alt.Scale(zero=True))
+    top = [{"x": peak.at_s / time_scale, "y": peak.num_bytes / scale, "text": format_bytes(peak.num_bytes)}]
+    side = {"align": "right", "dx": -8} if peak.at_s > end_s / 2 else {"align": "left", "dx": 8}
+    area = plot(rows).mark_area(color=PALETTE[4], opacity=0.5, line={"color": PALETTE[0]})
+    chart = alt.layer(
+        area.encode(x=x, y=y),
+        *_marks(memory, x, time_scale),
+        plot(top).mark_point(filled=True, color=INK).encode(x=x, y=y),
+        labels(top, x, y, dy=-10, fill=INK, **side),
+    )
+    what = "of the first device" if memory.counted == "device" else "resident in the process, the runtime included"
+    return themed(chart, "Memory of the first steps", f"Bytes {what}; the peak is marked", **MEMORY_PX)
+
+
+def _marks(memory: MemoryProfile, x: Encoding, time_scale: float) -> list[Layer]:
+    """Returns two layers: a dashed line per mark, and the labels that do not overlap an earlier one."""
+    rows = [{"x": mark.at_s / time_scale, "text": mark.text} for mark in memory.marks]
+    label_width = memory.samples[-1].at_s / time_scale * 0.02
+    named = without_overlaps(rows, lambda row: (row["x"] / label_width, 0.0))
+    words = {"angle": 270, "align": "left", "baseline": "top", "dx": 4, "dy": 3, "fontSize": 10, "fill": MUTED}
+    return [
+        plot(rows).mark_rule(strokeDash=(3, 3), color=MUTED).encode(x=x),
+        plot(named).mark_text(**words).encode(x=x, y=alt.YValue("height"), text="text:N"),
+    ]

@@ -16,7 +16,7 @@ from meshwright.cost.lanes import Lanes, Slice
 from meshwright.cost.train_step import PricedStrategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.profile.classes import class_of_op
-from meshwright.profile.events import DeviceTrace, OpEvent, Window
+from meshwright.profile.events import DeviceTrace, OpEvent
 from meshwright.profile.hlo import TracedProgram
 from meshwright.profile.summary import Profile
 
@@ -30,16 +30,18 @@ _US = 1e6
 TraceEvent = dict[str, Any]
 
 
-def trace_events(found: Profile) -> list[TraceEvent]:
-    """Returns the events of one predicted step and of the measured steps; both timelines start at 0."""
-    count = found.plan.strategy.num_microbatches
-    return [*predicted_events(found.priced, num_microbatches=count), *measured_events(found.trace, found.program)]
-
-
 def save_trace(found: Profile, path: Path) -> Path:
-    """Writes the gzipped trace and returns its path."""
+    """Writes the gzipped trace of one predicted step and of the measured steps, which both start at 0.
+
+    Returns its path. The predicted step has a thread for computation and one for the links.
+    """
+    predicted = predicted_timeline(found.priced, num_microbatches=found.plan.strategy.num_microbatches)
     document = {
-        "traceEvents": trace_events(found),
+        "traceEvents": [
+            *_names(PREDICTED_PID, "predicted", LANES, order=0),
+            *(_slice(PREDICTED_PID, 1 + LANES.index(s.lane), s.what, s.kind, s.start_s, s.seconds) for s in predicted),
+            *measured_events(found.trace, found.program),
+        ],
         "displayTimeUnit": "ms",
         "otherData": {"model": found.plan.model.name, "cluster": found.plan.cluster.short_name},
     }
@@ -53,15 +55,6 @@ def save_trace(found: Profile, path: Path) -> Path:
 LANES = ("compute", "links")
 
 
-def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[TraceEvent]:
-    """Returns the events of one predicted step: a thread for computation and one for the links."""
-    slices = predicted_timeline(priced, num_microbatches=num_microbatches)
-    return [
-        *_names(PREDICTED_PID, "predicted", LANES, order=0),
-        *(_slice(PREDICTED_PID, 1 + LANES.index(s.lane), s.what, s.kind, s.start_s, s.seconds) for s in slices),
-    ]
-
-
 def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list[Slice]:
     """Returns the slices of one predicted step: local steps in sequence, collectives overlapped or exposed.
 
@@ -73,9 +66,13 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
         begin, number = lanes.compute_end_s, len(lanes.slices)
         lanes.links_end_s = max(lanes.links_end_s, begin)
         for cost, times in steps:
-            seconds = float(cost.time_s) * times
-            if seconds > 0:
-                _add_step(lanes, cost, seconds, overlaps=priced.rates.overlaps)
+            seconds, name, kind = float(cost.time_s) * times, label_text(cost.step), class_of_op(cost.step.op)
+            if seconds > 0 and not cost.step.is_collective:
+                lanes.compute(name, seconds, kind=kind)
+            elif seconds > 0 and cost.hides and priced.rates.overlaps:
+                lanes.send(name, seconds, kind=kind)
+            elif seconds > 0:
+                lanes.compute_end_s = lanes.send(name, seconds, kind=kind, when=lanes.compute_end_s)
         lanes.compute_end_s = max(lanes.compute_end_s, lanes.links_end_s)
         if lanes.compute_end_s > begin:
             whole = Slice(lane="compute", what=name, kind="pass", start_s=begin, end_s=lanes.compute_end_s)
@@ -111,52 +108,33 @@ def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tupl
     yield "update", [(cost, float(cost.here)) for cost in priced.costs.once]
 
 
-def _add_step(lanes: Lanes, cost: StepCost, seconds: float, *, overlaps: bool) -> None:
-    name, kind = label_text(cost.step), class_of_op(cost.step.op)
-    if not cost.step.is_collective:
-        lanes.compute(name, seconds, kind=kind)
-    elif cost.hides and overlaps:
-        lanes.send(name, seconds, kind=kind)
-    else:
-        lanes.compute_end_s = lanes.send(name, seconds, kind=kind, when=lanes.compute_end_s)
-
-
 # -- measured -----------------------------------------------------------------------------------------------
 
 
-def measured_events(trace: DeviceTrace, program: TracedProgram) -> list[TraceEvent]:
-    """Returns a process per device with a thread per stream or host thread, and one thread for the steps."""
+def measured_events(trace: DeviceTrace, program: TracedProgram) -> Iterator[TraceEvent]:
+    """Yields a process per device with a thread per stream or host thread, and one thread for the steps."""
     zero = trace.windows[0].start_s
     end = trace.windows[-1].end_s
     inside = [event for event in trace.events if event.start_s >= zero and event.end_s <= end]
     if len(inside) > MAX_EVENTS:
         inside = sorted(inside, key=lambda event: -event.seconds)[:MAX_EVENTS]
-    found: list[TraceEvent] = []
     for device in trace.devices:
         own = sorted(
             (event for event in inside if event.device == device), key=lambda event: (event.start_s, -event.end_s)
         )
-        found += _device(device, own, trace.windows, program, zero)
-    return found
-
-
-def _device(
-    device: int, events: Sequence[OpEvent], windows: Sequence[Window], program: TracedProgram, zero: float
-) -> Iterator[TraceEvent]:
-    pid = 10 + device
-    lanes = _nested(events)
-    yield from _names(pid, f"device {device}, measured", ["steps", *(name for name, _ in lanes)], order=pid)
-    for number, window in enumerate(windows):
-        yield _slice(pid, 1, f"step {number}", "step", window.start_s - zero, window.seconds)
-    for tid, (_, own) in enumerate(lanes, start=2):
-        for event in own:
-            fact = program.fact(event.op)
-            args = {"op": event.op, "bound": fact.bound}
-            if event.waits:
-                args["waited_us"] = f"{event.waited_s * _US:.1f}"
-            name = str(fact.label) if fact.label else event.op
-            kind = str(fact.kind) if program.is_work(event.op) else "control"
-            yield {**_slice(pid, tid, name, kind, event.start_s - zero, event.seconds), "args": args}
+        lanes, pid = _nested(own), 10 + device
+        yield from _names(pid, f"device {device}, measured", ["steps", *(name for name, _ in lanes)], order=pid)
+        for number, window in enumerate(trace.windows):
+            yield _slice(pid, 1, f"step {number}", "step", window.start_s - zero, window.seconds)
+        for tid, (_, events) in enumerate(lanes, start=2):
+            for event in events:
+                fact = program.fact(event.op)
+                args = {"op": event.op, "bound": fact.bound}
+                if event.waits:
+                    args["waited_us"] = f"{event.waited_s * _US:.1f}"
+                name = str(fact.label) if fact.label else event.op
+                kind = str(fact.kind) if program.is_work(event.op) else "control"
+                yield {**_slice(pid, tid, name, kind, event.start_s - zero, event.seconds), "args": args}
 
 
 def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:

@@ -49,7 +49,9 @@ def timeline_figure(
         if op.kind == "B" and (device, op.microbatch, op.chunk) in split:
             what = "input gradients"
         group = what if schedule.num_chunks == 1 else f"{what}, chunk {op.chunk}"
-        color = _paler(COLORS[what], 0.6 * op.chunk / max(schedule.num_chunks - 1, 1))
+        white, hue = 0.6 * op.chunk / max(schedule.num_chunks - 1, 1), COLORS[what]
+        parts = (int(hue[at : at + 2], 16) for at in (1, 3, 5))
+        color = "#" + "".join(f"{round(part + (255 - part) * white):02X}" for part in parts)
         colors[list(COLORS).index(what), op.chunk] = group, color
         text = str(op.microbatch) if row_px >= LEAST_ROW_WITH_NUMBERS_PX else ""
         px = width * scale / simulation.makespan_s
@@ -74,12 +76,6 @@ def _timed(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[int, St
     for device, times in enumerate(zip(schedule.orders, simulation.start_s, simulation.end_s, strict=True)):
         for op, start, end in zip(*times, strict=True):
             yield device, op, start, end
-
-
-def _paler(color: str, share: float) -> str:
-    """Mixes the colour with a share of white."""
-    parts = (int(color[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)
 
 
 def timeline_text(schedule: Schedule, simulation: Simulation, *, width: int) -> str:

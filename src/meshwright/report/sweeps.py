@@ -1,12 +1,27 @@
-"""Curves of throughput, step time, shares of a step and memory over chips or a field; curves of bandwidth."""
+"""Pictures of sweeps: curves over chips, a field or two logarithmic axes, and heatmaps of best plans."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from meshwright.core.errors import InputError
-from meshwright.report.figure import MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
-from meshwright.report.marks import DASHES, WHOLE_NUMBERS, Points, color_by, lines, log_axis, palette_of
+from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
+from meshwright.report.marks import (
+    DASHES,
+    WHOLE_NUMBERS,
+    Points,
+    ReferenceLine,
+    check_positive,
+    color_by,
+    lines,
+    log_axis,
+    palette_of,
+    plot,
+    reference,
+    stroke_colors,
+)
 
 PANEL_PX = (300, 240)
 MIN_SHARE = 5e-3
@@ -15,6 +30,12 @@ MOST_LETTERS = 36
 """Number of letters, in all labels together, for which a panel's horizontal axis has room side by side."""
 LEAST_RANGE = 3
 """Ratio of the largest to the smallest value above which an axis is logarithmic: a shorter one has too few labels."""
+CELL_PX = (84, 74)
+LINE_PX = 13
+SCHEME = ("#F7FBFF", "#D6E6F4", "#ABCFE6", "#6FB0D7", "#3787C0", "#105BA4")
+DARK_FROM = 0.6
+"""Share of the colour range above which text is white."""
+EMPTY = "#EFEFEF"
 PERFECT, LIMIT = "perfect scaling", "what a chip holds"
 
 
@@ -27,13 +48,13 @@ def scaling_figure(
     and perfect scaling is drawn beside tokens per second; else it shows every value. ``limit_bytes`` is of one chip.
     """
     xs, x = _over(points, over)
-    first, by_chips = points[0], _by_chips(points, over)
+    first = points[0]
 
     def of(name: str) -> list[float]:
         return [point[name] for point in points]
 
     rates = {"best plan": of("tokens_per_s")}
-    if by_chips:
+    if _by_chips(points, over):
         rates[PERFECT] = [first["tokens_per_s"] * chips / first["num_chips"] for chips in xs]
     shares = {"MFU": of("mfu"), "exposed communication": of("exposed_share")}
     if max(of("bubble_share")) > MIN_SHARE:
@@ -83,8 +104,11 @@ def _over(points: Sequence[Mapping[str, Any]], over: str) -> tuple[list[float], 
     if _by_chips(points, over):
         chips = [float(point["num_chips"]) for point in points]
         return chips, chips_axis(chips)
+    # a name at each of 0, 1, 2 and so on, slanted if the names are long
     names = [point["values"][over] for point in points]
-    return [float(number) for number in range(len(points))], _named_axis(names, "cluster" if over == "on" else over)
+    angle = -35 if max(map(len, names)) * len(names) > MOST_LETTERS else 0
+    axis = alt.Axis(labelExpr=f"{json.dumps(names)}[datum.value]", labelAngle=angle)
+    return list(map(float, range(len(points)))), alt.X("x:O", title="cluster" if over == "on" else over, axis=axis)
 
 
 def _panel(
@@ -112,12 +136,6 @@ def _panel(
     return alt.layer(*layers).properties(width=PANEL_PX[0], height=PANEL_PX[1])
 
 
-def _named_axis(names: Sequence[str], title: str) -> Encoding:
-    """Returns an axis with a name at each of 0, 1, 2 and so on, slanted if the names are long."""
-    angle = -35 if max(map(len, names)) * len(names) > MOST_LETTERS else 0
-    return alt.X("x:O", title=title, axis=alt.Axis(labelExpr=f"{json.dumps(names)}[datum.value]", labelAngle=angle))
-
-
 def chips_axis(chips: Sequence[float]) -> Encoding:
     """Returns a logarithmic axis labelled with the given numbers of chips, at most seven of them."""
     numbers = sorted(set(chips))
@@ -139,3 +157,101 @@ def bandwidth_figure(
         raise InputError("there is no point to draw. Give clusters of several chips.")
     chart = _panel(chips, chips_axis(chips), {name: values for values, name in merged.items()}, "{}/s and chip", "B")
     return themed(chart, title, subtitle, width=2 * PANEL_PX[0], height=300)
+
+
+def curves_figure(
+    curves: Mapping[str, Points],
+    *,
+    x_title: str,
+    y_title: str,
+    title: str,
+    subtitle: str = "",
+    references: Sequence[ReferenceLine] = (),
+    x_ticks: Sequence[float] = (),
+) -> Figure:
+    """Draws all curves with a legend, and dashed reference lines.
+
+    ``x_ticks`` are whole numbers that label the horizontal axis in place of powers of ten.
+    """
+    if not curves or not all(curves.values()):
+        raise InputError("there is no curve, or one without points. Give each curve at least one point.")
+    check_positive((name, value) for name, points in curves.items() for point in points for value in point)
+    xs = [x for points in curves.values() for x, _ in points]
+    ys = [y for points in curves.values() for _, y in points]
+    ys += [line.value for line in references if line.axis == "y"]
+    low, high = min(xs), max(xs)
+    ticks = {"values": sorted({*x_ticks}), "labelExpr": WHOLE_NUMBERS, "labelOverlap": True, "labelFlush": False}
+    x = log_axis(alt.X, "x", (low, high) if low < high else (low / 2, high * 2), x_title, **(ticks if x_ticks else {}))
+    y = log_axis(alt.Y, "y", (min(ys) / 1.5, max(ys) * 1.5), y_title)
+    color = stroke_colors(curves, orient="right", symbolStrokeWidth=3)
+    layers = [*lines(curves, x, y, color, strokeWidth=2.4, point={"size": 28}), *map(reference, references)]
+    return themed(alt.layer(*layers), title, subtitle, width=620, height=380)
+
+
+# -- heatmaps ---------------------------------------------------------------------------------------------
+
+
+class HeatCell(msgspec.Struct, frozen=True):
+    """One cell: the value of its colour, and its text, whose first line is a headline; None if nothing runs."""
+
+    row: str
+    column: str
+    value: float | None
+    lines: Sequence[str]
+
+
+def heatmap_figure(
+    cells: Sequence[HeatCell],
+    *,
+    axes: Sequence[str],
+    value_title: str,
+    unit: str | None,
+    title: str,
+    subtitle: str = "",
+) -> Figure:
+    """Draws rows from top to bottom and columns from left to right, in the order of the cells.
+
+    ``axes`` are the titles of rows and columns. Values are shares of 1 if ``unit`` is "%"; None gives them no prefix.
+    """
+    if not cells:
+        raise InputError("there is no cell to draw. Give at least one.")
+    rows, columns = list(dict.fromkeys(c.row for c in cells)), list(dict.fromkeys(c.column for c in cells))
+    most = max((cell.value for cell in cells if cell.value is not None), default=1.0)
+    scale, unit_name = (1.0, "") if unit in ("%", None) else si_scale(most, unit)
+    lines = max(len(cell.lines) for cell in cells) - 1
+    filled, empty = [], []
+    for cell in cells:
+        drawn, (headline, *below) = {"row": cell.row, "column": cell.column}, cell.lines
+        if cell.value is None:
+            empty.append(drawn | {"text": "\n".join(cell.lines)})
+        else:
+            ink = "white" if cell.value > DARK_FROM * most else INK
+            words = {"headline": headline, "text": "\n".join(below), "ink": ink}
+            filled.append(drawn | words | {"value": cell.value / scale})
+    style = {"ticks": False, "domain": False}
+    place = {
+        "x": alt.X("column:N", sort=columns, title=axes[1], axis=alt.Axis(orient="bottom", labelAngle=0, **style)),
+        "y": alt.Y("row:N", sort=rows, title=axes[0], axis=alt.Axis(labelLimit=200, **style)),
+    }
+    colors = alt.Scale(domain=[0, most / scale], range=SCHEME, interpolate="lab")
+    legend = alt.Legend(format=".0%" if unit == "%" else ",.3~f", orient="right", gradientLength=160, tickCount=4)
+    color = alt.Color(
+        "value:Q", title=value_title + (f" ({unit_name})" if unit_name else ""), scale=colors, legend=legend
+    )
+    nothing, cell_marks = (plot(chosen).encode(**place) for chosen in (empty, filled))
+    boxes = {"stroke": "white", "strokeWidth": 2}
+    small = {"fontSize": 10, "lineBreak": "\n", "lineHeight": LINE_PX}
+    inked = alt.Color("ink:N", scale=None)
+    top = -(7 * lines + 3)
+    chart = alt.layer(
+        nothing.mark_rect(color=EMPTY, **boxes),
+        nothing.mark_text(baseline="middle", fill=MUTED, **small).encode(text="text:N"),
+        cell_marks.mark_rect(**boxes).encode(color=color),
+        cell_marks.mark_text(fontSize=15, fontWeight="bold", baseline="middle", dy=top + 2).encode(
+            text="headline:N", color=inked
+        ),
+        cell_marks.mark_text(baseline="top", dy=top + 14, **small).encode(text="text:N", color=inked),
+    )
+    height = max(CELL_PX[1], 34 + LINE_PX * lines)
+    chart = chart.resolve_scale(color="independent")
+    return themed(chart, title, subtitle, width=CELL_PX[0] * len(columns), height=height * len(rows))

@@ -1,0 +1,175 @@
+"""Curves on linear and logarithmic axes, and heatmaps."""
+
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.report.figure import save
+from meshwright.report.marks import ReferenceLine, log_ticks
+from meshwright.report.sweeps import HeatCell, bandwidth_figure, curves_figure, heatmap_figure, scaling_figure
+from tests.charts import marks, panels, texts
+
+
+def point(chips, rate, *, bubble=0.0, values=None):
+    return {
+        "values": values or {"on": str(chips)},
+        "num_chips": chips,
+        "step_s": 1e6 / rate,
+        "tokens_per_s": rate,
+        "mfu": 0.5,
+        "exposed_share": 0.1,
+        "bubble_share": bubble,
+        "hbm_bytes_per_chip": 60e9,
+    }
+
+
+POINTS = (point(8, 1e4), point(16, 1.8e4), point(32, 3e4))
+
+
+def lines(panel):
+    return {row["name"] for line in marks(panel, "line") for row in line["rows"]}
+
+
+def test_four_panels():
+    throughput, step, shares, memory = panels(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"))
+    assert lines(throughput) == {"best plan", "perfect scaling"}
+    assert lines(step) == {"time per step"}
+    assert lines(shares) == {"MFU", "exposed communication"}
+    assert lines(memory) == {"best plan", "what a chip holds"}
+
+
+def test_perfect_scaling_starts_from_the_first_point():
+    perfect, best = marks(panels(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"))[0], "line")
+    assert perfect["rows"][0]["name"] == "perfect scaling"
+    assert best["encoding"]["color"]["scale"]["domain"] == ["best plan", "perfect scaling"]
+    assert [(row["x"], row["y"]) for row in perfect["rows"]] == [(8, 10.0), (16, 20.0), (32, 40.0)]
+
+
+def test_a_bubble_and_a_limit_are_drawn_where_there_are_any():
+    points = (point(8, 1e4, bubble=0.2), point(16, 2e4))
+    _, _, shares, memory = panels(scaling_figure(points, over="on", title="t"))
+    assert "bubble" in lines(shares)
+    assert lines(memory) == {"best plan"}
+
+
+def test_another_field_has_its_values_side_by_side():
+    points = [point(8, 1e4, values={"remat": name}) for name in ("none", "block")]
+    throughput, step, *_ = panels(scaling_figure(points, over="remat", title="t"))
+    assert lines(throughput) == {"best plan"}
+    (line,) = marks(step, "line")
+    assert [row["x"] for row in line["rows"]] == [0, 1]
+    axis = line["encoding"]["x"]
+    assert (axis["title"], axis["axis"]["labelExpr"]) == ("remat", '["none", "block"][datum.value]')
+    # a short range has an axis from zero
+    assert "scale" not in line["encoding"]["y"]
+
+
+def test_collectives_that_coincide_share_a_line():
+    both = [4e11, 3e11]
+    figure = bandwidth_figure([2, 4], {"all-gather": both, "all-reduce": both, "all-to-all": [4e11, 1e11]}, title="t")
+    encoding = marks(figure)[0]["encoding"]
+    assert encoding["color"]["scale"]["domain"] == ["all-gather, all-reduce", "all-to-all"]
+    assert encoding["y"]["title"] == "GB/s and chip"
+
+
+def test_they_are_drawn(tmp_path):
+    assert (
+        save(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"), tmp_path / "a.png").stat().st_size > 5000
+    )
+    assert save(bandwidth_figure([2, 4], {"all-gather": [4e11, 3e11]}, title="t"), tmp_path / "b.svg").exists()
+
+
+def test_nothing_to_draw():
+    with pytest.raises(InputError, match="nothing in the sweep runs"):
+        scaling_figure((), over="on", title="t")
+    with pytest.raises(InputError, match="Give clusters of several chips"):
+        bandwidth_figure([], {"all-gather": []}, title="t")
+
+
+LINE = [(1.0, 2.0), (10.0, 20.0), (100.0, 30.0)]
+
+
+def figure(curves, references=()):
+    return curves_figure(curves, x_title="B", y_title="rate", title="t", references=references)
+
+
+def test_points_names_and_marks(tmp_path):
+    peak, here = ReferenceLine(axis="y", value=50.0, text="peak"), ReferenceLine(axis="x", value=5.0, text="here")
+    chart = figure({"one": LINE, "two": [(1.0, 3.0)]}, [peak, here])
+    _, two = marks(chart, "line")
+    assert two["rows"] == [{"name": "two", "x": 1.0, "y": 3.0}]
+    assert two["encoding"]["color"]["scale"]["domain"] == ["one", "two"]
+    # the mark is inside the axis, though no curve reaches it
+    assert two["encoding"]["y"]["scale"]["domain"][1] >= 50
+    assert [mark["encoding"] for mark in marks(chart, "rule")] == [{"y": {"datum": 50.0}}, {"x": {"datum": 5.0}}]
+    assert texts(chart) == ["peak", "here"]
+    assert save(chart, tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_point_has_an_axis(tmp_path):
+    (line,) = marks(figure({"dot": [(8.0, 2.0)]}))
+    low, high = line["encoding"]["x"]["scale"]["domain"]
+    assert low < 8 < high
+
+
+@pytest.mark.parametrize(
+    ("curves", "message"),
+    [
+        ({}, "no curve"),
+        ({"a": [(1.0, 1.0)], "b": []}, "no curve"),
+        ({"a": [(1.0, 0.0)]}, "a: 0 cannot be drawn on a logarithmic axis"),
+    ],
+)
+def test_refused(curves, message):
+    with pytest.raises(InputError, match=message):
+        figure(curves)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.5, 2000, [1, 10, 100, 1000]),
+        (3, 60, [5, 10, 20, 50]),
+        (1.1, 1.4, []),
+    ],
+)
+def test_ticks(low, high, ticks):
+    assert log_ticks(low, high) == ticks
+
+
+CELLS = (
+    HeatCell("8B", "1", 0.5, ("50%", "fsdp8")),
+    HeatCell("8B", "2", 0.1, ("10%", "dp2 fsdp8")),
+    HeatCell("70B", "1", None, ("does not fit",)),
+    HeatCell("70B", "2", 0.4, ("40%", "pp2", "tp8")),
+)
+TITLES = {"axes": ("model", "nodes"), "value_title": "MFU", "unit": "%", "title": "Best plans"}
+
+
+def test_rows_and_columns_keep_their_order():
+    empty, filled = marks(heatmap_figure(CELLS, **TITLES), "rect")
+    assert (filled["encoding"]["x"]["sort"], filled["encoding"]["y"]["sort"]) == (["1", "2"], ["8B", "70B"])
+    assert empty["rows"] == [{"row": "70B", "column": "1", "text": "does not fit"}]
+    rows = {(row["row"], row["column"]): row for row in filled["rows"]}
+    assert rows["70B", "2"]["headline"] == "40%"
+    assert rows["70B", "2"]["text"] == "pp2\ntp8"
+
+
+def test_text_is_white_on_dark_cells_alone():
+    _, filled = marks(heatmap_figure(CELLS, **TITLES), "rect")
+    assert [row["ink"] == "white" for row in filled["rows"]] == [True, False, True]
+
+
+def test_values_have_a_prefix_or_stay_as_they_are():
+    bytes_each = HeatCell("8B", "1", 4e9, ("4 GB", "fsdp8"))
+    for unit, title, value in (("B", "MFU (GB)", 4.0), (None, "MFU", 4e9)):
+        _, filled = marks(heatmap_figure([bytes_each], **TITLES | {"unit": unit}), "rect")
+        assert (filled["encoding"]["color"]["title"], filled["rows"][0]["value"]) == (title, value)
+
+
+def test_it_is_drawn(tmp_path):
+    assert save(heatmap_figure(CELLS, **TITLES), tmp_path / "grid.png").stat().st_size > 5000
+
+
+def test_what_cannot_be_drawn():
+    with pytest.raises(InputError, match="there is no cell to draw"):
+        heatmap_figure((), **TITLES)
