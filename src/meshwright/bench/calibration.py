@@ -2,7 +2,7 @@
 
 import msgspec
 
-from meshwright.bench.results import BenchReport, Collective
+from meshwright.bench.results import BenchReport, Collective, Mlp, Product
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.chip import Chip, chip
 from meshwright.spec.efficiency import fitted_calibration
@@ -30,6 +30,12 @@ def calibration_of(report: BenchReport) -> Calibration:
     if sizes:
         spread = f"{len(sizes)} sizes of {min(sizes)} to {max(sizes)} bytes"
         texts["collectives"] = f"lines through {spread}, least relative deviation"
+    # the highest rate of a product by element type, for machines without a data sheet
+    peaks: dict[str, float] = {}
+    products: list[Product | Mlp] = [*(report.matmul.sweep if report.matmul else ())]
+    products += report.mlp.mlps if report.mlp else ()
+    for one in products:
+        peaks[one.dtype] = max(peaks.get(one.dtype, 0.0), one.flops_per_s)
     when = f"meshwright bench, {report.date}"
     return Calibration(
         name=report.machine,
@@ -38,7 +44,7 @@ def calibration_of(report: BenchReport) -> Calibration:
         date=report.date[:10],
         devices=report.num_devices if report.platform == "cpu" else None,
         matmul_flops_per_s=matmul,
-        peak_flops_per_s=_best_products(report),
+        peak_flops_per_s=peaks,
         attention_flops_per_s=attended,
         memory_bytes_per_s=copied.bytes_per_s if copied else None,
         memory_bytes=report.memory_bytes,
@@ -47,16 +53,6 @@ def calibration_of(report: BenchReport) -> Calibration:
         efficiency=efficiency,
         sources=base.sources | {name: f"{when}; {text}" for name, text in texts.items() if text},
     )
-
-
-def _best_products(report: BenchReport) -> dict[str, float]:
-    """Returns the highest rate of a product by element type, for machines without a data sheet."""
-    sweep = report.matmul.sweep if report.matmul else ()
-    mlps = report.mlp.mlps if report.mlp else ()
-    found: dict[str, float] = {}
-    for dtype, rate in (*((one.dtype, one.flops_per_s) for one in sweep), *((m.dtype, m.flops_per_s) for m in mlps)):
-        found[dtype] = max(found.get(dtype, 0.0), rate)
-    return found
 
 
 def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -324,21 +324,14 @@ def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | 
     that it combines. ``one`` runs the collective: itself, or the fusion that ends one of several pieces.
     """
     gathers = kind in ("all_gather", "broadcast")
-    directions = (_users, _makers) if gathers else (_makers, _users)
-    return next((found for neighbours in directions if (found := _search(module, one, neighbours))), None)
-
-
-def _search(
-    module: Module, one: Instruction, neighbours: Callable[[Module, Instruction], Sequence[Instruction]]
-) -> StepLabel | None:
-    """Searches breadth first and returns the first label found, or None; an update's does not count."""
-    seen, edge = {(one.computation, one.name)}, [one]
-    for _ in range(MAX_STEPS_AWAY):
-        edge = [b for known in edge for b in neighbours(module, known) if (b.computation, b.name) not in seen]
-        for other in edge:
-            if other.label and other.label.phase != "update":
-                return other.label
-        seen |= {(other.computation, other.name) for other in edge}
+    for neighbours in (_users, _makers) if gathers else (_makers, _users):
+        seen, edge = {(one.computation, one.name)}, [one]
+        for _ in range(MAX_STEPS_AWAY):
+            edge = [b for known in edge for b in neighbours(module, known) if (b.computation, b.name) not in seen]
+            for other in edge:
+                if other.label and other.label.phase != "update":
+                    return other.label
+            seen |= {(other.computation, other.name) for other in edge}
     return None
 
 

@@ -50,13 +50,22 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
     Raises InputError for text that is neither HLO nor StableHLO, or that breaks off.
     """
     text = read_text(path, "Give optimised HLO as text, such as compiled.as_text().", most=MOST_PROGRAM)
-    if stablehlo or path.suffix == ".mlir" or "stablehlo." in text[:_FIRST_CHARACTERS]:
-        return _stable(text, path)
-    module = read_module(text, path)
-    entry = _ENTRY.search(text)
-    if entry and entry[1] not in module.computations:
-        raise InputError(f"{path} breaks off inside its ENTRY computation. Give the whole text.")
-    return module
+    if not (stablehlo or path.suffix == ".mlir" or "stablehlo." in text[:_FIRST_CHARACTERS]):
+        module = read_module(text, path)
+        entry = _ENTRY.search(text)
+        if entry and entry[1] not in module.computations:
+            raise InputError(f"{path} breaks off inside its ENTRY computation. Give the whole text.")
+        return module
+    if "func.func" not in text:
+        raise InputError(f"{path} is no StableHLO: it has no function. Give lowered.as_text() or optimised HLO.")
+    name, partitions, mesh = (found.search(text) for found in (_NAME, _PARTITIONS, _MESH))
+    return StableHlo(
+        name=name[1] if name else "?",
+        num_partitions=int(partitions[1]) if partitions else 1,
+        num_functions=text.count("func.func"),
+        mesh=mesh[1].replace('"', "") if mesh else "",
+        collectives=dict(Counter(_OPERATION.findall(text))),
+    )
 
 
 def read_module(text: str, source: Path | str) -> Module:
@@ -72,16 +81,3 @@ def read_module(text: str, source: Path | str) -> Module:
 def has_entry(text: str) -> bool:
     """True if an HLO text has an ENTRY computation; otherwise it is a part of a program, or cut off."""
     return _ENTRY.search(text) is not None
-
-
-def _stable(text: str, path: Path) -> StableHlo:
-    if "func.func" not in text:
-        raise InputError(f"{path} is no StableHLO: it has no function. Give lowered.as_text() or optimised HLO.")
-    name, partitions, mesh = (found.search(text) for found in (_NAME, _PARTITIONS, _MESH))
-    return StableHlo(
-        name=name[1] if name else "?",
-        num_partitions=int(partitions[1]) if partitions else 1,
-        num_functions=text.count("func.func"),
-        mesh=mesh[1].replace('"', "") if mesh else "",
-        collectives=dict(Counter(_OPERATION.findall(text))),
-    )

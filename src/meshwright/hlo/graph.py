@@ -69,7 +69,10 @@ def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, .
         known = nearest(block, blocks) if blocks else " Its instructions carry no steps; use --computation NAME."
         raise InputError(f"no instruction of {module.name} belongs to block {block!r}.{known}")
     if not blocks:
-        return _loop_graphs(module)
+        graphs = [_graph(module, one, None) for one in executed(module) if one.name != module.entry]
+        drawn = sorted((graph for graph in graphs if graph.nodes), key=lambda graph: -len(graph.nodes))[:2]
+        drawn = drawn or [computation_graph(module, module.entry)]
+        return tuple(sorted(drawn, key=lambda graph: _first(module, graph)))
     chosen = block or blocks.most_common(1)[0][0]
     # A loop inside one step, such as that over blocks of attention, is part of the step's node.
     inside_steps = {name for name, caller in module.callers.items() if caller.label}
@@ -89,14 +92,6 @@ def _without_copies(graphs: Sequence[ComputationGraph]) -> tuple[ComputationGrap
             alike = (*first.alike, graph.name)
             found[key] = msgspec.structs.replace(first, times=first.times + graph.times, alike=alike)
     return tuple(found.values())
-
-
-def _loop_graphs(module: Module) -> tuple[ComputationGraph, ...]:
-    graphs = [_graph(module, one, None) for one in executed(module) if one.name != module.entry]
-    drawn = sorted((graph for graph in graphs if graph.nodes), key=lambda graph: -len(graph.nodes))[:2]
-    if not drawn:
-        drawn = [computation_graph(module, module.entry)]
-    return tuple(sorted(drawn, key=lambda graph: _first(module, graph)))
 
 
 def _first(module: Module, graph: ComputationGraph) -> int:

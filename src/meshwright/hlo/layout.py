@@ -114,9 +114,13 @@ def relayouts(module: Module) -> tuple[Relayout, ...]:
     for one in module:
         if one.opcode not in ("copy", "copy-start"):
             continue
-        before, after = _before_and_after(module, one)
-        if before is None or after is None or not changes_layout(before, after):
+        operand = module.computations[one.computation].by_name.get(one.operands[0])
+        shapes = one.shapes[1::-1]  # of a start: the operand's, then the result's
+        if one.opcode == "copy":
+            shapes = (*operand.shapes, *one.shapes) if operand and len(one.shapes) == 1 else ()
+        if len(shapes) != 2 or not changes_layout(*shapes):
             continue
+        before, after = shapes
         found.append(
             Relayout(
                 name=one.name,
@@ -150,7 +154,8 @@ def largest_arrays(module: Module) -> tuple[Largest, ...]:
 
 def changes_layout(before: Shape, after: Shape) -> bool:
     """True if two layouts of one array order its elements differently. Dims of size 1 do not matter."""
-    return _places(before) != _places(after)
+    orders = [[dim for dim in shape.order if shape.dims[dim] != 1] for shape in (before, after)]
+    return orders[0] != orders[1] or before.tiles != after.tiles
 
 
 def layout_text(shape: Shape) -> str:
@@ -175,10 +180,6 @@ def tile_offset(tiles: tuple[tuple[int, ...], ...], position: tuple[int, ...]) -
     return int(np.ravel_multi_index(places, sizes))
 
 
-def _places(shape: Shape) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    return tuple(dim for dim in shape.order if shape.dims[dim] != 1), shape.tiles
-
-
 def _arrays(module: Module) -> Iterator[tuple[Instruction, Shape]]:
     """Yields every array that an instruction allocates, and the program's own parameters."""
     for computation in executed(module):
@@ -193,12 +194,3 @@ def _arrays(module: Module) -> Iterator[tuple[Instruction, Shape]]:
                 # A start's tuple also names its operands.
                 made = made[1:2]
             yield from ((one, shape) for shape in made if shape.num_bytes)
-
-
-def _before_and_after(module: Module, one: Instruction) -> tuple[Shape | None, Shape | None]:
-    shapes = one.shapes
-    if one.opcode == "copy-start":
-        return (shapes[1], shapes[0]) if len(shapes) > 1 else (None, None)
-    operand = module.computations[one.computation].by_name.get(one.operands[0])
-    before = operand.shapes if operand else ()
-    return (before[0], shapes[0]) if len(before) == len(shapes) == 1 else (None, None)

@@ -343,11 +343,16 @@ def _instruction(line: str, computation: str) -> Instruction | None:
     close = _closing(line, opcode.end() - 1)
     inside = line[opcode.end() : close].removesuffix(")")
     named = opcode[1] not in ("constant", "parameter")
+    operands = _OPERAND.findall(inside)
+    if named and not operands:
+        # The short form omits percent signs.
+        parts = (part.split() for part in inside.split(","))
+        operands = [part[-1] for part in parts if part and _NAMES.fullmatch(part[-1])]
     return Instruction(
         name=head[2],
         opcode=opcode[1],
         shape=head[3] or line[head.end() : end],
-        operands=_operands(inside) if named else (),
+        operands=tuple(operands) if named else (),
         attributes=line[close:].lstrip(", ").rstrip(),
         computation=computation,
         is_root=bool(head[1]),
@@ -364,11 +369,3 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return found.end()
     return len(text)
-
-
-def _operands(inside: str) -> tuple[str, ...]:
-    if "%" in inside:
-        return tuple(_OPERAND.findall(inside))
-    # The short form omits percent signs.
-    parts = (part.split() for part in inside.split(","))
-    return tuple(part[-1] for part in parts if part and _NAMES.fullmatch(part[-1]))

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,30 +28,26 @@ PADDED_BYTES = 2**28
 
 def communicate(step: Step, value: Array, *, leading: int = 0) -> Array:
     """Runs a collective or slice step on this device's block, which has ``leading`` more dims before the step's."""
-    with jax.named_scope(str(step.label)):
-        return _communicate(step, value, leading)
-
-
-def _communicate(step: Step, value: Array, leading: int) -> Array:
     axes = step.axes
     dim = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
-    if step.op == "all_gather":
-        full_bytes = value.nbytes * lax.axis_size(axes)
-        if crossed_legs(step, full_bytes):
-            return _gather_leg_by_leg(value, step.details.of(step.op, full_bytes), axes=axes, dim=dim)
-        return lax.all_gather(value, axes, axis=dim, tiled=True)
-    if step.op == "reduce_scatter":
-        return scatter_sum(step, value, dim=dim)
-    if step.op == "all_reduce":
-        if step.reduction == "max":
-            return lax.pmax(lax.stop_gradient(value), axes)
-        return lax.psum(value, axes)
-    if step.op == "all_to_all":
-        to_dim = leading + step.inputs[0].dims.index(step.to_dim)
-        return lax.all_to_all(value, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
-    if step.op == "slice":
-        size = value.shape[dim] // lax.axis_size(axes)
-        return lax.dynamic_slice_in_dim(value, lax.axis_index(axes) * size, size, axis=dim)
+    with jax.named_scope(str(step.label)):
+        if step.op == "all_gather":
+            full_bytes = value.nbytes * lax.axis_size(axes)
+            if crossed_legs(step, full_bytes):
+                return _gather_leg_by_leg(value, step.details.of(step.op, full_bytes), axes=axes, dim=dim)
+            return lax.all_gather(value, axes, axis=dim, tiled=True)
+        if step.op == "reduce_scatter":
+            return scatter_sum(step, value, dim=dim)
+        if step.op == "all_reduce":
+            if step.reduction == "max":
+                return lax.pmax(lax.stop_gradient(value), axes)
+            return lax.psum(value, axes)
+        if step.op == "all_to_all":
+            to_dim = leading + step.inputs[0].dims.index(step.to_dim)
+            return lax.all_to_all(value, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
+        if step.op == "slice":
+            size = value.shape[dim] // lax.axis_size(axes)
+            return lax.dynamic_slice_in_dim(value, lax.axis_index(axes) * size, size, axis=dim)
     raise AssertionError(f"{step.op} is not a collective")
 
 
@@ -80,31 +75,24 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     value = jnp.moveaxis(value, lanes, -1)
     moved = value.shape[len(legs.parts) :]
     value = value.reshape(*legs.sizes, *moved)
-    tiles = _in_tiles(moved, value.nbytes)
-    value = value.reshape(*legs.sizes, *tiles.dims)
-    extra = [(0, size - less) for less, size in zip(tiles.dims, tiles.filled, strict=True)]
+    dims, filled, in_rows = _in_tiles(moved, value.nbytes)
+    value = value.reshape(*legs.sizes, *dims)
+    extra = [(0, size - less) for less, size in zip(dims, filled, strict=True)]
     value = jnp.pad(value, [(0, 0)] * len(legs.sizes) + extra)
-    if tiles.in_rows:
+    if in_rows:
         value = value.reshape(*legs.sizes, -1, LANES)
     value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
-    if tiles.filled != moved:
+    if filled != moved:
         # libtpu 0.0.42 takes the tiles away again, and fails, if it sees at once that they are added and taken away
         value = lax.optimization_barrier(value)
-    return jnp.moveaxis(value.reshape(tiles.filled)[tuple(map(slice, tiles.dims))].reshape(moved), -1, lanes)
+    return jnp.moveaxis(value.reshape(filled)[tuple(map(slice, dims))].reshape(moved), -1, lanes)
 
 
-class _Tiles(NamedTuple):
-    """How a shard is scattered: its dims, their sizes with what is added, and whether it is sent as rows of `LANES`."""
-
-    dims: tuple[int, ...]
-    filled: tuple[int, ...]
-    in_rows: bool = False
-
-
-def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> _Tiles:
-    """Returns how a shard of an array of so many bytes fills a TPU's tiles.
+def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """Returns how a shard of an array of so many bytes fills a TPU's tiles: its dims, their sizes with what is added,
+    and whether it is sent as rows of `LANES`.
 
     As it is, if that adds at most `MOST_PADDED` and the array is small; with the rows and columns that are missing, if
     the array is large; else as rows of `LANES`, of its own dims or of one dim in their place.
@@ -112,13 +100,13 @@ def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> _Tiles:
     full, count = ROWS * LANES, math.prod(shard)
     tiles = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
     if default_platform() != "tpu":
-        return _Tiles(shard, shard)
+        return shard, shard, False
     if math.prod(tiles) <= MOST_PADDED * count:
-        return _Tiles(shard, tiles if num_bytes >= PADDED_BYTES else shard)
+        return shard, tiles if num_bytes >= PADDED_BYTES else shard, False
     columns = _tiled(shard[-1], full // math.gcd(count // shard[-1], full))
     if columns <= MOST_PADDED * shard[-1]:
-        return _Tiles(shard, (*shard[:-1], columns), in_rows=True)
-    return _Tiles((count,), (_tiled(count, full),), in_rows=True)
+        return shard, (*shard[:-1], columns), True
+    return (count,), (_tiled(count, full),), True
 
 
 def _tiled(size: int, tile: int) -> int:
@@ -196,12 +184,9 @@ class Ring:
         size = self.size
         if by % size == 0:
             return value
-        if self.divergent and default_platform() == "cpu" and jax.local_device_count() > 1:
-            return self._exchanged(value, by)
-        return lax.ppermute(value, self.axes, [(source, (source + by) % size) for source in range(size)])
-
-    def _exchanged(self, value: Array, by: int) -> Array:
-        outgoing = jnp.zeros((self.size, *value.shape), value.dtype)
-        outgoing = lax.dynamic_update_index_in_dim(outgoing, value, (self.rank + by) % self.size, 0)
+        if not (self.divergent and default_platform() == "cpu" and jax.local_device_count() > 1):
+            return lax.ppermute(value, self.axes, [(source, (source + by) % size) for source in range(size)])
+        outgoing = jnp.zeros((size, *value.shape), value.dtype)
+        outgoing = lax.dynamic_update_index_in_dim(outgoing, value, (self.rank + by) % size, 0)
         incoming = lax.all_to_all(outgoing, self.axes, split_axis=0, concat_axis=0, tiled=True)
-        return lax.dynamic_index_in_dim(incoming, (self.rank - by) % self.size, 0, keepdims=False)
+        return lax.dynamic_index_in_dim(incoming, (self.rank - by) % size, 0, keepdims=False)

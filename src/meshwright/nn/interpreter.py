@@ -97,10 +97,10 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     held = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
     # rows of tokens are sorted again, so that they need no memory for rounds that seldom run
     known = {a: v for a, v in held.items() if not (has_slots(a) and len(a.dims) > 2)}
-    again = _needed(context, steps[0].block, results, known)
-    if not _can_run(again, known):
+    again, missing = _needed(context, steps[0].block, results, known)
+    if missing:
         # the second part of a split backward pass does not have the arrays that its rows were made from
-        known, again = held, _needed(context, steps[0].block, results, held)
+        known, (again, _) = held, _needed(context, steps[0].block, results, held)
     used = [array for array in known if any(array in step.inputs for step in again)]
 
     def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
@@ -117,8 +117,10 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     env |= zip(results, sums, strict=True)
 
 
-def _needed(context: Context, block: str, results: list[ShardedArray], known: Environment) -> list[Step]:
-    """Returns the steps of a block, in order, that make results from known arrays."""
+def _needed(
+    context: Context, block: str, results: list[ShardedArray], known: Environment
+) -> tuple[list[Step], set[ShardedArray]]:
+    """Returns the steps of a block, in order, that make results from known arrays, and inputs that none of them has."""
     derived = next(one for one in context.derived.blocks if one.block.name == block)
     every = [*derived.forward, *(step for step in derived.backward if step.phase == "backward")]
     wanted, found = set(results), list[Step]()
@@ -126,23 +128,14 @@ def _needed(context: Context, block: str, results: list[ShardedArray], known: En
         if not wanted.isdisjoint(step.results):
             found.insert(0, step)
             wanted.update(array for array in step.inputs if array not in known)
-    made = set(known)
+    made, missing = set(known), set[ShardedArray]()
     again = list[Step]()
     for step in found:
         if not (step.only_moves and step.result in made):  # a gather of both passes runs once
             again.append(step)
+            missing |= set(step.inputs) - made
             made.update(step.results)
-    return again
-
-
-def _can_run(steps: list[Step], known: Environment) -> bool:
-    """True if every input of the steps is known or the result of an earlier one."""
-    made = set(known)
-    for step in steps:
-        if not made.issuperset(step.inputs):
-            return False
-        made.update(step.results)
-    return True
+    return again, missing
 
 
 def run_update(steps: Iterable[Step], env: Environment, sizes: Mapping[str, int] | None = None) -> Environment:

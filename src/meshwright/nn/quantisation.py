@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int
 
 from meshwright.algebra.generation import scales
 from meshwright.algebra.ops.quantised_einsum import has_groups
@@ -20,21 +20,22 @@ from meshwright.nn.order import after
 from meshwright.nn.weights import STORED_DTYPES, Params, rows
 from meshwright.spec.model import Model
 
-LARGEST = 127
-LARGEST_OF = {"int8": LARGEST, "int4": 7}
+LARGEST_OF = {"int8": 127, "int4": 7}
 """Dtype of a quantised weight -> its largest value; the ranges are symmetric."""
 
 
-def absmax_scale(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
-    """Returns the int8 scale of each group of entries along ``axes`` in float32; 1 for a group of zeros."""
+def absmax_scale(x: Float[Array, "..."], axes: tuple[int, ...], dtype: str = "int8") -> Float[Array, "..."]:
+    """Returns the scale of each group of entries along ``axes`` in float32; 1 for a group of zeros."""
     largest = jnp.max(jnp.abs(x), axis=axes).astype(jnp.float32)
-    return jnp.where(largest > 0, largest / LARGEST, 1.0)
+    return jnp.where(largest > 0, largest / LARGEST_OF[dtype], 1.0)
 
 
-def quantise(x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int, ...]) -> Int8[Array, "..."]:
+def quantise(
+    x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int, ...], dtype: str = "int8"
+) -> Int[Array, "..."]:
     """Returns x / scale, rounded to whole numbers; ``scale`` has no dims for ``axes``."""
-    wide = x.astype(jnp.float32) / jnp.expand_dims(scale, axes)
-    return jnp.clip(jnp.round(wide), -LARGEST, LARGEST).astype(jnp.int8)
+    wide, largest = x.astype(jnp.float32) / jnp.expand_dims(scale, axes), LARGEST_OF[dtype]
+    return jnp.clip(jnp.round(wide), -largest, largest).astype(STORED_DTYPES[dtype])
 
 
 def dequantised(values: Array, scale: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -50,14 +51,12 @@ def quantise_base(model: Model, params: Params) -> Params:
     found = dict(params)
     for name in (name for name, row in table.items() if row.part == "scale"):
         own = name.replace("_scale", "", 1)
-        largest, weight = LARGEST_OF[table[own].dtype], params[own].astype(jnp.float32)
+        dtype, weight = table[own].dtype, params[own].astype(jnp.float32)
         shape = (table[name].repeat, *table[name].shape)
-        axis = bool(table[name].layers) + next(i for i, dim in enumerate(table[name].dims) if dim.endswith("g"))
-        grouped = weight.reshape(*shape[: axis + 1], -1, *shape[axis + 1 :])
-        scale = jnp.max(jnp.abs(grouped), axis + 1) / largest
-        scale = jnp.where(scale > 0, scale, 1.0)
-        values = jnp.clip(jnp.round(grouped / jnp.expand_dims(scale, axis + 1)), -largest, largest)
-        found |= {name: scale, own: values.reshape(weight.shape).astype(STORED_DTYPES[table[own].dtype])}
+        axis = 1 + bool(table[name].layers) + next(i for i, dim in enumerate(table[name].dims) if dim.endswith("g"))
+        grouped = weight.reshape(*shape[:axis], -1, *shape[axis:])
+        scale = absmax_scale(grouped, (axis,), dtype)
+        found |= {name: scale, own: quantise(grouped, scale, (axis,), dtype).reshape(weight.shape)}
     return found
 
 

@@ -68,12 +68,8 @@ def advise(case: AdviceCase) -> tuple[Advice, ...]:
 def _line(row: TimeRow, case: AdviceCase) -> str:
     if row.name.startswith("collectives"):
         return _collectives(row, case)
-    if row.difference_s < 0:
-        return _faster(row, case)
-    return _RULES.get(row.name, _memory)(row, case)
-
-
-def _faster(row: TimeRow, case: AdviceCase) -> str:
+    if row.difference_s >= 0:
+        return _RULES.get(row.name, _memory)(row, case)
     ratio = (row.measured_s or 0.0) / (row.predicted_s or 1.0)
     return (
         f"takes {ratio:.0%} of what the rates of {case.calibration.name!r} say: measure them again on a quiet machine "
@@ -187,7 +183,7 @@ def _memory(row: TimeRow, case: AdviceCase) -> str:
 
 
 def _overhead(row: TimeRow, case: AdviceCase) -> str:
-    number = case.times.num_launches
+    number = sum(op.count for op in case.times.ops)
     each = (row.measured_s or 0.0) / max(number, 1.0)
     facts = f"{number:,.0f} instructions a step, and {format_seconds(each)} without work for each"
     return f"{facts}: {_larger(case)} makes each do more"

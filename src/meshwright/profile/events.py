@@ -7,7 +7,7 @@ the asynchronous instructions.
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -112,17 +112,14 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
     devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
     hosts = [plane for plane in planes if plane.name.startswith("/host:CPU")]
     host = _Host(program)
+    host.read(hosts, ops=not devices)
+    platform: TracePlatform = "cpu"
+    events, unnamed = host.events, 0.0
     if devices:
-        platform: TracePlatform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
-        reader = _Device(platform, program)
-        for match, plane in devices:
-            reader.read(plane, int(match[2]))
-        events, unnamed = reader.events, reader.unnamed_s
-        host.read(hosts, ops=False)
-    else:
-        platform, unnamed = "cpu", 0.0
-        host.read(hosts, ops=True)
-        events = host.events
+        platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
+        found = [one for match, plane in devices for one in _device_events(plane, int(match[2]), platform, program)]
+        events = [event for event in found if event.op]
+        unnamed = sum(event.seconds for event in found if not event.op)
     if not events:
         raise InputError(
             f"{source} has no event of the program {program.name!r}. Give the text of the program that was traced."
@@ -138,36 +135,17 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
     )
 
 
-class _Device:
-    """Reads the lines of accelerators."""
-
-    def __init__(self, platform: TracePlatform, program: TracedProgram) -> None:
-        self.platform, self.program = platform, program
-        self.events: list[OpEvent] = []
-        self.unnamed_s = 0.0
-
-    def read(self, plane: Any, device: int) -> None:
-        """Reads every instruction on one accelerator."""
-        lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
-        if self.platform == "gpu":
-            lines = [line for line in lines if line.name.startswith("Stream")] or lines
-        for line in lines:
-            for event in line.events:
-                op, start = self._op_of(event), event.start_ns * _NS
-                seconds = event.duration_ns * _NS
-                if op:
-                    self.events.append(OpEvent(op, device, line.name, start, start + seconds))
-                else:
-                    self.unnamed_s += seconds
-
-    def _op_of(self, event: Any) -> str:
-        """Returns the instruction that an event names by its statistics, its text or its kernel; empty if none."""
-        said = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
-        name = event.name.split(" = ")[0].strip().lstrip("%")
-        for known in (said, name, self.program.by_kernel.get(name, "")):
-            if known in self.program.instructions:
-                return known
-        return ""
+def _device_events(plane: Any, device: int, platform: TracePlatform, program: TracedProgram) -> Iterator[OpEvent]:
+    """Yields the events on one accelerator; the instruction is empty if neither statistics, text nor kernel name it."""
+    lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
+    if platform == "gpu":
+        lines = [line for line in lines if line.name.startswith("Stream")] or lines
+    for line in lines:
+        for event in line.events:
+            said = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
+            name, start = event.name.split(" = ")[0].strip().lstrip("%"), event.start_ns * _NS
+            named = (one for one in (said, name, program.by_kernel.get(name, "")) if one in program.instructions)
+            yield OpEvent(next(named, ""), device, line.name, start, start + event.duration_ns * _NS)
 
 
 class _Host:

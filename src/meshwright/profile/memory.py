@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import msgspec
 
-from meshwright.hlo.module import CONTAINERS, Instruction
+from meshwright.hlo.module import CONTAINERS, Instruction, Module
 from meshwright.profile.hlo import TracedProgram, result_bytes
 
 EVERY_S = 0.01
@@ -144,7 +144,7 @@ def temporary_owners(program: TracedProgram) -> tuple[list[Owner], float]:
     An array is live from the instruction that makes it to the last that reads it or an alias of it. A loop adds its
     body's peak. Parameters are the state and do not count.
     """
-    live = _Schedule(program).peak(program.module.entry)
+    live = _peak(program, program.module.entry, {})
     sums: dict[str, float] = defaultdict(float)
     for name, size in live.items():
         # arrays without a label are mostly carried by the loop over layers
@@ -154,56 +154,47 @@ def temporary_owners(program: TracedProgram) -> tuple[list[Owner], float]:
     return sorted(owners, key=lambda owner: -owner.num_bytes), sum(live.values())
 
 
-class _Schedule:
-    """Finds the live arrays at the peak of each computation, in the compiler's schedule."""
+def _peak(program: TracedProgram, computation: str, known: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Returns the live results at a computation's peak, in the compiler's schedule: instruction -> bytes.
 
-    def __init__(self, program: TracedProgram) -> None:
-        self.program = program
-        self._known: dict[str, dict[str, float]] = {}
+    ``known`` gets those of the computations inside, each found once.
+    """
+    if computation in known:
+        return known[computation]
+    body = program.module.computations[computation].instructions
+    roots = _roots(program.module, body)
+    last: dict[str, int] = {}
+    for number, one in enumerate(body):
+        ends = len(body) if one.is_root else number
+        for name in (*one.operands, one.name):
+            for root in roots.get(name, ()):
+                last[root] = max(last.get(root, 0), ends)
+    live: dict[str, float] = {}
+    best: dict[str, float] = {}
+    for number, one in enumerate(body):
+        if roots[one.name] == {one.name}:
+            live[one.name] = result_bytes(one)
+        run = [name for _, name in one.called if name in program.module.computations]
+        peaks = (_peak(program, name, known) for name in run) if one.opcode in CONTAINERS else ()
+        inner = max(peaks, key=lambda peak: sum(peak.values()), default={})
+        if sum(live.values()) + sum(inner.values()) > sum(best.values()):
+            best = {**live, **inner}
+        for name in [name for name in live if last[name] <= number]:
+            del live[name]
+    known[computation] = best
+    return best
 
-    def peak(self, computation: str) -> dict[str, float]:
-        """Returns the live results at a computation's peak: instruction -> bytes."""
-        if computation not in self._known:
-            self._known[computation] = {}  # a computation never calls itself
-            self._known[computation] = self._find(self.program.module.computations[computation].instructions)
-        return self._known[computation]
 
-    def _find(self, body: Sequence[Instruction]) -> dict[str, float]:
-        roots, known = self._roots(body), self.program.module.computations
-        last: dict[str, int] = {}
-        for number, one in enumerate(body):
-            ends = len(body) if one.is_root else number
-            for name in (*one.operands, one.name):
-                for root in roots.get(name, ()):
-                    last[root] = max(last.get(root, 0), ends)
-        live: dict[str, float] = {}
-        best: dict[str, float] = {}
-        for number, one in enumerate(body):
-            if roots[one.name] == {one.name}:
-                live[one.name] = result_bytes(one)
-            run = [name for _, name in one.called if name in known] if one.opcode in CONTAINERS else []
-            inner = max(map(self.peak, run), key=lambda peak: sum(peak.values()), default={})
-            if sum(live.values()) + sum(inner.values()) > sum(best.values()):
-                best = {**live, **inner}
-            for name in [name for name in live if last[name] <= number]:
-                del live[name]
-        return best
-
-    def _roots(self, body: Sequence[Instruction]) -> dict[str, set[str]]:
-        """Maps each instruction to those whose arrays its result aliases; to none for parameters and constants."""
-        found: dict[str, set[str]] = {}
-        for one in body:
-            if one.opcode in ("parameter", "constant"):
-                found[one.name] = set()
-            elif one.opcode in _ALIASES or self._in_place(one):
-                found[one.name] = set().union(*(found.get(name, set()) for name in one.operands))
-            else:
-                found[one.name] = {one.name}
-        return found
-
-    def _in_place(self, one: Instruction) -> bool:
-        """True if the result overwrites an operand: an update of a slice, or a fusion that ends in one."""
-        if one.opcode == "dynamic-update-slice":
-            return True
-        inner = self.program.module.inside(one) if one.opcode == "fusion" else ()
-        return any(i.is_root and i.opcode == "dynamic-update-slice" for i in inner)
+def _roots(module: Module, body: Sequence[Instruction]) -> dict[str, set[str]]:
+    """Maps each instruction to those whose arrays its result aliases; to none for parameters and constants."""
+    found: dict[str, set[str]] = {}
+    for one in body:
+        # an update of a slice, and a fusion that ends in one, overwrites an operand
+        inside = (i for i in module.inside(one) if i.is_root) if one.opcode == "fusion" else ()
+        if one.opcode in ("parameter", "constant"):
+            found[one.name] = set()
+        elif one.opcode in _ALIASES or any(i.opcode == "dynamic-update-slice" for i in (one, *inside)):
+            found[one.name] = set().union(*(found.get(name, set()) for name in one.operands))
+        else:
+            found[one.name] = {one.name}
+    return found

@@ -64,17 +64,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def missed(self) -> tuple[ProductRow, ...]:
-        """Products of float32 operands that run below the full rate of the matrix units."""
-        return tuple(row for row in self.comparison.float32 if misses_units(row, self.platform))
+        """Products of float32 operands that run below the full rate of the matrix units.
 
-
-def misses_units(row: ProductRow, platform: TracePlatform) -> bool:
-    """True if a float32 product runs below the rate of the matrix units.
-
-    A TPU rounds operands to bfloat16 unless more precision is asked for, and then multiplies three or six times; a GPU
-    takes TF32 by default, at half of the rate of bfloat16; a CPU has no such units.
-    """
-    return platform == "gpu" or (platform == "tpu" and row.precision in ("high", "highest"))
+        A TPU rounds operands to bfloat16 unless more precision is asked for, and then multiplies three or six times; a
+        GPU takes TF32 by default, at half of the rate of bfloat16; a CPU has no such units.
+        """
+        if self.platform == "gpu":
+            return self.comparison.float32
+        asked = (row for row in self.comparison.float32 if row.precision in ("high", "highest"))
+        return tuple(asked) if self.platform == "tpu" else ()
 
 
 def analyse(

@@ -59,11 +59,6 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     hidden_s: float
 
     @property
-    def num_launches(self) -> float:
-        """Executed instructions, mean per step and device."""
-        return sum(op.count for op in self.ops)
-
-    @property
     def waited_s(self) -> float:
         """Seconds in which collectives waited for other devices, mean per step and device."""
         return sum(op.waited_s for op in self.ops)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -97,7 +97,9 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(timeout_secs=WRITE_TIMEOUT_S),
             temporary_path_class=_Summed,
         )
-        _silence_closed_loops()
+        # TensorStore has a traceback for each array whose write ends after the write of another array has failed.
+        if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
+            sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
         self.passed_over: list[str] = []
         self._newest_step: int | None = None
         self.folder = run.absolute() / CHECKPOINTS
@@ -162,7 +164,15 @@ class Checkpoints:
         """
         stored = self._stored()
         assert stored is not None, "nothing to restore"
-        _require_same_arrays(stored.arrays, describe_arrays(shapes), self.folder / str(stored.position.step))
+        needed = describe_arrays(shapes)
+        for name in sorted(stored.arrays.keys() | needed.keys()):
+            here, there = needed.get(name, "nothing"), stored.arrays.get(name, "nothing")
+            if here != there:
+                raise InputError(
+                    f"{self.folder / str(stored.position.step)} has {there} as {name.lstrip('.')} and this run needs "
+                    f"{here}. Resume with the model, state and optimizer that the run was started with, or start a new "
+                    f"run."
+                )
 
         def abstract(shape: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
@@ -195,7 +205,9 @@ class Checkpoints:
         """Returns the newest step whose files are as they were written, and moves newer checkpoints aside."""
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
-            wrong = first_error(partial(_require_whole, self.folder / str(step)))
+            # each process checks its share of the files
+            share = (jax.process_index(), jax.process_count())
+            wrong = first_error(partial(require_intact, self.folder / str(step), share=share))
             if not wrong:
                 break
             damaged[step] = wrong
@@ -231,20 +243,9 @@ class Checkpoints:
         )
 
 
-def _silence_closed_loops() -> None:
-    """Hides TensorStore's traceback for each array whose write ends after the write of another array has failed."""
-    if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
-        sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
-
-
 def _show_unless_closed(show: Callable[[Any], object], found: Any) -> None:
     if str(found.exc_value) != "Event loop is closed":
         show(found)
-
-
-def _require_whole(checkpoint: Path) -> None:
-    """Checks this process's share of a checkpoint's files."""
-    require_intact(checkpoint, share=(jax.process_index(), jax.process_count()))
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:
@@ -253,16 +254,6 @@ def describe_arrays(tree: Any) -> dict[str, str]:
         jax.tree_util.keystr(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _require_same_arrays(stored: Mapping[str, str], wanted: Mapping[str, str], where: Path) -> None:
-    for name in sorted(stored.keys() | wanted.keys()):
-        here, there = wanted.get(name, "nothing"), stored.get(name, "nothing")
-        if here != there:
-            raise InputError(
-                f"{where} has {there} as {name.lstrip('.')} and this run needs {here}. "
-                f"Resume with the model, state and optimizer that the run was started with, or start a new run."
-            )
 
 
 def _reordered(state: Any, reorder: Reorder) -> Any:

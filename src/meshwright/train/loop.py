@@ -119,7 +119,9 @@ class Run:
                 start = time.perf_counter()
                 self.state, metrics = compiled(self.state, batch)
                 self.flying.append(_Flight(number, start, batch, metrics))
-                due = self._due(number)
+                # what needs the state of this step, before the next consumes it; `finish` does the last
+                asked = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
+                due = [act for every, act in asked if every and number % every == 0 and number < self.settings.steps]
                 self._land(0 if due else steps_ahead())
                 if self.request.stops_after(number):
                     break
@@ -200,11 +202,6 @@ class Run:
         )
 
     # -- between steps -------------------------------------------------------------------------------
-
-    def _due(self, number: int) -> list[Callable[[], None]]:
-        """Returns the actions that need the state of this step, before the next consumes it; `finish` has the last."""
-        asked = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
-        return [act for every, act in asked if every and number % every == 0 and number < self.settings.steps]
 
     def _save(self) -> None:
         with self.watch.timed("checkpoint"):
@@ -336,14 +333,7 @@ def train(
         few = f"no held-out loss: train.held_out={settings.held_out:g} gives too few rows for the mesh. Change it"
         unused = [few] if setup.data.held_out and not setup.held_out else []
         begun = [] if position.step else [start_words(settings, model)]
-        for line in (
-            *kept.passed_over,
-            *folder.notes,
-            *begun,
-            *setup.batches.notes,
-            *compiler.notes,
-            *unused,
-        ):
+        for line in [*kept.passed_over, *folder.notes, *begun, *setup.batches.notes, *compiler.notes, *unused]:
             live.say(line)
         if is_first() and setup.data.tokenizer:
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)

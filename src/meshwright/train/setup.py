@@ -111,7 +111,12 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     step, found = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
     of_base = step.param_shapes.keys() - step.saved(step.param_shapes).keys()
-    first = _first_state(step, setup.settings) if found is None or of_base else None
+    first, folder = None, setup.settings.weights
+    if found is None or of_base:
+        model, placed = frozen_base(step.model), step.canonical[1].params
+        shardings = {name: placed[name] for name in rows(model)} if folder else {}
+        given = load_params(model, folder, shardings, step.dtype) if folder else None
+        first = step.init(setup.settings.seed, given)
     base = fingerprint(step.to_canonical({name: first.params[name] for name in sorted(of_base)})) if first else ""
     if found is None:
         assert first is not None
@@ -128,14 +133,6 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
         state = state._replace(params=first.params | state.params)
     setup.batches.go_on(found.phase, found.samples)
     return msgspec.structs.replace(found, phase=setup.batches.phase, **tables), state
-
-
-def _first_state(step: TrainStep, settings: TrainSettings) -> State:
-    if not settings.weights:
-        return step.init(settings.seed)
-    model, places = frozen_base(step.model), step.canonical[1].params
-    given = load_params(model, settings.weights, {name: places[name] for name in rows(model)}, step.dtype)
-    return step.init(settings.seed, given)
 
 
 def start_words(settings: TrainSettings, model: Model) -> str:

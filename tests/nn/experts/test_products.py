@@ -117,7 +117,7 @@ def test_packed_tokens_come_back_as_those_in_slots():
 
         def both_ways(like):
             weights, slots = experts.dispatch_gates(gates, chosen, like), experts.dispatch(x, chosen, like)
-            dslots = experts.combine_backward(dy, chosen, like)
+            dslots = experts.dispatch(dy, chosen, like)
             return slots, (
                 *(experts.combine(s, chosen) for s in (slots, dslots)),
                 experts.gates_backward(weights, chosen),

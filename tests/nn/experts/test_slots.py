@@ -189,7 +189,7 @@ def test_gradients_are_those_of_a_dense_formula(family, capacity):
         we = experts.dispatch_gates(gates, chosen, experts.empty_slots(EXPERTS, capacity))
         xe = experts.dispatch(x, chosen, we)
         made = xe * xe * factors[:, None]
-        dye = experts.combine_backward(dy, chosen, we)
+        dye = experts.dispatch(dy, chosen, we)
         dx = experts.combine(2 * xe * factors[:, None] * dye * we[..., None], chosen)
         dgates = experts.gates_backward((made * dye).sum(-1), chosen)
         dscores = route_backward(dgates, scores, chosen, form, capacity=capacity)

@@ -69,7 +69,7 @@ def test_records_stay_whole_in_rows_and_what_is_cut_before_its_answer_is_said(tm
         given = TrainSettings(data=data, tokenizer=str(folder), loss_on="assistant", packing=packing, held_out=0.0)
         found = open_data(given, vocab_size=300, folder=tmp_path / "kept")
         batches = Batches(found.train, batch_seqs=rows, seq_len=seq_len, seed=0)
-        assert batches.num_samples == rows
+        assert sum(len(one.rows) for one in batches.samples) == rows
         (note,) = batches.notes
         assert f"4 records {'packed' if packing else 'padded'} into {rows} rows of {seq_len}" in note
         assert note.endswith(f"0 cut, 1 left out: nothing to predict in their first {seq_len} tokens")

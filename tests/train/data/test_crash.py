@@ -107,11 +107,12 @@ def test_no_sample_is_repeated_or_skipped_when_processes_are_killed(tmp_path):
         starter.communicate()
     count, rows = committed(tmp_path)
     reader = Batches((source,), batch_seqs=1, seq_len=SEQ_LEN, seed=3)
-    assert len(rows) == count > reader.num_samples
+    size = len(reader.samples[0].rows)
+    assert len(rows) == count > size
     # Just what one process without a crash reads.
     assert rows == [reader.rows(sample)["tokens"][0].tolist() for sample in range(count)]
     # And on its own: in every epoch each row once. A row is named by its first token.
-    for start in range(0, count, reader.num_samples):
-        epoch = Counter(row[0] for row in rows[start : start + reader.num_samples])
+    for start in range(0, count, size):
+        epoch = Counter(row[0] for row in rows[start : start + size])
         assert set(epoch.values()) == {1}
-        assert len(epoch) == min(reader.num_samples, count - start)
+        assert len(epoch) == min(size, count - start)

@@ -332,7 +332,7 @@ def test_held_out_documents_are_whole_and_apart(lengths, share):
 
 
 def test_held_out_documents_come_from_all_over_the_text():
-    held_out = split(store_of([10] * 2000), 0.05).held_out
+    _, held_out = split(store_of([10] * 2000), 0.05)
     assert len(held_out.spans) == 64
     assert 0.04 < len(held_out) / 20_000 < 0.06
     places = held_out.read(np.arange(len(held_out))) / 20_000
@@ -341,11 +341,11 @@ def test_held_out_documents_come_from_all_over_the_text():
 
 
 def test_the_end_of_a_single_document_is_held_out():
-    parts = split(store_of([1000]), 0.05)
-    assert parts.train.spans == ((0, 950),)
-    assert parts.held_out.spans == ((950, 1000),)
-    assert parts.train.boundaries(0, 950).tolist() == [950]
-    assert split(store_of([1000]), 0.0).held_out.num_documents == 0
+    train, held_out = split(store_of([1000]), 0.05)
+    assert train.spans == ((0, 950),)
+    assert held_out.spans == ((950, 1000),)
+    assert train.boundaries(0, 950).tolist() == [950]
+    assert split(store_of([1000]), 0.0)[1].num_documents == 0
 
 
 def test_a_store_with_spans_is_not_split():

@@ -34,8 +34,8 @@ def attention(call: AttentionCall, q: HeadQueries, k: HeadKeys, v: KeyValues) ->
 
     A query that sees no key gets zeros and minus infinity.
     """
-    o, lse = kernel_of(call, q, k, v).forward(call, q, k, v)
-    return o, lse
+    result: AttentionResult = kernel_of(call, q, k, v).forward(call, q, k, v)
+    return result
 
 
 def attention_backward(

@@ -117,18 +117,16 @@ def _one_by_one(core: Core, call: AttentionCall, queries: Sequence[Array], keys:
         return lax.fori_loop(0, kv_heads, step, out, unroll=next((n for n in HEADS_PER_STEP if kv_heads % n == 0), 1))
 
     shapes = jax.eval_shape(lambda first: one(first, first, of_sequence(first)), jnp.int32(0))
-    start = tuple(
-        tuple(jnp.zeros(_whole_shape(x, batch, rows, kv_heads), x.dtype) for x in part)
-        for part, rows in zip(shapes, (length, num_keys), strict=True)
-    )
+
+    def empty(x: jax.ShapeDtypeStruct, length: int) -> Array:
+        """Returns [B, T, N, width] for rows with a width, [B, K, rows] for one number per row."""
+        rows, *width = x.shape
+        shape = (batch, length, rows // length * kv_heads, *width) if width else (batch, kv_heads, rows)
+        return jnp.zeros(shape, x.dtype)
+
+    start = tuple(tuple(empty(x, n) for x in part) for part, n in zip(shapes, (length, num_keys), strict=True))
     by_query, by_key = lax.fori_loop(0, batch, sequence, start)
     return tuple(x if x.ndim == 4 else _heads_back(x, length) for x in by_query), by_key
-
-
-def _whole_shape(x: jax.ShapeDtypeStruct, batch: int, length: int, kv_heads: int) -> tuple[int, ...]:
-    """Returns [B, T, N, width] for rows with a width, [B, K, rows] for one number per row."""
-    rows, *width = x.shape
-    return (batch, length, rows // length * kv_heads, *width) if width else (batch, kv_heads, rows)
 
 
 def _take(x: Array, row: Array, head: Array, group: int) -> Array:

@@ -166,7 +166,7 @@ def _places(slots: ExpertSlots, chosen: Chosen) -> Chosen:
 
 
 def dispatch(h: ResidualStream, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:
-    """Copies each token into its slots, which are as those of ``like``; empty slots are zeros.
+    """Copies each token, or its cotangent, into its slots, which are as those of ``like``; empty slots are zeros.
 
     The inverse of the places is scattered first, 4 bytes each, and then whole rows are gathered: CPUs scatter rows
     one by one.
@@ -191,11 +191,6 @@ def combine(slots: ExpertSlots, chosen: Chosen) -> ResidualStream:
         row = rows[jnp.maximum(place, 0)].astype(jnp.float32)
         total += row * (place >= 0).astype(jnp.float32)[..., None]
     return total.astype(rows.dtype)
-
-
-def combine_backward(dout: ResidualStream, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:
-    """Returns cotangents of the slots, zero in empty ones."""
-    return dispatch(dout, chosen, like)
 
 
 def gates_backward(dslots: ExpertSlots, chosen: Chosen) -> Gates:

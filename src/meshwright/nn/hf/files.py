@@ -121,17 +121,13 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     try:
-        found = msgspec.convert(read_json(index, "Fetch it again."), _Index)
+        found = msgspec.convert(read_json(index, "Fetch it again.").get("weight_map"), dict[str, str])
     except msgspec.ValidationError:
         raise InputError(f"{index} is not an index of weight files: it has no weight_map. Fetch it again.") from None
-    for name in found.weight_map.values():
+    for name in found.values():
         if Path(name).name != name:
             raise InputError(f"{index} names {name!r}, which is not a file of its folder. Fetch the index again.")
-    return {tensor: folder / name for tensor, name in found.weight_map.items()}
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
+    return {tensor: folder / name for tensor, name in found.items()}
 
 
 # -- writing ------------------------------------------------------------------------------------------
@@ -186,12 +182,10 @@ def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) 
 
 
 def write_file(path: Path, entries: Sequence[Entry]) -> None:
-    """Writes one safetensors file atomically; holds one tensor at a time."""
-    write_whole(path, partial(_write_file, entries=entries))
+    """Writes one safetensors file atomically; holds one tensor at a time.
 
-
-def _write_file(path: Path, entries: Sequence[Entry]) -> None:
-    """Writes the length of the header in 8 bytes, the header as JSON padded to 8 bytes, then the tensors."""
+    It has the length of the header in 8 bytes, the header as JSON padded to 8 bytes, then the tensors.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in entries:
@@ -200,11 +194,15 @@ def _write_file(path: Path, entries: Sequence[Entry]) -> None:
         at += entry.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for entry in entries:
-            # The bytes of a transposed view are in the order of its base.
-            value = np.ascontiguousarray(entry.make(), dtype=entry.dtype)
-            if value.shape != entry.shape:
-                raise AssertionError(f"{entry.name} has shape {value.shape}, announced as {entry.shape}")
-            file.write(value.reshape(-1).view(np.uint8).data)
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for entry in entries:
+                # The bytes of a transposed view are in the order of its base.
+                value = np.ascontiguousarray(entry.make(), dtype=entry.dtype)
+                if value.shape != entry.shape:
+                    raise AssertionError(f"{entry.name} has shape {value.shape}, announced as {entry.shape}")
+                file.write(value.reshape(-1).view(np.uint8).data)
+
+    write_whole(path, write)

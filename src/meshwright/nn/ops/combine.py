@@ -3,4 +3,4 @@
 from meshwright.nn.experts import slots
 from meshwright.nn.ops import of_arrays
 
-STEPS = {"combine": of_arrays(slots.combine), "combine_backward": of_arrays(slots.combine_backward)}
+STEPS = {"combine": of_arrays(slots.combine), "combine_backward": of_arrays(slots.dispatch)}

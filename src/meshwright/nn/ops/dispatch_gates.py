@@ -8,6 +8,7 @@ from meshwright.nn.context import Context
 from meshwright.nn.experts import slots
 from meshwright.nn.experts.exchange import routed
 from meshwright.nn.experts.products import packs_tokens
+from meshwright.nn.ops import of_arrays
 from meshwright.nn.ops.route import slot_capacity
 
 
@@ -25,11 +26,7 @@ def dispatch_gates(context: Context, step: Step, gates: Array, chosen: Array) ->
     return slots.dispatch_gates(gates, chosen, packing)
 
 
-def dispatch_gates_backward(
-    context: Context, step: Step, dslots: slots.ExpertSlots, chosen: Array, *gates: Array
-) -> Array:
-    """Returns the cotangent of each weight from its slot."""
-    return slots.gates_backward(dslots, chosen)
-
-
-STEPS = {"dispatch_gates": dispatch_gates, "dispatch_gates_backward": dispatch_gates_backward}
+STEPS = {
+    "dispatch_gates": dispatch_gates,
+    "dispatch_gates_backward": of_arrays(lambda dslots, chosen, *gates: slots.gates_backward(dslots, chosen)),
+}

@@ -131,16 +131,14 @@ def rope(
     if x.ndim == 4:
         angles = angles[:, :, None]
     cos, sin = how.factor * jnp.cos(angles), how.factor * direction * jnp.sin(angles)
-    rotated = _rotated_pairs(inside.astype(jnp.float32), cos, sin, interleaved=how.interleaved).astype(x.dtype)
+    wide = inside.astype(jnp.float32)
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if how.interleaved else jnp.split(wide, 2, axis=-1)
+    pair = [first * cos - second * sin, second * cos + first * sin]
+    rotated = jnp.stack(pair, axis=-1).reshape(inside.shape) if how.interleaved else jnp.concatenate(pair, axis=-1)
+    rotated = rotated.astype(x.dtype)
     if not rest:
         return rotated
     return jnp.concatenate([x[..., :start], rotated, x[..., start + 2 * half :]], axis=-1)
-
-
-def _rotated_pairs(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> Array:
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
-    pair = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
 
 
 def _rope(context: Context, step: Step, x: Array, here: Array, *, direction: float = 1.0) -> Array:

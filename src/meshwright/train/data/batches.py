@@ -111,9 +111,8 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data
             found = open_store(corpus, chats or given, vocab_size=vocab_size, folder=folder)
             given, store = given or TextTokenizer(found.tokenizer, found.end_id), found.store
             skipped += found.skipped_records
-        parts = split(store, settings.held_out)
-        train.append(Source(parts.train, settings.packing, name, share))
-        held_out.append(Source(parts.held_out, settings.packing, name, share))
+        for sources, part in zip((train, held_out), split(store, settings.held_out), strict=True):
+            sources.append(Source(part, settings.packing, name, share))
     kept = tuple(one for one in held_out if len(one.store))
     return Data(given.tokenizer if given else None, tuple(train), kept, skipped)
 
@@ -140,7 +139,18 @@ class Batches:
         shares, tokens = {one.name: one.share for one in sources}, {one.name: len(one.store) for one in sources}
         self._begin(DataPhase(shares=shares, tokens=tokens, draw=draw))
         for source, samples in zip(sources, self.samples, strict=True):
-            require_row(source, samples.rows)
+            if len(samples.rows):
+                continue
+            have, named = len(source.store), f" of {source.name}" if source.name else ""
+            if source.store.is_records:
+                raise InputError(
+                    f"no record{named} has anything to predict in its first {seq_len} tokens. Raise seq_len."
+                )
+            needed = "" if source.packing else " and its labels"
+            raise InputError(
+                f"the text{named} has {have} tokens, not one sequence of {seq_len}{needed}. Give more text, or "
+                f"sequences of at most {max(1, have - (not source.packing))} tokens."
+            )
 
     def _begin(self, phase: DataPhase) -> None:
         self.phase, self._mixture = phase, SourcePattern(list(phase.shares.values()))
@@ -161,11 +171,6 @@ class Batches:
         named = zip(self.sources, self.samples, strict=True)
         records = [f"{one.name}: {found.rows.summary}" for one, found in named if isinstance(found.rows, WholeRows)]
         return ([begun] if self.phase.first else []) + records
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in an epoch of all sources."""
-        return sum(len(one.rows) for one in self.samples)
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Returns how often each source has been seen after ``samples`` of the run."""
@@ -235,16 +240,3 @@ class Batches:
     def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead:
         """Returns global batches from ``first_sample`` on, each read while the previous one is in use."""
         return Ahead(lambda first: self.global_batch(first, shardings), start=first_sample, stride=self.batch_seqs)
-
-
-def require_row(source: Source, rows: Rows) -> None:
-    """Raises InputError if a source has no rows."""
-    have, seq_len, named = len(source.store), rows.seq_len, f" of {source.name}" if source.name else ""
-    if not len(rows) and source.store.is_records:
-        raise InputError(f"no record{named} has anything to predict in its first {seq_len} tokens. Raise seq_len.")
-    if not len(rows):
-        needed = "" if source.packing else " and its labels"
-        raise InputError(
-            f"the text{named} has {have} tokens, not one sequence of {seq_len}{needed}. Give more text, or sequences "
-            f"of at most {max(1, have - (not source.packing))} tokens."
-        )

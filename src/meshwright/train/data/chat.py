@@ -82,17 +82,17 @@ class ChatTokenizer(NamedTuple):
         Raises InputError for a record that is malformed or that the template refuses; with ``skip_bad`` it becomes
         None.
         """
-        return [self._tokens(piece, skip_bad) for piece in pieces]
+        found: list[list[int] | None] = []
+        for piece in pieces:
+            try:
+                found.append(self._tokens(msgspec.json.decode(piece.text), piece.text, piece.where))
+            except InputError as error:
+                if not skip_bad:
+                    raise InputError(f"{str(error).removesuffix('.')}; {SKIP}.") from None
+                found.append(None)
+        return found
 
-    def _tokens(self, piece: TextPiece, skip_bad: bool) -> list[int] | None:
-        try:
-            return self._of_record(msgspec.json.decode(piece.text), piece.text, piece.where)
-        except InputError as error:
-            if not skip_bad:
-                raise InputError(f"{str(error).removesuffix('.')}; {SKIP}.") from None
-            return None
-
-    def _of_record(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
+    def _tokens(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
         if BEGIN in raw or END in raw:
             raise InputError(f"{where} has the code {BEGIN!a} or {END!a}, which is not a character. Take it out.")
         prompt, completion, before = record.get("prompt"), record.get("completion"), list[int]()

@@ -96,7 +96,8 @@ def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, f
     # Raises the error of the trainer before any file is read.
     if given is None and vocab_size < SMALLEST_VOCAB:
         train_tokenizer((), vocab_size=vocab_size)
-    path = folder / _key(corpus, given, vocab_size)
+    encoder = given.identity if given else f"bpe {tokenizers.__version__} {vocab_size} {TRAINED_CHARS}"
+    path = folder / hashlib.sha256(f"{FORMAT} {encoder} {corpus.identity()}".encode()).hexdigest()[:24]
     if not path.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(path) as part:
@@ -117,14 +118,6 @@ def open_store(corpus: Corpus, given: AnyTokenizer | None, *, vocab_size: int, f
                         raise
                     shutil.rmtree(part, ignore_errors=True)
     return _open(path)
-
-
-def _key(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int) -> str:
-    if given is None:
-        encoder = f"bpe {tokenizers.__version__} {vocab_size} {TRAINED_CHARS}"
-    else:
-        encoder = given.identity
-    return hashlib.sha256(f"{FORMAT} {encoder} {corpus.identity()}".encode()).hexdigest()[:24]
 
 
 def _build(corpus: Corpus, given: AnyTokenizer | None, vocab_size: int, part: Path) -> None:
@@ -200,9 +193,8 @@ def _open(path: Path) -> Tokenised:
     sizes = {tokens: size, starts: index_size + START_BYTES}
     if not all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()):
         raise InputError(f"{path} is damaged: its files do not fit {meta.written.tokens} tokens. Remove it.")
-    return Tokenised(
-        TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER), meta.end_id, meta.skipped_records
-    )
+    store, tokenizer = TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER)
+    return Tokenised(store, tokenizer, meta.end_id, meta.skipped_records)
 
 
 # -- the files of a store --------------------------------------------------------------------------------

@@ -85,7 +85,11 @@ class FileCorpus(NamedTuple):
         for file in self.files:
             found = file.stat()
             digest.update(f" {file.relative_to(self.folder)} {found.st_size} ".encode())
-            digest.update(_content(file) if whole else str(found.st_mtime_ns).encode())
+            try:
+                content = hashlib.sha256(file.read_bytes()).digest() if whole else str(found.st_mtime_ns).encode()
+            except OSError as error:
+                raise InputError(f"{file} cannot be read: {error.strerror}. Mend or remove it.") from None
+            digest.update(content)
         return digest.hexdigest()
 
     def pieces(self) -> Iterator[TextPiece]:
@@ -178,14 +182,6 @@ def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
     return set()
 
 
-def _content(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").digest()
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}. Mend or remove it.") from None
-
-
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
@@ -208,7 +204,9 @@ def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator
     """
     try:
         if not file.name.lower().endswith(RECORD_SUFFIXES):
-            yield from _text(file, bad)
+            with file.open("rb") as raw:
+                for text, last in in_pieces(_decoded(raw, file, bad)):
+                    yield TextPiece(text, last, raw.tell())
             return
         for record, where, bytes_read in _records(file, field, bad):
             if field:
@@ -228,9 +226,7 @@ def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dic
     is_table = file.name.lower().endswith(".parquet")
     for raw, where, bytes_read in _rows(file, field) if is_table else _lines(file):
         try:
-            record = _record(raw, where)
-            if field:
-                _require_text(record, field, where)
+            record = _record(raw, where, field)
         except InputError:
             if bad is None:
                 raise
@@ -239,23 +235,20 @@ def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dic
             yield record, where, bytes_read
 
 
-def _record(raw: Any, where: str) -> dict[str, Any]:
-    """Returns the fields of a JSON line, or of an Arrow batch of one row."""
+def _record(raw: Any, where: str, field: str) -> dict[str, Any]:
+    """Returns the fields of a JSON line, or of an Arrow batch of one row; ``field``, if not "", is text or null."""
     if isinstance(raw, bytes) and len(raw) > RECORD_BYTES:
         raise InputError(f"{where} is a record of more than {RECORD_BYTES >> 20} MiB. Cut it; {SKIP}.")
     try:
-        return _OBJECT.decode(raw) if isinstance(raw, bytes) else raw.to_pylist()[0]
+        record: dict[str, Any] = _OBJECT.decode(raw) if isinstance(raw, bytes) else raw.to_pylist()[0]
     except DAMAGED_JSON as error:
         kind = "a JSON object" if isinstance(raw, bytes) else "text"
         raise InputError(f"{where} is not {kind}: {error}. Mend it; {SKIP}.") from None
-
-
-def _require_text(record: dict[str, Any], field: str, where: str) -> None:
-    if field not in record:
+    if field and field not in record:
         raise InputError(f"{where} has no field {field!r}.{nearest(field, record)} Name it: data=FILE#FIELD.")
-    text = record[field]
-    if text is not None and not isinstance(text, str):
+    if field and not isinstance(text := record[field], str | None):
         raise InputError(f"{where}: field {field!r} is {type(text).__name__}, not text. Name another: data=FILE#FIELD.")
+    return record
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -274,12 +267,6 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
         held = held[start:]
     if not first or held.strip():
         yield held, True
-
-
-def _text(file: Path, bad: set[str] | None) -> Iterator[TextPiece]:
-    with file.open("rb") as raw:
-        for text, last in in_pieces(_decoded(raw, file, bad)):
-            yield TextPiece(text, last, raw.tell())
 
 
 def _decoded(raw: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:

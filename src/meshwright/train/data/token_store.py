@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
@@ -192,15 +192,9 @@ MAX_RUNS = 64
 """Maximum number of held-out runs of documents; more would not make a better sample."""
 
 
-class Split(NamedTuple):
-    """Two parts of a store that together are all of it, and share no token."""
-
-    train: TokenStore
-    held_out: TokenStore
-
-
-def split(store: TokenStore, share: float) -> Split:
-    """Splits a store without spans: holds out about ``share`` of the tokens, in evenly spread runs of whole documents.
+def split(store: TokenStore, share: float) -> tuple[TokenStore, TokenStore]:
+    """Returns two parts of a store without spans, which share no token: to train on, and about ``share`` of the tokens
+    to hold out, in evenly spread runs of whole documents.
 
     If documents are too few or uneven for between half and twice the share, the last tokens are held out, from inside a
     document if they begin there (of records only whole ones). The same store and share give the same parts.
@@ -214,7 +208,7 @@ def split(store: TokenStore, share: float) -> Split:
         start = len(store) - wanted
         held = [(store.nearest_start(start) if store.is_records else start, len(store))]
     edges = [0, *(edge for span in held for edge in span), len(store)]
-    return Split(store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held))
+    return store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held)
 
 
 def _whole_documents(store: TokenStore, wanted: int, *, num_runs: int) -> list[TokenSpan]:

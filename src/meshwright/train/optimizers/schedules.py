@@ -37,12 +37,8 @@ def _share_of_peak(number: Any, settings: TrainSettings, xp: Any) -> Any:
     Need (2017), section 5.3. "wsd" (warm-up, stable, decay) stays at the peak until the last ``decay_fraction`` of the
     steps. Source: Hu et al., MiniCPM (2024), section 4.
     """
-    kind, start, steps, floor = (
-        settings.schedule,
-        settings.warmup_steps,
-        settings.steps,
-        settings.min_learning_rate_ratio,
-    )
+    kind, floor = settings.schedule, settings.min_learning_rate_ratio
+    start, steps = settings.warmup_steps, settings.steps
     if kind == "constant":
         return xp.ones_like(number)
     if kind == "rsqrt":

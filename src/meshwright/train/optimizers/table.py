@@ -92,9 +92,13 @@ def from_optax(
     keeps_master = state.startswith("bf16-master")
 
     def init(params: Params) -> OptState:
+        def narrow(path: KeyPath, leaf: Array) -> Array:
+            kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
+            return leaf.astype(jnp.bfloat16) if kept else leaf
+
         moments = inner.init(_float32(params))
-        if state == "pure-16bit":
-            moments = _narrow_moments(moments, params)
+        if state == "pure-16bit":  # counters and constants stay
+            moments = jax.tree_util.tree_map_with_path(narrow, moments)
         copies = start_average(params) if keeps_master else {}
         return OptState(jnp.zeros((), jnp.int32), moments, copies, start_average(params) if average else {})
 
@@ -123,16 +127,6 @@ def averaged(state: OptState, params: Params) -> Params:
 def _float32(tree: Any) -> Any:
     """Casts arrays of floating point to float32; counters stay."""
     return jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
-
-
-def _narrow_moments(moments: Any, params: Params) -> Any:
-    """Casts moments of weights to bfloat16; counters and constants stay."""
-
-    def narrow(path: KeyPath, leaf: Array) -> Array:
-        kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
-        return leaf.astype(jnp.bfloat16) if kept else leaf
-
-    return jax.tree_util.tree_map_with_path(narrow, moments)
 
 
 def start_average(params: Params) -> Params:

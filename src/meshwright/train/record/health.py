@@ -71,13 +71,10 @@ def _words(path: KeyPath, name: str | None, weight: Weight | None, index: int) -
 @lru_cache
 def _flags_on(mesh: Mesh | None) -> Any:
     """Returns jitted (arrays, flags of stacked ones) -> booleans [2, layers or 1] each: NaN, infinity; replicated."""
-    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.jit(_flags, static_argnums=1, out_shardings=everywhere)
 
-
-def _flags(arrays: list[Array], stacked: tuple[bool, ...]) -> list[Array]:
     def flags(array: Array, by_layer: bool) -> Array:
         over = tuple(range(by_layer, array.ndim))
-        return jnp.stack([jnp.isnan(array).any(over).reshape(-1), jnp.isinf(array).any(over).reshape(-1)])
+        return jnp.stack([jnp.isnan(array).any(over), jnp.isinf(array).any(over)]).reshape(2, -1)
 
-    return [flags(array, by_layer) for array, by_layer in zip(arrays, stacked, strict=True)]
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda *given: list(map(flags, *given)), static_argnums=1, out_shardings=everywhere)
