@@ -50,9 +50,10 @@ def test_the_time_of_a_token_by_hand():
     found = served_batch([case]).seconds(generation_numbers().numbers)[0, 0]
     rates = generation_calibration(case.chip)
     assert rates is not None
+    in_waves = msgspec.structs.replace(rates, efficiency=msgspec.structs.replace(rates.efficiency, host_kernel_s=0.0))
     decode_s, prefill_s = (
-        price_strategy(msgspec.structs.replace(one.setting, calibration=rates), one.strategy).estimate.step_s
-        for one in (case.decode, case.prefill)
+        price_strategy(msgspec.structs.replace(one.setting, calibration=at), one.strategy).estimate.step_s
+        for one, at in ((case.decode, rates), (case.prefill, in_waves))
     )
     assert found == pytest.approx(decode_s + 15 / 1024 * prefill_s, rel=1e-9)
     assert waiting_s(1.0, batch=17, output_len=8) == 2

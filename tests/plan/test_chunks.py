@@ -71,7 +71,7 @@ def test_whole_prompts_stop_all_others():
 def test_the_target_of_the_longest_time_chooses_chunks():
     """The mean time per token is never above the longest time between two tokens that the same plan promises."""
     made, chunks = [], []
-    for itl_s in (1.0, 0.05, 0.03, 0.02):
+    for itl_s in (1.0, 0.15, 0.08, 0.06):
         found = planned(itl_s=itl_s)
         assert all(plan.tpot_s <= plan.itl_s * (1 + 1e-9) <= itl_s * (1 + 1e-9) for plan in found.plans)
         made.append(found.plans[0].tokens_per_s_per_chip)

@@ -69,7 +69,7 @@ def test_prompts_are_the_microbatches_of_pipelined_prefill():
     tick = (four - two) / 2
     assert (one, two) == (pytest.approx(2 * tick, rel=0.01), pytest.approx(3 * tick, rel=0.01))
     whole = prefilled("llama3-70b", "h100:8x1", tensor=8).estimate
-    assert float(whole.step_s) < one < 1.02 * float(whole.step_s)
+    assert one == pytest.approx(float(whole.step_s), rel=0.02)
     stages, alone = found[2].estimate.memory, whole.memory
     assert stages["kv_cache"] == pytest.approx(4 * alone["kv_cache"] / 2)
     assert [str(cost.step) for cost in found[0].costs.boundary if cost.step.op == "permute"] == [

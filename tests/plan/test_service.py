@@ -37,7 +37,7 @@ def test_no_loads(text):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("prompt_len", 0, r"service.prompt_len=0 must be at least 1 token"),
+        ("prompt_len", 0, r"service.prompt_len=0 must be from 1 to"),
         ("tpot_s", 0.0, r"service.tpot_s=0 must be above 0"),
         ("requests_per_s", -1.0, r"service.requests_per_s=-1 must be above 0"),
         ("prefix_share", 1.0, r"service.prefix_share=1 must be a share"),

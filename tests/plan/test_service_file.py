@@ -91,7 +91,7 @@ FAULTS = {
     "no engine": (put("prefill", "num_engines", 0), r"prefill num_engines is 0, give a positive number"),
     "time": (put("predicted", "ttft_s", -1.0), r"predicted ttft_s is -1, give a number of at least 0"),
     "not finite": (put("predicted", "tpot_s", float("inf")), r"predicted\.tpot_s is inf: give a finite number"),
-    "lengths": (put("service", "prompt_len", 0), r"service\.prompt_len=0 must be at least 1 token"),
+    "lengths": (put("service", "prompt_len", 0), r"service\.prompt_len=0 must be from 1 to"),
     "dtype": (put("weights", "int7"), r"'int7' is no dtype in which weights are served. Did you mean 'int8'"),
     "drafts": (put("num_drafts", 2), r"num_drafts=2 must be 0: the service has no speculation"),
     "chip": (put("generate", "part", "chip", "hbm_bytes", 1e9), r"generate\.part has other chips than the cluster"),

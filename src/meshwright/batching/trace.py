@@ -26,7 +26,10 @@ def load_trace(path: Path) -> RequestTraffic:
     columns: dict[str, list[float]] = {name: [] for name in (*REQUIRED, *OPTIONAL)}
     for line, row in _rows(path, text):
         for name in row.keys() - columns.keys():
-            raise InputError(f"{path}:{line}: the column {name!r} is not known.{nearest(str(name), columns)}")
+            known = (
+                f"the column {name!r} is not known.{nearest(name, columns)}" if name else "more fields than columns."
+            )
+            raise InputError(f"{path}:{line}: {known}")
         for name, column in columns.items():
             found = row.get(name, defaults.get(name))
             try:
@@ -50,7 +53,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     if text.lstrip().startswith("["):
         raise InputError(f"{path} has one JSON array. Give an object on every line, without brackets around them.")
     if not text.lstrip().startswith("{"):
-        for row in (reader := csv.DictReader(text.splitlines())):
+        for row in (reader := csv.DictReader(text.splitlines(), skipinitialspace=True)):
             yield reader.line_num, {name or "": value for name, value in row.items()}
         return
     for line, one in enumerate(text.splitlines(), start=1):

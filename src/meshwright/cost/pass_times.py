@@ -58,9 +58,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     ``send_s`` is for one microbatch over one boundary of stages, both directions together, ``exposed_send_s`` the part
     that passes do not hide. ``exchange_parts_s`` is for `Priced.exchanges`: (seconds by bytes of all layers, latency).
     ``after_s`` is the part of the update that belongs to no block. ``microbatch_s`` is added by the host to each
-    microbatch, whose kernels it starts in ``starts_s``, partly ``hidden`` by what they do. ``overlap`` is the exponent
-    by which passes hide sends (None: they do not). Stragglers multiply a step of training by ``slowdown`` and add
-    ``straggler_s``.
+    microbatch; the kernels of a prefill it starts one by one in ``starts_s``, which its passes hide in part.
+    ``overlap`` is the exponent by which passes hide sends (None: they do not). Stragglers multiply a step of training
+    by ``slowdown`` and add ``straggler_s``.
     """
 
     num_layers: int
@@ -75,7 +75,6 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: Number = 1.0
     straggler_s: Number = 0.0
     starts_s: Number = 0.0
-    hidden: float | None = None
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
         """Returns the seconds of one field of `BlockSeconds` in a share of the layers, ``at_least`` for each repeat."""
@@ -123,7 +122,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         ends = pipeline.ends_computed(self.ends_s("forward", "backward"))
         a_layer = (forward + backward) / pipeline.layers_held(self.num_layers)
         ends = np.maximum(ends - pipeline.layers_beside_head(self.num_layers) * a_layer, 0.0)
-        each = partly_hidden(forward + backward + ends, self.starts_s, self.hidden) + self.microbatch_s
+        each = forward + backward + ends + self.microbatch_s
         passes, exposed_s = pipeline.microbatches * each, pipeline.num_sends * self.exposed_send_s / 2
         sends = self.sends_s(pipeline) - exposed_s
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
@@ -140,7 +139,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
     trains = any(block.backward for block in priced.blocks)
     # an engine has graphs of its steps of decode alone
     passes = [cost for block in priced.blocks for cost in block.forward]
-    starts = [] if rates.software != "served" or any(reads_cache(cost.step) for cost in passes) else passes
+    eager = rates.software == "served" and not any(reads_cache(cost.step) for cost in passes)
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
     owners = {weight: names[0] for weight, names in blocks_of_weights(derived).items()}
     layers, ends = list[BlockSeconds](), list[BlockSeconds]()
@@ -150,6 +149,8 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         if rates.chip.host is not None and block.is_layer:
             ahead_s, back_s = (size * rates.chip.host.loop_byte for size in loop_bytes(block.steps, derived, sizes))
         forward_s = _pass_s(block.forward, rates) + ahead_s
+        if eager:
+            forward_s = partly_hidden(forward_s, _starts_s(block.forward, rates), at.overlap)
         back = _pass_s([cost for cost in block.backward if cost.step.scope != "step"], rates) + back_s
         own = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
         split = block.steps.split
@@ -182,8 +183,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
         slowdown=1 + trains * at.straggler * np.log2(rates.num_hosts),
         straggler_s=trains * at.straggler_s * np.log2(rates.num_hosts),
-        starts_s=at.host_kernel_s * total(_host_starts(cost, rates) * cost.count for cost in starts),
-        hidden=at.overlap if starts else None,
+        starts_s=total(block.steps.repeat * _starts_s(block.forward, rates) for block in priced.blocks) * eager,
     )
 
 
@@ -196,8 +196,7 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     Libraries add the exchanges of tokens that nothing hides.
     """
     if rates.overlaps and rates.software not in WITHOUT_HOST:
-        starts = total(_host_starts(cost, rates) for cost in costs)
-        return np.maximum(_device_s(costs, rates), rates.chip.efficiency.host_kernel_s * starts)
+        return np.maximum(_device_s(costs, rates), _starts_s(costs, rates))
     return _device_s(costs, rates)
 
 
@@ -225,6 +224,11 @@ def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     row = partly_hidden(row, _links_s(gathers, rates), at.hiding)
     rest = [cost for cost in behind if not cost.hides or cost.step.scope == "step"]
     return np.maximum(partly_hidden(row, _links_s(rest, rates), at.overlap), links) + alone_s
+
+
+def _starts_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
+    """Returns the seconds in which a host starts the kernels of a pass one by one."""
+    return rates.chip.efficiency.host_kernel_s * total(_host_starts(cost, rates) for cost in costs)
 
 
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:

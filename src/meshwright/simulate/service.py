@@ -104,20 +104,22 @@ def service_traffic(
     *,
     duration_s: float,
     requests_per_s: float,
-    lengths: tuple[str, str] = ("", ""),
+    lengths: tuple[str | None, str | None] = (None, None),
     at_once: bool = False,
     seed: int = 0,
 ) -> RequestTraffic:
     """Returns requests that arrive at random (Poisson) for ``duration_s``, or as many ``at_once``, for a client that
     keeps a number of them on their way.
 
-    ``lengths`` of prompts and outputs are as `parse_lengths` reads them, "" for the service's own. Raises InputError
+    ``lengths`` of prompts and outputs are as `parse_lengths` reads them, None for the service's own. Raises InputError
     for a rate or a duration that is not positive.
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
     own = (service.prompt_len, service.output_len)
-    prompt, output = (parse_lengths(text or f"{mean}") for text, mean in zip(lengths, own, strict=True))
+    prompt, output = (
+        parse_lengths(f"{mean}" if text is None else text) for text, mean in zip(lengths, own, strict=True)
+    )
     if at_once:
         count, generator = round(min(max(requests_per_s * duration_s, 1), MOST_REQUESTS)), np.random.default_rng(seed)
         return traffic_of(np.zeros(count), prompt(generator, count), output(generator, count))
@@ -163,8 +165,14 @@ def simulate_service(
             policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
             num_pages=int(batch * pages * room),
         )  # fmt: skip
+        longest = int((traffic.prompt + traffic.output).max())
+        if limits.pages(longest) > limits.num_pages:
+            raise InputError(
+                f"the longest request has {longest:,} tokens, but the caches of an engine have room for "
+                f"{limits.num_pages * PAGE_LEN:,}. Simulate shorter requests, or plan for longer ones."
+            )
         # a static batch prefills all its prompts in one step, interleaved at least one whole
-        longest, prompt = int((traffic.prompt + traffic.output).max()), int(traffic.prompt.max())
+        prompt = int(traffic.prompt.max())
         most_new = {"static": batch * prompt, "interleaved": prompt, "chunked": 0}[policy]
         most = (batch, limits.num_pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
         setting = replace(result.setting.on(pool.part), storage=dtypes.storage)

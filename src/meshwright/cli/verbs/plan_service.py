@@ -41,6 +41,9 @@ OF_TRAINING = {
 }
 """Options of `plan` that services do not take in this version."""
 
+SERVED_SHARE = 0.9
+"""Share of the requests that arrive below which it is said that fewer end."""
+
 BUSY = 0.8
 """Share of what engines can serve from which a queue is worth a word."""
 
@@ -56,6 +59,8 @@ def service_answer(given: Any) -> Answer:
     fields = parse_fields(given.pairs, sections=("model", "assumptions"))
     model = with_fields(load_model(given.model), "model", fields["model"])
     cluster = parse_cluster(given.on)
+    if cluster.kind == "host":
+        raise CannotRunError(f"services on {given.on} are not planned in this version. Name chips, such as h100:8x1.")
     if given.price is not None:
         cluster = msgspec.structs.replace(cluster, chip=cluster.chip.priced(given.price))
     service = Service(
@@ -93,12 +98,22 @@ def service_answer(given: Any) -> Answer:
     for changed in [_changed(result, text) for text in given.what_ifs]:
         facts.setdefault("what_if", []).append(changed.facts)
         parts += changed.pieces
-    rows = [{name: value for name, value in plan.items() if not isinstance(value, dict)} for plan in facts["plans"]]
-    return Answer(facts, parts, figures, [rows])
+    return Answer(facts, parts, figures, [[_row(plan) for plan in result.listed(given.top)]])
+
+
+def _row(plan: ServicePlan) -> dict[str, Any]:
+    """Returns a row of CSV: the engines in words, their batches, and the figures of the service."""
+    pools = {"engines": plan.generate, **({"prefill_engines": plan.prefill} if plan.has_pools else {})}
+    words = {name: getattr(pools.get(name), "words", "") for name in ("engines", "prefill_engines")}
+    batches = {"batch": plan.generate.batch_seqs, "prompts_at_once": plan.prefill.batch_seqs}
+    figures = {name: value for name, value in plan.to_json().items() if not isinstance(value, dict)}
+    return {**words, **batches, "bound_by": plan.bound_by, **figures}
 
 
 def _simulated(result: ServiceResult, given: Any) -> tuple[ServicePlan, ServingRecord]:
     """Returns the plan that is simulated, and what happened: the first, or the first without pools for a policy."""
+    if given.chunk and given.policy not in (None, "chunked"):
+        raise InputError(f"--policy {given.policy} prefills whole prompts. Leave out --chunk.")
     fitting = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
     if not fitting:
         raise CannotRunError(f"--policy {given.policy} is for engines that do both phases, and every plan has pools.")
@@ -113,7 +128,7 @@ def _simulated(result: ServiceResult, given: Any) -> tuple[ServicePlan, ServingR
             result.service,
             duration_s=given.simulate,
             requests_per_s=given.rate or fitting[0].requests_per_s,
-            lengths=(given.prompts or "", given.outputs or ""),
+            lengths=(given.prompts, given.outputs),
             at_once=given.rate is None,
         )
     record = simulate_service(
@@ -152,16 +167,18 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator
     yield ""
     policy = f", policy {given.policy}, on {', '.join(map(str.strip, engine_lines(plan)))}" * bool(given.policy)
     source = f"{given.trace or f'{format_seconds(given.simulate or 0)} of Poisson arrivals'}"
-    source += f" at {three_digits(found.offered_per_s)} requests/s"
+    source += f" at {three_digits(given.rate or found.offered_per_s)} requests/s"
     if given.concurrency:
-        most = f"at most {given.concurrency} requests on their way"
+        most = f"at most {counted(given.concurrency, 'request')} on their way"
         source = f"a client with {most}" if given.rate is None and not given.trace else f"{source}, {most}"
     yield Fact("simulated", f"{source}{policy}")
+    behind = found.requests_per_s < SERVED_SHARE * found.offered_per_s
     yield Fact(
         "served",
         f"{three_digits(found.requests_per_s)} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; "
         + f"{found.met:.0%} of requests meet the targets; " * bool(given.ttft or given.tpot)
-        + f"{found.num_preempted} preempted, {found.page_waste:.1%} of pages wasted",
+        + f"{found.num_preempted} preempted, {found.page_waste:.1%} of pages wasted"
+        + "; fewer end than arrive: simulate for longer than a request takes, or lower the rate" * behind,
     )
     yield Fact(
         "engines",

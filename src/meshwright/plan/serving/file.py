@@ -160,9 +160,12 @@ def _decode(file: TomlFile) -> ServiceFile:
     found = decode_toml(file, ServiceFile)
     with file.at(("weights",)):
         stored_dtypes((found.weights,), (found.cache,), chip=found.cluster.chip)
+    if found.calibration.chip != found.cluster.chip.name:
+        chips = f"rates of {found.calibration.chip}, and the chips are {found.cluster.chip.name}"
+        raise file.error(("calibration", "chip"), f"{chips}. Give rates of these.")
     for name in POOLS:
         with file.at((name,)):
-            _check_pool(name, getattr(found, name), found.cluster)
+            _check_pool(name, getattr(found, name), found)
     alike = all(getattr(found.generate, name) == getattr(found.prefill, name) for name in ("part", "num_engines"))
     if not (found.has_pools or alike):
         message = "without pools the engines that generate prefill. Give both the same part and num_engines."
@@ -180,10 +183,14 @@ def _decode(file: TomlFile) -> ServiceFile:
     return found
 
 
-def _check_pool(name: str, pool: EnginePool, cluster: Cluster) -> None:
+def _check_pool(name: str, pool: EnginePool, found: ServiceFile) -> None:
+    cluster, wanted = found.cluster, found.stored.precision
     check_figures(pool, name, may_be_zero=("bounds_s", "memory", "chunks"))
     if pool.part.chip != cluster.chip:
         raise InputError(f"{name}.part has other chips than the cluster. Give a part of {cluster.short_name}.")
+    if pool.strategy.precision != wanted:
+        products = f"products in {wanted}" if wanted else "products in the dtype of activations"
+        raise InputError(f"weights in {found.weights} have {products}. Set {name}.strategy.precision={wanted!r}.")
     if pool.strategy.num_chips != pool.part.num_chips:
         raise InputError(
             f"the mesh has {pool.strategy.num_chips} devices, but {name}.part {pool.part.num_chips} chips. Make them "
