@@ -1,5 +1,6 @@
 """Prefill and decode steps priced: numbers worked out by hand, the book's, and what every estimate must hold."""
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -15,7 +16,7 @@ from meshwright.cost.work.ops import model_flops, op_flops, op_hbm_bytes
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip as catalogue_chip
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.efficiency import generation_calibration
+from meshwright.spec.efficiency import fitted_calibration, generation_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
 
@@ -235,3 +236,38 @@ def test_engines_add_up_by_measured_kernels(tensor):
     assert all(cost.network_s == pytest.approx(by_hand) for cost in sums)
     in_turn = sum(float(cost.time_s * cost.count) for cost in found.costs.all)
     assert found.estimate.step_s == pytest.approx(in_turn + rates.efficiency.engine_s["vLLM"])
+
+
+def test_a_host_starts_the_kernels_of_a_prefill():
+    """llama3-8b: 17 kernels in each of 32 layers, partly hidden by what they do, and a few in the ends; graphs hold
+    those of decode."""
+    chip = catalogue_chip("h100")
+    rates = generation_calibration(chip)
+    assert rates is not None
+    at_once = replace(rates, efficiency=replace(rates.efficiency, host_kernel_s=0.0))
+    assumed = Assumptions(software="served", engine="vLLM", empty_slots=False)
+    strategy = Strategy(mesh=make_mesh({}), assignment=standard_assignment(zero=0))
+
+    def step_of(kind, given):
+        job = Job(kind=kind, batch_seqs=1, seq_len=512)
+        return price_strategy(Setting(LLAMA, parse_cluster("h100:1x1"), job, given, assumptions=assumed), strategy)
+
+    starts_s = rates.efficiency.host_kernel_s * (17 * LLAMA.num_layers + 4)
+    found, device = (step_of("prefill", one) for one in (rates, at_once))
+    assert found.times.starts_s == pytest.approx(starts_s)
+    engine_s = rates.efficiency.engine_s["vLLM"]
+    by_hand = np.hypot(device.estimate.step_s - engine_s, starts_s) + engine_s
+    assert found.estimate.step_s == pytest.approx(by_hand, rel=0.02)
+    assert step_of("decode", rates).estimate.step_s == step_of("decode", at_once).estimate.step_s
+
+
+def test_hosts_of_generation_do_not_wait_as_those_of_training():
+    strategy = Strategy(mesh=make_mesh({"tensor": 16}), assignment=standard_assignment(zero=0))
+    cluster = parse_cluster("v5e:4x4")
+    rates = fitted_calibration(cluster.chip)
+    assert rates is not None
+    assert rates.efficiency.straggler_s > 0
+    job = Job(kind="decode", batch_seqs=16, seq_len=2048)
+    found = price_strategy(Setting(load_model("llama3-70b"), cluster, job, rates), strategy)
+    assert cluster.num_hosts > 1
+    assert found.times.straggler_s == 0

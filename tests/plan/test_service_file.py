@@ -97,6 +97,12 @@ FAULTS = {
     "chip": (put("generate", "part", "chip", "hbm_bytes", 1e9), r"generate\.part has other chips than the cluster"),
     "mesh": (put("generate", "strategy", "mesh", "tensor", 3), r"the mesh has 3 devices, but generate\.part 8 chips"),
     "too many": (put("prefill", "num_engines", 90), r"the engines have [\d,]+ chips, but v5e:8x8 64\."),
+    "precision": (put("weights", "fp8"), r"fp8 is for chips with products in fp8, and v5e has none"),
+    "products": (
+        put("generate", "strategy", "precision", "fp8"),
+        r"products in the dtype of activations\. Set generate",
+    ),
+    "rates": (put("calibration", "chip", "h100"), r"rates of h100, and the chips are v5e\. Give rates of these"),
     "shape": (put("prefill", "part", "shape", []), r"every size must be at least 1"),
     "model": (put("model", "num_heads", "many"), r"model\.num_heads = 'many': expected a whole number"),
 }
@@ -126,3 +132,12 @@ def test_a_plan_of_the_other_kind_says_so(kept, tmp_path):
         load_plan(path)
     (tmp_path / "old.toml").write_text('version = 1\n[model]\nname = "x"\n')
     assert not is_service_file(tmp_path / "old.toml")
+
+
+def test_engines_that_do_both_phases_are_the_same():
+    _, found = planned("llama3-8b", "v5e:4x4", requests_per_s=20.0)
+    assert not found.has_pools
+    data = msgspec.to_builtins(found)
+    data["generate"]["num_engines"] += 1
+    with pytest.raises(ValueError, match="Give both the same part and num_engines"):
+        parse_service(dump_toml(data))

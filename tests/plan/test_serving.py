@@ -105,6 +105,8 @@ def test_an_engine_that_does_both():
         batch, step_s = plan.generate.batch_seqs, plan.generate.step_s
         prompt_s = plan.prefill.step_s / plan.prefill.batch_seqs
         assert plan.tpot_s == pytest.approx(step_s + (batch - 1) / 512 * prompt_s)
+        # as many prompts at once as sequences end in a step
+        assert plan.prefill.batch_seqs == 1 or plan.prefill.batch_seqs < 2 * batch / 512
         assert plan.requests_per_s == pytest.approx(batch / (512 * step_s + batch * prompt_s))
         assert plan.tokens_per_s_per_chip == pytest.approx(plan.requests_per_s * 512 / 16)
         spent = plan.usd_per_m_input * 8192 / 1e6 + plan.usd_per_m_output * 512 / 1e6

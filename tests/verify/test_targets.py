@@ -123,11 +123,11 @@ def test_a_twisted_torus():
 
 def test_slices_that_are_not_offered():
     """Where libtpu has a topology the program is compiled, with a note; one chip is a host of its own."""
-    with pytest.raises(CannotRunError, match=r"v5e:3x5 is not a slice that is offered .* take verify --for cpu"):
-        target_of(parse_cluster("v5e:3x5"))
-    lowered = target_of(parse_cluster("v5e:3x5"), only_lower=True)
-    assert (lowered.platform, lowered.num_devices) == ("tpu", 15)
-    assert "v5e:3x5 is not a slice that is offered" in lowered.note
+    with pytest.raises(CannotRunError, match=r"v5p:1x2x4 is not a slice that is offered .* take verify --for cpu"):
+        target_of(parse_cluster("v5p:1x2x4"))
+    lowered = target_of(parse_cluster("v5p:1x2x4"), only_lower=True)
+    assert (lowered.platform, lowered.num_devices) == ("tpu", 8)
+    assert "v5p:1x2x4 is not a slice that is offered" in lowered.note
     assert "v5e:2x6 is not a slice that is offered" in target_of(parse_cluster("v5e:2x6")).note
     assert target_of(parse_cluster("v5e:1x1")).options == {"chips_per_host_bounds": (1, 1, 1)}
 
@@ -183,6 +183,19 @@ def test_without_a_compiler_a_cpu_stands_in_and_says_so(nothing_installed, clust
 def test_too_many_devices_for_a_cpu(nothing_installed):
     with pytest.raises(CannotRunError, match=f"at most {MAX_CPU_DEVICES}"):
         usable_target(parse_cluster("v5p:16x20x28"))
+
+
+def test_gpus_without_a_compiler_are_lowered_for_cpus(nothing_installed):
+    """cuDNN's attention asks for devices; what Pallas makes for TPUs does not."""
+    found = target_of(parse_cluster("h100:8x2"), only_lower=True)
+    assert (found.platform, found.num_devices) == ("cpu", 16)
+    assert found.note.startswith("lowered for CPUs: the compiler for cuda is not installed (pip install")
+    assert target_of(parse_cluster("v5e:2x2"), only_lower=True).platform == "tpu"
+
+
+@pytest.mark.parametrize(("part", "hosts"), [("v5e:1x2", (1, 2, 1)), ("v6e:4x1", (2, 1, 1)), ("v5e:3x5", (1, 1, 1))])
+def test_parts_of_slices_have_smaller_hosts(part, hosts):
+    assert target_of(parse_cluster(part)).options["chips_per_host_bounds"] == hosts
 
 
 def test_a_compiler_that_is_there_is_taken(monkeypatch):

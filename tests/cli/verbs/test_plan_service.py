@@ -24,14 +24,16 @@ def test_targets(call):
     assert "engines, best first TTFT TPOT tok/s in out bound by" in said.words
     assert all(len(line) <= 80 for line in said.out.splitlines())
     engine = best["generate"]
-    assert f"{engine['num_engines']} x tp{engine['axes']['tensor']}, batch {engine['batch_seqs']:,}" in said.out
     assert f"{best['requests_per_s']:.3g} requests/s on 256 chips" in said.words
     assert f"{found['num_services']:,} ways to serve fit in memory, {found['num_meeting']:,} of them meet" in said.words
     assert "all in bf16 the best makes" in said.words
     assert "a chip-hour costs $1.20" in said.words
     assert (found["service"]["ttft_s"], found["service"]["tpot_s"], found["is_frontier"]) == (2.0, 0.05, False)
     rows = list(csv.DictReader(StringIO(said.printed("csv").out)))
-    assert [float(row["tpot_s"]) for row in rows] == [one["tpot_s"] for one in found["plans"]]
+    assert [float(row["tpot_s"]) for row in rows] == [one["tpot_s"] for one in found["plans"][:3]]
+    assert rows[0]["engines"].startswith(f"{engine['num_engines']} x ")
+    assert f"{rows[0]['engines']}, batch {engine['batch_seqs']:,}" in said.out
+    assert (rows[0]["batch"], rows[0]["bound_by"]) == (f"{engine['batch_seqs']}", engine["bound_by"])
 
 
 def test_a_frontier_and_its_picture(call, tmp_path):
@@ -53,7 +55,7 @@ def test_a_load_and_a_price(call):
     assert "engines, best first TTFT TPOT chips" in said.words
     spent = best["usd_per_m_input"] * 8192e-6 + best["usd_per_m_output"] * 512e-6
     assert spent == pytest.approx(2 * best["num_chips"] / 3600 / 3)
-    assert best["generate"]["axes"] == {"tensor": 8}
+    assert best["generate"]["axes"]["tensor"] == 8
 
 
 def test_experts(call):
@@ -74,7 +76,7 @@ def test_experts(call):
         (2, ("--ttft", "2 parsecs"), "--ttft '2 parsecs' has the unknown unit 'parsecs'. Write for example 1s"),
         (2, ("--tpot", "0ms"), "--tpot '0ms' must be above 0."),
         (2, ("--rate", "20/day"), "--rate '20/day' is not a rate of requests. Write for example 20/s"),
-        (2, ("--prefix-hits", "1"), "service.prefix_share=1 must be a share, at least 0 and below 1."),
+        (2, ("--prefix-hits", "1"), "Invalid value for '--prefix-hits': 1.0 is not in the range 0<=x<1"),
         (2, ("--batch", "4Mi"), "--batch is for plans of training. Leave it out with --serve."),
         (2, ("--why-not", "data=4"), "data is nothing that a service chooses. Known: batch, context, expert"),
         (2, ("--why-not", "batch=many"), "--why-not batch=many: give a size, such as tensor=4."),
@@ -100,6 +102,8 @@ def test_what_does_not_fit(call):
 
 
 def test_options_that_need_each_other(call):
+    call(*SERVE[:2], "--on", "cpu:8", *SERVE[4:]).assert_refused(3, "services on cpu:8 are not planned in this version")
+    call(*SERVE, "--weights", "").assert_refused(2, "'' is no dtype in which weights are served")
     call(*TRAIN, "--prompt", "512").assert_refused(2, "--prompt changes nothing here: it is for --serve.")
     call(*SERVE[:5], "--output", "512").assert_refused(2, "--serve needs --prompt")
     call(*TRAIN[:4], "--batch", "64seq").assert_refused(2, "Missing option '--seq'")
@@ -154,7 +158,15 @@ def test_requests_of_other_lengths_and_policies(call):
     call(*loaded, "--trace", "trace.csv").assert_refused(2, "--trace has the requests")
     call(*asked, "--rate", "5/s", "--simulate", "1e9s").assert_refused(2, "at most 10,000,000 are simulated")
     call(*loaded, "--outputs", "9..1").assert_refused(2, "lengths from 9 to 1 tokens")
-    call(*loaded, "--prompts", "600000").assert_refused(2, "of 16 tokens, of")
+    call(*loaded, "--prompts", "600000").assert_refused(
+        2, "the longest request has 600,064 tokens, but the caches of an"
+    )
+    call(*loaded, "--prompts", "").assert_refused(2, "lengths '' are not understood")
+    call(*loaded, "--chunk", "128", "--policy", "static").assert_refused(2, "static prefills whole prompts. Leave out")
+    assert "fewer end than arrive" in call(*loaded, "--outputs", "6000").words
+    said = call(*asked[:-4], "--output", "1", *asked[-2:], "--rate", "2/s", "--simulate", "5s").words
+    assert "TPOT - - - -" in said
+    assert "nan" not in said
 
 
 @pytest.fixture
@@ -227,7 +239,7 @@ def test_what_if(call):
     assert faster["changed"] == ["chip.hbm 2x: 819 GB/s -> 1.64 TB/s"]
     assert faster["then"]["tokens_per_s_per_chip"] > 1.1 * faster["now"]["tokens_per_s_per_chip"]
     assert longer["changed"] == ["model.num_kv_heads: 8 -> 4", "service.prompt_len: 8192 -> 16384"]
-    assert longer["then"]["ttft_s"] > longer["now"]["ttft_s"]
+    assert longer["then"]["tokens_per_s_per_chip"] < longer["now"]["tokens_per_s_per_chip"]
     assert none["then"] is None
     assert "nothing serves" in said.words
     assert "none meets TPOT 1 ms" in none["note"]
@@ -253,6 +265,6 @@ def test_chunks(call):
     assert best["chunk_len"] == 512
     words = f"between tokens at most {format_seconds(best['itl_s'])} with chunks of 512 tokens; "
     assert words in said.words
-    said = call(*asked, "--itl", "20ms")
-    assert "ITL at most 20 ms" in said.words
-    assert all(plan["itl_s"] <= 0.02 for plan in said.printed("json").json["plans"])
+    said = call(*asked, "--itl", "60ms")
+    assert "ITL at most 60 ms" in said.words
+    assert all(plan["itl_s"] <= 0.06 for plan in said.printed("json").json["plans"])

@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas import serving
 from meshwright.cost.formulas.accounting import kv_cache_bytes
-from meshwright.cost.formulas.limit_table import feed_forward_width, sparsity
+from meshwright.cost.formulas.limit_table import feed_forward_width
 from meshwright.cost.formulas.limits import ici_intensity, tensor_max_size
 from meshwright.cost.formulas.roofline import critical_batch, dtype_bytes
 from meshwright.cost.network.collectives import latency_bound_bytes
@@ -71,10 +71,10 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def critical_batch(self) -> float:
-        """Sequences from which products with weights are bound by FLOPs."""
-        experts = sparsity(self.model) if self.model else 1
+        """Sequences from which products with weights, of which all experts' are read, are bound by FLOPs."""
+        unused = num_params(self.model) / self.active_params if self.model and self.model.num_experts else 1
         width = dtype_bytes(self.weights)
-        return critical_batch(self.peak_flops, self.hbm_bytes_per_s, weight_bytes=width, num_experts=experts)
+        return critical_batch(self.peak_flops, self.hbm_bytes_per_s, weight_bytes=width, num_experts=unused)
 
     def usd_per_million_tokens(self, tokens_per_s: float) -> float | None:
         """Returns the dollars of a million tokens at this rate of all chips; None where a chip has no price."""

@@ -55,7 +55,8 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
         section, field = field_name(name)
         name = field if SECTION_OF.get(field, "") == section else name.strip()
         if sep and "." not in name and name not in known:
-            raise InputError(f"sweep has no field {name!r}.{nearest(name, known)} Models and clusters are lists too.")
+            options = ", ".join((*own[2:], "or a field of the model"))
+            raise InputError(f"sweep has no field {name!r}.{nearest(name, known)} Use {options}.")
         values = split_values(text, what="sweep") if sep else _usual(name, chosen[0], clusters[-1])
         if name in fields:
             raise InputError(f"{name} is given twice. Give all its values in one list.")

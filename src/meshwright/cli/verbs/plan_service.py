@@ -239,9 +239,8 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
     idle = best.num_chips - best.generate.num_chips - best.has_pools * best.prefill.num_chips
     rate = f"{three_digits(best.requests_per_s)} requests/s on {chips}{f', {idle} of them idle' * bool(idle)}"
     if service.requests_per_s is not None:
-        rate = (
-            f"{service.requests_per_s:,.4g} requests/s need {chips} of {cluster.num_chips:,}, which serve up to "
-            + three_digits(best.requests_per_s)
+        rate = f"{service.load_words} need {chips} of {cluster.num_chips:,}, which serve up to " + three_digits(
+            best.requests_per_s
         )
         busy = service.requests_per_s / best.requests_per_s
         if busy > BUSY:

@@ -133,7 +133,7 @@ def engine_lines(plan: ServicePlan) -> list[str]:
 def target_words(service: Service) -> str:
     targets: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s, "ITL": service.itl_s}
     said = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
-    said += [f"{service.requests_per_s:,.4g} requests/s"] if service.requests_per_s is not None else []
+    said += filter(None, [service.load_words])
     return f"; {', '.join(said)}" if said else ""
 
 

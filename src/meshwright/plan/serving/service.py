@@ -69,6 +69,11 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     @property
+    def load_words(self) -> str:
+        """``"20 requests/s"``, to four digits; empty without a load."""
+        return f"{float(f'{self.requests_per_s:.4g}'):,.10g} requests/s" if self.requests_per_s else ""
+
+    @property
     def chunks(self) -> tuple[int, ...]:
         """Lengths of chunks to choose from, shorter than what is new of a prompt; none if prompts are not cut."""
         if self.chunk_len is None and self.itl_s is None:
