@@ -146,7 +146,8 @@ def _result(
 ) -> dict[str, Any]:
     prices = price_einsum(asked.steps, dims, mesh, rates)
     devices, flops = math.prod(mesh.values()), sum(p.flops for p in prices)
-    named = {asked.key(a): a for a in asked.arrays}
+    names = [a.name for a in asked.arrays]
+    named = {a.name if names.count(a.name) == 1 else str(a): a for a in asked.arrays}
     return {
         "steps": [
             {
@@ -342,7 +343,9 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
 def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
     from meshwright.report.arrays.sharding import sharding_figure
 
-    panels = [panel(a, dims, mesh) for a in asked.drawn]
+    # the last array as the steps leave it
+    last = asked.steps[-1].result if asked.steps else asked.result
+    panels = [panel(a, dims, mesh) for a in (*asked.arrays[:-1], last)]
     axes = ", ".join(f"{a}={n}" for a, n in mesh.items())
     return sharding_figure(panels, title=asked.title, subtitle=f"Mesh {axes}: each block carries its devices.")
 
