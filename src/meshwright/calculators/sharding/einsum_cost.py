@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import CollectiveKind
@@ -75,19 +74,3 @@ def total_time(prices: Sequence[StepPrice]) -> float | None:
     """Returns seconds of the steps one after the other; None if one is unknown."""
     times = [price.time_s for price in prices if price.time_s is not None]
     return sum(times) if len(times) == len(prices) else None
-
-
-def num_copies(array: ShardedArray, mesh: Mapping[str, int]) -> int:
-    """Returns how often the mesh has each block: the product of axes that neither split the array nor hold addends.
-
-    Source: How to Scale Your Model, section 3.1.
-    """
-    used = (*array.spread, *array.unreduced)
-    return int(product(size for axis, size in mesh.items() if axis not in used))
-
-
-def whole_flops(factors: Sequence[ShardedArray], result: ShardedArray, dims: Mapping[str, int]) -> float:
-    """Returns FLOPs of the product on one device that holds everything: 2 for every combination of all dims."""
-    arrays = [array.replace(axes=((),) * len(array.dims), unreduced=()) for array in (*factors, result)]
-    step = Step(op="einsum", inputs=tuple(arrays[:-1]), result=arrays[-1])
-    return price_einsum([step], dims, {}, None)[0].flops

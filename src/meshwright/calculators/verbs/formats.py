@@ -63,7 +63,11 @@ def command(given: Given) -> Answer:
 
 def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
     if not given.values and given.code is None and given.length is None:
-        yield Table.of(({**form, "fields": _fields(form)} for form in found["formats"]), FORMAT_COLUMNS)
+        shown = [
+            {**one, "fields": f"1+{one['exponent_bits']}+{one['mantissa_bits']}" if one["bias"] else f"{one['bits']}"}
+            for one in found["formats"]
+        ]
+        yield Table.of(shown, FORMAT_COLUMNS)
         yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
     for text, value in zip(given.values, found["values"], strict=True):
         rows = [[s["format"], f"{s['value']:.10g}", _error(s["relative_error"]), s["bits"]] for s in value["stored"]]
@@ -101,10 +105,6 @@ def format_facts(form: NumberFormat) -> dict[str, Any]:
         "infinity": form.kind == "float" and form.specials == "ieee",
         "nan": form.kind == "float" and form.specials != "none",
     }
-
-
-def _fields(form: dict[str, Any]) -> str:
-    return f"1+{form['exponent_bits']}+{form['mantissa_bits']}" if form["kind"] == "float" else f"{form['bits']}"
 
 
 def _short(value: float) -> str:

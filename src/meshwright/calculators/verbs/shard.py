@@ -18,10 +18,8 @@ from meshwright.calculators.sharding.einsum_cost import (
     EinsumRates,
     StepPrice,
     einsum_rates,
-    num_copies,
     price_einsum,
     total_time,
-    whole_flops,
 )
 from meshwright.calculators.sharding.parsing import (
     ShardQuestion,
@@ -43,7 +41,7 @@ from meshwright.cost.network.legs import group_legs
 from meshwright.cost.network.links import torus_width
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.chip import compute_dtype, peak
-from meshwright.spec.cluster import Cluster, parse_cluster
+from meshwright.spec.cluster import parse_cluster
 
 MAX_RUN_DEVICES = 64
 MAX_RUN_ELEMENTS = 2**28
@@ -92,7 +90,9 @@ def command(given: Given) -> Answer:
     for array in asked.arrays:
         check(array, dims, mesh)
     _refuse(asked, given, dims, mesh)
-    rates = _rates(cluster, mesh, given.calibration)
+    if cluster is None and given.calibration is not None:
+        raise InputError(f"--calibration {given.calibration} needs the cluster it is for: give --on.")
+    rates = einsum_rates(cluster, mesh, calibration=rates_for(cluster, given.calibration)) if cluster else None
     result = _result(asked, dims, mesh, rates)
     ways = {"": asked.steps}
     if given.every:
@@ -133,20 +133,12 @@ def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict
         )
 
 
-def _rates(cluster: Cluster | None, mesh: dict[str, int], calibration: Path | None) -> EinsumRates | None:
-    if cluster is not None:
-        return einsum_rates(cluster, mesh, calibration=rates_for(cluster, calibration))
-    if calibration is not None:
-        raise InputError(f"--calibration {calibration} needs the cluster it is for: give --on.")
-    return None
-
-
 def _result(
     asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
 ) -> dict[str, Any]:
     prices = price_einsum(asked.steps, dims, mesh, rates)
     devices, flops = math.prod(mesh.values()), sum(p.flops for p in prices)
-    names = [a.name for a in asked.arrays]
+    names, whole = [a.name for a in asked.arrays], {dim for a in asked.factors for dim in a.dims}
     named = {a.name if names.count(a.name) == 1 else str(a): a for a in asked.arrays}
     return {
         "steps": [
@@ -168,12 +160,17 @@ def _result(
         "bytes_total": {
             name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in named.items()
         },
-        "copies": {name: num_copies(a, mesh) for name, a in named.items()},
+        # of each block, over the axes that neither split the array nor hold addends (section 3.1)
+        "copies": {
+            name: math.prod(size for axis, size in mesh.items() if axis not in (*a.spread, *a.unreduced))
+            for name, a in named.items()
+        },
         "addends": {name: math.prod(mesh[axis] for axis in a.unreduced) for name, a in named.items()},
         "devices": devices,
         "flops_per_device": flops,
         "flops_total": flops * devices,
-        "flops_unsharded": whole_flops(asked.factors, asked.result, dims) if asked.factors else 0.0,
+        # on one device that holds everything: 2 for every combination of all dims
+        "flops_unsharded": 2.0 * math.prod(map(dims.__getitem__, whole)) if whole else 0.0,
         "time_s": total_time(prices),
         "placement": rates.laid.describe() if rates else None,
     }
