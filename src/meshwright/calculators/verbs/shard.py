@@ -17,6 +17,8 @@ from meshwright.calculators.sharding.blocks import execute, holders, join, num_d
 from meshwright.calculators.sharding.einsum_cost import (
     EinsumRates,
     StepPrice,
+    all_ways,
+    axes_text,
     einsum_rates,
     price_einsum,
     total_time,
@@ -29,7 +31,6 @@ from meshwright.calculators.sharding.parsing import (
     parse_asked,
     refuse_unknown_dims,
 )
-from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.cli.shared import CALIBRATION, DIMS, MESH
 from meshwright.cli.verb import DimSizes, MeshSizes, Options, argument, option, verb
