@@ -16,7 +16,6 @@ from meshwright.api.rates import rates_for
 from meshwright.calculators.sharding.blocks import execute, holders, join, num_devices, split
 from meshwright.calculators.sharding.einsum_cost import (
     EinsumRates,
-    StepPrice,
     all_ways,
     axes_text,
     einsum_rates,
@@ -99,7 +98,12 @@ def command(given: Given) -> Answer:
     if given.every:
         lhs, rhs = asked.factors
         ways = all_ways(lhs, rhs, asked.result)
-        rows = [_way(name, steps, price_einsum(steps, dims, mesh, rates)) for name, steps in ways.items()]
+        rows: list[dict[str, Any]] = []
+        for name, steps in ways.items():
+            prices = price_einsum(steps, dims, mesh, rates)
+            sent = sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective)
+            row = {"way": name, "steps": list(map(str, steps)), "bytes": sent}
+            rows.append(row | {"flops_per_device": sum(p.flops for p in prices), "time_s": total_time(prices)})
         rows.sort(key=lambda r: (r["time_s"] or 0, r["bytes"]))
         figure = "time_s" if rows[0]["time_s"] else "bytes"
         least = rows[0][figure]
@@ -174,16 +178,6 @@ def _result(
         "flops_unsharded": 2.0 * math.prod(map(dims.__getitem__, whole)) if whole else 0.0,
         "time_s": total_time(prices),
         "placement": rates.laid.describe() if rates else None,
-    }
-
-
-def _way(name: str, steps: Sequence[Step], prices: Sequence[StepPrice]) -> dict[str, Any]:
-    return {
-        "way": name,
-        "steps": [str(s) for s in steps],
-        "bytes": sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective),
-        "flops_per_device": sum(p.flops for p in prices),
-        "time_s": total_time(prices),
     }
 
 
