@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.algebra.einsum import einsum_steps, reshard
 from meshwright.algebra.notation import ShardedArray
 from meshwright.calculators.sharding.blocks import execute, join, split
-from meshwright.calculators.sharding.ways import all_ways
+from meshwright.calculators.sharding.einsum_cost import all_ways
 
 SIZES = (1, 2, 3, 4)
 MOST_DEVICES = 16

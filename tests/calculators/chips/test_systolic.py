@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.calculators.chips.systolic import simulate, systolic_cycles
-from meshwright.calculators.chips.systolic_frames import REACH, frames, telling_cycles
+from meshwright.calculators.verbs.systolic import REACH, frames, telling_cycles
 from meshwright.core.errors import InputError
 
 CASES = [

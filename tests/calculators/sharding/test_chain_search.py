@@ -10,8 +10,7 @@ from meshwright.algebra.notation import ShardedArray, local_elements
 from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.chain import parse_chain, shardings
 from meshwright.calculators.sharding.chain_search import search_chain
-from meshwright.calculators.sharding.einsum_cost import einsum_rates, price_einsum
-from meshwright.calculators.sharding.ways import all_ways
+from meshwright.calculators.sharding.einsum_cost import all_ways, einsum_rates, price_einsum
 from meshwright.core.errors import CannotRunError
 from meshwright.spec.cluster import parse_cluster
 

@@ -3,8 +3,8 @@
 import pytest
 
 from meshwright.algebra.einsum import einsum_steps
+from meshwright.calculators.sharding.einsum_cost import all_ways
 from meshwright.calculators.sharding.parsing import parse_einsum
-from meshwright.calculators.sharding.ways import all_ways
 
 
 def names(text):

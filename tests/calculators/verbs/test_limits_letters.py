@@ -14,7 +14,7 @@ from meshwright.spec.job import Job
 def found(name, on, *, seqs, seq_len, **choices):
     cluster, job = parse_cluster(on), Job(batch_seqs=seqs, seq_len=seq_len)
     usual = {"dtype": "bf16", "state": "bf16-adam", "tensor": None, "tensor_axes": 1}
-    at = letters(layer_letters(name, "bf16-adam")[1], cluster, job, Given(**(usual | choices)))
+    at = letters(layer_letters(name, "bf16-adam")[2], cluster, job, Given(**(usual | choices)))
     return at, {limit.name: limit for limit in limits_at(at)}
 
 

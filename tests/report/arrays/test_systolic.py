@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.calculators.chips.systolic_frames import frames
+from meshwright.calculators.verbs.systolic import frames
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.systolic import KINDS, systolic_figure
 from meshwright.report.figure import save

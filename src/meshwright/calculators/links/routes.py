@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -135,12 +135,8 @@ def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float)
     if chips == 1:
         return []
     if cluster.kind == "torus":
-        # on each axis two links of a ring or inside a line, one at its end
-        lanes = sum(
-            0 if size == 1 else 2 if wraps else (at > 0) + (at < size - 1)
-            for at, size, wraps in zip(target, cluster.shape, cluster.wraps, strict=True)
-        )
-        hops = max(torus_hops(cluster, target, other) for other in itertools.product(*map(range, cluster.shape)))
+        lanes = sum(there != target for there in neighbours(cluster, target))
+        hops = max(torus_hops(cluster, target).values())
         name = f"{chips - 1} chips into one over its {lanes} links"
         return [_link_leg(links[0], num_bytes * (chips - 1) / chips, lanes=lanes, hops=hops, name=name)]
     domain = cluster.shape[0]
@@ -159,8 +155,11 @@ def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -
     """
     used: set[tuple[Coordinates, Coordinates]] = set()
     found: list[tuple[int, ...]] = []
-    while (path := _augmenting_path(cluster, source, target, used)) is not None:
-        for here, there in itertools.pairwise(path):
+    while target in (came := _shortest_paths(cluster, source, used)[1]):
+        path = [target]
+        while path[-1] != source:
+            path.append(came[path[-1]])
+        for there, here in itertools.pairwise(path):
             if (there, here) in used:
                 used.remove((there, here))
             else:
@@ -178,10 +177,18 @@ def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -
     return found
 
 
-def _augmenting_path(
-    cluster: Cluster, source: Coordinates, target: Coordinates, used: set[tuple[Coordinates, Coordinates]]
-) -> list[Coordinates] | None:
-    """Returns the path that adds the fewest hops for one more disjoint path; None if there is none."""
+def torus_hops(cluster: Cluster, source: Coordinates) -> dict[Coordinates, int]:
+    """Returns the links on a shortest path from a chip to each of a torus."""
+    return _shortest_paths(cluster, source, set())[0]
+
+
+def _shortest_paths(
+    cluster: Cluster, source: Coordinates, used: set[tuple[Coordinates, Coordinates]]
+) -> tuple[dict[Coordinates, int], dict[Coordinates, Coordinates]]:
+    """Returns the fewest hops to each chip over links that are free, and the chip before it on the way there.
+
+    To pass a ``used`` link the other way gives it back, and its hop.
+    """
     length, came, waiting = {source: 0}, dict[Coordinates, Coordinates](), deque([source])
     while waiting:
         here = waiting.popleft()
@@ -190,12 +197,7 @@ def _augmenting_path(
             if (here, there) not in used and step < length.get(there, step + 1):
                 length[there], came[there] = step, here
                 waiting.append(there)
-    if target not in came:
-        return None
-    path = [target]
-    while path[-1] != source:
-        path.append(came[path[-1]])
-    return path[::-1]
+    return length, came
 
 
 def neighbours(cluster: Cluster, chip: Coordinates) -> Iterator[Coordinates]:
@@ -210,22 +212,3 @@ def neighbours(cluster: Cluster, chip: Coordinates) -> Iterator[Coordinates]:
             if cluster.twisted and shape[axis] < longest:
                 there = [(n + shift) % longest if size == longest else n for n, size in zip(there, shape, strict=True)]
         yield tuple(there)
-
-
-def torus_hops(cluster: Cluster, source: Sequence[int], target: Sequence[int]) -> int:
-    """Returns the links on a shortest path of two chips; a twisted axis leads around to the middle of longer ones."""
-    steps = [abs(b - a) for a, b in zip(source, target, strict=True)]
-    rings = list(zip(steps, cluster.shape, cluster.wraps, strict=True))
-    if not cluster.twisted:
-        return sum(min(step, size - step) if wraps else step for step, size, wraps in rings)
-    longest, shift = max(cluster.shape), min(cluster.shape)
-    short = [i for i, size in enumerate(cluster.shape) if size < longest]
-    ways = []
-    for turns in itertools.product((-1, 0, 1), repeat=len(short)):
-        moved = dict(zip(short, turns, strict=True))
-        total = sum(abs(target[i] - source[i] + turn * cluster.shape[i]) for i, turn in moved.items())
-        for i in set(range(3)) - set(short):
-            step = (target[i] - source[i] + shift * sum(turns)) % longest
-            total += min(step, longest - step)
-        ways.append(total)
-    return min(ways)

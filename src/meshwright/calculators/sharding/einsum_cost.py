@@ -1,10 +1,15 @@
-"""Prices of the steps of one sharded product on a cluster: the calculator behind `shard`."""
+"""Every way of doing one sharded product, and the prices of its steps on a cluster: the calculator behind `shard`.
 
-from collections.abc import Mapping, Sequence
+Ways differ in the dims that mesh axes may split while blocks are multiplied. The algebra does not choose among them.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.einsum import einsum_steps, local_product, reshard
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import CollectiveKind
@@ -14,6 +19,70 @@ from meshwright.cost.work.ops import op_flops, op_hbm_bytes
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate, memory_rate
 from meshwright.spec.chip import compute_dtype
 from meshwright.spec.cluster import Cluster
+
+Layout = dict[str, tuple[str, ...]]
+"""Dim -> the mesh axes that split it during the local product, in both operands alike."""
+
+
+def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> dict[str, tuple[Step, ...]]:
+    """Returns every way of ``lhs * rhs -> out`` by its name, which says in words what is moved or summed.
+
+    That of `einsum_steps` is the first, the others go by number of collectives.
+
+    Blocks can be multiplied in place when every mesh axis splits at most one dim, alike in both operands.
+    Each dim is tried with every major part of the axes that it has in lhs, rhs or out, which covers: gather
+    either side of a conflict, or move an axis there; slice and reduce instead of gathering; gather an input
+    or else the output; slice an input or else the output; gather everything. A sum is scattered, or else
+    made whole and sliced.
+    """
+    rules = einsum_steps(lhs, rhs, out)
+    found = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rules}
+    ways = {_name(steps): steps for steps in found}
+    others = sorted(ways.items(), key=lambda way: (sum(s.is_collective for s in way[1]), len(way[1]), way[0]))
+    return {_name(rules): rules, **dict(others)}
+
+
+def _layouts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[Layout]:
+    dims = tuple(dict.fromkeys((*lhs.dims, *rhs.dims)))
+    choices = []
+    for dim in dims:
+        lists = [array.axes_of(dim) for array in (lhs, rhs, out)]
+        choices.append(list(dict.fromkeys(axes[:n] for axes in lists for n in range(len(axes) + 1))))
+    for chosen in itertools.product(*choices):
+        used = [axis for axes in chosen for axis in axes]
+        if len(set(used)) == len(used):
+            yield dict(zip(dims, chosen, strict=True))
+
+
+def _steps(layout: Layout, lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[tuple[Step, ...]]:
+    left, right = (array.resharded(layout, unreduced=()) for array in (lhs, rhs))
+    result = local_product(left, right, out)
+    if not set(out.unreduced) <= set(result.unreduced):
+        return
+    before = (*reshard(lhs, left), *reshard(rhs, right), Step(op="einsum", inputs=(left, right), result=result))
+    yield (*before, *reshard(result, out))
+    whole = result.replace(unreduced=out.unreduced)
+    yield (*before, *reshard(result, whole), *reshard(whole, out))
+
+
+def _name(steps: tuple[Step, ...]) -> str:
+    return "; ".join(_words(step) for step in steps if step.only_moves) or "no communication"
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Returns the axes of a step: ``XY``, or names with commas between."""
+    return ("" if all(len(axis) == 1 for axis in axes) else ",").join(axes)
+
+
+def _words(step: Step) -> str:
+    name, axes = step.result.name, axes_text(step.axes)
+    return {
+        "all_gather": f"gather {step.dim} of {name} over {axes}",
+        "slice": f"slice {step.dim} of {name} over {axes}",
+        "all_to_all": f"move {axes} of {name} from {step.dim} to {step.to_dim}",
+        "reduce_scatter": f"sum {name} over {axes}, scattered into {step.dim}",
+        "all_reduce": f"sum {name} over {axes}",
+    }[step.op]
 
 
 class StepPrice(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,19 +144,3 @@ def total_time(prices: Sequence[StepPrice]) -> float | None:
     """Returns seconds of the steps one after the other; None if one is unknown."""
     times = [price.time_s for price in prices if price.time_s is not None]
     return sum(times) if len(times) == len(prices) else None
-
-
-def num_copies(array: ShardedArray, mesh: Mapping[str, int]) -> int:
-    """Returns how often the mesh has each block: the product of axes that neither split the array nor hold addends.
-
-    Source: How to Scale Your Model, section 3.1.
-    """
-    used = (*array.spread, *array.unreduced)
-    return int(product(size for axis, size in mesh.items() if axis not in used))
-
-
-def whole_flops(factors: Sequence[ShardedArray], result: ShardedArray, dims: Mapping[str, int]) -> float:
-    """Returns FLOPs of the product on one device that holds everything: 2 for every combination of all dims."""
-    arrays = [array.replace(axes=((),) * len(array.dims), unreduced=()) for array in (*factors, result)]
-    step = Step(op="einsum", inputs=tuple(arrays[:-1]), result=arrays[-1])
-    return price_einsum([step], dims, {}, None)[0].flops

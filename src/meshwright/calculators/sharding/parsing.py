@@ -68,16 +68,6 @@ class ShardQuestion(msgspec.Struct, frozen=True, kw_only=True):
         """The last array."""
         return self.arrays[-1]
 
-    @property
-    def drawn(self) -> tuple[ShardedArray, ...]:
-        """Arrays of the picture, the last as the steps leave it."""
-        return (*self.arrays[:-1], self.steps[-1].result) if self.steps else self.arrays
-
-    def key(self, array: ShardedArray) -> str:
-        """Returns an array's name, or its whole notation if two arrays have the same name."""
-        names = [a.name for a in self.arrays]
-        return array.name if names.count(array.name) == 1 else str(array)
-
 
 def parse_asked(text: str, *, dtype: str) -> ShardQuestion:
     """Returns the product, array or resharding of the text; arrays without a dtype get ``dtype``."""

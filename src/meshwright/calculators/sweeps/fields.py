@@ -46,9 +46,12 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     known = {*own[2:], *SECTION_OF}
     chosen = [llama_like(one) if _SIZE.fullmatch(one) else load_model(one) for one in _listed(models)]
     clusters = sweep_clusters(on)
+    # clusters are named by their chips, where these tell them apart
+    counts = [f"{cluster.num_chips:,}" for cluster in clusters]
+    plain = len({cluster.chip.name for cluster in clusters}) == 1 and len({*counts}) == len(counts)
     fields: SweptFields = {
         "model": {one.name: one for one in chosen},
-        "on": dict(zip(_names(clusters), clusters, strict=True)),
+        "on": dict(zip(counts if plain else (one.short_name for one in clusters), clusters, strict=True)),
     }
     for text in texts:
         name, sep, _ = text.partition("=")
@@ -89,13 +92,6 @@ def _listed(text: str) -> list[str]:
     if not all(parts):
         raise InputError(f"{text!r} has an empty part. Write names with one comma between two.")
     return parts
-
-
-def _names(clusters: Sequence[Cluster]) -> list[str]:
-    """Returns numbers of chips, or the short names where these do not tell the clusters apart."""
-    counts = [f"{cluster.num_chips:,}" for cluster in clusters]
-    plain = len({cluster.chip.name for cluster in clusters}) == 1 and len({*counts}) == len(counts)
-    return counts if plain else [cluster.short_name for cluster in clusters]
 
 
 def _shown(value: str) -> str:

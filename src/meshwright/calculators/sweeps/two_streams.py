@@ -5,6 +5,7 @@ collectives one after the other on the links, each as soon as its input is there
 gathered one pass ahead. The ways differ in what is split (ZeRO) and in when gradients are sent.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -65,28 +66,31 @@ def two_streams(
     for number, (what, layer, costs) in enumerate(passes):
         ahead = passes[number + 1 : number + 2] if number else passes[:2]
         for _, other, gathers in ahead:
-            lanes.gather_ahead(gathers, other, of=id(gathers))
+            for cost in (one for one in gathers if one.gathers_weights):
+                key = (id(gathers), other, cost.step.result)
+                lanes.gathered[key] = lanes.collective(cost, other, lanes.compute_end_s)
         lanes.run(what, layer, costs)
     lanes.send_gradients()
-    for layer in range(layers):
-        lanes.update(layer, update)
+    # the optimizer, and the gathers of the weights that it has updated
+    for layer, cost in itertools.product(range(layers), update):
+        if cost.step.is_collective:
+            lanes.collective(cost, layer, lanes.compute_end_s)
+        else:
+            lanes.compute("optimizer", float(cost.local_s), layer=layer)
     return LaneSlices(name=way.name, slices=joined(lanes.slices))
 
 
 class _Passes(Lanes):
-    """Both lanes of the passes; a step starts when its inputs are ready and its lane is free."""
+    """Both lanes of the passes; a step starts when its inputs are ready and its lane is free.
+
+    ``gathered`` has the end of each gather of weights by pass, layer and result; ``waiting`` has gradients to send.
+    """
 
     def __init__(self, priced: PricedStrategy, way: DataParallelism, bucket_bytes: float) -> None:
         super().__init__()
         self.priced, self.way, self.bucket_bytes = priced, way, bucket_bytes
         self.gathered: dict[tuple[int, int, ShardedArray], float] = {}
         self.waiting: list[tuple[StepCost, int, float]] = []
-
-    def gather_ahead(self, costs: Sequence[StepCost], layer: int, *, of: int) -> None:
-        """Queues the gathers of a pass now; ``of`` identifies the pass."""
-        for cost in costs:
-            if cost.gathers_weights:
-                self.gathered[of, layer, cost.step.result] = self._collective(cost, layer, self.compute_end_s)
 
     def run(self, what: str, layer: int, costs: Sequence[StepCost]) -> None:
         """Adds one pass over one layer."""
@@ -97,29 +101,25 @@ class _Passes(Lanes):
             if cost.gathers_weights:
                 ready[step.result] = self.gathered[id(costs), layer, step.result]
             elif step.is_collective and cost.hides:
-                self._gradient(cost, layer, when)
+                self.waiting.append((cost, layer, when))
+                full = sum(float(one.network_bytes) for one, _, _ in self.waiting) >= self.bucket_bytes
+                if self.way.send == "each":
+                    self.waiting.clear()
+                    self.collective(cost, layer, when)
+                elif self.way.send == "buckets" and full:
+                    self._send_bucket()
             elif step.is_collective:
-                ready[step.result] = self._collective(cost, layer, max(when, self.compute_end_s))
+                ready[step.result] = self.collective(cost, layer, max(when, self.compute_end_s))
             else:
                 end = self.compute(what, float(cost.local_s), layer=layer, when=when)
                 ready.update(dict.fromkeys((step.result, *step.more), end))
-
-    def _gradient(self, cost: StepCost, layer: int, when: float) -> None:
-        """Sends a gradient now, or keeps it until its bucket is full, or to the end."""
-        if self.way.send == "each":
-            self._collective(cost, layer, when)
-            return
-        self.waiting.append((cost, layer, when))
-        full = sum(float(one.network_bytes) for one, _, _ in self.waiting) >= self.bucket_bytes
-        if self.way.send == "buckets" and full:
-            self._send_bucket()
 
     def send_gradients(self) -> None:
         """Sends the remaining gradients when the backward pass is done; then the optimizer may start."""
         if self.way.send == "buckets":
             self._send_bucket()
         for cost, layer, _ in self.waiting:
-            self._collective(cost, layer, self.compute_end_s)
+            self.collective(cost, layer, self.compute_end_s)
         self.compute_end_s = max(self.compute_end_s, self.links_end_s)
 
     def _send_bucket(self) -> None:
@@ -132,15 +132,8 @@ class _Passes(Lanes):
         self.waiting = []
         self.send(_name(first), seconds, layer=layer, when=when)
 
-    def update(self, layer: int, costs: Sequence[StepCost]) -> None:
-        """Adds the optimizer of one layer, and the gathers of the weights that it has updated."""
-        for cost in costs:
-            if cost.step.is_collective:
-                self._collective(cost, layer, self.compute_end_s)
-            else:
-                self.compute("optimizer", float(cost.local_s), layer=layer)
-
-    def _collective(self, cost: StepCost, layer: int, when: float) -> float:
+    def collective(self, cost: StepCost, layer: int, when: float) -> float:
+        """Sends one collective; returns its end."""
         return self.send(_name(cost), float(cost.network_s), layer=layer, when=when)
 
 

@@ -47,7 +47,11 @@ def command(given: Given) -> Answer:
     mesh, rates_of = given.mesh, rates_for(cluster, given.calibration)
     chain = parse_chain(given.products, dims=given.dims, mesh=mesh, fixed=given.fixed, dtype=given.dtype)
     rates = einsum_rates(cluster, mesh, calibration=rates_of)
-    limit = _limit(given.memory_text, usable_bytes(cluster.chip, rates_of or datasheet_calibration(cluster.chip)))
+    usable = usable_bytes(cluster.chip, rates_of or datasheet_calibration(cluster.chip))
+    limit = parse_bytes(given.memory_text) if given.memory_text is not None else usable
+    if not 0 < limit <= usable:
+        most = format_bytes(usable)
+        raise InputError(f"--memory {given.memory_text} must be more than 0 and at most the {most} of a device.")
     found = search_chain(chain, rates, memory_bytes=limit, top=given.top)
     result: dict[str, Any] = {
         "cluster": cluster.short_name,
@@ -60,15 +64,6 @@ def command(given: Given) -> Answer:
     steps = [{"assignment": n, **step} for n, one in every for step in one["steps"]]
     least = [{"assignment": n, **{k: v for k, v in one.items() if k not in ("arrays", "steps")}} for n, one in every]
     return Answer(result, _text(result), raw=[least, arrays, steps, [result]])
-
-
-def _limit(text: str | None, usable: float) -> float:
-    if text is None:
-        return usable
-    limit = parse_bytes(text)
-    if not 0 < limit <= usable:
-        raise InputError(f"--memory {text} must be more than 0 and at most the {format_bytes(usable)} of a device.")
-    return limit
 
 
 def _row(chain: Chain, one: Assignment) -> dict[str, Any]:

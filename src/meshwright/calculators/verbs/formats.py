@@ -63,7 +63,7 @@ def command(given: Given) -> Answer:
 
 def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
     if not given.values and given.code is None and given.length is None:
-        yield Table.of(({**form, "fields": _fields(form)} for form in found["formats"]), FORMAT_COLUMNS)
+        yield Table.of(found["formats"], FORMAT_COLUMNS)
         yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
     for text, value in zip(given.values, found["values"], strict=True):
         rows = [[s["format"], f"{s['value']:.10g}", _error(s["relative_error"]), s["bits"]] for s in value["stored"]]
@@ -103,19 +103,19 @@ def format_facts(form: NumberFormat) -> dict[str, Any]:
     }
 
 
-def _fields(form: dict[str, Any]) -> str:
-    return f"1+{form['exponent_bits']}+{form['mantissa_bits']}" if form["kind"] == "float" else f"{form['bits']}"
-
-
 def _short(value: float) -> str:
     """Returns four digits; whole numbers below a million in full."""
     whole = math.isfinite(value) and abs(value) < 1e6 and value == int(value)
     return f"{int(value):,}" if whole else f"{value:.4g}"
 
 
+def _fields(form: dict[str, Any]) -> str:
+    return f"1+{form['exponent_bits']}+{form['mantissa_bits']}" if form["kind"] == "float" else f"{form['bits']}"
+
+
 FORMAT_COLUMNS: dict[str, Any] = {
     "format": "name",
-    "bits": "fields",
+    "bits": _fields,
     "bytes": ("bytes", "{:g}".format),
     "largest": ("max", _short),
     "min normal": ("min_normal", _short),

@@ -43,14 +43,20 @@ def command(given: Given) -> Answer:
     MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F.
     """
     cluster, job = parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
-    name, sizes = layer_letters(given.model, given.state)
+    name, d_model, sizes = layer_letters(given.model, given.state)
     at = letters(sizes, cluster, job, given)
     found = limits_at(at)
     heading = (
         f"{name} on {cluster.short_name} ({cluster.num_chips:,} chips), {format_count(job.tokens_per_step)} "
         f"tokens a step = {job.batch_seqs:,} sequences of {job.seq_len:,}"
     )
-    layer = _layer(given.model, at)
+    layer: dict[str, float] | None = None
+    if at.tensor is not None and at.mixed_alpha is not None:
+        # seconds of two matrices with the tensor size that is given, in a dense model on a torus
+        sizes = {"fsdp": at.data_ways, "tensor": at.tensor}
+        mixed = MixedLayer(batch_tokens=at.batch_tokens, d_model=d_model, d_ff=at.d_ff, **sizes)
+        rate, axes = at.peak_flops / at.mixed_alpha, {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
+        layer = {"math_s": mixed.math_s(at.peak_flops), "comms_s": mixed.comms_s(rate, **axes)}
     return Answer(
         {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found, "layer": layer},
         [
@@ -64,24 +70,15 @@ def command(given: Given) -> Answer:
     )
 
 
-def _layer(text: str, at: Letters) -> dict[str, float] | None:
-    """Returns the seconds of two matrices with the tensor size that is given, in a dense model on a torus; or None."""
-    if at.tensor is None or at.mixed_alpha is None:
-        return None
-    work, axes = mlp_work(text), {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
-    d_model = work.dims["D"] if work else load_model(text).d_model
-    layer = MixedLayer(batch_tokens=at.batch_tokens, d_model=d_model, d_ff=at.d_ff, fsdp=at.data_ways, tensor=at.tensor)
-    return {"math_s": layer.math_s(at.peak_flops), "comms_s": layer.comms_s(at.peak_flops / at.mixed_alpha, **axes)}
-
-
-def layer_letters(text: str, state: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name and the letters of a model or of ``mlp:DxF``, whose training state is left out."""
+def layer_letters(text: str, state: str) -> tuple[str, int, dict[str, Any]]:
+    """Returns the name, D and the letters of a model or of ``mlp:DxF``, whose training state is left out."""
     layer = mlp_work(text)
     if layer is not None:
         params = 2 * layer.dims["D"] * layer.d_ff
-        return layer.name, {"d_ff": layer.d_ff, "num_params": params, "num_active_params": params}
+        return layer.name, layer.dims["D"], {"d_ff": layer.d_ff, "num_params": params, "num_active_params": params}
     model = load_model(text)
-    return model.name, model_letters(model) | {"state_bytes": state_bytes(num_params(model), state=state)}
+    of_state = {"state_bytes": state_bytes(num_params(model), state=state)}
+    return model.name, model.d_model, model_letters(model) | of_state
 
 
 def letters(sizes: dict[str, Any], cluster: Cluster, job: Job, given: Given) -> Letters:

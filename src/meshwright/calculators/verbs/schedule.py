@@ -98,6 +98,7 @@ UNITS = "units"
 """The unit of times that are written without one."""
 
 _TIME = re.compile(r"((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(s|ms|us|ns|)")
+PASSES = ("forward", "backward", "weight")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "": 1.0}
 
 
@@ -120,30 +121,24 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """Returns one simulated step with these times."""
-        forward, backward, weight = self._per_virtual_stage(schedule)
-        return simulate(schedule, forward_s=forward, backward_s=backward, weight_s=weight, send_s=self.send)
+        return simulate(schedule, **self._seconds(schedule))
 
     def in_lockstep(self, schedule: Schedule) -> dict[str, Any]:
         """Returns ticks, time of a step and peak stash if all devices run in lockstep, tick by tick."""
         tables = tick_tables(schedule)
-        forward, backward, weight = self._per_virtual_stage(schedule)
-        step = lockstep_seconds(tables, forward_s=forward, backward_s=backward, weight_s=weight, send_s=self.send)
+        step = lockstep_seconds(tables, **self._seconds(schedule))
         return {"ticks": tables.num_ticks, "step": step, "peak_stash": max(tables.peak_stash)}
 
     def scaled(self, ratio: float) -> "Times":
         """Returns the times of passes over ``ratio`` times as many layers."""
-        forward, backward, weight = (
-            tuple(ratio * time for time in times) for times in (self.forward, self.backward, self.weight)
-        )
-        return msgspec.structs.replace(self, forward=forward, backward=backward, weight=weight)
+        times = {name: tuple(ratio * time for time in getattr(self, name)) for name in PASSES}
+        return msgspec.structs.replace(self, **times)
 
-    def _per_virtual_stage(self, schedule: Schedule) -> tuple[list[float], list[float], list[float]]:
-        """Returns times by virtual stage: forward, backward without weight gradients, weight gradients."""
-        forward, whole, weight = (
-            _spread(name, given, schedule)
-            for name, given in (("forward", self.forward), ("backward", self.backward), ("weight", self.weight))
-        )
-        return forward, [one - part for one, part in zip(whole, weight, strict=True)], weight
+    def _seconds(self, schedule: Schedule) -> dict[str, Any]:
+        """Returns times by virtual stage: forward, backward without weight gradients, weight gradients; and a send."""
+        forward, whole, weight = (_spread(name, getattr(self, name), schedule) for name in PASSES)
+        backward = [one - part for one, part in zip(whole, weight, strict=True)]
+        return {"forward_s": forward, "backward_s": backward, "weight_s": weight, "send_s": self.send}
 
     def show(self, time: float) -> str:
         """Returns a time with its unit."""

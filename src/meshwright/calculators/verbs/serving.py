@@ -294,8 +294,13 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     yield Table.of(facts["steps"], STEPS, "A step: caches, then weights or FLOPs, whichever takes longer")
     yield Fact("bound by FLOPs", f"products with weights, from {four_digits(facts['critical_batch'])} sequences", WIDE)
     yield from _requests_text(facts["requests"], facts["mfu"])
-    if facts["sharding"]:
-        yield from _sharding_text(facts["sharding"])
+    if at := facts["sharding"]:
+        yield Table.of(at["bounds"], BOUNDS)
+        links, memory, flops = map(SECONDS, at["product"].values())
+        yield Fact("a product", f"over all chips: links {links}, memory {memory}, FLOPs {flops}", WIDE)
+        tensor, two = map(SECONDS, at["layer"].values())
+        yield Fact("a layer", f"its collectives: {tensor} with tensor, {two} with weights over D and F", WIDE)
+        yield Fact("latency", f"binds gathers of less than {BYTES(at['latency_bound_bytes'])} over all chips", WIDE)
     slices = facts["slices"]
     cells = {name: [one[field] for one in slices] for name, (field, _) in SLICES.items()}
     rows = [[name, *(None if v is None else Quantity(v, SLICES[name][1]) for v in row)] for name, row in cells.items()]
@@ -334,15 +339,6 @@ def _requests_text(at: dict[str, Any], mfu: float) -> Iterator[Piece]:
     if at["usd_per_million_input"]:
         prices = (_dollars(at[f"usd_per_million_{side}"]) for side in ("input", "output"))
         yield Fact("cost", "{} a million tokens of input, {} of output".format(*prices), WIDE)
-
-
-def _sharding_text(at: dict[str, Any]) -> Iterator[Piece]:
-    yield Table.of(at["bounds"], BOUNDS)
-    links, memory, flops = map(SECONDS, at["product"].values())
-    yield Fact("a product", f"over all chips: links {links}, memory {memory}, FLOPs {flops}", WIDE)
-    tensor, two = map(SECONDS, at["layer"].values())
-    yield Fact("a layer", f"its collectives: {tensor} with tensor, {two} with weights over D and F", WIDE)
-    yield Fact("latency", f"binds gathers of less than {BYTES(at['latency_bound_bytes'])} over all chips", WIDE)
 
 
 def _figure(facts: dict[str, Any]) -> Any:

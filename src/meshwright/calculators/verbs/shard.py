@@ -16,12 +16,11 @@ from meshwright.api.rates import rates_for
 from meshwright.calculators.sharding.blocks import execute, holders, join, num_devices, split
 from meshwright.calculators.sharding.einsum_cost import (
     EinsumRates,
-    StepPrice,
+    all_ways,
+    axes_text,
     einsum_rates,
-    num_copies,
     price_einsum,
     total_time,
-    whole_flops,
 )
 from meshwright.calculators.sharding.parsing import (
     ShardQuestion,
@@ -31,7 +30,6 @@ from meshwright.calculators.sharding.parsing import (
     parse_asked,
     refuse_unknown_dims,
 )
-from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.cli.verb import CALIBRATION, DIMS, MESH, DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
@@ -42,7 +40,7 @@ from meshwright.cost.network.legs import group_legs
 from meshwright.cost.network.links import torus_width
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.chip import compute_dtype, peak
-from meshwright.spec.cluster import Cluster, parse_cluster
+from meshwright.spec.cluster import parse_cluster
 
 MAX_RUN_DEVICES = 64
 MAX_RUN_ELEMENTS = 2**28
@@ -91,13 +89,20 @@ def command(given: Given) -> Answer:
     for array in asked.arrays:
         check(array, dims, mesh)
     _refuse(asked, given, dims, mesh)
-    rates = _rates(cluster, mesh, given.calibration)
+    if cluster is None and given.calibration is not None:
+        raise InputError(f"--calibration {given.calibration} needs the cluster it is for: give --on.")
+    rates = einsum_rates(cluster, mesh, calibration=rates_for(cluster, given.calibration)) if cluster else None
     result = _result(asked, dims, mesh, rates)
     ways = {"": asked.steps}
     if given.every:
         lhs, rhs = asked.factors
         ways = all_ways(lhs, rhs, asked.result)
-        rows = [_way(name, steps, price_einsum(steps, dims, mesh, rates)) for name, steps in ways.items()]
+        rows: list[dict[str, Any]] = []
+        for name, steps in ways.items():
+            prices = price_einsum(steps, dims, mesh, rates)
+            sent = sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective)
+            row = {"way": name, "steps": list(map(str, steps)), "bytes": sent}
+            rows.append(row | {"flops_per_device": sum(p.flops for p in prices), "time_s": total_time(prices)})
         rows.sort(key=lambda r: (r["time_s"] or 0, r["bytes"]))
         figure = "time_s" if rows[0]["time_s"] else "bytes"
         least = rows[0][figure]
@@ -132,20 +137,13 @@ def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict
         )
 
 
-def _rates(cluster: Cluster | None, mesh: dict[str, int], calibration: Path | None) -> EinsumRates | None:
-    if cluster is not None:
-        return einsum_rates(cluster, mesh, calibration=rates_for(cluster, calibration))
-    if calibration is not None:
-        raise InputError(f"--calibration {calibration} needs the cluster it is for: give --on.")
-    return None
-
-
 def _result(
     asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
 ) -> dict[str, Any]:
     prices = price_einsum(asked.steps, dims, mesh, rates)
     devices, flops = math.prod(mesh.values()), sum(p.flops for p in prices)
-    named = {asked.key(a): a for a in asked.arrays}
+    names, whole = [a.name for a in asked.arrays], {dim for a in asked.factors for dim in a.dims}
+    named = {a.name if names.count(a.name) == 1 else str(a): a for a in asked.arrays}
     return {
         "steps": [
             {
@@ -166,24 +164,19 @@ def _result(
         "bytes_total": {
             name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in named.items()
         },
-        "copies": {name: num_copies(a, mesh) for name, a in named.items()},
+        # of each block, over the axes that neither split the array nor hold addends (section 3.1)
+        "copies": {
+            name: math.prod(size for axis, size in mesh.items() if axis not in (*a.spread, *a.unreduced))
+            for name, a in named.items()
+        },
         "addends": {name: math.prod(mesh[axis] for axis in a.unreduced) for name, a in named.items()},
         "devices": devices,
         "flops_per_device": flops,
         "flops_total": flops * devices,
-        "flops_unsharded": whole_flops(asked.factors, asked.result, dims) if asked.factors else 0.0,
+        # on one device that holds everything: 2 for every combination of all dims
+        "flops_unsharded": 2.0 * math.prod(map(dims.__getitem__, whole)) if whole else 0.0,
         "time_s": total_time(prices),
         "placement": rates.laid.describe() if rates else None,
-    }
-
-
-def _way(name: str, steps: Sequence[Step], prices: Sequence[StepPrice]) -> dict[str, Any]:
-    return {
-        "way": name,
-        "steps": [str(s) for s in steps],
-        "bytes": sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective),
-        "flops_per_device": sum(p.flops for p in prices),
-        "time_s": total_time(prices),
     }
 
 
@@ -341,7 +334,9 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
 def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
     from meshwright.report.arrays.sharding import sharding_figure
 
-    panels = [panel(a, dims, mesh) for a in asked.drawn]
+    # the last array as the steps leave it
+    last = asked.steps[-1].result if asked.steps else asked.result
+    panels = [panel(a, dims, mesh) for a in (*asked.arrays[:-1], last)]
     axes = ", ".join(f"{a}={n}" for a, n in mesh.items())
     return sharding_figure(panels, title=asked.title, subtitle=f"Mesh {axes}: each block carries its devices.")
 

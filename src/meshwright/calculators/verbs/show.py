@@ -65,9 +65,6 @@ def _chip_names() -> tuple[str, ...]:
     return tuple(name for c in chips().values() for name in (c.name, *c.aliases))
 
 
-# -- the catalogues ------------------------------------------------------------------------------------
-
-
 MODELS: dict[str, Any] = {
     "model": "name",
     "family": "family",

@@ -88,7 +88,17 @@ def model_facts(m: Model) -> dict[str, Any]:
         "projection_equal_len": accounting.projection_equal_len(m),
         "attention_intensity": _attention_intensity(m),
         "state_bytes": {s: accounting.state_bytes(count, state=s) for s in STATE_BYTES},
-        "zero_bytes": _zero_bytes(count),
+        "zero_bytes": {
+            "state": DEFAULT_STATE,
+            "num_devices": list(ZERO_DEVICES),
+            "stages": {
+                str(stage): [
+                    accounting.zero_bytes(count, state=DEFAULT_STATE, stage=stage, num_shards=n)  # type: ignore[arg-type]
+                    for n in ZERO_DEVICES
+                ]
+                for stage in accounting.ZERO_SHARDS
+            },
+        },
         "saved_bytes_per_token": _saved(m),
         "weights": [
             {"name": w.name, "dims": list(w.dims), "shape": list(w.shape), "repeat": w.repeat, "tied_to": w.tied_to}
@@ -165,19 +175,6 @@ def cache_designs(m: Model) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _zero_bytes(count: int) -> dict[str, Any]:
-    """Returns bytes of a device by ZeRO stage, for some numbers of data-parallel devices."""
-    return {
-        "state": DEFAULT_STATE,
-        "num_devices": list(ZERO_DEVICES),
-        "stages": {
-            str(stage): [accounting.zero_bytes(count, state=DEFAULT_STATE, stage=stage, num_shards=n)  # type: ignore[arg-type]
-                         for n in ZERO_DEVICES]
-            for stage in accounting.ZERO_SHARDS
-        },
-    }  # fmt: skip
 
 
 def _saved(m: Model) -> dict[str, Any]:

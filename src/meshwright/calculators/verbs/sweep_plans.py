@@ -53,12 +53,9 @@ def refusals(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{sum(map(len, kinds.values()))} of {len(rows)} points do not run: {'; '.join(said)}" if said else ""
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}"
-
-
+PERCENT = "{:.0%}".format
 FIGURES: dict[str, Figures] = {
-    "mfu": Figures("MFU", _percent, "%"),
+    "mfu": Figures("MFU", PERCENT, "%"),
     "step_s": Figures("time per step", format_seconds, "s"),
     "tokens_per_s": Figures("tokens per second", format_params, ""),
     "hbm_bytes_per_chip": Figures("memory of a chip", format_bytes, "B"),
@@ -67,10 +64,10 @@ FIGURES: dict[str, Figures] = {
 COLUMNS: dict[str, Any] = {
     "step": ("step_s", format_seconds),
     "tokens/s": ("tokens_per_s", format_params),
-    "scaling": ("scaling", _percent),
-    "MFU": ("mfu", _percent),
-    "unmasked": ("mfu_causal", _percent),
-    "exposed": ("exposed_share", _percent),
+    "scaling": ("scaling", PERCENT),
+    "MFU": ("mfu", PERCENT),
+    "unmasked": ("mfu_causal", PERCENT),
+    "exposed": ("exposed_share", PERCENT),
     "memory": ("hbm_bytes_per_chip", format_bytes),
     "best mesh": ("axes", short_mesh),
 }

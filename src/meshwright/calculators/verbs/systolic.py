@@ -1,22 +1,33 @@
 """`meshwright systolic`: a product on a systolic array, cycle by cycle, with proof that it is right."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from meshwright.calculators.chips.systolic import MAX_CELL_UPDATES, Matrix, SystolicCycles, simulate, systolic_cycles
+from meshwright.calculators.chips.systolic import (
+    MAX_CELL_UPDATES,
+    Matrix,
+    SystolicArray,
+    SystolicCycles,
+    simulate,
+    systolic_cycles,
+)
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.arrays.systolic import REACH, BoundaryValue, SystolicFrame, systolic_figure
+from meshwright.report.figure import save
 from meshwright.spec.chip import chip, known
 
-MAX_FRAMES = 200
+MAX_PANELS, MAX_FRAMES = 9, 200
+"""Cycles of the one picture, and pictures of the folder."""
 
 
 class Given(Options):
@@ -123,12 +134,11 @@ def _text(found: dict[str, Any], counted: SystolicCycles) -> Iterator[Piece]:
         yield Fact("proof", f"ran {found['simulated_cycles']:,} cycles on integers: {how} the product of the matrices")
 
 
+# -- pictures -------------------------------------------------------------------------------------------
+
+
 def _draw(given: Given, matrices: tuple[Matrix, Matrix], counted: SystolicCycles, array: tuple[int, int]) -> list[str]:
     """Draws a few cycles in one picture, or every cycle in a folder, or both; returns the files."""
-    from meshwright.calculators.chips.systolic_frames import frames, telling_cycles
-    from meshwright.report.arrays.systolic import systolic_figure
-    from meshwright.report.figure import save
-
     rows, cols = array
     if given.folder and counted.total > MAX_FRAMES:
         raise InputError(f"{counted.total:,} cycles are too many pictures. Draw at most {MAX_FRAMES}, or use --png.")
@@ -144,3 +154,63 @@ def _draw(given: Given, matrices: tuple[Matrix, Matrix], counted: SystolicCycles
             written.append(save(spec, given.folder / f"cycle_{frame.cycle + 1:03}.png"))
     say(f"wrote {written[0]}" + (f" and {len(written) - 1} more" if len(written) > 1 else ""))
     return [str(path) for path in written]
+
+
+def telling_cycles(counted: SystolicCycles) -> tuple[int, ...]:
+    """Returns up to ``MAX_PANELS`` cycles that show each phase: weights, first product, fronts, stream, drain."""
+    load, last = counted.load, counted.total - 1
+    entered = load + counted.fill + counted.stream
+    far = load + counted.drain
+    wanted = [load, far, last, load // 2, load + counted.fill // 2, entered + counted.drain // 2, (entered + far) // 2]
+    evenly = [round(last * part / MAX_PANELS) for part in range(1, MAX_PANELS)]
+    chosen = dict.fromkeys(min(last, at) for at in (*wanted, load - 1, *evenly, *range(last)))
+    return tuple(sorted(list(chosen)[:MAX_PANELS]))
+
+
+def frames(
+    inputs: Matrix, weights: Matrix, *, rows: int, cols: int, cycles: Collection[int] | None = None
+) -> tuple[SystolicFrame, ...]:
+    """Returns the array in these cycles, or in all of them; cycle 0 is the first in which a weight enters."""
+    array = SystolicArray(inputs, weights, rows=rows, cols=cols)
+    found: list[SystolicFrame] = []
+    left: list[tuple[int, int, int]] = []
+    for cycle in range(array.last_cycle):
+        array.step()
+        if cycles is None or cycle in cycles:
+            busy = array.tag >= 0
+            # a cell has had a weight once the diagonal front of the weights has passed it
+            arrived = busy | (np.add.outer(np.arange(rows), np.arange(cols)) <= cycle)
+            near = range(cycle + 1, cycle + REACH + 1)
+            found.append(
+                SystolicFrame(
+                    cycle=cycle,
+                    weights=_cells(np.where(busy, array.held, array.moving), arrived),
+                    activations=_cells(array.activation, busy),
+                    inputs=_outside(list(map(array.inputs_at, near))),
+                    coming=_outside(list(map(array.weights_at, near))),
+                    results=tuple(
+                        BoundaryValue(lane=col, distance=cycle - at, value=value)
+                        for at, col, value in left
+                        if cycle - at <= REACH
+                    ),
+                )
+            )
+        left += [(cycle, col, int(array.sums[-1, col])) for col in range(cols) if array.tag[-1, col] >= 0]
+    return tuple(found)
+
+
+def _cells(values: Matrix, shown: NDArray[np.bool_]) -> tuple[tuple[int | None, ...], ...]:
+    return tuple(
+        tuple(int(value) if here else None for value, here in zip(row, there, strict=True))
+        for row, there in zip(values, shown, strict=True)
+    )
+
+
+def _outside(near: list[tuple[Matrix, Matrix]]) -> tuple[BoundaryValue, ...]:
+    """Returns the values that wait at an edge, lane by lane; ``near`` has (tag, -1 for none; value) by distance."""
+    return tuple(
+        BoundaryValue(lane=lane, distance=distance, value=int(values[lane]))
+        for lane in range(len(near[0][0]))
+        for distance, (there, values) in enumerate(near, start=1)
+        if there[lane] >= 0
+    )
