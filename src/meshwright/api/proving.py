@@ -97,10 +97,9 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
     if options.form == "gspmd" and not job.trains:
         raise InputError(f"the GSPMD form is of a training step, and this is a {job.kind} step. Leave the form out.")
     # to lower, the cluster's own target needs no compiler
-    own = target_of(cluster, only_lower=True) if options.depth == "lower" and options.platform != "cpu" else None
-    target = (
-        own if own and options.platform in (None, own.platform) else usable_target(cluster, wanted=options.platform)
-    )
+    wanted = options.platform
+    own = target_of(cluster, only_lower=True) if options.depth == "lower" and wanted != "cpu" else None
+    target = own if own and wanted in (None, own.platform) else usable_target(cluster, wanted=wanted)
     order: tuple[int, ...] = ()
     if target.platform != "cpu" or cluster.kind == "torus":
         laid = price_strategy(setting, strategy).placement
