@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import write_text_whole
+from meshwright.core.errors import UserError
+from meshwright.core.files import write_json_whole
 from meshwright.cost.setting import Setting
 from meshwright.spec.strategy import Form, Strategy
 from meshwright.verify.request import ERROR, REQUEST, Request
@@ -21,17 +21,11 @@ def main(folder: Path) -> int:
     try:
         request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
         compile_request(request, folder, _step)
-    except (InputError, CannotRunError) as error:
-        _say_error(folder / ERROR, "plan", str(error))
-        return 1
     except Exception as error:
-        _say_error(folder / ERROR, type(error).__name__, str(error))
+        kind = "plan" if isinstance(error, UserError) else type(error).__name__
+        write_json_whole(folder / ERROR, {"kind": kind, "message": str(error)})
         return 1
     return 0
-
-
-def _say_error(path: Path, kind: str, message: str) -> None:
-    write_text_whole(path, msgspec.json.encode({"kind": kind, "message": message}).decode())
 
 
 def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:

@@ -11,10 +11,11 @@ from meshwright.algebra.rewrites.torus import mesh_order
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import price_strategy
 from meshwright.plan.serving.file import PHASES, ServiceFile
 from meshwright.spec.strategy import AS_RUN, Form, Strategy, require_runnable_assumptions
 from meshwright.verify.request import Depth, Request
-from meshwright.verify.targets import CompilerPlatform
+from meshwright.verify.targets import CompilerPlatform, target_of, usable_target
 
 if TYPE_CHECKING:
     from meshwright.verify.proof import Proof
@@ -84,7 +85,6 @@ def prove_service(
 
 def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> Request:
     """Returns the `verify.request.Request` of a strategy; ``order`` has the chips in the order of its placement."""
-    from meshwright.cost.train_step import price_strategy
     from meshwright.train.settings import program_options, settings_from_table
 
     cluster, job = setting.cluster, setting.job
@@ -96,8 +96,11 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
         )
     if options.form == "gspmd" and not job.trains:
         raise InputError(f"the GSPMD form is of a training step, and this is a {job.kind} step. Leave the form out.")
+    # to lower, the cluster's own target needs no compiler
+    wanted = options.platform
+    own = target_of(cluster, only_lower=True) if options.depth == "lower" and wanted != "cpu" else None
+    target = own if own and wanted in (None, own.platform) else usable_target(cluster, wanted=wanted)
     order: tuple[int, ...] = ()
-    target = _target(setting, options)
     if target.platform != "cpu" or cluster.kind == "torus":
         laid = price_strategy(setting, strategy).placement
         strategy = msgspec.structs.replace(strategy, placement=laid.describe())
@@ -117,15 +120,3 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
         options=program_options(settings_from_table(table), strategy, several_documents=False),
         order=order,
     )
-
-
-def _target(setting: Setting, options: ProofOptions) -> Any:
-    """Returns the target of the wanted compiler, else of an installed one; to lower, the cluster's own needs none."""
-    from meshwright.verify.targets import target_of, usable_target
-
-    platform: Any = options.platform
-    if options.depth == "lower" and platform != "cpu":
-        own = target_of(setting.cluster, only_lower=True)
-        if platform in (None, own.platform):
-            return own
-    return usable_target(setting.cluster, wanted=platform)

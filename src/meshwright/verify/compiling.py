@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import msgspec
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.core.errors import InputError
-from meshwright.core.files import write_text_whole
+from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.parallel.mesh import abstract_mesh, device_mesh, in_order
 from meshwright.spec.chip import GivenOptions
 from meshwright.verify.request import LOWERED, MEMORY, MODULE, OPTIONS, Memory, Request
@@ -38,7 +37,7 @@ def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None
     only_lower = request.depth == "lower"
     mesh = abstract_mesh(request.strategy.mesh) if only_lower else target_mesh(request)
     step, sizes = make_step(request, mesh)
-    write_text_whole(folder / OPTIONS, msgspec.json.encode(step.compiler).decode())
+    write_json_whole(folder / OPTIONS, step.compiler)
     lowered = step.lower(*sizes, platform=request.target.platform if only_lower else "")
     (folder / LOWERED).touch()
     if only_lower:
@@ -54,7 +53,7 @@ def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None
     if request.target.platform == "cpu":
         # the other compilers dump the text; some of libtpu's programs cannot be printed after compilation
         write_text_whole(folder / MODULE, compiled.as_text() or "")
-    write_text_whole(folder / MEMORY, msgspec.json.encode(memory).decode())
+    write_json_whole(folder / MEMORY, memory)
 
 
 def target_mesh(request: Request) -> Mesh:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.units import parse_bytes
 from meshwright.spec.chip import GivenOptions
 from meshwright.verify.request import ERROR, LOWERED, MEMORY, MODULE, OPTIONS, REQUEST, Memory, Request
 
@@ -36,7 +37,6 @@ _ENDS = (MODULE_END, BUFFERS_END, LAST_END)
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?,?(.*)$", re.MULTILINE)
 _OUT_OF_MEMORY = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
-_UNIT = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 Ended = Literal["done", "stopped", "error", "crash", "timeout"]
 
@@ -253,7 +253,7 @@ def available_bytes(message: str) -> int | None:
     if match is None:
         return None
     number, unit = (match[1], match[2]) if match[1] else (match[5], match[6])
-    return round(float(number) * _UNIT[unit])
+    return round(parse_bytes(f"{number}{unit}iB"))
 
 
 def _last_words(status: int, log: str) -> str:

@@ -6,7 +6,7 @@ from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import traffic_of
 from meshwright.core.errors import InputError
-from meshwright.report.plans.slots import MAX_SLOTS, slots_figure
+from meshwright.report.plans.timeline import MAX_SLOTS, slots_figure
 from tests.batching.mock import AffineClock
 from tests.charts import marks
 

@@ -1,6 +1,6 @@
 from meshwright.cost.lanes import LaneSlices, Slice
 from meshwright.report.figure import save
-from meshwright.report.plans.two_streams import two_streams_figure
+from meshwright.report.plans.timeline import two_streams_figure
 from tests.charts import marks, texts
 
 PAIR = LaneSlices(

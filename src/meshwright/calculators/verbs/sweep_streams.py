@@ -13,7 +13,7 @@ from meshwright.core.units import format_bytes, format_count, format_seconds, pa
 from meshwright.cost.setting import Setting
 from meshwright.report.answer import Answer, Piece, Show, Table
 from meshwright.report.figure import Figure
-from meshwright.report.plans.two_streams import two_streams_figure
+from meshwright.report.plans.timeline import two_streams_figure
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 

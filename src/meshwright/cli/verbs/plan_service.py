@@ -24,7 +24,7 @@ from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
 from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table, TableColumns
 from meshwright.report.figure import Figure
 from meshwright.report.plans.services import services_figure
-from meshwright.report.plans.slots import slots_figure
+from meshwright.report.plans.timeline import slots_figure
 from meshwright.simulate.service import service_targets, service_traffic, simulate_service
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster

@@ -17,15 +17,15 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.plan.serving.file import PHASES, ServiceFile
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
-from meshwright.spec.strategy import mesh_words
+from meshwright.spec.strategy import Form, mesh_words
 from meshwright.verify.request import AskedStep, Depth
 from meshwright.verify.targets import CompilerPlatform
 
 if TYPE_CHECKING:
-    from meshwright.verify.differences import Difference
+    from meshwright.verify.differences import Difference, TrafficComparison
     from meshwright.verify.flops import Products
     from meshwright.verify.overlap import OverlapComparison
-    from meshwright.verify.proof import Proof
+    from meshwright.verify.proof import MemoryComparison, Proof
 
 
 class Given(PlanOptions):
@@ -139,9 +139,9 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
         yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in given.items()))
     yield from (Fact("note", words) for words in outcome.compiler.notes)
     if proof.memory is not None:
-        yield from _memory_text(proof)
+        yield from _memory_text(proof.memory)
     if proof.traffic is not None:
-        yield from _traffic_text(proof)
+        yield from _traffic_text(proof.traffic, proof.request.form)
     if proof.overlap is not None and proof.overlap.rows:
         yield from _overlap_text(proof.overlap)
     if proof.products is not None:
@@ -150,9 +150,7 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
         yield Fact("collectives", f"could not be read: {proof.traffic_error}")
 
 
-def _memory_text(proof: "Proof") -> Iterator[Piece]:
-    memory = proof.memory
-    assert memory is not None
+def _memory_text(memory: "MemoryComparison") -> Iterator[Piece]:
     word = "fits" if memory.fits else "does not fit"
     yield Fact(
         "memory",
@@ -161,17 +159,15 @@ def _memory_text(proof: "Proof") -> Iterator[Piece]:
     )
     if memory.peak is not None:
         yield Fact("peak", f"{format_bytes(memory.peak)} alive at once, by the compiler's count")
-    rows: list[tuple[str, float, float | None]] = [
-        (f"  {name}", value, None) for name, value in memory.items.items() if value > 0
+    rows = [
+        *((f"  {name}", value, None) for name, value in memory.items.items() if value > 0),
+        ("arguments", memory.predicted_arguments, memory.arguments),
+        ("all else", memory.predicted_temporaries, memory.temporaries),
     ]
-    rows.append(("arguments", memory.predicted_arguments, memory.arguments))
-    rows.append(("all else", memory.predicted_temporaries, memory.temporaries))
     yield Table(["memory of a chip", Heading("predicted", format_bytes), Heading("compiled", format_bytes)], rows)
 
 
-def _traffic_text(proof: "Proof") -> Iterator[Piece]:
-    traffic = proof.traffic
-    assert traffic is not None
+def _traffic_text(traffic: "TrafficComparison", form: Form) -> Iterator[Piece]:
     if not traffic.rows:
         yield Fact("collectives", "none")
         return
@@ -185,7 +181,7 @@ def _traffic_text(proof: "Proof") -> Iterator[Piece]:
     yield Table.of(traffic.rows, columns)
     for name in dict.fromkeys(one.name for one in traffic.differences):
         yield _wide(name, _difference_words([one for one in traffic.differences if one.name == name]))
-    if proof.request.form == "shard_map":
+    if form == "shard_map":
         yield _wide("without a name", f"{traffic.remainder:.2%} of all bytes")
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.bench.results import ELEMENT_BYTES, BenchReport, Collective, Product
 from meshwright.bench.workloads import FLOPS_EACH, layer_flops, weight_shards
 from meshwright.core.dims import COLLECTIVES, DTYPE_BYTES
@@ -19,13 +20,6 @@ from meshwright.spec.chip import chip
 PANEL_PX = (250, 300)
 COLUMNS = 3
 LINE_POINTS = 40
-NAMES = {
-    "all_gather": "AllGather",
-    "reduce_scatter": "ReduceScatter",
-    "all_reduce": "AllReduce",
-    "all_to_all": "AllToAll",
-    "permute": "Permute",
-}
 
 
 def bench_figures(report: BenchReport) -> dict[str, Figure]:
@@ -210,15 +204,15 @@ def _collectives(report: BenchReport) -> Figure | None:
 def _panel(found: Sequence[Collective], x: Encoding, y: Encoding) -> Layer:
     group = found[0].group
     points = [
-        {"name": NAMES[one.kind], "x": time.array_bytes, "y": time.seconds.median_s * 1e6}
+        {"name": BOOK_NAMES[one.kind], "x": time.array_bytes, "y": time.seconds.median_s * 1e6}
         for one in found
         for time in one.times
     ]
-    colors = dict(zip((NAMES[kind] for kind in COLLECTIVES), PALETTE, strict=False))
+    colors = dict(zip((BOOK_NAMES[kind] for kind in COLLECTIVES), PALETTE, strict=False))
     color = color_by("name", colors, orient="bottom", symbolType="circle", symbolOpacity=1)
     dots = plot(points).mark_point(filled=True, size=45, opacity=0.9).encode(x=x, y=y, color=color)
     name = f"{group.size} devices" if group.axis == "group" else f"{group.axis}, {group.size} devices"
-    fitted = lines({NAMES[one.kind]: _fitted(one) for one in found}, x, y, color, strokeWidth=1.8)
+    fitted = lines({BOOK_NAMES[one.kind]: _fitted(one) for one in found}, x, y, color, strokeWidth=1.8)
     return panel(*fitted, dots, size=PANEL_PX, title=name)
 
 

@@ -1,12 +1,15 @@
-"""Draws and prints the timeline of a pipeline schedule: a row per device, a box per pass."""
+"""Timelines: of a pipeline schedule, also as text; of compute and links; of the slots of engines."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule, StagePass
+from meshwright.batching.spans import SlotSpan
 from meshwright.core.errors import InputError
-from meshwright.report.figure import Figure, alt, si_scale, themed
-from meshwright.report.marks import color_by, plot, span, spans
+from meshwright.core.units import format_seconds
+from meshwright.cost.lanes import LaneSlices
+from meshwright.report.figure import INK, Figure, alt, si_scale, themed
+from meshwright.report.marks import color_by, labels, plot, span, spans
 
 # The hues of the figure in the DeepSeek-V3 report: forward orange, backward green, split backward passes blue.
 COLORS: dict[str, str] = {
@@ -18,7 +21,9 @@ COLORS: dict[str, str] = {
 IDLE = "#F0F0F0"
 
 MAX_OPS = 20_000
-WIDTH_PX = (640, 1700)
+WIDTH_PX = 900
+"""Width of the pictures but that of a schedule, which has one of `SCHEDULE_PX`."""
+SCHEDULE_PX = (640, 1700)
 OP_PX = 15
 """Width of the shortest pass if the picture has room."""
 LEAST_ROW_WITH_NUMBERS_PX = 14
@@ -39,7 +44,7 @@ def timeline_figure(
         )
     scale, shown_unit = si_scale(simulation.makespan_s, "s") if unit == "s" else (1.0, unit)
     shortest = min((end - start for _, _, start, end in passes if end > start), default=1.0)
-    width = min(max(simulation.makespan_s / shortest * OP_PX, WIDTH_PX[0]), WIDTH_PX[1])
+    width = min(max(simulation.makespan_s / shortest * OP_PX, SCHEDULE_PX[0]), SCHEDULE_PX[1])
     row_px = 28 if schedule.num_devices <= 16 else 16 if schedule.num_devices <= 40 else 10
     font = 10 if row_px >= 28 else 8
     split = {(device, op.microbatch, op.chunk) for device, op, _, _ in passes if op.kind == "W"}
@@ -98,3 +103,98 @@ def timeline_text(schedule: Schedule, simulation: Simulation, *, width: int) -> 
             text = letter
         lines[device][first:last] = text.ljust(last - first, "-")[: last - first]
     return "".join(f"{device:>{label - 2}}  {''.join(line)}\n" for device, line in enumerate(lines))
+
+
+# -- compute and links ------------------------------------------------------------------------------------
+
+LANE_PX = 26
+
+# Work in the hues of the pipeline's timeline, links in Tol's muted reds and blues.
+STREAM_COLORS: dict[str, str] = {
+    "forward": "#E69F00",
+    "backward": "#009E73",
+    "optimizer": "#8C7AC0",
+    "all-gather": "#56B4E9",
+    "reduce-scatter": "#0072B2",
+    "all-reduce": "#D55E00",
+    "all-to-all": "#CC79A7",
+    "permute": "#999999",
+}
+SHORT = {"forward": "F", "backward": "B"}
+
+
+def two_streams_figure(pairs: Sequence[LaneSlices], *, title: str, subtitle: str = "") -> Figure:
+    """Draws a pair of lanes per data-parallel variant on one time axis, with the total time at the end of each pair."""
+    longest = max(pair.total_s for pair in pairs)
+    scale, unit = si_scale(longest, "s")
+    rows, names, totals = [], [], []
+    for number, pair in enumerate(pairs):
+        for box in pair.slices:
+            # Only passes are labelled: with their letter and layer.
+            text = f"{SHORT[box.what]}{box.layer + 1}" if box.what in SHORT else ""
+            start, end, px = box.start_s / scale, box.end_s / scale, WIDTH_PX * scale / longest
+            rows.append(span(start, end, text, STREAM_COLORS[box.what], px, lane=f"{number} {box.lane}", what=box.what))
+        names += [{"lane": f"{number} compute", "text": f"{pair.name}: compute"}]
+        names += [{"lane": f"{number} links", "text": "links"}]
+        totals.append({"lane": f"{number} compute", "end": pair.total_s / scale, "text": format_seconds(pair.total_s)})
+    whats = {row["what"] for row in rows}
+    shown = {what: color for what, color in STREAM_COLORS.items() if what in whats}
+    # An empty band separates the pairs.
+    lanes = [f"{number} {lane}" for number in range(len(pairs)) for lane in ("compute", "links", "gap")][:-1]
+    y = alt.Y("lane:N", sort=lanes, scale=alt.Scale(domain=lanes), axis=None)
+    domain = alt.Scale(domain=[0, longest / scale * 1.08], nice=False)
+    x = alt.X("start:Q", title=f"time ({unit})", scale=domain, axis=alt.Axis(tickCount=10))
+    color = color_by("what", shown, orient="bottom", columns=len(shown))
+    beside = plot(names).mark_text(align="right", baseline="middle", dx=-8, fontSize=12, fill=INK)
+    chart = alt.layer(
+        spans(rows, y=y, x=x, color=color, band=0.9, edge=0.3),
+        beside.encode(y=y, x=alt.XValue(0), text="text:N"),
+        labels(totals, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"),
+    )
+    return themed(chart, title, subtitle, width=WIDTH_PX, height=alt.Step(LANE_PX))
+
+
+# -- slots ------------------------------------------------------------------------------------------------
+
+SLOT_COLORS = {"prefill": "#E69F00", "decode": "#009E73", "ended, held": "#999999"}
+MAX_SPANS, MAX_SLOTS = 5_000, 128
+
+
+def slots_figure(pools: Mapping[str, Sequence[SlotSpan]], *, title: str, subtitle: str = "") -> Figure:
+    """Draws each pool's spans under its name, a row for every slot that is ever held, the request's number in each box
+    that has room for it.
+
+    Grey boxes are held by requests that have all their tokens; in pale ones a slot is free. Raises InputError if there
+    are too many boxes to be seen.
+    """
+    every = [(name, one) for name, found in pools.items() for one in found]
+    held = {(name, one.replica, one.slot) for name, one in every}
+    if not 0 < len(every) <= MAX_SPANS or len(held) > MAX_SLOTS:
+        raise InputError(
+            f"{len(every):,} spans in {len(held):,} slots; a picture shows 1 to {MAX_SPANS:,} in at most {MAX_SLOTS} "
+            f"slots. Simulate fewer seconds, or a lower --rate."
+        )
+    scale, unit = si_scale(max(one.end_s for _, one in every), "s")
+    end = max(one.end_s for _, one in every) / scale
+    order = [key for name in pools for key in sorted(held) if key[0] == name]
+    numbered = {name for name, replica, _ in held if replica}
+    rows = {
+        key: f"{key[0]}{f' {key[1] + 1}' * (key[0] in numbered)}, slot {key[2] + 1}" for key in order
+    }  # fmt: skip
+    boxes = []
+    for name, one in every:
+        what = "ended, held" if one.phase == "ended" else one.phase
+        times = (one.start_s / scale, one.end_s / scale)
+        row = rows[name, one.replica, one.slot]
+        boxes.append(span(*times, str(one.request + 1), SLOT_COLORS[what], WIDTH_PX / end, slot=row, what=what))
+    row_px = 22 if len(order) <= 24 else 12 if len(order) <= 64 else 7
+    names = [rows[key] for key in order]
+    y = alt.Y("slot:O", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))
+    x = alt.X("start:Q", title=f"time ({unit})", scale=alt.Scale(domain=[0, end], nice=False))
+    free = plot({"slot": name, "start": 0, "end": end} for name in names)
+    shown = {name: color for name, color in SLOT_COLORS.items() if any(box["what"] == name for box in boxes)}
+    chart = alt.layer(
+        free.mark_bar(height=alt.RelativeBandSize(band=0.88), color=IDLE).encode(y=y, x=x, x2="end"),
+        spans(boxes, y=y, x=x, color=color_by("what", shown, orient="bottom"), band=0.88, edge=0.6, font=10),
+    )
+    return themed(chart, title, subtitle, width=WIDTH_PX, height=row_px * len(order))
