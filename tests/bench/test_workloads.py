@@ -34,7 +34,6 @@ from meshwright.bench.workloads import (
     mlp_workload,
     product_flops,
     product_workload,
-    seen_share,
     weight_shards,
 )
 from meshwright.core.errors import CannotRunError, InputError
@@ -92,8 +91,6 @@ def test_attention_counts_what_cost_counts():
     shape = (2, 128, 8, 4, 32)
     both, forward = (attention_workload(shape, "fp32", both=one) for one in (True, False))
     assert both.work == 14 * 2 * 128 * 128 * 8 * 32
-    assert seen_share(shape, causal=False) == 1
-    assert seen_share(shape, causal=True) == 1 / 2
     sizes = OpSizes(dims=dict(zip("BTNKH", shape, strict=True)), mesh={}, state="fp32")
     q, k, positions = (parse_array(text) for text in ("q[B,T,N,H]", "k[B,T,K,H]", "positions[B,T]"))
     inputs = (q, k, k, positions, positions)

@@ -132,7 +132,7 @@ def test_a_program_of_this_compiler():
 
     compiled = jax.jit(step).lower(jnp.ones((8, 16)), jnp.ones((16, 32))).compile()
     program = parse_program(compiled.as_text())
-    assert program.name == "jit_step"
+    assert program.module.name == "jit_step"
     products = program.products
     assert sum(program.flops(name) for name in products) == PRODUCT_FLOPS
     assert {str(program.label(name)) for name in products} == {"layer:forward:q=einsum"}

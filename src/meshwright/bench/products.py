@@ -1,5 +1,6 @@
 """Parts that measure matrix products: sizes, partial tiles, contents, MLPs, attention and layers."""
 
+from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.bench.devices import Bench, Runner
 from meshwright.bench.fit import fit_knee
 from meshwright.bench.results import (
@@ -25,7 +26,6 @@ from meshwright.bench.workloads import (
     mlp_workload,
     product_flops,
     product_workload,
-    seen_share,
 )
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_bytes, format_seconds
@@ -172,7 +172,8 @@ def measure_attention(runner: Runner) -> AttentionPart:
         workloads = {both: attention_workload(shape, dtype, both=both) for both in (False, True)}
         times = mine.time(workloads, f"attention over {shape[1]} positions", max_repeats=15)
         if len(times) == len(workloads):
-            share = seen_share(shape, causal=not bench.emulated)
+            # the share of all pairs of positions that attention computes
+            share = float(keys_per_query(shape[1], causal=not bench.emulated)) / shape[1]
             forward, both = (workloads[one].work * share / times[one].median_s for one in (False, True))
             found.append(
                 AttentionTime(

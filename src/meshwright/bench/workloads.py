@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.bench.devices import JAX_DTYPES, AttentionShape, Bench, MlpShape, Shard, Workload
 from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
 from meshwright.core.dims import CollectiveKind
@@ -104,11 +103,6 @@ def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Work
     shards = tuple(Shard(shape=size, dtype=dtype) for size in (query, key, key, query))
     products = ALL_PRODUCTS if both else FORWARD_PRODUCTS
     return Workload(body=body, shards=shards, work=2.0 * products * batch * length**2 * heads * width)
-
-
-def seen_share(shape: AttentionShape, *, causal: bool) -> float:
-    """Returns the share of all pairs of positions that attention computes."""
-    return float(keys_per_query(shape[1], causal=causal)) / shape[1]
 
 
 def weight_shards(sizes: Mapping[str, int], dtype: str) -> tuple[Shard, ...]:

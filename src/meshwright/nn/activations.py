@@ -9,8 +9,6 @@ from jaxtyping import Array, Float
 
 from meshwright.spec.model import Model
 
-Gate = Callable[[Array, Array], Array]
-
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 
@@ -35,7 +33,7 @@ def capped(logits: Array, softcap: float | None) -> Array:
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
-def gate(model: Model) -> Gate:
+def gate(model: Model) -> Callable[[Array, Array], Array]:
     """Returns the gated activation: a function (gate, up) -> input of the down projection."""
     if model.family == "gpt_oss":
         return clamped_swiglu

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jaxtyping import Array
 
@@ -11,13 +11,6 @@ from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import held_dims
-
-Constrain = Callable[[ShardedArray, Array], Array]
-
-
-def as_given(array: ShardedArray, value: Array) -> Array:
-    """Returns the value unchanged."""
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +21,7 @@ class Context:
     skip keys after a query; in zigzag order they do not. ``divergent``: see `nn.collectives.Ring`. With ``offload`` the
     results that layers keep for their backward pass are in host memory. ``seq_len`` is the maximum length of a sequence
     in generation, 0 in training. ``dtype`` is the stream's in generation, since int8 weights do not determine it.
-    ``constrain`` is applied to every result that has its declared sharding: the GSPMD form passes
+    ``constrain`` is applied to every result that has its declared sharding: only the GSPMD form has it, and passes
     `with_sharding_constraint`.
     """
 
@@ -41,7 +34,7 @@ class Context:
     offload: bool = False
     seq_len: int = 0
     dtype: str = "fp32"
-    constrain: Constrain = field(default=as_given)
+    constrain: Callable[[ShardedArray, Array], Array] | None = None
 
     def local_size(self, array: ShardedArray, dim: str) -> int:
         """Returns the entries of a dim of the model (not of the batch) on one device."""

@@ -51,7 +51,7 @@ def _run_step(context: Context, step: Step, env: Environment, *, taken: Array | 
     for array, value in zip((step.result, *step.more), results, strict=True):
         if array is step.result and step.accumulates:
             value = env[array] + value
-        if context.derived.declared.get(array.name) == array:
+        if context.constrain and context.derived.declared.get(array.name) == array:
             value = context.constrain(array, value)
         env[array] = value if taken is None else _begun(value, taken)
 

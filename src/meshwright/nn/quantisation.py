@@ -86,26 +86,20 @@ def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: C
 
 def contracted_axes(model: Model) -> dict[str, tuple[int, ...]]:
     """Returns, for each weight that may be int8, the axes of its array in `Params` that its scale lacks."""
-    table = rows(model)
-    found = {}
-    for name, scale in scales(model).items():
-        weight = table[name]
-        ahead = 1 if weight.layers else 0
-        found[name] = tuple(ahead + i for i, dim in enumerate(weight.dims) if dim not in scale.dims)
-    return found
+    named = [(name, rows(model)[name], scale.dims) for name, scale in scales(model).items()]
+    return {
+        name: tuple(bool(weight.layers) + i for i, dim in enumerate(weight.dims) if dim not in of_scale)
+        for name, weight, of_scale in named
+    }
 
 
 def quantise_params(model: Model, params: Mapping[str, Array]) -> Params:
     """Returns int8 values and ``<name>_scale`` for each matrix that may be int8; other weights are unchanged."""
-    axes, named = contracted_axes(model), scales(model)
-    found: Params = {}
-    for name, weight in params.items():
-        if name not in axes:
-            found[name] = weight
-            continue
-        scale = absmax_scale(weight, axes[name])
-        found[name] = quantise(weight, scale, axes[name])
-        found[named[name].name] = scale
+    found, named = dict(params), scales(model)
+    for name, axes in contracted_axes(model).items():
+        if name in params:
+            scale = absmax_scale(params[name], axes)
+            found |= {name: quantise(params[name], scale, axes), named[name].name: scale}
     return found
 
 

@@ -70,7 +70,15 @@ class GenerateStep:
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
         model = without_mtp(model)
-        _require_can_generate(model, strategy, max_len=max_len)
+        require_runnable(model)
+        require_runnable_strategy(strategy, trains=False)
+        if max_len < 1:
+            raise InputError(f"max_len={max_len} must be at least 1.")
+        if model.learned_positions and max_len > model.max_positions:
+            raise InputError(
+                f"{model.name} has {model.max_positions} learned positions, and {max_len} are asked for. "
+                f"Use shorter prompts, or fewer tokens."
+            )
         prefill, decode = (Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode"))
         self.strategy = job_strategy(decode, strategy)
         self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
@@ -244,7 +252,16 @@ class GenerateStep:
     def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, Array]:
         """Returns the inputs of the program of `prefill` besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
-        self._require_prompts(tokens, lengths)
+        (batch, length), wanted = tokens.shape, self.batch_seqs
+        if batch != wanted or lengths.shape != (batch,):
+            raise InputError(f"{batch} prompts with {lengths.size} lengths; the step takes {wanted} of both. Pad both.")
+        if length > self.cache_len or lengths.max() > length or lengths.min() < 1:
+            raise InputError(
+                f"prompts of {lengths.min()} to {lengths.max()} tokens in rows of {length}; the cache holds "
+                f"{self.cache_len}. Give 1 to that many, padded behind, or a larger max_len."
+            )
+        sizes = {**self.model.dims, "B": batch, "T": length}
+        check(self.prefill_declared.declared["x"], sizes, self.strategy.mesh)
         return self._placed(1, pages, tokens=tokens, last=lengths - 1)
 
     def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, Array]:
@@ -267,21 +284,6 @@ class GenerateStep:
         return lower(self._program(length), self.mesh, self.param_shapes, self.cache_shapes, given, platform=platform)
 
     # -- the programs ------------------------------------------------------------------------------
-
-    def _require_prompts(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        (batch, length), wanted = tokens.shape, self.batch_seqs
-        if batch != wanted or lengths.shape != (batch,):
-            raise InputError(f"{batch} prompts with {lengths.size} lengths; the step takes {wanted} of both. Pad both.")
-        if length > self.cache_len or lengths.max() > length or lengths.min() < 1:
-            raise InputError(
-                f"prompts of {lengths.min()} to {lengths.max()} tokens in rows of {length}; the cache holds "
-                f"{self.cache_len}. Give 1 to that many, padded behind, or a larger max_len."
-            )
-        check(
-            self.prefill_declared.declared["x"],
-            {**self.model.dims, "B": batch, "T": length},
-            self.strategy.mesh,
-        )
 
     def _given_specs(self, length: int) -> dict[str, PartitionSpec]:
         """Returns the shardings of `prefill_inputs`; if ``length`` is 0 of `decode_inputs`, [B] but for pages."""
@@ -355,16 +357,3 @@ class GenerateStep:
             return stream, {**cache, **stacks}
 
         return run_stack(context, stack, params, given, layer, cache)
-
-
-def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int) -> None:
-    """Raises InputError or CannotRunError for a model, strategy or length that cannot generate."""
-    require_runnable(model)
-    require_runnable_strategy(strategy, trains=False)
-    if max_len < 1:
-        raise InputError(f"max_len={max_len} must be at least 1.")
-    if model.learned_positions and max_len > model.max_positions:
-        raise InputError(
-            f"{model.name} has {model.max_positions} learned positions, and {max_len} are asked for. "
-            f"Use shorter prompts, or fewer tokens."
-        )

@@ -159,7 +159,16 @@ def _over_microbatches(
         return lax.scan(body, start, parts)[0]
     (before, grads), _ = lax.scan(body, start, jax.tree.map(lambda a: a[:-1], parts))
     final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
-    loss, grads = _run_after(grads, lambda given: last(*given[:2], earlier=given[2]), final)
+
+    def run(given: Any, *_: Any) -> LossAndGradients:
+        return last(*given[:2], earlier=given[2])
+
+    # The last microbatch starts after the gradients exist. Compilers unroll a loop over one microbatch before the last,
+    # and drop barriers before they schedule instructions. They would then allocate the last microbatch's activations
+    # while those of the previous one are still live. No compiler unrolls this loop.
+    no = never(list(grads.values()))
+    empty = jax.tree.map(lambda s: jnp.full(s.shape, no, s.dtype), jax.eval_shape(run, final))
+    loss, grads = at_most_once(1 - no.astype(jnp.int32), run, final, *empty)
     return summed(before, loss), grads
 
 
@@ -172,21 +181,15 @@ def barrier(grads: Any) -> Any:
     return lax.optimization_barrier(grads)
 
 
-def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
-    """Returns ``run(given)``, which starts after the gradients exist: a loop of one iteration that no compiler unrolls.
+def at_most_once(runs: Array, body: Callable[..., tuple[Any, ...]], given: Any, *values: Any) -> tuple[Any, ...]:
+    """Returns ``body(given, *values)`` if ``runs``, else the values: a loop of one iteration or none."""
 
-    Compilers unroll a loop over one microbatch before the last, and drop barriers before they schedule instructions.
-    They would then allocate the last microbatch's activations while those of the previous one are still live.
-    """
-    no = never(list(grads.values()))
-    empty = jax.tree.map(lambda s: jnp.full(s.shape, no, s.dtype), jax.eval_shape(run, given))
-
-    def once(number: Array, _: Any) -> Any:
-        # Depends on the iteration: XLA moves loop invariants out of the loop.
-        return run(lax.optimization_barrier((given, number))[0])
+    def once(number: Array, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        # Depends on the iteration: XLA moves loop invariants out of the loop, where they run in every tick.
+        return body(lax.optimization_barrier((given, number))[0], *values)
 
     with jax.named_scope(AT_MOST_ONCE):
-        return lax.fori_loop(0, 1 - no.astype(jnp.int32), once, empty)
+        return lax.fori_loop(0, runs.astype(jnp.int32), once, values)
 
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:

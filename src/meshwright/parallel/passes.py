@@ -41,22 +41,20 @@ Carry = tuple[Cotangents, Params]
 """What loops run backward hand on: cotangents, and gradients of all layers, stacked as the weights are. An iteration
 writes its own rows: gradients stacked by iteration would have to be copied into the order of the layers."""
 
-Finish = Callable[[Params, Params | None], Params]
-"""(gradients of a layer, those of earlier microbatches or None) -> gradients that the loop returns."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoop:
     """Runs all iterations of a span and saves the activations of each, with iterations as the first dim.
 
-    The compiled loop has ``unroll`` iterations in its body. With ``split``, `backward` writes no gradients, and returns
-    the operands of `weight_backward` with the carry.
+    The compiled loop has ``unroll`` iterations in its body. ``finish`` turns the gradients of a layer, and those of
+    earlier microbatches or None, into the gradients that the loop returns. With ``split``, `backward` writes no
+    gradients, and returns the operands of `weight_backward` with the carry.
     """
 
     span: Span
     blocks: Mapping[str, BlockPasses]
     inputs: Inputs
-    finish: Finish | None = None
+    finish: Callable[[Params, Params | None], Params] | None = None
     split: bool = False
     unroll: int = 1
 
@@ -309,18 +307,13 @@ class Passes:
             return SegmentLoop(layers=int(segment), **given)
         if self.ahead:
             return AheadLoop(**given)
-        written_out = self._is_small_program and span.repeats <= MAX_WRITTEN_OUT
-        return LayerLoop(unroll=span.repeats if written_out else 1, **given)
-
-    @property
-    def _is_small_program(self) -> bool:
-        """True on one CPU device, where copies cost compute time and there are no collectives to count in loops.
-
-        False where layers are recomputed: in an unrolled loop the compiler merges both computations, and a program of
-        ten layers needs four times the memory of the loop.
-        """
+        # On one CPU device copies cost compute time, and there are no collectives to count in loops. Where layers are
+        # recomputed, the compiler merges both computations in an unrolled loop, and a program of ten layers needs four
+        # times the memory of the loop.
         again = any(block.computes_again for block in self._blocks.values())
-        return default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1 and not again
+        alone = default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1
+        written_out = alone and not again and span.repeats <= MAX_WRITTEN_OUT
+        return LayerLoop(unroll=span.repeats if written_out else 1, **given)
 
     def layers_forward(self, params: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Any, ...]]:
         """Returns the stream after all layers, and the activations that each span saves."""
@@ -346,7 +339,13 @@ class Passes:
         With ``overlapped`` each layer adds its gradients to those of ``earlier`` microbatches and runs their
         collectives of scope "step" as soon as it has computed them.
         """
-        finish = self._finish if overlapped else None
+
+        def finished(grads: Params, earlier: Params | None) -> Params:
+            steps = step_steps(self.derived)
+            total = grads if earlier is None else jax.tree.map(jnp.add, earlier, grads)
+            return {name: apply_collectives(steps.get(name, ()), grad) for name, grad in total.items()}
+
+        finish = finished if overlapped else None
 
         def iteration(_: int, loop: LayerLoop) -> IterationParams:
             weights, before = self._iterations(loop.span, params), self._earlier(loop.span, earlier)
@@ -407,17 +406,12 @@ class Passes:
     def _earlier(self, span: Span, earlier: Params | None) -> LayerWeights:
         return (lambda number: None) if earlier is None else self._iterations(span, earlier)
 
-    def _finish(self, grads: Params, earlier: Params | None) -> Params:
-        steps = step_steps(self.derived)
-        total = grads if earlier is None else jax.tree.map(jnp.add, earlier, grads)
-        return {name: apply_collectives(steps.get(name, ()), grad) for name, grad in total.items()}
-
     def _iterations(self, span: Span, params: Params) -> LayerWeights:
         """Returns the weights of a span by iteration, a dict for each layer of its pattern."""
-        return lambda number: tuple(self._of_layer(span, i, number, params) for i in range(len(span.pattern)))
 
-    def _of_layer(self, span: Span, position: int, number: Any, params: Params) -> Params:
-        kind = span.pattern[position]
-        row, block = span.row(position, number), self._blocks[kind]
-        names = (name for name in (*block.weights, *block.counts) if name in params)
-        return {name: as_stored(lax.dynamic_index_in_dim(params[name], row, keepdims=False)) for name in names}
+        def of_layer(position: int, kind: str, number: Any) -> Params:
+            row, block = span.row(position, number), self._blocks[kind]
+            names = (name for name in (*block.weights, *block.counts) if name in params)
+            return {name: as_stored(lax.dynamic_index_in_dim(params[name], row, keepdims=False)) for name in names}
+
+        return lambda number: tuple(of_layer(i, kind, number) for i, kind in enumerate(span.pattern))

@@ -10,7 +10,7 @@ from meshwright.cost.breakdown import LabelledStep
 from meshwright.cost.step_rates import StepRates
 from meshwright.profile.classes import OUTSIDE, OpClass, class_of_op
 from meshwright.profile.compare import NOTHING, ClassRow, ProfileComparison, TimeRow
-from meshwright.profile.times import OpTime, StepTimes
+from meshwright.profile.times import StepTimes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy
@@ -46,11 +46,6 @@ class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
         devices = product(self.strategy.mesh.get(axis, 1) for axis in split)
         return self.job.batch_seqs / devices / self.strategy.num_microbatches
 
-    def axes_of(self, op: OpTime) -> set[str]:
-        """Returns the mesh axes of a collective's derived step; empty if it has none."""
-        known = self.expected.get(op.step)
-        return set(known.axes) if known else set()
-
     def of_class(self, kind: str) -> ClassRow | None:
         return next((row for row in self.comparison.classes if row.kind == kind), None)
 
@@ -81,7 +76,8 @@ def _collectives(row: TimeRow, case: AdviceCase) -> str:
     strategy = case.strategy
     axes = tuple(axis for axis in strategy.active_axes if axis in row.name.split())
     sizes = ", ".join(f"{axis}={strategy.mesh[axis]}" for axis in axes)
-    ops = [op for op in case.times.ops if op.kind == "collective" and case.axes_of(op) == set(axes)]
+    derived = ((op, case.expected.get(op.step)) for op in case.times.ops if op.kind == "collective")
+    ops = [op for op, step in derived if set(step.axes if step else ()) == set(axes)]
     exposed, whole, waited = (sum(getattr(op, name) for op in ops) for name in ("wall_s", "own_s", "waited_s"))
     facts = f"{format_seconds(exposed)} of {format_seconds(whole)} on a device is not hidden"
     if waited:

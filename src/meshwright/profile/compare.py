@@ -88,8 +88,14 @@ def compare_times(
         terms[term_of(class_of_op(one.step.op), one.axes)] += one.seconds
     # sends between pipeline stages are in no block, and their permutes carry no derived label
     terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
-    whole = predicted.partition
-    rows = [*_rows(terms, by_term, lambda name: name), *_rests(whole, times, spent if shares else None)]
+    whole, mean = predicted.partition, times.mean
+    rows = _rows(terms, by_term, lambda name: name)
+    # the time without work: of a mean device, or of the machine if its devices share cores
+    rests = [("overhead", "overhead", mean.overhead_s, whole.overhead_s), ("idle", "idle", mean.idle_s, whole.idle_s)]
+    if shares:
+        rest = max(0.0, mean.total_s - sum(spent.values()))
+        rests = [(NOTHING, "overhead", rest, whole.overhead_s + whole.idle_s)]
+    rows += [TimeRow(name=name, kind=kind, predicted_s=p, measured_s=m) for name, kind, m, p in rests]
     steps = {name: one.seconds for name, one in expected.items()}
     kinds = {name: class_of_op(one.step.op) for name, one in expected.items()}
     return ProfileComparison(
@@ -101,17 +107,6 @@ def compare_times(
         float32=_float32(times, program),
         shares_cores=shares,
     )
-
-
-def _rests(predicted: Partition, times: StepTimes, spent: Mapping[str, float] | None) -> list[TimeRow]:
-    """Returns the rows of time without work: of a mean device; or of the machine, if its devices share cores and
-    ``spent`` has the seconds of instructions."""
-    found = {"overhead": (predicted.overhead_s, times.mean.overhead_s), "idle": (predicted.idle_s, times.mean.idle_s)}
-    if spent is not None:
-        rest = max(0.0, times.mean.total_s - sum(spent.values()))
-        found = {NOTHING: (predicted.overhead_s + predicted.idle_s, rest)}
-    kinds = {NOTHING: "overhead"}
-    return [TimeRow(name=n, kind=kinds.get(n, n), predicted_s=p, measured_s=m) for n, (p, m) in found.items()]
 
 
 def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:

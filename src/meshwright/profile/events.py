@@ -122,7 +122,8 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
         unnamed = sum(event.seconds for event in found if not event.op)
     if not events:
         raise InputError(
-            f"{source} has no event of the program {program.name!r}. Give the text of the program that was traced."
+            f"{source} has no event of the program {program.module.name!r}. Give the text of the program that was "
+            f"traced."
         )
     windows, how = host.windows(events)
     return DeviceTrace(
@@ -180,7 +181,8 @@ class _Host:
     def _add(self, event: Any, window: Window, lane: str, number: int, found: list[tuple[OpEvent, bool]]) -> None:
         """Adds the event of an instruction, unless it is from another program with an instruction of this name."""
         stats = dict(event.stats)
-        if "hlo_op" not in stats or stats.get("hlo_module", self.program.name) != self.program.name:
+        own = self.program.module.name
+        if "hlo_op" not in stats or stats.get("hlo_module", own) != own:
             return
         device, run = (
             value if isinstance(value := stats.get(name), int) else None for name in ("device_ordinal", "run_id")

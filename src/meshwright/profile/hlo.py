@@ -55,11 +55,6 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
     module: Module
     ridge: float = 1.0
 
-    @property
-    def name(self) -> str:
-        """The module's name, which events carry too."""
-        return self.module.name
-
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
         """Every instruction by its name, which is unique in a compiled program."""

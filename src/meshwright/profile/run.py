@@ -1,6 +1,5 @@
 """Runs steps of a plan under the profiler, and keeps their trace, program, times and memory."""
 
-import statistics
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -38,11 +37,6 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     profiled_s: tuple[float, ...]
     memory: MemoryProfile
     cores: float | None = None
-
-    @property
-    def typical_s(self) -> float | None:
-        """Median seconds of a step without the profiler; None if none was timed."""
-        return statistics.median(self.step_s) if self.step_s else None
 
 
 def warmup_steps() -> int:

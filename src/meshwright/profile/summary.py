@@ -1,6 +1,7 @@
 """Summarises a trace of a plan's step, each figure beside its prediction."""
 
 import os
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def analyse(
     predicted = Breakdown(priced)
     comparison = compare_times(events, program, times, predicted)
     profiled_s = times.mean.total_s
-    step_s = (recording.typical_s if recording else None) or profiled_s
+    step_s = statistics.median(recording.step_s) if recording and recording.step_s else profiled_s
     estimate = priced.estimate
     flops = sum(row.flops for row in comparison.classes)
     derived_flops = float(estimate.flops) / num_chips

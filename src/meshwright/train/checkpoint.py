@@ -35,11 +35,6 @@ Reorder = Callable[[dict[str, Array]], dict[str, Array]]
 """Returns weights, or an optimizer's arrays by weight names, in another form, such as `TrainStep.to_canonical`."""
 
 
-def unchanged(named: dict[str, Array]) -> dict[str, Array]:
-    """Returns the arrays as they are; for layers in the order of the model."""
-    return named
-
-
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``.
 
@@ -120,7 +115,7 @@ class Checkpoints:
         """Returns the steps that can be restored, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, state: Any, position: Position, *, to_canonical: Reorder = unchanged) -> None:
+    def save(self, state: Any, position: Position, *, to_canonical: Reorder | None = None) -> None:
         """Starts to write the state after ``position.step``; does nothing for a step that exists.
 
         Copies the arrays to the host before it returns, so that the next step may reuse their memory; waits for the
@@ -156,7 +151,7 @@ class Checkpoints:
         stored = self._stored()
         return stored.position if stored else None
 
-    def restore(self, shapes: Any, shardings: Any, *, from_canonical: Reorder = unchanged) -> Any:
+    def restore(self, shapes: Any, shardings: Any, *, from_canonical: Reorder | None = None) -> Any:
         """Returns the newest whole state with these ``shardings``, whatever mesh it was saved from.
 
         ``shapes`` is the state's tree of `jax.ShapeDtypeStruct`. Raises InputError when the checkpoint holds other
@@ -256,8 +251,10 @@ def describe_arrays(tree: Any) -> dict[str, str]:
     }
 
 
-def _reordered(state: Any, reorder: Reorder) -> Any:
-    """Applies ``reorder`` to the weights and to each dict of the state with their names."""
+def _reordered(state: Any, reorder: Reorder | None) -> Any:
+    """Applies ``reorder``, if given, to the weights and to each dict of the state with their names."""
+    if reorder is None:
+        return state
     names = set(state.params)
 
     def is_like_params(part: Any) -> bool:

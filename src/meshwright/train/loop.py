@@ -78,7 +78,7 @@ def steps_ahead() -> int:
     return 0 if jax.devices()[0].platform == "cpu" else 1
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Run:
     """The state of a run, which is now at ``position``; ``resumed_from`` is the step that it was resumed at."""
 
@@ -103,7 +103,7 @@ class Run:
     def __post_init__(self) -> None:
         self.job, self.settings = self.setup.job, self.setup.settings
         self.rates = learning_rate(self.settings)(np.arange(self.settings.steps))
-        self.losses = list(self.folder.kept.losses)
+        self.losses = list(self.folder.losses)
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -243,9 +243,9 @@ class Run:
         return result
 
     def _result(self) -> TrainResult:
-        kept, done, typical = self.folder.kept, self.position.step, typical_step_s(self.step_s)
+        lost_s, done, typical = self.folder.lost_s, self.position.step, typical_step_s(self.step_s)
         reached = self.predicted.measured(typical) if self.predicted and typical else {}
-        goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=kept.lost_steps, lost_s=kept.lost_s)
+        goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=len(lost_s), lost_s=float(sum(lost_s)))
         evaluated = bool(self.evaluations) and self.evaluations[-1].step == done
         peak = peak_bytes()
         return TrainResult(
@@ -339,20 +339,7 @@ def train(
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
         if has_frozen_matrices(model) and not settings.weights and position.step == 0:
             save_base(model, setup.step.to_canonical(state.params), path)
-        run = Run(
-            setup=setup,
-            folder=folder,
-            live=live,
-            tracking=tracking,
-            checkpoints=kept,
-            watch=watch,
-            request=request,
-            predicted=predicted,
-            on_step=on_step,
-            position=position,
-            state=state,
-            resumed_from=step,
-        )
+        run = Run(setup, folder, live, tracking, kept, watch, request, predicted, on_step, position, state, step)
         run.steps()
         result = run.finish()
     wait_for_all("the end of the run")

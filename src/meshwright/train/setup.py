@@ -111,11 +111,11 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     step, found = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
     of_base = step.param_shapes.keys() - step.saved(step.param_shapes).keys()
-    first, folder = None, setup.settings.weights
+    first = given = None
     if found is None or of_base:
-        model, placed = frozen_base(step.model), step.canonical[1].params
-        shardings = {name: placed[name] for name in rows(model)} if folder else {}
-        given = load_params(model, folder, shardings, step.dtype) if folder else None
+        if folder := setup.settings.weights:
+            model, places = frozen_base(step.model), step.canonical[1].params
+            given = load_params(model, folder, {name: places[name] for name in rows(model)}, step.dtype)
         first = step.init(setup.settings.seed, given)
     base = fingerprint(step.to_canonical({name: first.params[name] for name in sorted(of_base)})) if first else ""
     if found is None:

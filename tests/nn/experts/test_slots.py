@@ -48,7 +48,7 @@ def through_slots(x, router, gate, up, down, *, form, capacity):
     """The layer by the functions under test; also what the backward pass starts from."""
     scores = x @ router
     gates, chosen = route(scores, form, capacity=capacity)
-    we = experts.dispatch_gates(gates, chosen, experts.empty_slots(EXPERTS, capacity))
+    we = experts.dispatch_gates(gates, chosen, jnp.zeros((EXPERTS, capacity), jnp.float32))
     xe = experts.dispatch(x, chosen, we)
     me = jax.nn.silu(jnp.einsum("ecd,edf->ecf", xe, gate)) * jnp.einsum("ecd,edf->ecf", xe, up)
     ye = jnp.einsum("ecf,efd->ecd", me * we[..., None], down)
@@ -136,7 +136,7 @@ def test_every_kept_choice_has_a_slot_of_its_own_expert(numbers, capacity):
 def test_slots_hold_their_tokens_and_nothing_else(numbers):
     x = draw(BATCH, LENGTH, WIDTH)
     chosen = np.asarray(ASSIGN(numbers, num_experts=EXPERTS, capacity=CAPACITY))
-    slots = np.asarray(DISPATCH(x, chosen, experts.empty_slots(EXPERTS, CAPACITY))).reshape(-1, WIDTH)
+    slots = np.asarray(DISPATCH(x, chosen, jnp.zeros((EXPERTS, CAPACITY), jnp.float32))).reshape(-1, WIDTH)
     wanted = np.zeros_like(slots)
     for token, choice in np.argwhere(chosen.reshape(TOKENS, CHOSEN) >= 0):
         wanted[chosen.reshape(TOKENS, CHOSEN)[token, choice]] = x.reshape(TOKENS, WIDTH)[token]
@@ -151,7 +151,7 @@ def test_without_a_bound_the_order_of_tokens_does_not_matter(numbers, order):
 
     def run(x, gates, numbers):
         chosen = ASSIGN(numbers, num_experts=EXPERTS, capacity=TOKENS)
-        weights = DISPATCH_GATES(gates, chosen, experts.empty_slots(EXPERTS, TOKENS))
+        weights = DISPATCH_GATES(gates, chosen, jnp.zeros((EXPERTS, TOKENS), jnp.float32))
         factors = weights * np.arange(1, EXPERTS + 1, dtype=np.float32)[:, None]
         return np.asarray(COMBINE(DISPATCH(x, chosen, weights) * factors[..., None], chosen))
 
@@ -186,7 +186,7 @@ def test_gradients_are_those_of_a_dense_formula(family, capacity):
     @jax.jit
     def found(x, scores, dy):
         gates, chosen = route(scores, form, capacity=capacity)
-        we = experts.dispatch_gates(gates, chosen, experts.empty_slots(EXPERTS, capacity))
+        we = experts.dispatch_gates(gates, chosen, jnp.zeros((EXPERTS, capacity), jnp.float32))
         xe = experts.dispatch(x, chosen, we)
         made = xe * xe * factors[:, None]
         dye = experts.dispatch(dy, chosen, we)

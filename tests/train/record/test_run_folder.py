@@ -81,7 +81,7 @@ def test_lines_that_are_damaged_or_missing_are_named(tmp_path):
         "metrics.jsonl: line 2 is not as it was written and left out",
         "metrics.jsonl has no line of steps 2, 3",
     ]
-    np.testing.assert_array_equal(found.kept.losses, [1, math.nan, math.nan, 4])
+    np.testing.assert_array_equal(found.losses, [1, math.nan, math.nan, 4])
     file.write_bytes(lines[0] + b"\xff" + lines[1][1:])
     assert resumed(1).notes == ["metrics.jsonl: line 2 is not as it was written and left out"]
     file.write_bytes(b'{"step": 1, "loss": 1.0, "step_s": 1.0}\n{"step": 2, "step_s": "x", "loss": 1}\n')  # of before

@@ -35,12 +35,6 @@ def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
     return call.platform == "cuda" and plain and narrow and call.mask != "positions" and q.dtype.name in HALVES
 
 
-def _as_compiled_for(cudnn: Any) -> Any:
-    """Lets JAX ask for the GPU that the program is compiled for: it asks a local one, which may be absent."""
-    able = compute_capability()
-    return patch.object(cudnn, "check_compute_capability", lambda least: able >= float(least))
-
-
 def _mask(call: AttentionCall) -> Any:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
 
@@ -51,7 +45,9 @@ def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResul
     """Returns the result and the log-sum-exp in float32."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    with _as_compiled_for(cudnn):
+    # JAX asks a local GPU, which may be absent, not the one that the program is compiled for
+    able = compute_capability()
+    with patch.object(cudnn, "check_compute_capability", lambda least: able >= float(least)):
         out, sums = cudnn.dot_product_attention(
             q, k, v, scale=call.scale, mask_type=_mask(call), sliding_window_length=call.window, return_residual=True
         )

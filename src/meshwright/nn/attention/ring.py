@@ -80,7 +80,11 @@ def ring_attention(
     own = attention(ring.own(call), q, k, v)
 
     def add_block(state: Pair, keys: Pair, step: Array) -> Pair:
-        return _merged(state, _passing(call, ring, step, q, keys))
+        """Merges two results with their log-sum-exps into the softmax over the keys of both."""
+        passing = _passing(call, ring, step, q, keys)
+        lse = jnp.logaddexp(state[1], passing[1])
+        one, other = (o.astype(jnp.float32) * jnp.exp(sums - safe(lse))[..., None] for o, sums in (state, passing))
+        return one + other, lse
 
     start, moves = (own[0].astype(jnp.float32), own[1]), ring.moves(call, q.shape[1])
     o, lse = start if moves == 0 else _around(ring, moves, ring.send((k, v)), start, add_block, first=1)
@@ -194,10 +198,3 @@ def _passing_back(
         return jnp.pad(dq, ((0, 0), (first, 0), (0, 0), (0, 0))), dk, dv
 
     return _on_passing(call, ring, step, k.shape[1], part)
-
-
-def _merged(first: Pair, second: Pair) -> Pair:
-    """Merges two results with their log-sum-exps into the softmax over the keys of both."""
-    lse = jnp.logaddexp(first[1], second[1])
-    one, other = (o.astype(jnp.float32) * jnp.exp(sums - safe(lse))[..., None] for o, sums in (first, second))
-    return one + other, lse

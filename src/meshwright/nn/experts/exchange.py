@@ -50,7 +50,8 @@ def move_packed(step: Step, slots: Ragged) -> Ragged:
 
 def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
     """Sends a device's own rows to the devices of their experts along ``axes``, and returns the rows it receives."""
-    route, me = _route_of(slots), lax.axis_index(axes)
+    route, me = slots.route, lax.axis_index(axes)
+    assert route is not None
     own, there, number = route.places()
     mine = _of_device(number, me)
     rows = _sent(slots.rows, (own[me], number[me], there[me], mine.reshape(-1)), route.room, axes)
@@ -59,16 +60,12 @@ def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
 
 def to_owners(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
     """Sends the rows of a device's experts back along ``axes``; of its own rows those of other rounds are zero."""
-    route, me = _route_of(slots), lax.axis_index(axes)
+    route, me = slots.route, lax.axis_index(axes)
+    assert route is not None
     own, there, number = route.places()
     to, at, sizes = (_of_device(array, me).reshape(-1) for array in (own, there, number))
     rows = _sent(slots.rows, (at, sizes, to, number[me]), route.num_own, axes)
     return Ragged(rows, lax.dynamic_slice_in_dim(route.counts, me, 1), route)
-
-
-def _route_of(slots: Ragged) -> Delivery:
-    assert slots.route is not None
-    return slots.route
 
 
 def _of_device(array: Int[Array, "n E"], device: Array) -> Int[Array, "n e"]:

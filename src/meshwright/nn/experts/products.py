@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once, packs
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
-from meshwright.nn.context import Context, as_given
+from meshwright.nn.context import Context
 from meshwright.nn.experts import grouped
 from meshwright.nn.experts.slots import ExpertSlots, Ragged, SlotRows, rows_of, with_rows
 from meshwright.spec.model import Model
@@ -32,7 +32,7 @@ from meshwright.spec.model import Model
 
 def in_blocks(context: Context, *, num_slots: int) -> bool:
     """True if empty slots are skipped: not with a bound on the slots, few slots, or the GSPMD form."""
-    return not context.options.capacity_factor and context.constrain is as_given and num_slots > FEW_SLOTS
+    return not context.options.capacity_factor and context.constrain is None and num_slots > FEW_SLOTS
 
 
 def packs_tokens(context: Context, moves: tuple[Step, ...], *, num_slots: int) -> bool:

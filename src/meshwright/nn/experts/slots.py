@@ -141,11 +141,6 @@ def expert_numbers(chosen: Chosen, *, capacity: int) -> Chosen:
 # -- tokens to slots and back ---------------------------------------------------------------------------
 
 
-def empty_slots(num_experts: int, capacity: int) -> Float[Array, "E C"]:
-    """Returns slots of one number, zero, for every expert."""
-    return jnp.zeros((num_experts, capacity), jnp.float32)
-
-
 def packing_of(chosen: Chosen, *, num_experts: int) -> Ragged:
     """Returns zeros in rows for each token once for each of its experts, sorted by expert.
 

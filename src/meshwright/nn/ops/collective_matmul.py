@@ -91,7 +91,13 @@ def all_gather_matmul(
     def add_blocks(results: list[Array], values: Sequence[Array], step: Array | int) -> list[Array]:
         for value, piece in zip(values, pieces, strict=True):
             start = (rank - piece.by * step) % size * length + piece.start
-            results = [_with_part(r, p, start, piece.length, value) for r, p in zip(results, wanted, strict=True)]
+            parts = [
+                (result, p.of(start, piece.length, value), p.axis) for result, p in zip(results, wanted, strict=True)
+            ]
+            results = [
+                result + part if axis is None else lax.dynamic_update_slice_in_dim(result, part, start, axis=axis)
+                for result, part, axis in parts
+            ]
         return results
 
     own = [product.of(rank * length, length, block) for product in wanted]
@@ -160,13 +166,6 @@ def _whole(part: Array, product: BlockedProduct, start: Array, size: int) -> Arr
         return part
     shape = [size * n if axis == product.axis else n for axis, n in enumerate(part.shape)]
     return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, part.dtype), part, start, axis=product.axis)
-
-
-def _with_part(result: Array, product: BlockedProduct, start: Array, length: int, block: Array) -> Array:
-    part = product.of(start, length, block)
-    if product.axis is None:
-        return result + part
-    return lax.dynamic_update_slice_in_dim(result, part, start, axis=product.axis)
 
 
 # -- the step --------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Weights of the chosen experts in slots; how they are packed decides how tokens are."""
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from meshwright.algebra.ops.dispatch import moves_of_slots
@@ -18,7 +19,7 @@ def dispatch_gates(context: Context, step: Step, gates: Array, chosen: Array) ->
     block = next((block for block in context.derived.blocks if block.block.name == step.block), None)
     moves = moves_of_slots((*block.forward, *block.backward)) if block else ()
     if block is None or not packs_tokens(context, moves, num_slots=num_experts * capacity):
-        return slots.dispatch_gates(gates, chosen, slots.empty_slots(num_experts, capacity))
+        return slots.dispatch_gates(gates, chosen, jnp.zeros((num_experts, capacity), jnp.float32))
     packing = slots.packing_of(chosen, num_experts=num_experts)
     exchange = next((move.axes for move in moves if move.op == "all_to_all"), ())
     together = dict.fromkeys((*step.result.axes_of("C"), *(axis for move in moves for axis in move.axes)))

@@ -24,8 +24,7 @@ from meshwright.algebra.schedules.ticks import (
     TickTables,
     WeightColumns,
 )
-from meshwright.core.labels import AT_MOST_ONCE
-from meshwright.parallel.gradients import barrier
+from meshwright.parallel.gradients import at_most_once, barrier
 
 AXIS = "pipeline"
 Tree = Any
@@ -87,7 +86,13 @@ def run_schedule(
     and gradients of ``ends`` are this device's part, zero if it runs neither embedding nor head: sum them over the
     pipeline once per step.
     """
-    run = TickExecutor(tables, stages, _with_mirror(tables, weights), inputs)
+    has_mirror = tables.schedule.weight_copies > 1
+    if has_mirror:
+        # microbatches enter at both ends: the layers of the device at the other end come after its own
+        other = _mirror(tables, weights.layers)
+        layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, other)
+        weights = weights._replace(layers=layers)
+    run = TickExecutor(tables, stages, weights, inputs)
     # This device's rows, [ticks, columns].
     leaves, structure = jax.tree.flatten(tables.columns)
     stacked = jnp.asarray(np.stack(leaves, axis=-1))
@@ -97,32 +102,15 @@ def run_schedule(
         return run.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(leaves))])), None
 
     state, _ = lax.scan(tick, run.start(), rows)
-    return state.sums, _without_mirror(tables, state.grads)
-
-
-# -- two copies of the weights -------------------------------------------------------------------------
+    if not has_mirror:
+        return state.sums, state.grads
+    own, other = (jax.tree.map(lambda a, n=number: part_of(a, n, 2), state.grads.layers) for number in (0, 1))
+    return state.sums, state.grads._replace(layers=add(own, _mirror(tables, other)))
 
 
 def _mirror(tables: TickTables, value: Tree) -> Tree:
     last = tables.schedule.num_devices - 1
     return lax.ppermute(value, AXIS, [(device, last - device) for device in range(last + 1)])
-
-
-def _with_mirror(tables: TickTables, weights: StageWeights) -> StageWeights:
-    """Appends the layers of the device at the other end, where microbatches enter at both ends."""
-    if tables.schedule.weight_copies == 1:
-        return weights
-    other = _mirror(tables, weights.layers)
-    layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, other)
-    return weights._replace(layers=layers)
-
-
-def _without_mirror(tables: TickTables, grads: StageWeights) -> StageWeights:
-    """Adds the gradients of both copies on the device that owns the weights."""
-    if tables.schedule.weight_copies == 1:
-        return grads
-    own, other = (jax.tree.map(lambda a, n=number: part_of(a, n, 2), grads.layers) for number in (0, 1))
-    return grads._replace(layers=add(own, _mirror(tables, other)))
 
 
 # -- one tick on one device -----------------------------------------------------------------------------
@@ -317,17 +305,6 @@ class TickExecutor:
             return lax.dynamic_update_slice_in_dim(total, summed, chunk * new.shape[0], axis=0)
 
         return jax.tree.map(into, grads, part)
-
-
-def at_most_once(runs: Array, body: Callable[..., tuple[Any, ...]], given: Any, *values: Any) -> tuple[Any, ...]:
-    """Returns ``body(given, *values)`` if ``runs``, else the values: a loop of one iteration or none."""
-
-    def once(number: Array, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Depends on the iteration: XLA moves loop invariants out of the loop, where they run in every tick.
-        return body(lax.optimization_barrier((given, number))[0], *values)
-
-    with jax.named_scope(AT_MOST_ONCE):
-        return lax.fori_loop(0, runs.astype(jnp.int32), once, values)
 
 
 # -- buffers: pytrees of arrays with numbered slots in front ---------------------------------------------

@@ -91,9 +91,22 @@ class Pipeline:
         return self._reordered(params, np.argsort)
 
     def _reordered(self, params: Params, order: Callable[[np.ndarray], np.ndarray]) -> Params:
-        orders = {name: order(_zeros_last(self._rows_of[name])) for name in params if name in self.stacked}
-        moved = {name: found for name, found in orders.items() if (found != np.arange(len(found))).any()}
-        return params | _taken({name: params[name] for name in moved}, moved)
+        moved = {}
+        for name in (name for name in params if name in self.stacked):
+            rows = self._rows_of[name]
+            # layers of zeros have rows after those of the model
+            found = order(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
+            if (found != np.arange(len(found))).any():
+                moved[name] = found
+        arrays = {name: params[name] for name in moved}
+
+        def take(arrays: Params) -> Params:
+            return {name: array[moved[name]] for name, array in arrays.items()}
+
+        # Arrays on devices keep their shardings, which traced and NumPy arrays do not have.
+        if not moved or not all(isinstance(a, Array) and not isinstance(a, jax.core.Tracer) for a in arrays.values()):
+            return params | take(arrays)
+        return params | jax.jit(take, out_shardings={n: a.sharding for n, a in arrays.items()})(arrays)
 
     def counted(self, extras: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the metrics without the rows of layers of zeros; ``extras`` have a row of each layer with experts."""
@@ -188,24 +201,6 @@ def layer_rows(schedule: Schedule, names: tuple[str, ...]) -> dict[str, np.ndarr
         of_block = [place for place, own in enumerate(pattern) if own == block]
         found[block] = np.array([numbers.get(places[stage][place], -1) for _, _, stage in order for place in of_block])
     return found
-
-
-def _zeros_last(rows: np.ndarray) -> np.ndarray:
-    """Returns the rows with further ones, after those of the model, for -1."""
-    return np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows)
-
-
-def _taken(arrays: Params, orders: dict[str, np.ndarray]) -> Params:
-    """Reorders the first dim of arrays; if all are on devices, they keep their shardings."""
-
-    def take(arrays: Params) -> Params:
-        return {name: array[orders[name]] for name, array in arrays.items()}
-
-    # Traced and NumPy arrays have no sharding to keep.
-    placed = {n: a for n, a in arrays.items() if isinstance(a, Array) and not isinstance(a, jax.core.Tracer)}
-    if not arrays or len(placed) < len(arrays):
-        return take(arrays)
-    return jax.jit(take, out_shardings={name: array.sharding for name, array in placed.items()})(arrays)
 
 
 def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:

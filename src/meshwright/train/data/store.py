@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -205,11 +205,19 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
 
     Continues an earlier call for the same folder that was stopped at any point.
     """
-    dtype = encoder.dtype
-    written = _journal(folder, dtype)
+    dtype, written = encoder.dtype, Written()
+    with suppress(OSError, *DAMAGED_JSON):
+        found = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
+        # else begins anew: after a loss of power the files may be shorter than the journal says
+        if all(path.is_file() and path.stat().st_size >= size for path, size in found.files(folder, dtype)):
+            written = found
     with ExitStack() as stack:
         tokens, starts = (stack.enter_context(_opened(*file)) for file in written.files(folder, dtype))
-        show = stack.enter_context(_progress(corpus.total_bytes))
+        # shown on stderr, if that is a terminal
+        console, count = Console(stderr=True, quiet=not sys.stderr.isatty()), TextColumn("{task.fields[tokens]} tokens")
+        columns = TextColumn("tokenising"), BarColumn(), count, TimeRemainingColumn()
+        bar = stack.enter_context(Progress(*columns, console=console, transient=True, disable=console.quiet))
+        task = bar.add_task("", total=max(corpus.total_bytes, 1), tokens="0")
         for pieces in _batches(islice(corpus.pieces(), written.pieces, None)):
             for piece, ids in zip(pieces, encoder.encode(pieces, skip_bad=corpus.bad is not None), strict=True):
                 written.pieces += 1
@@ -227,7 +235,7 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
                 file.flush()
                 os.fsync(file.fileno())
             write_text_whole(folder / JOURNAL, msgspec.json.encode(written).decode())
-            show(pieces[-1].bytes_read, written.tokens)
+            bar.update(task, completed=pieces[-1].bytes_read, tokens=format_count(written.tokens))
         # The index ends with the number of tokens.
         starts.write(np.uint64(written.tokens).tobytes())
         for file in (tokens, starts):
@@ -251,35 +259,9 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
         yield batch
 
 
-def _journal(folder: Path, dtype: str) -> Written:
-    """Reads the journal of an earlier try; zeros if the files are shorter than it says, as after a loss of power."""
-    try:
-        found = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
-    except (OSError, *DAMAGED_JSON):
-        return Written()
-    reached = all(path.is_file() and path.stat().st_size >= size for path, size in found.files(folder, dtype))
-    return found if reached else Written()
-
-
 def _opened(path: Path, size: int) -> BinaryIO:
     """Opens a file to append after its first ``size`` bytes: a killed process may have written more."""
     file = path.open("r+b" if path.is_file() else "w+b")
     file.truncate(size)
     file.seek(size)
     return file
-
-
-@contextmanager
-def _progress(total_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar on stderr if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda bytes_read, tokens: None
-        return
-    columns = (TextColumn("tokenising"), BarColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=max(total_bytes, 1), tokens="0")
-
-        def show(bytes_read: int, tokens: int) -> None:
-            bar.update(task, completed=bytes_read, tokens=format_count(tokens))
-
-        yield show

@@ -145,24 +145,19 @@ def finished_steps(run: Path) -> int | None:
     return summary["steps"] if summary and not summary["stopped"] and not summary["diverged"] else None
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Earlier steps of a resumed run: the losses that it keeps, and number and time of the steps that it repeats."""
-
-    losses: list[float] = []
-    lost_steps: int = 0
-    lost_s: float = 0.0
-
-
 class RunFolder:
     """Files of one run: texts at its start, a line of metrics each step, a summary at its end.
 
     ``step`` is where a resumed run continues; lines of later steps, which it repeats, are removed, and so are the files
-    of an earlier end: its weights would be older than the newest checkpoint. ``notes`` name lines that are damaged or
-    missing. With ``writes`` False no file is touched: only one process writes.
+    of an earlier end: its weights would be older than the newest checkpoint. ``losses`` are those of the steps that it
+    keeps, ``lost_s`` the times of those that it repeats, and ``notes`` name lines that are damaged or missing. With
+    ``writes`` False no file is touched: only one process writes.
     """
 
     def __init__(self, path: Path, texts: Mapping[str, str], *, step: int | None = None, writes: bool = True) -> None:
-        self.path, self.writes, self.kept = path, writes, Kept()
+        self.path, self.writes = path, writes
+        self.losses: list[float] = []
+        self.lost_s: list[float] = []
         self.notes: list[str] = []
         if not writes:
             return
@@ -170,14 +165,13 @@ class RunFolder:
             write_text_whole(path / name, text)
         if step is not None:
             records, damaged = _cut(path / METRICS, step, "loss", "step_s")
-            again = [record["step_s"] for record in records if record["step"] > step]
+            self.lost_s = [record["step_s"] for record in records if record["step"] > step]
             losses = {record["step"]: record["loss"] for record in records}
             missing = [number for number in range(1, step + 1) if number not in losses]
             if missing:
                 listed = ", ".join(map(str, missing[:3])) + ", ..." * (len(missing) > 3)
                 damaged.append(f"{METRICS} has no line of step{'s' * (len(missing) > 1)} {listed}")
-            kept = [losses.get(number, math.nan) for number in range(1, step + 1)]
-            self.kept = Kept(losses=kept, lost_steps=len(again), lost_s=float(sum(again)))
+            self.losses = [losses.get(number, math.nan) for number in range(1, step + 1)]
             self.notes = [*damaged, *_cut(path / EVALUATIONS, step, "loss")[1]]
             # The summary first: without it the run does not count as ended. Then the digests, which list the others.
             for pattern in (SUMMARY, SUMS, "config.json", "*.safetensors", "*.safetensors.index.json"):
