@@ -172,7 +172,7 @@ def slots_figure(pools: Mapping[str, Sequence[SlotSpan]], *, title: str, subtitl
     if not 0 < len(every) <= MAX_SPANS or len(held) > MAX_SLOTS:
         raise InputError(
             f"{len(every):,} spans in {len(held):,} slots; a picture shows 1 to {MAX_SPANS:,} in at most {MAX_SLOTS} "
-            f"slots. Simulate fewer seconds, or a lower --rate."
+            f"slots. Simulate fewer seconds, a lower --rate, or smaller engines and batches."
         )
     scale, unit = si_scale(max(one.end_s for _, one in every), "s")
     end = max(one.end_s for _, one in every) / scale
