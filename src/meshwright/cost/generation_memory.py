@@ -53,9 +53,10 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes that XLA copies of the weights and caches of one layer.
 
     On GPUs these are slices of the arrays of all layers: matrices, and in decode keys and values. On TPUs they are
-    matrices of experts in prefill, and in decode int8 latents of all layers, whose tiles writes change. Matrices of
-    experts in int8 are widened one at a time. What experts make of rows that were gathered is made a shard at a time
-    and joined. GPUs transpose matrices that are gathered along another dim than their first, of all layers at once.
+    matrices of experts in prefill, biases of their first products, once for each row, and in decode int8 latents of all
+    layers, whose tiles writes change. Matrices of experts in int8 are widened one at a time. What experts make of rows
+    that were gathered is made a shard at a time and joined. GPUs transpose matrices that are gathered along another dim
+    than their first, of all layers at once.
     """
     decodes = any(isinstance(step.details, CachedAttention) for step in block.forward)
     weights = weights_of(derived, block) if block.is_layer else ()
@@ -77,6 +78,9 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         made = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
         joined = largest(sizes.bytes(array) for array in made if "C" in array.dims)
         found = found + joined * _moves(slots[0], sizes)
+    if sizes.tile_rows:
+        added = [s.result for s in block.forward if s.op == "bias_add" and "C" in s.result.dims]
+        found = found + sizes.total(*added[:-1])
     if sizes.on_gpus:
         turned = (s for s in gathers if s.result.name in weights and s.dim != s.result.dims[0])
         found = found + block.repeat * total(sizes.bytes(s.inputs[0]) * _moves(s, sizes) for s in turned)
