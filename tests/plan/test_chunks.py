@@ -41,10 +41,12 @@ def test_chunks_of_512():
     assert not plan.has_pools
     assert plan.chunk_len == 512
     assert plan.generate.batch_seqs == 32
-    assert plan.itl_s == pytest.approx(plan.generate.step_s + max(first, whole - before))
-    assert plan.ttft_s == pytest.approx(8 * plan.generate.step_s + max(8 * first, whole))
-    # time per token is that of the steady state
-    assert plan.tpot_s == pytest.approx(plan.generate.step_s + 31 / 256 * whole)
+    last = max(first, whole - before)
+    chunks = max(8 * (first + last) / 2, whole)
+    assert plan.itl_s == pytest.approx(plan.generate.step_s + last)
+    assert plan.ttft_s == pytest.approx(8 * plan.generate.step_s + chunks)
+    # a sequence waits for all chunks of the 31 others
+    assert plan.tpot_s == pytest.approx(plan.generate.step_s + 31 / 256 * chunks)
 
 
 def test_chunks_on_devices_of_experts():

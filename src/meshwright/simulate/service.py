@@ -140,10 +140,10 @@ def simulate_service(
     The client has at most ``concurrency`` requests on their way, and sends the next when one ends.
 
     Engines that do both phases follow the ``policy``, those of pools always prefill in chunks, at most `TOKEN_BUDGET`
-    tokens a step. They hold at most as many sequences as the plan, with pages in all of the memory; with pools a
-    finished prompt waits for its transfer. ``spans`` keeps who held which slot. Raises InputError for another policy
-    than chunks with pools, for a request that is too long for an engine, and for a service with known parts of prompts
-    or with drafts.
+    tokens a step, or a whole prompt on each device that has sequences of its own. They hold at most as many sequences
+    as the plan, with pages in all of the memory; with pools a finished prompt waits for its transfer. ``spans`` keeps
+    who held which slot. Raises InputError for another policy than chunks with pools, for a request that is too long for
+    an engine, and for a service with known parts of prompts or with drafts.
     """
     service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
     if service.prefix_share:
@@ -158,7 +158,9 @@ def simulate_service(
     def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
         batch, pages = max(pool.batch_seqs, plan.generate.batch_seqs), -(-service.max_len // PAGE_LEN)
         prompts = pool.batch_seqs * service.prompt_len * (not decodes)
-        most_tokens = TOKEN_BUDGET * sequence_shards(pool.strategy)
+        shards = sequence_shards(pool.strategy)
+        # devices with sequences of their own prefill whole prompts, each its own
+        most_tokens = shards * (TOKEN_BUDGET if shards == 1 else max(TOKEN_BUDGET, service.prompt_len))
         budget = plan.chunk_len + batch if plan.chunk_len else max(most_tokens, prompts, batch + 1)
         room = 1 + plan.free_bytes / pool.memory["kv_cache"] if np.isfinite(plan.free_bytes) else 1
         limits = SchedulerLimits(

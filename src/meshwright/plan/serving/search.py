@@ -15,8 +15,9 @@ all its prompts, which end together.
 
 Engines that do both phases stop for whole prompts: the longest time between two tokens of a sequence is t_step +
 t_prefill. A chunk of C tokens rides along with a step: it is t_step + t_chunk, of a prompt's last chunk, and the first
-token comes after P / C such steps. Chunks keep the batch full if (B - 1) P / C <= output. With pools it is
-t_step. With drafts t_step is that of a step over the tokens that it makes in the mean, but not between two tokens.
+token comes after P / C such steps; t_prompt is then the time of all its chunks. Chunks keep the batch full if (B - 1) P
+/ C <= output. With pools it is t_step. With drafts t_step is that of a step over the tokens that it makes in the mean,
+but not between two tokens.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ import numpy as np
 from meshwright.algebra.generation import cache_table
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.formulas.serving import waiting_s
-from meshwright.plan.serving.engines import PricedFleet, Steps
+from meshwright.plan.serving.engines import PricedFleet
 from meshwright.plan.serving.fleet import PREFILL_LAYOUTS, transfer_bytes_per_s
 from meshwright.plan.serving.service import Service
 from meshwright.spec.model import Model
@@ -93,8 +94,10 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     fits &= (at_once == 1) | (at_once < 2 * ending)
     rows, other, free = rows[fits], other[fits], free[fits]
     cut = _chunked(priced, service, rows, other)
-    rows, other, free = (column[np.isfinite(cut["itl_s"])] for column in (rows, other, free))
-    prompt_s = prefill.step_s[other] / prefill.batch[other]
+    used = np.isfinite(cut["itl_s"])
+    rows, other, free = (column[used] for column in (rows, other, free))
+    cut = {name: column[used] for name, column in cut.items()}
+    prompt_s = cut.pop("prompt_s")
     batch, step_s, output = decode.batch[rows], decode.token_s[rows], service.output_len
     tpot_s = step_s + waiting_s(prompt_s, batch=batch, output_len=output)
     rate = batch / (output * tpot_s + prompt_s)
@@ -114,12 +117,13 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
         transfer_s=np.zeros(len(rows)),
         requests_per_s=wanted * rate,
         free_bytes=free,
-        **{name: column[np.isfinite(cut["itl_s"])] for name, column in cut.items()},
+        prompt_s=prompt_s,
+        **cut,
     )
 
 
 def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the length of chunks, the longest time between tokens and the time to the first token.
+    """Returns the length of chunks, the longest time between tokens, the time to the first token and that of a prompt.
 
     Of the lengths that meet the target of the longest time, the one with the first token soonest; without any, the one
     with the shortest such time, which is infinite if none can be used: prompts that are prefilled several at once are
@@ -131,19 +135,25 @@ def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.
     ending = np.maximum(decode.batch[rows] - 1, 0) / service.output_len
     at_a_time = np.maximum(ending / priced.prefill.batch[other], 1)
     own = ending / priced.fleet.batch_shards[decode.engine[rows]]
-    lengths, gaps, firsts = [0], [step_s + at_a_time * prefill_s], [prefill_s]
+    spread = priced.prefill.batch[other]
+    lengths, gaps, firsts, wholes = [0], [step_s + at_a_time * prefill_s], [prefill_s], [prefill_s / spread]
     for length, (first_s, last_s) in priced.chunks.items():
         count = -(-service.new_prompt_tokens // length)
         lengths.append(length)
         gap = step_s + last_s[each]
         gaps.append(np.where((other % at_once == 0) & (own * count <= 1), gap, np.inf))
-        firsts.append(count * step_s + np.maximum(service.new_prompt_tokens / length * first_s[each], prefill_s))
+        # a chunk attends to more the later it comes; none is quicker than its part of a whole prompt
+        mean_s = (first_s[each] + last_s[each]) / 2
+        all_s = np.maximum(service.new_prompt_tokens / length * mean_s, prefill_s)
+        firsts.append(count * step_s + all_s)
+        wholes.append(all_s / spread)
     if service.chunk_len and len(lengths) > 1:
-        lengths, gaps, firsts = lengths[1:], gaps[1:], firsts[1:]
+        lengths, gaps, firsts, wholes = lengths[1:], gaps[1:], firsts[1:], wholes[1:]
     gap, first, places = np.stack(gaps), np.stack(firsts), np.arange(len(rows))
     met = gap <= (service.itl_s or np.inf)
     best = np.where(met.any(axis=0), np.argmin(np.where(met, first, np.inf), axis=0), np.argmin(gap, axis=0))
-    return {"chunk_len": np.array(lengths)[best], "itl_s": gap[best, places], "ttft_s": first[best, places]}
+    found = {"itl_s": gap, "ttft_s": first, "prompt_s": np.stack(wholes)}
+    return {"chunk_len": np.array(lengths)[best], **{name: column[best, places] for name, column in found.items()}}
 
 
 def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Services]:
@@ -187,6 +197,7 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
             requests_per_s=np.minimum(num_prefill * begins, num_decode * ends)[kept],
             free_bytes=priced.room - np.maximum(decode.need[rows], prefill.need[other]),
             chunk_len=np.zeros(len(rows), dtype=np.int64),
+            prompt_s=prefill.step_s[other] / prefill.batch[other],
             itl_s=decode.step_s[rows],
             ttft_s=prefill.step_s[other] + sent_s,
         )
@@ -208,12 +219,10 @@ def _balanced(
 
 def _services(service: Service, priced: PricedFleet, **given: np.ndarray) -> Services:
     """Returns services with the figures that follow alike for both kinds."""
-    prefill: Steps = priced.prefill
     served = np.minimum(given["requests_per_s"], service.requests_per_s or np.inf)
     return Services(
         **given,
         step_s=priced.decode.step_s[given["decode"]],
-        prompt_s=prefill.step_s[given["prefill"]] / prefill.batch[given["prefill"]],
         served_per_s=served,
         tokens_per_s_per_chip=served * service.output_len / given["num_chips"],
         serves=given["num_chips"] <= priced.fleet.cluster.num_chips,
