@@ -291,12 +291,12 @@ class Runner:
     ) -> dict[Any, Timing]:
         """Returns timings by key, taken in alternation; messages call a failed one ``left_out.format(key)``."""
         ready = {key: self.bench.call(one) if isinstance(one, Workload) else one for key, one in calls.items()}
-        times = time_together(ready, self.budget, max_repeats=max_repeats)
+        found, why_not = time_together(ready, self.budget, max_repeats=max_repeats)
         reasons: dict[str, str] = {}
-        for key, why in times.why_not.items():
+        for key, why in why_not.items():
             reasons.setdefault(left_out.format(key), why)
         self.left_out.extend(f"{what}: {why}" for what, why in reasons.items())
-        return times.found
+        return found
 
     def time_one(self, call: Workload | Call, left_out: str, *, max_repeats: int = MAX_REPEATS) -> Timing | None:
         """Times one workload; None if that was not possible."""

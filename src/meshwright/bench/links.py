@@ -35,14 +35,14 @@ def measure_collectives(runner: Runner) -> CollectivesPart:
 
 def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collective | None:
     workloads = {n: collective_workload(kind, group, n) for n in runner.bench.sizes.collective_bytes}
-    times = time_together(
+    found, why_not = time_together(
         {n: runner.bench.call(workload) for n, workload in workloads.items()}, runner.budget, max_repeats=15
     )
-    if len(times.found) < MIN_SIZES:
-        why = f"{len(times.found)} of the {MIN_SIZES} sizes that a line needs ({next(iter(times.why_not.values()))})"
+    if len(found) < MIN_SIZES:
+        why = f"{len(found)} of the {MIN_SIZES} sizes that a line needs ({next(iter(why_not.values()))})"
         runner.left_out.append(f"{kind} over {group.axis}={group.size}: {why}")
         return None
-    line = fit_line(list(times.found), [seconds.median_s for seconds in times.found.values()])
+    line = fit_line(list(found), [seconds.median_s for seconds in found.values()])
     rows = tuple(
         CollectiveTime(
             array_bytes=n,
@@ -50,7 +50,7 @@ def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collectiv
             fitted_s=line.at(n),
             datasheet_s=datasheet_seconds(runner.bench, kind, group, n),
         )
-        for n, seconds in times.found.items()
+        for n, seconds in found.items()
     )
     return Collective(kind=kind, group=group, times=rows, rate=rate_of(kind, group.size, line), fit_error=line.error)
 

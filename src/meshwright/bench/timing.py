@@ -7,7 +7,6 @@ from statistics import median, quantiles
 from typing import Any
 
 import jax
-import msgspec
 
 from meshwright.bench.results import Timing
 from meshwright.core.errors import first_line
@@ -64,21 +63,18 @@ class Call:
         return (time.perf_counter() - begin) / self.rounds
 
 
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Timings of calls by name, and the error or ``NO_TIME`` of each call that failed or had too few repeats."""
-
-    found: dict[Any, Timing]
-    why_not: dict[Any, str]
-
-
 def timing_of(seconds: list[float]) -> Timing:
     """Returns median and quartiles of one or more times."""
     low, middle, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     return Timing(median_s=middle, low_s=low, high_s=high, repeats=len(seconds))
 
 
-def time_together(calls: Mapping[Any, Call], budget: Budget, *, max_repeats: int = MAX_REPEATS) -> Timings:
+def time_together(
+    calls: Mapping[Any, Call], budget: Budget, *, max_repeats: int = MAX_REPEATS
+) -> tuple[dict[Any, Timing], dict[Any, str]]:
     """Times calls in alternation, so that other load on the machine affects all of them alike.
+
+    Returns timings by name, and the error or ``NO_TIME`` of each call that failed or had too few repeats.
 
     The first run of each call compiles it and does not count. Repeats go on until the budget is used up or
     ``max_repeats`` is reached, every second one in reverse order. The budget is extended a little to reach
@@ -110,7 +106,7 @@ def time_together(calls: Mapping[Any, Call], budget: Budget, *, max_repeats: int
     for name in calls:
         if name not in found:
             why_not.setdefault(name, NO_TIME)
-    return Timings(found=found, why_not=why_not)
+    return found, why_not
 
 
 def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str, float]:

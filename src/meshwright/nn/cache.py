@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout
 from jaxtyping import Array, Bool, Float, Int
 
 from meshwright.algebra.sizes import LANES, SUBLANES
@@ -64,11 +64,6 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     if has_widths and not heads_in_tiles:
         rows = SUBLANES * (4 if packed == 4 else 1)
     return Layout(order, tiling=((rows, LANES), (packed, 1)) if packed > 1 else ((rows, LANES),))
-
-
-def in_order(stack: Array, layout: Layout | None) -> Array:
-    """Returns an array that XLA keeps in the order of a layout, if there is one, also inside loops."""
-    return stack if layout is None else with_layout_constraint(stack, layout)
 
 
 @dataclass(frozen=True)

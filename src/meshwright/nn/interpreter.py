@@ -53,11 +53,7 @@ def _run_step(context: Context, step: Step, env: Environment, *, taken: Array | 
             value = env[array] + value
         if context.constrain and context.derived.declared.get(array.name) == array:
             value = context.constrain(array, value)
-        env[array] = value if taken is None else _begun(value, taken)
-
-
-def _begun(value: Any, taken: Array) -> Any:
-    return in_further_round(value, taken) if isinstance(value, Ragged) else value
+        env[array] = value if taken is None else in_further_round(value, taken)
 
 
 # -- further rounds of an exchange ----------------------------------------------------------------------
@@ -105,7 +101,7 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
 
     def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
         (taken, sums), given = jax.lax.optimization_barrier((carry, [known[array] for array in used]))
-        inner = {array: _begun(value, taken) for array, value in zip(used, given, strict=True)}
+        inner = {array: in_further_round(value, taken) for array, value in zip(used, given, strict=True)}
         for step in again:
             _run_step(context, step, inner, taken=taken)
         room = replace(route, further=True).room

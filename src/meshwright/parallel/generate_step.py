@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Format, Layout
+from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -30,7 +30,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.fields import checked
 from meshwright.nn import quantisation
 from meshwright.nn.attention.platform import platform_of
-from meshwright.nn.cache import LayerCache, cache_layout, in_order
+from meshwright.nn.cache import LayerCache, cache_layout
 from meshwright.nn.context import Context
 from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.ops.quantised_embed import DTYPES
@@ -353,7 +353,10 @@ class GenerateStep:
             stream, env = run_block(context, steps, {**values, **held})
             writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))
             written: Any = {step.inputs[0].name: env[step.result] for step in writes}
-            stacks = {name: in_order(held.stack, self.cache_layouts.get(name)) for name, held in written.items()}
-            return stream, {**cache, **stacks}
+            stacks = {name: held.stack for name, held in written.items()}
+            layouts = {name: layout for name, layout in self.cache_layouts.items() if name in stacks}
+            # also inside loops XLA then keeps the order of a layout
+            ordered = {name: with_layout_constraint(stacks[name], layout) for name, layout in layouts.items()}
+            return stream, {**cache, **stacks, **ordered}
 
         return run_stack(context, stack, params, given, layer, cache)

@@ -212,22 +212,16 @@ def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], buck
     together = {name for names in joined.values() for name in names}
     found = once_per_step(derived, {n: g for n, g in grads.items() if n not in together}, stacked=stacked)
     for names in joined.values():
-        for bucket in _buckets(names, grads, bucket_bytes):
+        buckets, room = [list[str]()], bucket_bytes
+        for name in names:  # in order; a new bucket begins where the next array would not fit
+            size = grads[name].size * grads[name].dtype.itemsize
+            if buckets[-1] and size > room:
+                buckets, room = [*buckets, []], bucket_bytes
+            buckets[-1].append(name)
+            room -= size
+        for bucket in buckets:
             flat, split = ravel_pytree([grads[name] for name in bucket])
             found |= zip(bucket, split(apply_collectives(steps[bucket[0]], flat)), strict=True)
-    return found
-
-
-def _buckets(names: list[str], grads: Params, bucket_bytes: int) -> list[list[str]]:
-    """Groups names in order; starts a new bucket where the next array would not fit."""
-    found: list[list[str]] = [[]]
-    room = bucket_bytes
-    for name in names:
-        size = grads[name].size * grads[name].dtype.itemsize
-        if found[-1] and size > room:
-            found, room = [*found, []], bucket_bytes
-        found[-1].append(name)
-        room -= size
     return found
 
 

@@ -8,6 +8,7 @@ same counts.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,9 +30,10 @@ def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -
     return replace(slots, route=Delivery(counts, zero, fullest.astype(jnp.int32), slots.rows.shape[0]))
 
 
-def in_further_round(slots: Ragged, taken: Array) -> Ragged:
-    """Returns the same rows, to be exchanged in a round after ``taken`` rows of each device."""
-    return slots if slots.route is None else replace(slots, route=replace(slots.route, taken=taken, further=True))
+def in_further_round(value: Any, taken: Array) -> Any:
+    """Returns the same value; rows on a route are exchanged in a round after ``taken`` rows of each device."""
+    route = value.route if isinstance(value, Ragged) else None
+    return replace(value, route=replace(route, taken=taken, further=True)) if route else value
 
 
 def move_packed(step: Step, slots: Ragged) -> Ragged:

@@ -112,9 +112,7 @@ class LiveLine:
 
     def _bar(self, record: StepRecord) -> RenderableType:
         left_s = (self.steps - record.step) * statistics.median(self._recent_s)
-        line = (
-            f"{describe(record, self.steps)}  {format_seconds(left_s)} left" if left_s else describe(record, self.steps)
-        )
+        line = describe(record, self.steps) + (f"  {format_seconds(left_s)} left" if left_s else "")
         grid = Table.grid(padding=(0, 1))
         grid.add_column(width=BAR_WIDTH)
         grid.add_column(no_wrap=True, overflow="ellipsis")
