@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.record import LatencyTargets, ServingRecord
-from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
+from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import RequestTraffic, lognormal, poisson
 from meshwright.core.units import format_seconds
 
@@ -45,9 +45,10 @@ def pool(clock: Clock, policy: Policy, num_replicas: int, **bounds: Any) -> Repl
 
 def disaggregated(traffic: RequestTraffic, clock: Clock) -> ServingRecord:
     """16 replicas prefill one prompt after the other and send the cache at 50 GB/s, 48 decode."""
-    return simulate_disaggregated(
+    return simulate(
         traffic,
-        (pool(clock, "interleaved", 16, token_budget=1), pool(clock, "chunked", 48)),
+        pool(clock, "interleaved", 16, token_budget=1),
+        pool(clock, "chunked", 48),
         transfer_s=lambda tokens: tokens * CACHE_BYTES / 50e9,
     )
 

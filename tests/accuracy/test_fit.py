@@ -9,11 +9,10 @@ from meshwright.accuracy.batches import calibrations
 from meshwright.accuracy.fit import (
     PRIORS,
     configuration,
-    cross_validate,
     fit,
     folds,
+    held_out,
     interval,
-    leave_groups_out,
     make_problem,
     predict,
     rounded,
@@ -100,14 +99,12 @@ def test_a_case_that_is_left_out_does_not_count():
 def test_what_is_predicted_for_a_fold_does_not_depend_on_its_measurements():
     """Cross-validation and leaving groups out: other measurements of what is held out change nothing there."""
     problem = made_up()
-    for held_out, number in (
-        (cross_validate, folds(problem.cases)),
-        (leave_groups_out, np.array([one.record.group == "maxtext-b" for one in problem.cases])),
-    ):
-        held = number == 0
+    groups = np.array([one.record.group for one in problem.cases])
+    for parts, part in ((folds(problem.cases), 0), (groups, "maxtext-b")):
+        held = parts == part
         measured = np.where(held, 3 * problem.measured_s, problem.measured_s)
         changed = type(problem)(cases=problem.cases, parts=problem.parts, measured_s=measured, weights=problem.weights)
-        plain, other = held_out(problem, rounds=1), held_out(changed, rounds=1)
+        plain, other = held_out(problem, parts, rounds=1), held_out(changed, parts, rounds=1)
         assert other[held].tolist() == plain[held].tolist()
         assert (other[~held] != plain[~held]).all()
 

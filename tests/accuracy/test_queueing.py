@@ -42,10 +42,10 @@ def test_a_client_of_one_waits_for_its_prefill_alone():
     """Nothing queues: the prefill, whose kernels the host starts. Times per token are those of decode by itself."""
     case = case_of(concurrency=1.0, isl=8192)
     rates = served_calibrations([case], {})
-    found = queued_times([case], [rates])
-    many = queued_times([case_of(concurrency=64.0, isl=8192)], [rates])
-    assert 0.2 < found.ttft_s[0] < 0.6 < many.ttft_s[0]
-    assert found.tpot_s[0] < many.tpot_s[0]
+    ttft_s, tpot_s = queued_times([case], [rates])
+    ttft_of_many, tpot_of_many = queued_times([case_of(concurrency=64.0, isl=8192)], [rates])
+    assert 0.2 < ttft_s[0] < 0.6 < ttft_of_many[0]
+    assert tpot_s[0] < tpot_of_many[0]
 
 
 def test_errors_of_times_to_the_first_token():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from meshwright.batching.clock import TabledClock
 from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
-from meshwright.batching.traffic import fixed, lognormal, poisson, traffic_of, uniform, with_prefixes
+from meshwright.batching.simulation import ReplicaPool, simulate
+from meshwright.batching.traffic import fixed, lognormal, poisson, traffic_of, uniform
 from meshwright.core.errors import InputError
 from tests.batching.mock import CLOCKS, AffineClock, limits, traffic
 from tests.batching.naive import serve
@@ -54,9 +54,7 @@ def test_jumps_equal_single_steps_of_two_pools(traffic, limits, clock, concurren
         ReplicaPool(limits=bounds, clock=clock, num_replicas=2, routing="least_loaded"),
     )
     jumped, single = (
-        simulate_disaggregated(
-            traffic, pools, transfer_s=lambda tokens: 0.1 * tokens, concurrency=concurrency, most_jump=most
-        )
+        simulate(traffic, *pools, transfer_s=lambda tokens: 0.1 * tokens, concurrency=concurrency, most_jump=most)
         for most in (256, 1)
     )
     np.testing.assert_allclose(figures(jumped), figures(single), rtol=1e-9)
@@ -128,12 +126,10 @@ def test_continuous_batching_beats_a_static_batch():
 
 def test_a_pool_hands_over_to_another():
     # Prefill 1 s each, one after the other; 0.5 s to hand over; three decoding steps from the next second on.
-    record = simulate_disaggregated(
+    record = simulate(
         traffic_of([0.0, 0.0], [5, 5], [4, 1]),
-        (
-            ReplicaPool(limits=SchedulerLimits(policy="interleaved", token_budget=1, num_pages=9), clock=SECOND),
-            ReplicaPool(limits=SchedulerLimits(num_pages=9), clock=SECOND),
-        ),
+        ReplicaPool(limits=SchedulerLimits(policy="interleaved", token_budget=1, num_pages=9), clock=SECOND),
+        ReplicaPool(limits=SchedulerLimits(num_pages=9), clock=SECOND),
         transfer_s=lambda tokens: tokens / 10,
     )
     assert record.times.first_token_s.tolist() == [1.0, 2.0]
@@ -167,9 +163,7 @@ def test_a_client_does_not_send_what_has_not_arrived():
 def test_a_client_of_two_pools():
     # Prefill to 1 s, 0.5 s to hand over, three decoding steps to 4.5 s; then the next.
     pool = ReplicaPool(limits=SchedulerLimits(num_pages=9), clock=SECOND)
-    record = simulate_disaggregated(
-        traffic_of([0.0, 0.0], 5, 4), (pool, pool), transfer_s=lambda tokens: tokens / 10, concurrency=1
-    )
+    record = simulate(traffic_of([0.0, 0.0], 5, 4), pool, pool, transfer_s=lambda tokens: tokens / 10, concurrency=1)
     assert record.traffic.arrival_s.tolist() == [0.0, 4.5]
     assert record.ttft_s.tolist() == [1.0, 1.0]
     assert record.times.ended_s.tolist() == [4.5, 9.0]
@@ -208,7 +202,9 @@ def test_requests_go_to_the_least_loaded_replica():
 
 def test_requests_go_where_their_prefix_is():
     made = poisson(2.0, duration_s=500.0, prompt=fixed(8), output=fixed(2), seed=1)
-    made = with_prefixes(made, num_prefixes=32, prefix_len=64)  # 128 pages, of which a replica has room for half
+    prefix = np.random.default_rng(0).integers(32, size=len(made))
+    # 128 pages, of which a replica has room for half
+    made = traffic_of(made.arrival_s, made.prompt + 64, made.output, prefix, 64)
     bounds = SchedulerLimits(num_pages=64, max_requests=8, token_budget=100, prefix_cache=True)
     ttft_s = {}
     for routing in ("round_robin", "prefix_aware"):

@@ -1,5 +1,5 @@
 from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
+from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import traffic_of
 from tests.batching.mock import AffineClock
 
@@ -49,9 +49,7 @@ def test_chunks_run_beside_decoding():
 
 def test_disaggregated_pools_have_spans_of_their_own():
     pool = ReplicaPool(limits=SchedulerLimits(num_pages=100, max_requests=2), clock=AffineClock(1.0))
-    record = simulate_disaggregated(
-        traffic_of([0.0], 4, 3), (pool, pool), transfer_s=lambda tokens: tokens / 8, spans=True
-    )
+    record = simulate(traffic_of([0.0], 4, 3), pool, pool, transfer_s=lambda tokens: tokens / 8, spans=True)
     (prefill,), (decode,) = record.spans
     assert (prefill.start_s, prefill.end_s, prefill.phase) == (0.0, 1.0, "prefill")
     assert (decode.start_s, decode.end_s, decode.phase) == (1.5, 3.5, "decode")

@@ -1,16 +1,7 @@
 import numpy as np
 import pytest
 
-from meshwright.batching.traffic import (
-    empirical,
-    fixed,
-    lognormal,
-    parse_lengths,
-    poisson,
-    traffic_of,
-    uniform,
-    with_prefixes,
-)
+from meshwright.batching.traffic import fixed, lognormal, parse_lengths, poisson, traffic_of, uniform
 from meshwright.core.errors import InputError
 
 
@@ -24,7 +15,6 @@ def test_lengths():
     assert draw(lognormal(500)).mean() == pytest.approx(500, rel=0.03)
     assert np.log(draw(lognormal(500, sigma=0.8))).std() == pytest.approx(0.8, rel=0.02)
     assert draw(lognormal(500, most=900)).max() == 900
-    assert set(draw(empirical([3, 9])).tolist()) == {3, 9}
 
 
 def test_lengths_are_read():
@@ -59,13 +49,6 @@ def test_poisson_arrivals():
     assert made.arrival_s.tolist() == again.arrival_s.tolist()
 
 
-def test_shared_prefixes_stand_before_prompts():
-    made = with_prefixes(traffic_of([0, 1, 2], 5, 1), num_prefixes=2, prefix_len=10)
-    assert made.prompt.tolist() == [15] * 3
-    assert made.prefix_len.tolist() == [10] * 3
-    assert set(made.prefix.tolist()) <= {0, 1}
-
-
 def test_requests_are_sorted_by_arrival():
     made = traffic_of([2.0, 0.5], [7, 8], 1, [-1, 4], [0, 3])
     (first_s, first), (_, second) = made.requests()
@@ -81,8 +64,6 @@ def test_requests_are_sorted_by_arrival():
         (lambda: traffic_of([1e30], 1, 1), "from 0 to"),
         (lambda: traffic_of([0.0, 1.0], [4, -2], 1), "request 1 has a prompt of -2 tokens"),
         (lambda: poisson(-1.0, duration_s=1.0, prompt=fixed(1), output=fixed(1)), "a rate of -1 requests/s"),
-        (lambda: with_prefixes(traffic_of([0], 1, 1), num_prefixes=0, prefix_len=1), "0 prefixes of 1 tokens"),
-        (lambda: empirical([]), "observed lengths are empty"),
     ],
 )
 def test_traffic_that_cannot_be(make, said):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from meshwright.hlo.collectives import CompiledCollective, module_collectives
+from meshwright.hlo.collectives import CompiledCollective, collectives
 from meshwright.hlo.loops import loops
 from tests.hlo.programs import module
 
@@ -18,7 +18,7 @@ WEIGHT_BYTES = 1024 * 4096 * BF16
 
 
 def found(name: str, mesh: dict[str, int]) -> tuple[CompiledCollective, ...]:
-    return module_collectives(module(name), mesh)
+    return collectives(module(name), mesh)
 
 
 def counted(collected: tuple[CompiledCollective, ...]) -> Counter[tuple[str, tuple[str, ...], int, int]]:
@@ -160,7 +160,7 @@ def test_rare_kinds(name, kind, full_bytes):
 
 
 def test_without_a_mesh_there_are_sizes_of_groups():
-    every = module_collectives(module("h200_step"), {})
+    every = collectives(module("h200_step"), {})
     assert {(c.axes, c.group_size) for c in every} == {((), 2), ((), 4)}
 
 

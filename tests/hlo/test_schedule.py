@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from meshwright.hlo.collectives import collectives, module_collectives
+from meshwright.hlo.collectives import collectives
 from tests.hlo.programs import DATA, module
 
 MESH = {"fsdp": 2, "tensor": 2}
@@ -115,7 +115,7 @@ def test_a_start_whose_end_is_in_the_next_iteration():
 
 
 def overlaps(name: str, mesh: dict[str, int]) -> Counter:
-    found = module_collectives(module(name), mesh)
+    found = collectives(module(name), mesh)
     return Counter((one.kind, one.axes, one.overlap) for one in found if one.full_bytes > 512)
 
 

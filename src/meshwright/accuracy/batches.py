@@ -26,7 +26,7 @@ from meshwright.cost.step_rates import (
     strategy_placements,
 )
 from meshwright.cost.train_step import PricedStep
-from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
+from meshwright.cost.work.kernels import AxisGroup, chip_rates
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
 from meshwright.spec.efficiency import family, fitted_calibration
@@ -37,6 +37,10 @@ NO_LEG = Leg(level="ici", size=1, bytes_per_s=1.0, hops=0, hop_s=0.0)
 ALIKE = ("narrow", "engine_s", "attention", "overlap", "overlap_weights", "low", "high", "low_experts", "high_experts")
 """Fields of an efficiency that are not stacked as they are: not needed, in the rates of a chip already, or None in some
 batches."""
+
+
+RATES = ("matmul_flops_per_s", "wide_flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "processors")
+"""Fields of a chip's rates that differ between the cases of a batch."""
 
 
 class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,22 +70,14 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def repeated(self, times: int) -> "CaseBatch":
         """Returns a batch with the cases so many times over, one whole list after the other."""
-        arrays = (self.sizes, self.pipeline, self.legs, self.fills, self.links, self.num_hosts, self.num_nodes)
-        sizes, pipeline, legs, fills, links, num_hosts, num_nodes = map_figures(
-            lambda value: np.tile(value, times) if isinstance(value, np.ndarray) else value, arrays
+        names = ("sizes", "pipeline", "legs", "fills", "links", "num_hosts", "num_nodes")
+        repeats = map_figures(
+            lambda value: np.tile(value, times) if isinstance(value, np.ndarray) else value,
+            {name: getattr(self, name) for name in names},
         )
-        return CaseBatch(
-            cases=self.cases * times,
-            numbers=self.numbers,
-            derived=_with_repeats(self.derived, self.cases * times),
-            sizes=msgspec.structs.replace(sizes, cache={}),
-            pipeline=pipeline,
-            legs=legs,
-            fills=fills,
-            links=links,
-            num_hosts=num_hosts,
-            num_nodes=num_nodes,
-        )
+        repeats["sizes"] = msgspec.structs.replace(repeats["sizes"], cache={})
+        cases = self.cases * times
+        return msgspec.structs.replace(self, cases=cases, derived=_with_repeats(self.derived, cases), **repeats)
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
         """Returns the rates of the cases' machines as arrays; ``calibrations`` has one for each case."""
@@ -98,7 +94,7 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
         stand_in = _stacked_calibration(calibrations)
         groups = {group: leg_rates(legs, stand_in) for group, legs in self.legs.items()}
         return StepRates(
-            chip=_stacked_chips(chips, stand_in.efficiency),
+            chip=msgspec.structs.replace(chips[0], **_arrays(chips, RATES), efficiency=stand_in.efficiency),
             peak_flops_per_s=1.0,
             groups=groups,
             link_levels=("",) * len(self.links),
@@ -174,11 +170,16 @@ def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
         derived = first.setting.derived(first.strategy)
     placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in chosen]
     groups = collective_groups(derived)
+    sizes = [case.setting.sizes(case.strategy) for case in chosen]
+    dims, mesh = (
+        map_figures(lambda *sizes: np.array(sizes, dtype=float), *tables)
+        for tables in ([one.dims for one in sizes], [one.mesh for one in sizes])
+    )
     return CaseBatch(
         cases=chosen,
         numbers=np.array(numbers),
         derived=_with_repeats(derived, chosen),
-        sizes=_stacked_sizes(chosen),
+        sizes=msgspec.structs.replace(sizes[0], dims=dims, mesh=mesh),
         pipeline=PipelineCost(
             schedule=first.strategy.schedule,
             stages=np.array([case.strategy.mesh["pipeline"] for case in chosen]),
@@ -203,15 +204,6 @@ def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
         block = msgspec.structs.replace(steps.block, repeat=repeats)
         blocks.append(msgspec.structs.replace(steps, block=block))
     return msgspec.structs.replace(derived, blocks=tuple(blocks))
-
-
-def _stacked_sizes(cases: Sequence[Case]) -> SlotSizes:
-    every = [case.setting.sizes(case.strategy) for case in cases]
-    dims, mesh = (
-        map_figures(lambda *sizes: np.array(sizes, dtype=float), *tables)
-        for tables in ([one.dims for one in every], [one.mesh for one in every])
-    )
-    return msgspec.structs.replace(every[0], dims=dims, mesh=mesh)
 
 
 def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
@@ -271,16 +263,3 @@ class _Hops:
     def get(self, level: str, own: np.ndarray) -> np.ndarray:
         given = np.array([one.get(level, np.nan) for one in self.every])
         return np.where(np.isnan(given), own, given)
-
-
-def _stacked_chips(chips: Sequence[ChipRates], efficiency: Any) -> ChipRates:
-    names = ("matmul_flops_per_s", "wide_flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "processors")
-    return ChipRates(
-        **_arrays(chips, names),
-        narrow=chips[0].narrow,
-        eager=chips[0].eager,
-        by_expert=chips[0].by_expert,
-        one_hot=chips[0].one_hot,
-        efficiency=efficiency,
-        kernels=chips[0].kernels,
-    )

@@ -255,6 +255,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     sizes |= {"fsdp": replicas // expert // outer, "data": outer} if zero else {"data": replicas // expert}
     per_step = record.global_batch_seqs or 1
     chunks = _chunks(record, model, sizes["pipeline"])
+    sums_narrow = record.group.startswith(NARROW_SUMS) or record.precision == "fp16"  # stacks of 2021 sum in fp16
     return Strategy(
         mesh=make_mesh(sizes),
         assignment=standard_assignment(zero=zero, sequence_parallel=bool(given.sp) or tpu or sizes["tensor"] == 1),
@@ -263,7 +264,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         num_microbatches=_microbatches(record, replicas, per_step, tpu),
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        state="bf16-master" if tpu or _sums_narrow(record) else "bf16-master-fp32-grads",
+        state="bf16-master" if tpu or sums_narrow else "bf16-master-fp32-grads",
         precision=_precision(record, cluster.chip),
         capacity_factor=record.recipe.capacity_factor if record.recipe else 0.0,
     )
@@ -281,11 +282,6 @@ def _software(record: Record) -> Software:
     if graphs == "step" or record.config.endswith(CAPTURED):
         return "captured"
     return "captured-layers" if graphs == "layers" else "eager"
-
-
-def _sums_narrow(record: Record) -> bool:
-    """True if gradients are summed in 16 bits: see `NARROW_SUMS`; stacks of 2021 do so in fp16."""
-    return record.group.startswith(NARROW_SUMS) or record.precision == "fp16"
 
 
 def _chunks(record: Record, model: Model, stages: int) -> int:

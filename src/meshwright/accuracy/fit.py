@@ -186,18 +186,9 @@ def configuration(case: Case) -> tuple[Any, ...]:
     return (record.group, case.setting.model.name, case.chip.name, record.n_chips, sizes)
 
 
-def cross_validate(problem: Problem, *, rounds: int = 12) -> np.ndarray:
-    """Returns predicted seconds of every case, with numbers fitted on the other folds [cases]."""
-    return _held_out(problem, folds(problem.cases), rounds)
-
-
-def leave_groups_out(problem: Problem, *, rounds: int = 10) -> np.ndarray:
-    """Returns predicted seconds of every case, with numbers fitted on the other groups [cases]."""
-    return _held_out(problem, np.array([case.record.group for case in problem.cases]), rounds)
-
-
-def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
-    """Predicts seconds of every case with numbers fitted on the other parts; ``parts`` has the part of each case.
+def held_out(problem: Problem, parts: np.ndarray, *, rounds: int = 12) -> np.ndarray:
+    """Returns predicted seconds of every case, with numbers fitted on the other parts [cases]; ``parts`` has the part
+    of each case, such as its fold or its group.
 
     Every fit starts at the priors: numbers fitted on all cases would leak the held-out measurements.
     """

@@ -14,7 +14,7 @@ from meshwright.accuracy.records import Parallelism, Record
 from meshwright.accuracy.served import ENGINES, ServedCase, configuration, engine_case, served_calibrations
 from meshwright.batching.clock import TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
-from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
+from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import RequestTraffic, traffic_of, uniform
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.plan.serving.fleet import transfer_bytes_per_s
@@ -44,13 +44,6 @@ MOST_OF_POOL = 64
 """Devices of the largest engine of a disaggregated service."""
 
 
-class QueuedTimes(msgspec.Struct, frozen=True):
-    """Simulated mean seconds to the first token, and from one token to the next, an entry for each case."""
-
-    ttft_s: np.ndarray
-    tpot_s: np.ndarray
-
-
 def queued_accuracy(
     cases: Sequence[ServedCase],
     calibrations: Sequence[Mapping[str, Calibration]],
@@ -65,10 +58,10 @@ def _by_time(
     cases: Sequence[ServedCase],
     calibrations: Sequence[Mapping[str, Calibration]],
     unpredicted: Sequence[Unpredicted],
-    times: QueuedTimes,
+    times: Sequence[np.ndarray],
 ) -> dict[str, Accuracy]:
     found = {}
-    for kind, predicted in (("ttft", times.ttft_s), ("tpot", times.tpot_s)):
+    for kind, predicted in zip(("ttft", "tpot"), times, strict=True):
         decode = [replace(case.decode, measured_s=getattr(case.record.measured, f"{kind}_ms") / 1e3) for case in cases]
         errors = accuracy_of(decode, predicted, calibrations[0], unpredicted, what="decode")
         plain = tuple(replace(one, low_s=None, high_s=None) for one in errors.predictions)
@@ -76,10 +69,13 @@ def _by_time(
     return found
 
 
-def queued_times(cases: Sequence[ServedCase], calibrations: Sequence[Mapping[str, Calibration]]) -> QueuedTimes:
-    """Returns simulated times; ``calibrations`` has, for each case, that of each chip by name.
+def queued_times(
+    cases: Sequence[ServedCase], calibrations: Sequence[Mapping[str, Calibration]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns simulated mean seconds to the first token, and from token to token [cases].
 
-    Cases of one configuration share the calibration and one table of step times.
+    ``calibrations`` has, for each case, that of each chip by name. Cases of one configuration share the calibration and
+    one table of step times.
     """
     engines: dict[tuple[object, ...], list[int]] = {}
     for number, case in enumerate(cases):
@@ -93,7 +89,7 @@ def queued_times(cases: Sequence[ServedCase], calibrations: Sequence[Mapping[str
             made = client_traffic(case, case.clients)
             record = simulate(made, ReplicaPool(limits=engine_limits(case), clock=clock), concurrency=case.clients)
             ttft_s[number], tpot_s[number] = record.ttft_s.mean(), np.nanmean(record.tpot_s)
-    return QueuedTimes(ttft_s, tpot_s)
+    return ttft_s, tpot_s
 
 
 def client_traffic(case: ServedCase, clients: int) -> RequestTraffic:
@@ -111,7 +107,6 @@ class PooledCase(msgspec.Struct, frozen=True, kw_only=True):
     common divisor. ``transfer_s`` is the time of a token's cache, sent by each device over its own link between nodes.
     """
 
-    record: Record
     prefill: ServedCase
     decode: ServedCase
     replicas: tuple[int, int]
@@ -134,7 +129,7 @@ def pooled_accuracy(records: Sequence[Record], numbers: Mapping[str, float]) -> 
     rates = served_calibrations([case.decode for case in cases], numbers)
     found = [_simulated(case, rates) for case in cases]
     decode = [case.decode for case in cases]
-    return _by_time("pools", decode, [rates] * len(cases), left, QueuedTimes(*np.array(found).T))
+    return _by_time("pools", decode, [rates] * len(cases), left, [*np.array(found).T])
 
 
 def _pooled(record: Record) -> PooledCase:
@@ -157,7 +152,6 @@ def _pooled(record: Record) -> PooledCase:
     group = f"{ENGINES[record.backend]}, disaggregated"
     prefill, decode = (replace(one, record=replace(one.record, group=group)) for one in engines)
     return PooledCase(
-        record=record,
         prefill=prefill,
         decode=replace(decode, decode=replace(decode.decode, record=decode.record)),
         replicas=(attention[0] // divisor, attention[1] // divisor),
@@ -174,9 +168,10 @@ def _simulated(case: PooledCase, rates: Mapping[str, Calibration]) -> tuple[floa
         return ReplicaPool(limits=limits, clock=clock, num_replicas=num_replicas, routing="least_loaded")
 
     made = client_traffic(case.decode, case.clients)
-    record = simulate_disaggregated(
+    record = simulate(
         made,
-        (pool(case.prefill, "interleaved", case.replicas[0]), pool(case.decode, "chunked", case.replicas[1])),
+        pool(case.prefill, "interleaved", case.replicas[0]),
+        pool(case.decode, "chunked", case.replicas[1]),
         transfer_s=lambda tokens: tokens * case.transfer_s,
         concurrency=case.clients,
     )

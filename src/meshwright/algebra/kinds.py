@@ -41,6 +41,11 @@ def row_stream(step: Step, sizes: OpSizes, *, rows: int = 1) -> Number:
     return stream(step, sizes) + sizes.total(*step.inputs[:rows])
 
 
+def row_bytes(step: Step, sizes: OpSizes, *, numbers: int = 1) -> Number:
+    """Returns the bytes of moved rows, each read and written, and of the input ``numbers``, which says which rows."""
+    return sizes.bytes(step.inputs[numbers]) + 2 * sizes.bytes(step.result)
+
+
 class StepKind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of local step: its FLOPs, its bytes to and from memory, and the group of work that it belongs to.
 

@@ -385,36 +385,27 @@ def parse_block(
     ``renamed`` gives names of the text another name in the program; the other arguments are fields of `Block`.
     Raises InputError when a line cannot be read or a variable is used with other dims than before.
     """
-    ops = [_parse_line(line, variables, renamed) for line in text.splitlines() if line.strip()]
+
+    def entered(text: str) -> str:
+        array = parse_array(text)
+        name = renamed.get(array.name, array.name)
+        known = variables.setdefault(name, Variable(name, array.dims, "activation"))
+        if known.dims != array.dims:
+            raise InputError(f"{name} has dims {list(known.dims)} and is used as {text.strip()}.")
+        return name
+
+    ops = list[Op]()
+    for line in (line for line in text.splitlines() if line.strip()):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise InputError(f"program line {line.strip()!r} is not 'out[dims] = ...'.")
+        call = _CALL.fullmatch(match["rest"])
+        kind, args, given = call.groups("") if call else ("einsum", match["rest"], "")
+        inputs = tuple(map(entered, _ARG.findall(args)))
+        if kind == "einsum" and len(inputs) != 2:
+            raise InputError(f"program line {line.strip()!r} is not a product of two arrays.")
+        # "window=128, sees_all" has the pairs (window, 128) and (sees_all, true)
+        pairs = (part.strip().partition("=") for part in given.split(",") if part.strip())
+        attributes = tuple((key.strip(), value.strip() or "true") for key, _, value in pairs)
+        ops.append(Op(kind, inputs, entered(match["out"]), attributes))
     return Block(name, tuple(ops), repeat, carry, result, num_in_last_iterations)
-
-
-def _parse_line(line: str, variables: dict[str, Variable], renamed: Mapping[str, str]) -> Op:
-    match = _LINE.fullmatch(line)
-    if match is None:
-        raise InputError(f"program line {line.strip()!r} is not 'out[dims] = ...'.")
-    rest = match["rest"]
-    call = _CALL.fullmatch(rest)
-    kind, args = (call["kind"], call["args"]) if call else ("einsum", rest)
-    inputs = tuple(_enter(found, variables, renamed) for found in _ARG.findall(args))
-    if kind == "einsum" and len(inputs) != 2:
-        raise InputError(f"program line {line.strip()!r} is not a product of two arrays.")
-    attributes = _parse_attributes(call["attributes"] or "") if call else ()
-    return Op(kind, inputs, _enter(match["out"], variables, renamed), attributes)
-
-
-def _parse_attributes(text: str) -> tuple[tuple[str, str], ...]:
-    """Parses ``"window=128, sinks"`` to (("window", "128"), ("sinks", "true"))."""
-    pairs = (part.strip().partition("=") for part in text.split(",") if part.strip())
-    return tuple((name.strip(), value.strip() or "true") for name, _, value in pairs)
-
-
-def _enter(text: str, variables: dict[str, Variable], renamed: Mapping[str, str]) -> str:
-    array = parse_array(text)
-    name = renamed.get(array.name, array.name)
-    known = variables.get(name)
-    if known is None:
-        variables[name] = Variable(name, array.dims, "activation")
-    elif known.dims != array.dims:
-        raise InputError(f"{name} has dims {list(known.dims)} and is used as {text.strip()}.")
-    return name

@@ -28,7 +28,26 @@ class ShardedArray(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.dims) != len(self.axes):
             raise AssertionError(f"{self.name}: {len(self.dims)} dims, {len(self.axes)} lists of axes")
-        _refuse_impossible(self)
+        seen: dict[str, str] = {}
+        for dim, axes in zip(self.dims, self.axes, strict=True):
+            for axis in axes:
+                if axis in seen:
+                    both = f"{seen[axis]} and {dim}" if seen[axis] != dim else f"{dim} twice"
+                    raise InputError(
+                        f"{self.name}[...] uses mesh axis {axis} for {both}; an axis can split one dim of an "
+                        f"array once. Remove it from one of them."
+                    )
+                seen[axis] = dim
+        for axis in self.unreduced:
+            if axis in seen:
+                raise InputError(
+                    f"{self.name}[...] is split over {axis} along {seen[axis]} and unreduced over it; "
+                    f"it can only be one of the two. Remove one."
+                )
+        if len(set(self.unreduced)) != len(self.unreduced):
+            raise InputError(f"{self.name}[...] is unreduced over {join_axes(self.unreduced)}; name each axis once.")
+        if len(set(self.dims)) != len(self.dims):
+            raise InputError(f"{self.name}[{', '.join(self.dims)}] names a dim twice; give each dim its own name.")
 
     def __str__(self) -> str:
         inner = ", ".join(
@@ -65,29 +84,6 @@ class ShardedArray(msgspec.Struct, frozen=True):
     def spread(self) -> tuple[str, ...]:
         """Every mesh axis that splits some dim, in dim order."""
         return tuple(axis for axes in self.axes for axis in axes)
-
-
-def _refuse_impossible(array: ShardedArray) -> None:
-    seen: dict[str, str] = {}
-    for dim, axes in zip(array.dims, array.axes, strict=True):
-        for axis in axes:
-            if axis in seen:
-                both = f"{seen[axis]} and {dim}" if seen[axis] != dim else f"{dim} twice"
-                raise InputError(
-                    f"{array.name}[...] uses mesh axis {axis} for {both}; an axis can split one dim of an "
-                    f"array once. Remove it from one of them."
-                )
-            seen[axis] = dim
-    for axis in array.unreduced:
-        if axis in seen:
-            raise InputError(
-                f"{array.name}[...] is split over {axis} along {seen[axis]} and unreduced over it; "
-                f"it can only be one of the two. Remove one."
-            )
-    if len(set(array.unreduced)) != len(array.unreduced):
-        raise InputError(f"{array.name}[...] is unreduced over {join_axes(array.unreduced)}; name each axis once.")
-    if len(set(array.dims)) != len(array.dims):
-        raise InputError(f"{array.name}[{', '.join(array.dims)}] names a dim twice; give each dim its own name.")
 
 
 def parse_array(text: str) -> ShardedArray:

@@ -200,7 +200,11 @@ class Tape:
         first, and added as soon as their shardings agree. A partial sum is no longer available to other steps.
         """
         addends = self.contributions.pop(name, [])
-        target = self._summed(name, addends)
+        target, is_weight = self.cotangent(name), self.shardings.is_weight(name)
+        # a weight's gradient is summed once per step over axes that do not split it, if all addends agree on these
+        later = {tuple(a for a in addend.unreduced if a not in target.spread) for addend in addends}
+        if is_weight and len(later) == 1:
+            target = target.replace(unreduced=later.pop())
         if all(op.out != name for op in self.block.ops):
             self.left.add(target)
         waiting = {a: reshard(a, target) for a in addends}
@@ -215,17 +219,9 @@ class Tape:
             waiting[step.result] = reshard(step.result, target)
         # the backward pass of the first block that uses a weight (tied embeddings have two) is the last to add to it
         is_first = self.shardings.first_use.get(name) == self.block.name
-        if addends and is_first and self.shardings.is_weight(name):
+        if addends and is_first and is_weight:
             for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
                 self._emit(step, self.phase, scope="step")
-
-    def _summed(self, name: str, addends: list[ShardedArray]) -> ShardedArray:
-        """Returns a cotangent as its block leaves it. The gradient of a weight stays unreduced over axes that do not
-        split it, if all addends agree on these: it is summed over them once per step."""
-        cotangent = self.cotangent(name)
-        later = {tuple(a for a in addend.unreduced if a not in cotangent.spread) for addend in addends}
-        wait = self.shardings.is_weight(name) and len(later) == 1
-        return cotangent.replace(unreduced=later.pop()) if wait else cotangent
 
 
 def axes_beside(array: ShardedArray, other: ShardedArray) -> tuple[str, ...]:

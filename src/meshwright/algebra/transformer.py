@@ -107,7 +107,9 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
     variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
-        variables[name] = Variable(name, weight.dims, _role(weight), weight.dtype, weight.inputs, weight.frozen)
+        is_split = weight.kind == "matrix" or weight.dims[0] in _SPLIT_DIMS or len(weight.dims) > 1
+        role = "weight" if is_split and weight.part != "buffer" else "vector"
+        variables[name] = Variable(name, weight.dims, role, weight.dtype, weight.inputs, weight.frozen)
     encoder, stacks = _encoder(model, variables)
     names, norm, loss = layer_names(model), written(model, FINAL_NORM), loss_text(model, options)
     kinds = (kind for kind in layer_kinds(model) if kind.layers != model.mtp_layers)
@@ -169,14 +171,6 @@ def layer_dims(model: Model) -> dict[str, int]:
     """Returns the sizes of the dims that count layers, and layers times experts, of each kind of layer."""
     counts = {layers_dim(kind.block): len(kind.layers) for kind in layer_kinds(model)}
     return counts | {f"{dim}E": count * max(model.num_experts, 1) for dim, count in counts.items()}
-
-
-def _role(weight: Weight) -> str:
-    if weight.part == "buffer":
-        return "vector"
-    if weight.kind == "matrix" or weight.dims[0] in _SPLIT_DIMS or len(weight.dims) > 1:
-        return "weight"
-    return "vector"
 
 
 def _layer_block(

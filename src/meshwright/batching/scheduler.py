@@ -180,16 +180,13 @@ class Scheduler:
             victim = self.running[next(reversed(self.running))]
             needed -= victim.joined >= 0 and (victim.joined - victim.cached) % self.limits.page_len == at
             preempted.append(victim)
-            self._preempt(victim)
+            produced = victim.produced + (self.round - victim.joined if victim.joined >= 0 else 0)
+            self._leave(victim)
+            victim.cached, victim.produced, victim.joined, victim.shared_pages = 0, produced, -1, 0
+            victim.is_ready = False
+            self.waiting.appendleft(victim)
         self.pages.take(needed)
         return preempted
-
-    def _preempt(self, victim: ActiveRequest) -> None:
-        produced = victim.produced + (self.round - victim.joined if victim.joined >= 0 else 0)
-        self._leave(victim)
-        victim.cached, victim.produced, victim.joined, victim.shared_pages = 0, produced, -1, 0
-        victim.is_ready = False
-        self.waiting.appendleft(victim)
 
     def _chunks(self, admitted: list[ActiveRequest], *, may_admit: bool) -> list[tuple[ActiveRequest, int]]:
         """Spends what decoding leaves of the token budget on prompts, first those that have begun."""

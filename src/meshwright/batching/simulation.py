@@ -1,6 +1,6 @@
 """Traffic through one or two pools of replicas: who serves which request, and what comes out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 from typing import Literal, get_args
@@ -70,18 +70,22 @@ class _Line:
         return _route([one.scheduler.load for one in self.replicas], self._routing, request.prefix, self._homes)
 
 
-def _run(
+def simulate(
     traffic: RequestTraffic,
-    pools: Sequence[ReplicaPool],
-    *,
-    concurrency: float,
-    transfer_s: Callable[[int], float],
-    most_jump: int,
-    spans: bool,
+    *pools: ReplicaPool,
+    transfer_s: Callable[[int], float] = float,
+    concurrency: float = inf,
+    most_jump: int = MOST_JUMP,
+    spans: bool = False,
 ) -> ServingRecord:
-    """Runs traffic through one pool, or two of which the first makes the first token, until all requests have ended.
+    """Returns what happens to traffic in a pool of replicas that prefill and decode, or in two, one for each.
 
-    At one time steps end first, then requests arrive, then steps begin.
+    Of two pools the first makes the first token. ``transfer_s`` seconds, of the number of tokens in the prompt, after
+    it the request is queued in the second pool, which keeps its own pages; transfers do not wait for each other. A
+    request that is preempted there is prefilled again there. At one time steps end first, then requests arrive, then
+    steps begin. A client has at most ``concurrency`` requests on their way: the next one is sent when one ends, if it
+    has arrived, and its arrival in the record is when it is sent. ``most_jump=1`` takes every step by itself, with the
+    same result. ``spans`` keeps who held which slot, for small simulations. Raises InputError for what cannot run.
     """
     if not concurrency >= 1:
         raise InputError(f"concurrency is {concurrency:g}. Give a client of one request at a time, or of more.")
@@ -151,38 +155,3 @@ def _route(loads: list[int], routing: RoutingPolicy, prefix: int | None, homes: 
             index = homes.get(prefix, index)
         homes[prefix] = index
     return index
-
-
-def simulate(
-    traffic: RequestTraffic,
-    pool: ReplicaPool,
-    *,
-    concurrency: float = inf,
-    most_jump: int = MOST_JUMP,
-    spans: bool = False,
-) -> ServingRecord:
-    """Returns what happens to traffic in a pool of replicas that prefill and decode.
-
-    A client has at most ``concurrency`` requests on their way: the next one is sent when one ends, if it has arrived,
-    and its arrival in the record is when it is sent. ``most_jump=1`` takes every step by itself, with the same result.
-    ``spans`` keeps who held which slot, for small simulations. Raises InputError for what cannot run.
-    """
-    return _run(traffic, [pool], concurrency=concurrency, transfer_s=float, most_jump=most_jump, spans=spans)
-
-
-def simulate_disaggregated(
-    traffic: RequestTraffic,
-    pools: tuple[ReplicaPool, ReplicaPool],
-    *,
-    transfer_s: Callable[[int], float],
-    concurrency: float = inf,
-    most_jump: int = MOST_JUMP,
-    spans: bool = False,
-) -> ServingRecord:
-    """Returns what happens to traffic whose prompts the first pool prefills and whose outputs the second one decodes.
-
-    The first pool makes the first token. ``transfer_s`` seconds, of the number of tokens in the prompt, after it the
-    request is queued in the second pool, which keeps its own pages; transfers do not wait for each other. A request
-    that is preempted there is prefilled again there. Other arguments and errors are as for `simulate`.
-    """
-    return _run(traffic, pools, concurrency=concurrency, transfer_s=transfer_s, most_jump=most_jump, spans=spans)

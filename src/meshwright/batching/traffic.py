@@ -100,14 +100,6 @@ def poisson(
     return traffic_of(arrival_s, prompt(generator, count), output(generator, count))
 
 
-def with_prefixes(traffic: RequestTraffic, *, num_prefixes: int, prefix_len: int, seed: int = 0) -> RequestTraffic:
-    """Returns the traffic with one of ``num_prefixes`` shared texts, of equal odds, before every prompt."""
-    if num_prefixes < 1 or prefix_len < 0:
-        raise InputError(f"{num_prefixes:,} prefixes of {prefix_len:,} tokens. Give at least one, of 0 tokens or more.")
-    prefix = np.random.default_rng(seed).integers(num_prefixes, size=len(traffic))
-    return traffic_of(traffic.arrival_s, traffic.prompt + prefix_len, traffic.output, prefix, prefix_len)
-
-
 def fixed(length: int) -> LengthSampler:
     """Samples one length."""
     return uniform(length, length)
@@ -131,14 +123,6 @@ def lognormal(mean: float, *, sigma: float = LOGNORMAL_SIGMA, most: int | None =
         return np.rint(np.clip(drawn, 1, most)).astype(np.int64)
 
     return sample
-
-
-def empirical(lengths: ArrayLike) -> LengthSampler:
-    """Samples from lengths that were observed, each with equal odds."""
-    seen = np.asarray(lengths, np.int64)
-    if not len(seen) or seen.min() < 1:
-        raise InputError("observed lengths are empty, or one is below 1 token. Give lengths of 1 or more.")
-    return lambda generator, count: generator.choice(seen, size=count)
 
 
 def parse_lengths(text: str) -> LengthSampler:

@@ -59,7 +59,7 @@ def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes,
         raise InputError(f"{text.strip()!r} is not a sharded array. Write for example A[I_X, J] or W[D_{{fsdp}}, F_Y].")
     name, inner, unreduced = match.groups()
     dims, axes = [], []
-    for part in _dims(inner):
+    for part in re.split(r",(?![^{}]*\})", inner) if inner.strip() else ():
         dim = _DIM.fullmatch(part)
         if dim is None:
             raise InputError(
@@ -72,7 +72,3 @@ def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes,
     dtype = name if name in DTYPE_BYTES else ""
     left = () if unreduced is None else parse_axes(unreduced)
     return name or "A", tuple(dims), tuple(axes), left, dtype
-
-
-def _dims(inner: str) -> list[str]:
-    return re.split(r",(?![^{}]*\})", inner) if inner.strip() else []

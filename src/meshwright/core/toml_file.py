@@ -186,12 +186,11 @@ _TYPES = {
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).split(" - at `")[0]
-    return as_sentence(re.sub(r"`([a-z |]+)`", lambda found: _type_words(found[1].split(" | ")), text))
+    def words(found: re.Match[str]) -> str:
+        names = found[1].split(" | ")
+        return " or ".join(_TYPES.get(name, name) for name in names if name != "null") or "nothing"
 
-
-def _type_words(names: list[str]) -> str:
-    return " or ".join(_TYPES.get(name, name) for name in names if name != "null") or "nothing"
+    return as_sentence(re.sub(r"`([a-z |]+)`", words, str(error).split(" - at `")[0]))
 
 
 def _shown(value: Any) -> str:

@@ -91,21 +91,16 @@ class CompiledCollective(msgspec.Struct, frozen=True):
         return f"{'' if self.label else 'near '}{label.block}:{label.phase}:{label.result}" if label else ""
 
 
-def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
-    """Returns every collective of an optimised HLO module, with the trip counts of the loops around it, but none of
-    further rounds of an exchange.
+def collectives(program: str | Module, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
+    """Returns every collective of an optimised HLO module, parsed or as text, with the trip counts of the loops around
+    it, but none of further rounds of an exchange.
 
-    ``mesh`` maps axis to size, major to minor; the module's device numbers are taken to run over it
-    row-major, as they do for a mesh built from ``jax.devices()`` in order, slice by slice where there are
-    several. Raises ValueError for a loop around a collective whose trip count cannot be read.
+    ``mesh`` maps axis to size, major to minor; an empty one leaves the axes empty. The module's device numbers are
+    taken to run over it row-major, as they do for a mesh built from ``jax.devices()`` in order, slice by slice where
+    there are several. Raises ValueError for a loop around a collective whose trip count cannot be read.
     """
-    return module_collectives(parse_module(hlo_text), mesh)
-
-
-def module_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
-    """Returns the `collectives` of a parsed module; an empty ``mesh`` leaves the axes empty."""
-    walk = _Walk(module, mesh)
-    return tuple(walk.computation(_Around(computation=module.entry)))
+    module = parse_module(program) if isinstance(program, str) else program
+    return tuple(_Walk(module, mesh).computation(_Around(computation=module.entry)))
 
 
 class _Around(msgspec.Struct, frozen=True, kw_only=True):

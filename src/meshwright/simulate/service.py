@@ -10,7 +10,7 @@ from meshwright.algebra.steps import Step
 from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.record import LatencyTargets, ServingRecord
-from meshwright.batching.simulation import ReplicaPool, simulate, simulate_disaggregated
+from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import MOST_REQUESTS, RequestTraffic, parse_lengths, poisson, traffic_of
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
@@ -185,9 +185,10 @@ def simulate_service(
     if not plan.has_pools:
         return simulate(traffic, replicas(plan.generate), concurrency=concurrency, spans=spans)
     per_token_s = plan.transfer_s / service.prompt_len
-    return simulate_disaggregated(
+    return simulate(
         traffic,
-        (replicas(plan.prefill, decodes=False), replicas(plan.generate)),
+        replicas(plan.prefill, decodes=False),
+        replicas(plan.generate),
         transfer_s=lambda n: n * per_token_s,
         concurrency=concurrency,
         spans=spans,

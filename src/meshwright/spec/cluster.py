@@ -21,7 +21,8 @@ LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
 CHIP_NAME = r"[A-Za-z][\w.-]*|[^*]+\.toml"
 """Pattern of a chip's name in the catalogue, or of a file with a chip."""
 _TEXT = re.compile(rf"(?:(\d{{1,18}})\*)?({CHIP_NAME}):(\d{{1,18}}(?:x\d{{1,18}})*)(_twisted)?", re.ASCII)
-_CHIPS = re.compile(rf"(?:{CHIP_NAME}):\d+chips")
+OPEN_SHAPE = re.compile(rf"({CHIP_NAME}):(\d+)chips")
+"""A chip and a number of chips, whose shapes `slices.parse_clusters` lists."""
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
 
 
@@ -126,9 +127,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def nodes(self) -> int:
         """Switched domains joined by the network, over all its levels."""
-        if self.kind != "switched":
-            raise InputError(f"{self.short_name} is a {self.kind}, it has no switched domain.")
-        return math.prod(self.shape[1:])
+        return math.prod(self.shape) // self.domain
 
     @property
     def level_names(self) -> tuple[str, ...]:
@@ -171,7 +170,7 @@ def parse_cluster(text: str) -> Cluster:
     if text.endswith(".toml"):
         return read_cluster(Path(text))
     match = _TEXT.fullmatch(text)
-    if match is None and _CHIPS.fullmatch(text):
+    if match is None and OPEN_SHAPE.fullmatch(text):
         raise InputError(f"{text!r} leaves the shape open. Name one here, such as {_EXAMPLES}.")
     if match is None:
         raise InputError(f"cluster {text!r} is not chip:shape. Write for example {_EXAMPLES}, or name a .toml file.")

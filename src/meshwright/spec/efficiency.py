@@ -106,18 +106,12 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
         key = next((key for key in (f"{name}.{base}", f"{name}.{kind}", name) if key in values), None)
         if key:
             found[name] = values[key]
-    found["compute"] = found.get("compute", 1.0) * _power_limit(chip, base)
+    watts = catalogued(chip, "power_w", name=catalogue_name(chip)) if base == "blackwell" else None
+    limit = watts / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS if watts is not None else 1.0
+    found["compute"] = found.get("compute", 1.0) * limit
     found.setdefault("attention", found["compute"])
     found |= {name: min(1.0, found[name]) for name in SHARES if name in found}
     ends = (f".{base}", f".{kind}")
     narrow = {key.split(".")[1]: v for key, v in values.items() if key.startswith("narrow.") and key.endswith(ends)}
     engines = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith("engine_s.")}
     return Efficiency(**found, narrow=narrow, engine_s=engines)
-
-
-def _power_limit(chip: Chip, base: str) -> float:
-    """Returns a Blackwell's power per peak FLOP/s relative to a B200; 1 for other chips."""
-    watts = catalogued(chip, "power_w", name=catalogue_name(chip))
-    if base != "blackwell" or watts is None:
-        return 1.0
-    return watts / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS

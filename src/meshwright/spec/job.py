@@ -89,7 +89,11 @@ def parse_batch(text: str, *, seq_len: int) -> int:
             f"batch {text} is {tokens} tokens, less than one sequence of {seq_len}. Use at least {seq_len} tokens."
         )
     if tokens % seq_len:
-        near = _nearest_batch(tokens, seq_len)
+        # the power of two of sequences within 10%, else the nearest whole number
+        exact_seqs = tokens / seq_len
+        power = 1 << round(exact_seqs).bit_length()
+        powers = (one for one in (power // 2, power) if abs(one / exact_seqs - 1) <= 0.1)
+        near = next(powers, max(1, round(exact_seqs)))
         short = format_count(near * seq_len).replace(" ", "")
         exact = parse_count(short, what="batch") == near * seq_len
         advice = f"{short} ({near} sequence{'s' * (near > 1)})" if exact else f"{near}seq ({near * seq_len:,} tokens)"
@@ -98,13 +102,3 @@ def parse_batch(text: str, *, seq_len: int) -> int:
             f"({tokens // seq_len}, remainder {tokens % seq_len}). Use {advice}."
         )
     return tokens // seq_len
-
-
-def _nearest_batch(tokens: int, seq_len: int) -> int:
-    """Returns the power of two of sequences within 10%, else the nearest whole number."""
-    exact = tokens / seq_len
-    power = 1 << round(exact).bit_length()
-    for candidate in (power // 2, power):
-        if abs(candidate / exact - 1) <= 0.1:
-            return candidate
-    return max(1, round(exact))

@@ -237,7 +237,11 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
         super().__post_init__()
-        for field in self._positive_fields():
+        positive = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
+        positive += ["max_positions", "relative_distance", *["d_ff_expert"] * (self.num_experts > 0)]
+        if self.latent_attention or self.family.startswith("deepseek"):
+            positive += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        for field in positive:
             if getattr(self, field) < 1:
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
         for field in self.__struct_fields__:
@@ -285,14 +289,6 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups, and "
                 f"enough of them for the experts of a token."
             )
-
-    def _positive_fields(self) -> tuple[str, ...]:
-        """Lists the sizes that must be at least 1 in this model."""
-        always = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-        experts = ("d_ff_expert",) if self.num_experts else ()
-        ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        latent = ranks if self.latent_attention or self.family.startswith("deepseek") else ()
-        return (*always, "max_positions", "relative_distance", *experts, *latent)
 
     @property
     def dims(self) -> dict[str, int]:

@@ -5,20 +5,17 @@ How to Scale Your Model, section 2.2.
 """
 
 import math
-import re
 from collections.abc import Iterator
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import Chip, catalogued, chip
-from meshwright.spec.cluster import CHIP_NAME, Cluster, make_cluster, parse_cluster
+from meshwright.spec.cluster import OPEN_SHAPE, Cluster, make_cluster, parse_cluster
 from meshwright.spec.cluster_shapes import ClusterShape, can_twist, is_offered
-
-_TEXT = re.compile(rf"({CHIP_NAME}):(\d+)chips")
 
 
 def parse_clusters(text: str) -> tuple[Cluster, ...]:
     """Returns every cluster of ``"v5p:4096chips"``, best first; the one cluster of any other text."""
-    match = _TEXT.fullmatch(text.strip())
+    match = OPEN_SHAPE.fullmatch(text.strip())
     if match is None:
         return (parse_cluster(text),)
     return slice_shapes(chip(match.group(1)), int(match.group(2)))

@@ -103,7 +103,7 @@ def weight_table(model: Model) -> tuple[Weight, ...]:
     Extra parts (a vision tower; without ``mtp_weight`` the layers of `mtp_params`) are left out.
     """
     if model.lora:
-        base = weight_table(replace(model, lora=None))
+        base = weight_table(frozen_base(model))
         frozen = (part for row in base for part in _frozen(model, row))
         return (*frozen, *_adapters(model, base))
     encoder = _encoder(model) if model.encoder else ()
@@ -237,7 +237,16 @@ def _layers(model: Model) -> list[Weight]:
     if model.encoder is None:
         return rows
     attention = {"attn_norm", "attn_norm_bias", "wq", "wk", "wv", "bq", "bk", "bv", "bo", "wo"}
-    crossed = [_cross(row) for row in rows if row.name.removeprefix("layers.") in attention]
+    # keys and values of cross-attention come from the encoder
+    crossed = [
+        replace(
+            row,
+            name=f"layers.cross_{name.removeprefix('attn_')}",
+            hf_name=row.hf_name.replace("{layer}.", "{layer}.cross."),
+        )
+        for row in rows
+        if (name := row.name.removeprefix("layers.")) in attention
+    ]
     first = next(number for number, row in enumerate(rows) if row.name == "layers.mlp_norm")
     return [*rows[:first], *crossed, *rows[first:]]
 
@@ -272,12 +281,6 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
         for name, dims, llama_name, part, needs in _tables()[table]
         if met.issuperset(needs.split()) and (not layers or layers[part])
     ]
-
-
-def _cross(row: Weight) -> Weight:
-    """Returns the cross-attention row of a self-attention row: keys and values come from the encoder."""
-    name = row.name.removeprefix("layers.").removeprefix("attn_")
-    return replace(row, name=f"layers.cross_{name}", hf_name=row.hf_name.replace("{layer}.", "{layer}.cross."))
 
 
 def _encoder(model: Model) -> list[Weight]:

@@ -1,10 +1,8 @@
 """Combine: moves the weighted results of experts back to their tokens' devices and sums them per token."""
 
-from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.kinds import OpKind, StepKind, row_bytes
 from meshwright.algebra.ops.dispatch import own_slots
 from meshwright.algebra.ops.route import chosen_of
-from meshwright.algebra.sizes import Number, OpSizes
-from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
 
 
@@ -23,16 +21,11 @@ def backward(tape: Tape) -> None:
     tape.run_backward((chosen_of(gates), own_slots(weights, gates)), [(tape.op.inputs[0], dslots)], dout=dout)
 
 
-def backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts the indices, and for every slot a row of dout, read, and one written."""
-    return sizes.bytes(step.inputs[1]) + 2 * sizes.bytes(step.result)
-
-
 OP = OpKind(
     forward=forward,
     backward=backward,
     steps={
         "combine": StepKind(group="embedding"),
-        "combine_backward": StepKind(hbm_bytes=backward_bytes, group="embedding"),
+        "combine_backward": StepKind(hbm_bytes=row_bytes, group="embedding"),
     },
 )

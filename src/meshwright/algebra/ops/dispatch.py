@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.kinds import OpKind, StepKind, row_bytes
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.route import Routing, chosen_of, token_axes
 from meshwright.algebra.sizes import Number, OpSizes
@@ -124,11 +124,6 @@ def slots_backward(tape: Tape, given: ShardedArray, chosen: ShardedArray) -> Non
     tape.run_backward(inputs, [(tape.op.inputs[0], tape.dinputs[0])], dout=dslots)
 
 
-def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts the indices, and for every slot a row of the stream, read, and one written."""
-    return sizes.bytes(step.inputs[1]) + 2 * sizes.bytes(step.result)
-
-
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts the cotangents of slots and the indices, read, and the cotangent of the tokens, written."""
     return sizes.total(*step.inputs[:2], step.result)
@@ -138,7 +133,7 @@ OP = OpKind(
     forward=forward,
     backward=backward,
     steps={
-        "dispatch": StepKind(hbm_bytes=hbm_bytes, group="embedding"),
+        "dispatch": StepKind(hbm_bytes=row_bytes, group="embedding"),
         "dispatch_backward": StepKind(hbm_bytes=backward_bytes, group="embedding"),
     },
 )

@@ -1,7 +1,9 @@
 """Look-up of rows in a table: the product of one-hot rows and the table."""
 
+from functools import partial
+
 from meshwright.algebra.einsum import align, local_product
-from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.kinds import OpKind, StepKind, row_bytes
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
@@ -37,11 +39,6 @@ def backward(tape: Tape) -> None:
     tape.contribute(tape.op.inputs[1], result)
 
 
-def row_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts the numbers, and for each token one row, read and written; the rest of the table is not read."""
-    return sizes.bytes(step.inputs[0]) + 2 * sizes.bytes(step.result)
-
-
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts the gradient, cleared; per token a row of the cotangent, read, and of the gradient, read and written."""
     return sizes.total(*step.inputs, step.result) + 2 * sizes.bytes(step.inputs[1])
@@ -56,7 +53,7 @@ OP = OpKind(
     forward=forward,
     backward=backward,
     steps={
-        "embed": StepKind(hbm_bytes=row_bytes, group="embedding"),
+        "embed": StepKind(hbm_bytes=partial(row_bytes, numbers=0), group="embedding"),
         "embed_backward": StepKind(hbm_bytes=backward_bytes, group="embedding", scratch_bytes=scratch_bytes),
     },
 )

@@ -2,7 +2,7 @@
 `ops.linear_cross_entropy` and `rewrites.fused_head` make these steps; no program names them."""
 
 from meshwright.algebra.kinds import OpKind, StepKind, stream
-from meshwright.algebra.notation import product
+from meshwright.algebra.ops.einsum import flops
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
@@ -14,11 +14,6 @@ PASSES = {"chunked_logits_statistics": 3, "chunked_logits_backward": 4, "fused_h
 """Reads and writes of the logits. Statistics write them and read them twice; the backward pass writes and reads them
 and their cotangent. The fused head writes them, reads them twice for the statistics and once for their cotangent, which
 it writes. Each product that makes a cotangent, of the stream and of a table that trains, is one more read."""
-
-
-def flops(step: Step, sizes: OpSizes) -> Number:
-    """Returns the FLOPs of the product of the stream and the table."""
-    return 2.0 * product(sizes.local(*step.inputs[:2]).values())
 
 
 def num_cotangents(step: Step) -> int:

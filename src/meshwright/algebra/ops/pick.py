@@ -1,8 +1,6 @@
 """Picks one position of each sequence: generation needs the logits of one position only."""
 
-from meshwright.algebra.kinds import OpKind, StepKind
-from meshwright.algebra.sizes import Number, OpSizes
-from meshwright.algebra.steps import Step
+from meshwright.algebra.kinds import OpKind, StepKind, row_bytes
 from meshwright.algebra.tape import Tape
 
 
@@ -14,9 +12,4 @@ def forward(tape: Tape) -> None:
     tape.move(result, out)
 
 
-def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts one position and its number for each sequence, read, and the position, written."""
-    return sizes.bytes(step.inputs[1]) + 2 * sizes.bytes(step.result)
-
-
-OP = OpKind(forward=forward, steps={"pick": StepKind(hbm_bytes=hbm_bytes, group="embedding")})
+OP = OpKind(forward=forward, steps={"pick": StepKind(hbm_bytes=row_bytes, group="embedding")})

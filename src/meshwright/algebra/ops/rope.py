@@ -1,13 +1,8 @@
 """Rotation of queries and keys by their positions."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.ops.add import forward
 from meshwright.algebra.tape import Tape
-
-
-def forward(tape: Tape) -> None:
-    """Rotates each position on the device that has it."""
-    x, positions = tape.inputs
-    tape.run("rope", (x, tape.move(positions, positions.like(x))), tape.out)
 
 
 def backward(tape: Tape) -> None:

@@ -1,22 +1,8 @@
 """Rows times one number each, such as the weight of an expert's slot."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
-from meshwright.algebra.ops.add import forward, local_cotangents
-from meshwright.algebra.sizes import Number, OpSizes
-from meshwright.algebra.steps import Step
-from meshwright.algebra.tape import Tape
-
-
-def backward(tape: Tape) -> None:
-    """Makes cotangents of the rows, and of their numbers as sums over each row."""
-    out = tape.out
-    tape.run_backward([array.like(out) for array in tape.inputs], local_cotangents(tape, out))
-
-
-def vector_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts only the numbers, read: compilers multiply in the activation before."""
-    return sizes.total(*step.inputs[1:])
-
+from meshwright.algebra.ops.bias_add import vector_bytes
+from meshwright.algebra.ops.silu_mul import backward, forward
 
 OP = OpKind(
     forward=forward,

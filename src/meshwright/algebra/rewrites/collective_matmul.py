@@ -85,21 +85,17 @@ def _with_gather(units: list[Unit], gather: Step, ways: int, kept: Collection[Sh
     for number, unit in enumerate(units):
         if len(unit) == 1 and _multiplies(unit[0], gather) and _is_convex({*members, number}, before):
             members.add(number)
-    parts = [units[number][0] for number in sorted(members - {at})]
-    if not parts:
+    products = [units[number][0] for number in sorted(members - {at})]
+    if not products:
         return units
     outside = (step for number, unit in enumerate(units) if number not in members for step in unit)
     whole = gather.result in kept or any(gather.result in step.inputs for step in outside)
-    return _joined(units, members, _gathering(gather, parts, ways, whole=whole))
-
-
-def _gathering(gather: Step, parts: list[Step], ways: int, *, whole: bool) -> Unit:
-    parts = sorted(parts, key=lambda part: gather.dim not in part.result.dims)
+    parts = sorted(products, key=lambda part: gather.dim not in part.result.dims)
     passing = gather.inputs[0].replace(name=f"{gather.inputs[0].name}_passing")
     others = dict.fromkeys(a for part in parts for a in part.inputs if a != gather.result)
     results = (*(part.result for part in parts), *([gather.result] if whole else []))
     product = _product("all_gather", (passing, *others), results, parts, gather.dim, ways)
-    return _round(gather, "past", gather.inputs[0], passing, ways), product
+    return _joined(units, members, (_round(gather, "past", gather.inputs[0], passing, ways), product))
 
 
 def _multiplies(step: Step, gather: Step) -> bool:
@@ -130,20 +126,17 @@ def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[Sharde
     members = {_place(units, total), *makers}
     if not (alone and in_turn and even and _is_convex(members, _before(units))):
         return units
-    return _joined(units, members, _summing(total, parts, dim, ways))
-
-
-def _summing(total: Step, parts: list[Step], dim: str, ways: int) -> Unit:
+    form: CollectiveForm = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"
     cut = {dim: (*total.result.axes_of(dim), *AXES)}
-    split = total.result if total.op == "reduce_scatter" else total.result.resharded(cut)
+    split = total.result if form == "reduce_scatter" else total.result.resharded(cut)
     passing = split.replace(name=f"{split.name}_passing")
     inputs = tuple(dict.fromkeys(a for part in parts for a in part.inputs))
-    form: CollectiveForm = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"
     product = _product(form, inputs, (passing,), parts, dim, ways)
     home = _round(replace(total, dim=dim), "home", passing, split, ways)
     if form == "reduce_scatter":
-        return product, replace(home, accumulates=total.accumulates)
-    return product, home, replace(total, op="all_gather", inputs=(split,), dim=dim, critical=True)
+        return _joined(units, members, (product, replace(home, accumulates=total.accumulates)))
+    whole = replace(total, op="all_gather", inputs=(split,), dim=dim, critical=True)
+    return _joined(units, members, (product, home, whole))
 
 
 # -- steps --------------------------------------------------------------------------------------------------

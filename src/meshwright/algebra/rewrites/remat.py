@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import CROSS, ENCODER
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import LOSSES, Block, Program
-from meshwright.algebra.steps import Phase, Step
+from meshwright.algebra.program import LOSSES, Block
+from meshwright.algebra.steps import Phase
 from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.strategy import Strategy
@@ -20,8 +20,15 @@ class SavedSet:
     """
 
     def __init__(self, shardings: Shardings) -> None:
-        self.shardings = shardings
-        self.names = _kept_names(shardings.program, shardings.strategy)
+        program, strategy = shardings.program, shardings.strategy
+        self.shardings, self.names = shardings, strategy.kept_names  # None: every name
+        if self.names is not None and isinstance(strategy.remat, tuple):
+            results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
+            for name in (name for name in self.names if name not in results):
+                raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, results)}")
+        elif self.names is not None and strategy.remat == "selective" and "qr" not in program.variables:
+            # without rope or a bias the products themselves enter attention
+            self.names = (*self.names, "q", "k")
 
     def keeps(self, array: ShardedArray, block: Block) -> bool:
         """True if a forward result is kept; gathered weights are not.
@@ -49,32 +56,16 @@ def keeps_logits(strategy: Strategy) -> bool:
     return kept is None or "logits" in kept
 
 
-def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
-    """Returns the names in the saved set; None for every name. Raises InputError for a name that is not a result."""
-    kept = strategy.kept_names
-    if kept is None or isinstance(strategy.remat, str):
-        # without rope or a bias the products themselves enter attention
-        plain = strategy.remat == "selective" and "qr" not in program.variables
-        return (*kept, "q", "k") if kept is not None and plain else kept
-    results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
-    for name in kept:
-        if name not in results:
-            raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, results)}")
-    return kept
-
-
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     """Returns the steps of a block. With segments a layer's backward pass begins with its forward steps, in the
     phase recompute, or backward for gathers of weights."""
     segment = shardings.strategy.segment
     if segment is None or not steps.is_layer:
         return steps
-    again = tuple(_again(step, shardings) for step in steps.forward)
+    again = []
+    for step in steps.forward:
+        gathers = step.is_collective and shardings.is_weight(step.result.name)
+        phase: Phase = "backward" if gathers else "recompute"
+        parts = tuple(replace(part, phase=phase) for part in step.parts)
+        again.append(replace(step, phase=phase, parts=parts))
     return replace(steps, backward=(*again, *steps.backward), segment=segment)
-
-
-def _again(step: Step, shardings: Shardings) -> Step:
-    gathers = step.is_collective and shardings.is_weight(step.result.name)
-    phase: Phase = "backward" if gathers else "recompute"
-    parts = tuple(replace(part, phase=phase) for part in step.parts)
-    return replace(step, phase=phase, parts=parts)

@@ -38,14 +38,14 @@ def repeating(program: Program, strategy: Strategy) -> Program:
     dim = next((dim for dim in REPEATED_HEADS if dim in strategy.rules("activation")), "")
     if not dim:
         return program
-    variables = {name: _cached(variable, dim) for name, variable in program.variables.items()}
+    caches = {v.name: replace(v, dims=_renamed(v.dims, dim)) for v in program.of_role("cache")}
+    variables = program.variables | caches
     blocks = tuple(replace(block, ops=_ops(block, variables, dim)) for block in program.blocks)
     return replace(program, blocks=blocks, variables=variables)
 
 
-def _cached(variable: Variable, dim: str) -> Variable:
-    dims = tuple(dim if variable.role == "cache" and one == "K" else one for one in variable.dims)
-    return replace(variable, dims=dims)
+def _renamed(dims: tuple[str, ...], dim: str) -> tuple[str, ...]:
+    return tuple(dim if one == "K" else one for one in dims)
 
 
 def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ...]:
@@ -57,8 +57,7 @@ def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ..
             own = variables[name]
             if "K" in own.dims and name not in repeated:
                 repeated[name] = f"{name}_repeated"
-                dims = tuple(dim if one == "K" else one for one in own.dims)
-                variables[repeated[name]] = replace(own, name=repeated[name], dims=dims)
+                variables[repeated[name]] = replace(own, name=repeated[name], dims=_renamed(own.dims, dim))
                 ops.append(Op("repeat_heads", (name,), repeated[name]))
         inputs = tuple(repeated.get(name, name) for name in op.inputs) if op.kind in READERS else op.inputs
         ops.append(replace(op, inputs=inputs))

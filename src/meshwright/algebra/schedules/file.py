@@ -38,7 +38,12 @@ def read_schedule(path: str | Path) -> Schedule:
     for number, line in enumerate(text.splitlines(), start=1):
         at, content = f"{path}:{number}", line.partition("#")[0].strip()
         if found := _SETTING.fullmatch(content):
-            placement = _read_placement(at, *found.groups())
+            key, value = found.groups()
+            if key != "placement":
+                raise InputError(f"{at}: unknown key {key!r}.{nearest(key, ['placement'])}")
+            if value not in PLACEMENTS:
+                raise InputError(f"{at}: placement {value!r} is not known.{nearest(value, PLACEMENTS)}")
+            placement = value
         elif found := _DEVICE.fullmatch(content):
             device, ops = int(found[1]), [_read_op(at, word) for word in found[2].split()]
             if device > len(orders):
@@ -66,14 +71,6 @@ def read_schedule(path: str | Path) -> Schedule:
         orders=tuple(map(tuple, orders)),
     )
     return check(schedule, lambda device, number: lines[device][number])
-
-
-def _read_placement(at: str, key: str, value: str) -> PlacementName:
-    if key != "placement":
-        raise InputError(f"{at}: unknown key {key!r}.{nearest(key, ['placement'])}")
-    if value not in PLACEMENTS:
-        raise InputError(f"{at}: placement {value!r} is not known.{nearest(value, PLACEMENTS)}")
-    return value
 
 
 def _read_op(at: str, word: str) -> StagePass:

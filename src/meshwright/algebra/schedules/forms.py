@@ -133,6 +133,7 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
     """
     found: dict[PathPasses, None] = {}
     asked: set[PathPasses] = set()
+    scale, mask = 1 << (3 * _BITS), (1 << _BITS) - 1
     axes: list[PathPasses] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
     normals = axes
     while True:
@@ -146,7 +147,9 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
             if normals is not axes and known.count(max(known)) < 2:
                 continue
             asked.add(times)
-            path = _longest_path(step, times)
+            # each pass also takes one unit of a digit of its own, too small to change the path
+            total = step(*(time * scale + (1 << (_BITS * kind)) for kind, time in enumerate(times)))
+            path = total & mask, (total >> _BITS) & mask, (total >> 2 * _BITS) & mask
             if _time(path, times) > max(known, default=-1):
                 found[path] = None
         if len(found) == num_found:
@@ -166,14 +169,6 @@ def _cross(one: PathPasses, other: PathPasses) -> PathPasses | None:
         return None
     shared = math.gcd(x, y, z)
     return x // shared, y // shared, z // shared
-
-
-def _longest_path(step: Callable[[int, int, int], int], times: PathPasses) -> PathPasses:
-    """Returns the passes of the longest path: each pass also takes one unit of a digit of its own, too small to change
-    the path."""
-    scale, mask = 1 << (3 * _BITS), (1 << _BITS) - 1
-    total = step(*(time * scale + (1 << (_BITS * kind)) for kind, time in enumerate(times)))
-    return total & mask, (total >> _BITS) & mask, (total >> 2 * _BITS) & mask
 
 
 def _time(path: PathPasses, times: PathPasses) -> int:

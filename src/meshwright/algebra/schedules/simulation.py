@@ -105,7 +105,13 @@ def simulate(
             ready[makes] = now
             if makes in waiting:
                 awake.append(waiting.pop(makes))
-    _require_finished(schedule, end)
+    rows = enumerate(zip(schedule.orders, end, strict=True))
+    stuck = [f"device {device} before {order[len(ends)]}" for device, (order, ends) in rows if len(ends) < len(order)]
+    if stuck:
+        raise InputError(
+            f"schedule {schedule.name} cannot run: devices wait for each other ({', '.join(stuck[:4])}). "
+            f"Move an op that others wait for to an earlier place."
+        )
     return Simulation(schedule=schedule, start_s=tuple(map(tuple, start)), end_s=tuple(map(tuple, end)))
 
 
@@ -146,16 +152,3 @@ def most_alive(tasks: Iterable[Task]) -> float:
     """Returns the most stashes of one virtual stage that are alive at once while a device runs its tasks."""
     changes = {"F": 1.0, "B": 0.0, "W": -1.0, "BW": -1.0}
     return max(itertools.accumulate(changes[task.takes] for task in tasks), default=0.0)
-
-
-def _require_finished(schedule: Schedule, end: Sequence[Sequence[float]]) -> None:
-    stuck = [
-        f"device {device} before {order[len(ends)]}"
-        for device, (order, ends) in enumerate(zip(schedule.orders, end, strict=True))
-        if len(ends) < len(order)
-    ]
-    if stuck:
-        raise InputError(
-            f"schedule {schedule.name} cannot run: devices wait for each other ({', '.join(stuck[:4])}). "
-            f"Move an op that others wait for to an earlier place."
-        )

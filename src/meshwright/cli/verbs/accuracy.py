@@ -309,13 +309,13 @@ def _fit_anew(
     problem = fit.make_problem(cases)
     numbers = fit.rounded(fit.fit(problem, np.ones(len(cases), dtype=bool)))
     say("cross-validating")
-    crossed = fit.cross_validate(problem)
+    crossed = fit.held_out(problem, fit.folds(cases))
     experts = np.array([case.setting.model.num_experts > 0 for case in cases])
     numbers |= fit.with_intervals(crossed, problem.measured_s, problem.weights, experts)
     seconds = {"cross-validation": crossed}
     if with_groups:
         say("leaving out each group in turn")
-        seconds["groups"] = fit.leave_groups_out(problem)
+        seconds["groups"] = fit.held_out(problem, np.array([case.record.group for case in cases]), rounds=10)
     seconds["fitted"] = fit.predict(problem, [numbers])[0]
     by = calibrations(cases, numbers)
     return numbers, {name: accuracy_of(cases, predicted, by, unpredicted) for name, predicted in seconds.items()}

@@ -12,7 +12,7 @@ from meshwright.cli.output import width
 from meshwright.cli.verb import MESH, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_bytes
-from meshwright.hlo.collectives import collective_rows, module_collectives
+from meshwright.hlo.collectives import collective_rows, collectives
 from meshwright.hlo.files import StableHlo, has_entry, hlo_file, read_hlo
 from meshwright.hlo.graph import block_graphs, computation_graph
 from meshwright.hlo.layout import largest_arrays, paddings, relayouts
@@ -130,7 +130,7 @@ def _summary(module: Module, mesh: Mapping[str, int]) -> dict[str, Any]:
         )
     why = None
     try:
-        rows = [asdict(row) for row in collective_rows(module_collectives(module, mesh))]
+        rows = [asdict(row) for row in collective_rows(collectives(module, mesh))]
     except ValueError as error:
         rows, why = None, str(error)
     return {

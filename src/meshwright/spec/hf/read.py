@@ -32,13 +32,12 @@ _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
 }
 
 
-def _type_of(hint: Any) -> type:
-    """Returns the plain type of a field: int of ``int | None``, tuple of ``tuple[float, ...]``."""
-    plain = get_args(hint)[0] if type(None) in get_args(hint) else hint
-    return get_origin(plain) or plain
-
-
-_TYPES = {name: _type_of(hint) for name, hint in (get_type_hints(Model) | get_type_hints(RopeScaling)).items()}
+_PLAIN = {
+    name: next(iter(get_args(hint))) if type(None) in get_args(hint) else hint
+    for name, hint in (get_type_hints(Model) | get_type_hints(RopeScaling)).items()
+}
+_TYPES: dict[str, type] = {name: get_origin(hint) or hint for name, hint in _PLAIN.items()}
+"""Field -> its plain type: int of ``int | None``, tuple of ``tuple[float, ...]``."""
 
 
 class _Config:
@@ -91,9 +90,12 @@ class _Config:
         value: Any = self.keys.get(key)
         kinds, need = _NEEDS[kind]
         if value is None:
-            is_null = f"{key} is null. Write {need} instead."
-            missing = f"the key {key!r} is missing. {self._missing_hint(key)}"
-            raise InputError(f"{self.what}: {is_null if key in self.given else missing}")
+            if key in self.given:
+                raise InputError(f"{self.what}: {key} is null. Write {need} instead.")
+            misspelt = difflib.get_close_matches(key, {*self.given, *self.rope} - self.form.known, n=1, cutoff=0.8)
+            renamed = [f"The file has {one!r}: rename it to {key!r}." for one in misspelt]
+            hint = renamed[0] if renamed else f"A {self.family} config needs it: add it to the file."
+            raise InputError(f"{self.what}: the key {key!r} is missing. {hint}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.what}: {key} is {value!r}. Write {need} instead.")
         for _, fault in figure_faults(value):
@@ -118,12 +120,6 @@ class _Config:
 
     def layers(self) -> range:
         return range(self.read("num_hidden_layers", int))
-
-    def _missing_hint(self, key: str) -> str:
-        misspelt = difflib.get_close_matches(key, {*self.given, *self.rope} - self.form.known, n=1, cutoff=0.8)
-        if misspelt:
-            return f"The file has {misspelt[0]!r}: rename it to {key!r}."
-        return f"A {self.family} config needs it: add it to the file."
 
 
 def similar(name: str, known: Iterable[str]) -> str:
@@ -185,10 +181,16 @@ def _fields(config: _Config) -> dict[str, Any]:
             "num_kv_heads": fields["num_heads"],
             "head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"],
             "d_ff_shared": fields.get("num_shared_experts", 0) * fields["d_ff_expert"],
-            "dense_layers": _first_dense(config),
+            "dense_layers": tuple(config.layers()[: config.read("first_k_dense_replace", int)]),
         }
     elif "head_dim" not in fields:
-        fields["head_dim"] = _equal_heads(config)
+        d_model, num_heads = fields["d_model"], fields["num_heads"]
+        if num_heads < 1 or d_model % num_heads:
+            raise InputError(
+                f"{config.what}: num_attention_heads={num_heads} does not divide hidden_size={d_model}, "
+                f"and head_dim is not given. Set head_dim, or a number of heads that divides {d_model}."
+            )
+        fields["head_dim"] = d_model // num_heads
     if family in ("qwen2_moe", "qwen3_moe"):
         fields["dense_layers"] = _layers_without_experts(config)
     if family == "smollm3":
@@ -197,20 +199,6 @@ def _fields(config: _Config) -> dict[str, Any]:
         fields |= {"num_shared_experts": 1, "shared_expert_gate": True}
     config.require_understood()
     return fields
-
-
-def _equal_heads(config: _Config) -> int:
-    d_model, num_heads = config.read("hidden_size", int), config.read("num_attention_heads", int)
-    if num_heads < 1 or d_model % num_heads:
-        raise InputError(
-            f"{config.what}: num_attention_heads={num_heads} does not divide hidden_size={d_model}, "
-            f"and head_dim is not given. Set head_dim, or a number of heads that divides {d_model}."
-        )
-    return int(d_model // num_heads)
-
-
-def _first_dense(config: _Config) -> tuple[int, ...]:
-    return tuple(config.layers()[: config.read("first_k_dense_replace", int)])
 
 
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:

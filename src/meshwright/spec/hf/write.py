@@ -60,11 +60,6 @@ def _rope(model: Model) -> dict[str, Any]:
     return {"original_max_position_embeddings": original, "rope_scaling": {"type": "longrope", **kept}}
 
 
-def _layer_types(model: Model) -> list[str]:
-    sliding = set(model.sliding_layers)
-    return ["sliding_attention" if layer in sliding else "full_attention" for layer in range(model.num_layers)]
-
-
 def _sliding_window(model: Model) -> int | None:
     # Gemma's window is a number in every config, also where no layer uses it.
     return model.sliding_window or (model.max_positions if model.family in ("gemma2", "gemma3") else None)
@@ -78,7 +73,9 @@ def _query_scalar(model: Model) -> float:
 
 _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "sliding_window": _sliding_window,
-    "layer_types": _layer_types,
+    "layer_types": lambda model: [
+        "sliding_attention" if n in model.sliding_layers else "full_attention" for n in range(model.num_layers)
+    ],
     "no_rope_layers": lambda model: [int(n not in model.unrotated_layers) for n in range(model.num_layers)],
     "no_rope_layer_interval": lambda model: 0,  # the list counts
     "use_sliding_window": lambda model: bool(model.sliding_layers),
