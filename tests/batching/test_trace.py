@@ -37,7 +37,7 @@ def test_prefixes_are_read(trace):
         ("arrival_s,prompt,outptu\n0,1,1\n", r":2: the column 'outptu' is not known. Did you mean 'output'\?"),
         ("arrival_s,prompt\n0,1\n", ":2: output is missing. Give a whole number of at most"),
         ("arrival_s,prompt,output\n0,1.5,1\n", ":2: prompt is '1.5'. Give a whole number."),
-        ("arrival_s,prompt,output\n0,1,1,8\n", ":2: the column '' is not known"),
+        ("arrival_s,prompt,output\n0,1,1,8\n", ":2: more fields than columns"),
         ("arrival_s,prompt,output\nsoon,1,1\n", ":2: arrival_s is 'soon'. Give seconds."),
         ("arrival_s,prompt,output\n0,-4,1\n", "trace: request 0 has a prompt of -4 tokens"),
         ('{"arrival_s": 0, "prompt": 1, "output": 1}\n{"arrival_s":\n', ":2: broken JSON"),

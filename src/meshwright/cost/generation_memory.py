@@ -79,7 +79,8 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         joined = largest(sizes.bytes(array) for array in made if "C" in array.dims)
         found = found + joined * _moves(slots[0], sizes)
     if sizes.tile_rows:
-        added = [s.result for s in block.forward if s.op == "bias_add" and "C" in s.result.dims]
+        steps = (s for s in block.forward if not s.is_collective and not kind_of(s).is_einsum)
+        added = [s.result for s in steps if any(a.dims[0] == "E" and "C" not in a.dims for a in s.inputs[1:])]
         found = found + sizes.total(*added[:-1])
     if sizes.on_gpus:
         turned = (s for s in gathers if s.result.name in weights and s.dim != s.result.dims[0])

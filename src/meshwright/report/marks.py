@@ -126,7 +126,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Returns the powers of ten between two numbers; over few decades also some of their multiples."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     # One or two labels do not show that the scale is logarithmic.
-    steps = (1,) if len(decades) > 4 else (1, 2, 5) if high >= 20 * low else (1, 2, 3, 4, 5, 7)
+    steps: tuple[float, ...] = (1,) if len(decades) > 4 else (1, 2, 5) if high >= 20 * low else (1, 2, 3, 4, 5, 7)
+    if high < 3 * low:
+        steps = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)
     ticks = [float(f"{step * 10.0**power:.3g}") for power in decades for step in steps]
     return [tick for tick in ticks if low <= tick <= high]
 

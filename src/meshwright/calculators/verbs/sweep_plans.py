@@ -170,6 +170,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     figures: ClassVar[Mapping[str, Figures]] = FIGURES
     words: ClassVar[Mapping[str, Callable[[Any], str]]] = SHARED
     noun: ClassVar[str] = "plans"
+    meanings: ClassVar[str] = ABBREVIATED
 
     def same(self, name: str) -> Any:
         """Returns the value of a figure that all points which have it share, else None."""
@@ -243,7 +244,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         for start in range(0, len(across), per_table):
             names = across[start : start + per_table]
             yield Table([self.header(second), *names], [[one, *(cells[name, one] for name in names)] for one in down])
-        yield f"columns are values of {self.header(first)}; {ABBREVIATED}; {refusals(self.rows) or 'all run'}"
+        yield f"columns are values of {self.header(first)}; {self.meanings}; {refusals(self.rows) or 'all run'}"
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
         """Returns a figure and, below, the mesh in short form, broken between axes; or why nothing runs."""
@@ -251,7 +252,11 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
             return [row["reason"].partition(":")[0].replace("does not", "no")[: CELL_WIDTH - 1]]
         value = row[self.figure]
         shown = "-" if value is None else self.figures[self.figure].show(value)
-        return [shown, *wrap(short_mesh(row["axes"]), CELL_WIDTH - 1)]
+        return [shown, *wrap(self.mesh(row), CELL_WIDTH - 1)]
+
+    def mesh(self, row: Mapping[str, Any]) -> str:
+        """Returns the mesh in short form."""
+        return short_mesh(row["axes"])
 
     # -- picture ----------------------------------------------------------------------------------------
 

@@ -105,6 +105,11 @@ class SweptServices(Swept, frozen=True, kw_only=True):
     figures = FIGURES
     words: ClassVar = {"held": "{}".format}
     noun = "services"
+    meanings = "ep expert, tp tensor, other axes as plan --serve says"
+
+    def mesh(self, row: Mapping[str, Any]) -> str:
+        """Returns the axes and the layout of the engines that generate."""
+        return str(row["engines"]).partition(" x ")[2]
 
     def table(self, first: dict[str, Any]) -> Iterator[Piece]:
         """Yields the figures of every point."""

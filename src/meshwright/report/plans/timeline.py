@@ -181,13 +181,14 @@ def slots_figure(pools: Mapping[str, Sequence[SlotSpan]], *, title: str, subtitl
     rows = {
         key: f"{key[0]}{f' {key[1] + 1}' * (key[0] in numbered)}, slot {key[2] + 1}" for key in order
     }  # fmt: skip
+    row_px = 22 if len(order) <= 24 else 12 if len(order) <= 64 else 7
     boxes = []
     for name, one in every:
         what = "ended, held" if one.phase == "ended" else one.phase
         times = (one.start_s / scale, one.end_s / scale)
         row = rows[name, one.replica, one.slot]
-        boxes.append(span(*times, str(one.request + 1), SLOT_COLORS[what], WIDTH_PX / end, slot=row, what=what))
-    row_px = 22 if len(order) <= 24 else 12 if len(order) <= 64 else 7
+        text = str(one.request + 1) if row_px > 7 else ""
+        boxes.append(span(*times, text, SLOT_COLORS[what], WIDTH_PX / end, slot=row, what=what))
     names = [rows[key] for key in order]
     y = alt.Y("slot:O", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))
     x = alt.X("start:Q", title=f"time ({unit})", scale=alt.Scale(domain=[0, end], nice=False))
@@ -195,6 +196,14 @@ def slots_figure(pools: Mapping[str, Sequence[SlotSpan]], *, title: str, subtitl
     shown = {name: color for name, color in SLOT_COLORS.items() if any(box["what"] == name for box in boxes)}
     chart = alt.layer(
         free.mark_bar(height=alt.RelativeBandSize(band=0.88), color=IDLE).encode(y=y, x=x, x2="end"),
-        spans(boxes, y=y, x=x, color=color_by("what", shown, orient="bottom"), band=0.88, edge=0.6, font=10),
+        spans(
+            boxes,
+            y=y,
+            x=x,
+            color=color_by("what", shown, orient="bottom"),
+            band=0.88,
+            edge=0.6 if row_px > 12 else 0.1,
+            font=10,
+        ),
     )
     return themed(chart, title, subtitle, width=WIDTH_PX, height=row_px * len(order))
