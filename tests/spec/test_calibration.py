@@ -20,7 +20,7 @@ from meshwright.spec.calibration import (
 )
 from meshwright.spec.chip import chip
 from meshwright.spec.efficiency import fitted_calibration
-from meshwright.spec.plan_file import Plan, parse_plan
+from meshwright.spec.plan_file import Plan, load_plan
 
 H100, V100 = chip("h100"), chip("v100")
 
@@ -173,7 +173,7 @@ def call_plan(tmp_path):
         job = ("--on", "h100:8x1", "--batch", "8seq", "--seq", "512")
         assert run(["plan", "tiny", *job, *args, "-o", str(path)]) == 0
         text = path.read_text()
-        found = parse_plan(text)
+        found = load_plan(path)
         assert sealed_toml(found) == text
         return found
 

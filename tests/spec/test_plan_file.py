@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.core.toml_file import dump_toml
+from meshwright.core.toml_file import dump_toml, parse_toml
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate, datasheet_calibration
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import Plan, Prediction, load_plan, parse_plan, save_plan
+from meshwright.spec.plan_file import Plan, Prediction, decode_plan, load_plan, save_plan
 from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh, standard_assignment
 
 PREDICTED = Prediction(
@@ -27,6 +27,10 @@ PREDICTED = Prediction(
     terms={"matmul": 1.0, "fsdp,context": 0.25},
     train_days=44.0,
 )
+
+
+def parse_plan(text: str, *, path: str = "<text>") -> Plan:
+    return decode_plan(parse_toml(text, path=path))
 
 
 def make(cluster="v5p:16x20x28", model="llama3.1-70b", calibration=None, assumptions=AS_RUN, **fields):

@@ -63,21 +63,18 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     def seconds(self, *tables: Mapping[str, Calibration]) -> np.ndarray:
         """Returns predicted step seconds [tables, cases]; each table has a calibration for each chip, by name."""
-        every = self.repeated(len(tables))
-        rates = every.rates([table[case.chip.name] for table in tables for case in self.cases])
-        priced = PricedStep(derived=every.derived, sizes=every.sizes, rates=rates, pipeline=every.pipeline)
-        return np.broadcast_to(priced.seconds.step_s, len(every.cases)).reshape(len(tables), -1)
-
-    def repeated(self, times: int) -> "CaseBatch":
-        """Returns a batch with the cases so many times over, one whole list after the other."""
+        # the cases so many times over, one whole list after the other
         names = ("sizes", "pipeline", "legs", "fills", "links", "num_hosts", "num_nodes")
         repeats = map_figures(
-            lambda value: np.tile(value, times) if isinstance(value, np.ndarray) else value,
+            lambda value: np.tile(value, len(tables)) if isinstance(value, np.ndarray) else value,
             {name: getattr(self, name) for name in names},
         )
         repeats["sizes"] = msgspec.structs.replace(repeats["sizes"], cache={})
-        cases = self.cases * times
-        return msgspec.structs.replace(self, cases=cases, derived=_with_repeats(self.derived, cases), **repeats)
+        cases = self.cases * len(tables)
+        every = msgspec.structs.replace(self, cases=cases, derived=_with_repeats(self.derived, cases), **repeats)
+        rates = every.rates([table[case.chip.name] for table in tables for case in self.cases])
+        priced = PricedStep(derived=every.derived, sizes=every.sizes, rates=rates, pipeline=every.pipeline)
+        return np.broadcast_to(priced.seconds.step_s, len(every.cases)).reshape(len(tables), -1)
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
         """Returns the rates of the cases' machines as arrays; ``calibrations`` has one for each case."""

@@ -37,7 +37,7 @@ _MLA_HEAD = 128
 A3_HIGH_BYTES_PER_S = 12.5e9
 """Network rate per GPU of an A3 High machine: four 200 Gb/s cards for eight GPUs (Google Cloud's machine-type page)."""
 
-PRECISIONS = {
+PRECISIONS: dict[str, Any] = {
     "bf16": "",
     "fp16": "",
     "unstated": "",
@@ -254,6 +254,9 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     sizes |= {"expert": expert}
     sizes |= {"fsdp": replicas // expert // outer, "data": outer} if zero else {"data": replicas // expert}
     per_step = record.global_batch_seqs or 1
+    word = next((name for name in PRECISIONS if record.precision.lower().startswith(name)), None)
+    if word is None:
+        raise InputError(f"precision {record.precision!r} is not known")
     chunks = _chunks(record, model, sizes["pipeline"])
     sums_narrow = record.group.startswith(NARROW_SUMS) or record.precision == "fp16"  # stacks of 2021 sum in fp16
     return Strategy(
@@ -265,7 +268,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
         state="bf16-master" if tpu or sums_narrow else "bf16-master-fp32-grads",
-        precision=_precision(record, cluster.chip),
+        precision=PRECISIONS[word] or ("" if _wide(cluster.chip) == "bf16" else "fp16"),
         capacity_factor=record.recipe.capacity_factor if record.recipe else 0.0,
     )
 
@@ -310,13 +313,6 @@ def _microbatches(record: Record, replicas: int, per_step: float, tpu: bool) -> 
     pipeline = (record.parallelism.pp or 1) > 1
     each = record.micro_batch or (1 if pipeline else per_step / replicas)
     return max(1, round(per_step / (replicas * each)))
-
-
-def _precision(record: Record, chip: Chip) -> Any:
-    word = next((name for name in PRECISIONS if record.precision.lower().startswith(name)), None)
-    if word is None:
-        raise InputError(f"precision {record.precision!r} is not known")
-    return PRECISIONS[word] or ("" if _wide(chip) == "bf16" else "fp16")
 
 
 def _wide(chip: Chip) -> str:

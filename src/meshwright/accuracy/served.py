@@ -107,20 +107,15 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
     def times(self, *points: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
         """Returns predicted seconds per output token, and of a prompt by itself [points, cases]."""
         # prompts of a client come in waves and fill steps, so that the starts of their kernels are hidden
-        decode_s, prefill_s = (
-            self._seconds(parts, [served_calibrations(self.cases, {**numbers, **without}) for numbers in points])
-            for parts, without in ((self.decode, {}), (self.prefill, {"host_kernel_s": 0.0}))
-        )
+        decode_s, prefill_s = np.empty((2, len(points), len(self.cases)))
+        for found, parts, without in ((decode_s, self.decode, {}), (prefill_s, self.prefill, {"host_kernel_s": 0.0})):
+            tables = [served_calibrations(self.cases, {**numbers, **without}) for numbers in points]
+            for part in parts:
+                found[:, part.numbers] = part.seconds(*tables)
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
         waves = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
         return decode_s + waves * waiting_s(prefill_s, batch=batch, output_len=length), prefill_s
-
-    def _seconds(self, parts: Sequence[CaseBatch], tables: Sequence[Any]) -> np.ndarray:
-        found = np.empty((len(tables), len(self.cases)))
-        for part in parts:
-            found[:, part.numbers] = part.seconds(*tables)
-        return found
 
 
 def served_accuracy(records: Sequence[Record]) -> Accuracy:

@@ -82,20 +82,18 @@ class Replica:
                 self._away[number] = self._joined.pop(number, self._decoded_s)
         self._step = step
         repeats = min(step.repeats, self._most_jump)
+        load = len(step.decode), step.cached_tokens
         if repeats == 1:
-            self.end_s = now_s + float(
-                self._clock.step_s(len(step.decode), step.cached_tokens, step.prefill_tokens, step.prefill_past)
-            )
-            self._ends_s = np.array([self.end_s])
+            ends_s = np.array([self._clock.step_s(*load, step.prefill_tokens, step.prefill_past)], float)
         else:
-            # Summed one after the other, as single steps are, so that both end at the same times to the last bit.
-            ends_s = np.array(self._clock.steps_s(repeats, len(step.decode), step.cached_tokens))
-            ends_s[0] += now_s
-            self._ends_s = np.add.accumulate(ends_s)
-            self.end_s = float(self._ends_s[-1])
+            ends_s = np.array(self._clock.steps_s(repeats, *load))
+        # Summed one after the other, so that a run of steps ends at the same time as single steps, to the last bit.
+        ends_s[0] += now_s
+        self._ends_s = np.add.accumulate(ends_s)
+        self.end_s = float(self._ends_s[-1])
         if not now_s < self.end_s < inf:
-            load = f"{len(step.decode):,} requests that decode and {step.prefill_tokens:,} tokens of prefill"
-            raise InputError(f"a step with {load} lasts {self.end_s - now_s:g} s. Give a clock with positive times.")
+            held = f"{len(step.decode):,} requests that decode and {step.prefill_tokens:,} tokens of prefill"
+            raise InputError(f"a step with {held} lasts {self.end_s - now_s:g} s. Give a clock with positive times.")
         return True
 
     def end(self) -> list[GenerationRequest]:

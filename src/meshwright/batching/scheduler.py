@@ -142,7 +142,11 @@ class Scheduler:
         ended: list[ActiveRequest] = []
         if step.decode:
             if num_steps > 1:
-                self.pages.take(self._pages_of_rounds(num_steps - 1))
+                # the pages that the rounds after the next one write first
+                whole, rest = divmod(num_steps - 1, self.limits.page_len)
+                rounds = range(self.round + 1, self.round + 1 + rest)
+                crossed = sum(self._crossings[at % self.limits.page_len] for at in rounds)
+                self.pages.take(whole * len(self._decoding) + crossed)
             self.round += num_steps
             self._cached += num_steps * len(step.decode)
         self._looked = self.round if step.prefill else self._looked
@@ -310,14 +314,6 @@ class Scheduler:
         if self.limits.prefix_cache and prefix is not None and more > 0 and active.shared_pages == kept:
             self.pages.keep(prefix, more)
             active.shared_pages += more
-
-    def _pages_of_rounds(self, num_rounds: int) -> int:
-        """Returns the pages that the rounds after the next one write first."""
-        whole, rest = divmod(num_rounds, self.limits.page_len)
-        start = self.round + 1
-        return whole * len(self._decoding) + sum(
-            self._crossings[at % self.limits.page_len] for at in range(start, start + rest)
-        )
 
     def _quiet_rounds(self, rest: int) -> int:
         """Returns for how many rounds no request ends before the last and the free pages suffice, at most ``rest`` if

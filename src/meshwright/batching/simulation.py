@@ -63,11 +63,18 @@ class _Line:
         return tuple(span for one in self.replicas if one.recorder for span in one.recorder.spans)
 
     def route(self, request: GenerationRequest) -> int:
-        """Returns the number of the replica that a request goes to."""
+        """Returns the number of the replica that a request goes to, and keeps it as the home of its prefix."""
         self._count += 1
         if self._routing == "round_robin":
             return (self._count - 1) % len(self.replicas)
-        return _route([one.scheduler.load for one in self.replicas], self._routing, request.prefix, self._homes)
+        loads = [one.scheduler.load for one in self.replicas]
+        least, most = min(loads), max(loads)
+        index = loads.index(least)
+        if self._routing == "prefix_aware" and request.prefix is not None:
+            if most - least <= IMBALANCE or most <= IMBALANCE_RATIO * least:
+                index = self._homes.get(request.prefix, index)
+            self._homes[request.prefix] = index
+        return index
 
 
 def simulate(
@@ -144,14 +151,3 @@ def simulate(
         logs=tuple(line.log for line in lines),
         spans=tuple(line.spans for line in lines),
     )
-
-
-def _route(loads: list[int], routing: RoutingPolicy, prefix: int | None, homes: dict[int, int]) -> int:
-    """Returns the replica that a request goes to, and keeps it as the home of its prefix."""
-    least, most = min(loads), max(loads)
-    index = loads.index(least)
-    if routing == "prefix_aware" and prefix is not None:
-        if most - least <= IMBALANCE or most <= IMBALANCE_RATIO * least:
-            index = homes.get(prefix, index)
-        homes[prefix] = index
-    return index

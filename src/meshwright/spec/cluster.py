@@ -11,12 +11,10 @@ from meshwright.core.errors import InputError
 from meshwright.core.fields import check_figures
 from meshwright.core.toml_file import TomlFile, decode_toml, read_toml
 from meshwright.spec.chip import Chip, chip, read_chip
-from meshwright.spec.cluster_shapes import can_twist, complete_shape, times, torus_wraps
+from meshwright.spec.cluster_shapes import LEVEL_NAMES, can_twist, complete_shape, times, torus_wraps
 
 Topology = Literal["torus", "switched", "host"]
 
-LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
-"""Levels of a switched cluster, innermost first; its sizes count chips of a domain, nodes of a rack, racks of a pod."""
 
 CHIP_NAME = r"[A-Za-z][\w.-]*|[^*]+\.toml"
 """Pattern of a chip's name in the catalogue, or of a file with a chip."""

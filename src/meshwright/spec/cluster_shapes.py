@@ -17,8 +17,8 @@ MAX_HOST_DEVICES = 64
 MAX_CHIPS = 10_000_000
 """Limit of chips in a cluster, far above any: some searches count through the divisors."""
 
-MAX_LEVELS = 5
-"""Limit of levels in a switched cluster: as many as `cluster.LEVEL_NAMES`."""
+LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
+"""Levels of a switched cluster, innermost first; its sizes count chips of a domain, nodes of a rack, racks of a pod."""
 
 
 def torus_wraps(chip: Chip, shape: ClusterShape) -> tuple[bool, ...]:
@@ -79,9 +79,9 @@ def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> Cluster
     given, eight = f"{chip.name}:{times(shape)}", min(8, chip.domain_chips or 8)
     if num_slices > 1:
         raise InputError(f"{num_slices}*{given}: slices are for TPUs. Write domain x nodes: {chip.name}:{eight}x256.")
-    if len(shape) > MAX_LEVELS:
+    if len(shape) > len(LEVEL_NAMES):
         raise InputError(
-            f"{given} has {len(shape)} sizes; at most {MAX_LEVELS} are read."
+            f"{given} has {len(shape)} sizes; at most {len(LEVEL_NAMES)} are read."
             f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:{eight}x2x192x8."
         )
     domain, nodes = shape[0], math.prod(shape[1:])

@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.core.fields import Checked, check_figures
 from meshwright.core.files import write_text_whole
-from meshwright.core.toml_file import TomlFile, decode_toml, parse_toml, read_toml, sealed_toml, warn_of_changes
+from meshwright.core.toml_file import TomlFile, decode_toml, read_toml, sealed_toml, warn_of_changes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -84,15 +84,11 @@ def load_plan(path: Path | str) -> Plan:
     """Reads a plan. Raises one InputError for all faults, each with file:line and a remedy."""
     file = read_toml(Path(path))
     warn_of_changes(file)
-    return _decode(file)
+    return decode_plan(file)
 
 
-def parse_plan(text: str, *, path: str = "<text>") -> Plan:
-    """Parses the text of a plan file; ``path`` is its name in messages."""
-    return _decode(parse_toml(text, path=path))
-
-
-def _decode(file: TomlFile) -> Plan:
+def decode_plan(file: TomlFile) -> Plan:
+    """Returns the plan of a file that has been parsed, see `load_plan`."""
     require_version(file)
     if SERVICE in file.data:
         raise file.error(

@@ -5,7 +5,6 @@ How to Scale Your Model, section 2.2.
 """
 
 import math
-from collections.abc import Iterator
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import Chip, catalogued, chip
@@ -35,7 +34,10 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
     if chip.topology == "switched":
         domain = math.gcd(num_chips, chip.domain_chips or num_chips)
         return (make_cluster(chip, (domain, num_chips // domain)),)
-    for num_slices in _slice_counts(chip, num_chips):
+    fewest = -(-num_chips // (chip.max_chips or num_chips))
+    # several slices only where a pod is too small, as few as possible
+    most = 1 if fewest == 1 or chip.dcn_bytes_per_s is None else num_chips
+    for num_slices in (count for count in range(min(fewest, most), most + 1) if num_chips % count == 0):
         every = _tori(chip, num_chips // num_slices)
         shapes = [one for one in every if is_offered(chip, one)] or every
         found = [make_cluster(chip, one, num_slices=num_slices) for one in shapes]
@@ -68,16 +70,6 @@ def bisection_links(cluster: Cluster) -> int:
     longest = max(range(len(cluster.shape)), key=lambda axis: cluster.shape[axis])
     across = math.prod(cluster.shape) // cluster.shape[longest]
     return across * (1 + cluster.wraps[longest])
-
-
-def _slice_counts(chip: Chip, num_chips: int) -> Iterator[int]:
-    """Yields numbers of equal slices, fewest first; more than one only if a pod is too small."""
-    most = chip.max_chips or num_chips
-    fewest = -(-num_chips // most)
-    if fewest == 1 or chip.dcn_bytes_per_s is None:
-        yield 1
-        return
-    yield from (count for count in range(fewest, num_chips + 1) if num_chips % count == 0)
 
 
 def _tori(chip: Chip, num_chips: int) -> list[ClusterShape]:
