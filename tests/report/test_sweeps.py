@@ -129,7 +129,7 @@ def test_refused(curves, message):
     [
         (0.5, 2000, [1, 10, 100, 1000]),
         (3, 60, [5, 10, 20, 50]),
-        (1.1, 1.4, []),
+        (1.1, 1.45, [1.2, 1.4]),
     ],
 )
 def test_ticks(low, high, ticks):

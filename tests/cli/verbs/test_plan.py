@@ -195,7 +195,7 @@ def test_overlap_that_matters_is_said(call):
         ("h100:8x4", {"assumptions": Assumptions(software="eager")}, False),
         ("h100:8x4", {"precision": "fp8"}, False),
         ("mi300x:8x4", {}, False),
-        ("v5e:3x5", {}, False),
+        ("v5p:3x5x1", {}, False),
         ("v5e:4x4", {}, True),
     ],
 )
@@ -212,7 +212,7 @@ def test_the_line_about_overlap_names_verify_where_that_runs(on, fields, named):
 
 
 def test_verify_of_a_slice_that_is_not_compiled_says_what_plan_has(call):
-    said = call("plan", "tiny", "--on", "v5e:3x5", "--batch", "60seq", "--seq", "512", "--top", "1", "--verify")
+    said = call("plan", "tiny", "--on", "v5p:3x5x1", "--batch", "60seq", "--seq", "512", "--top", "1", "--verify")
     assert said.code == 3
     assert "Name another slice." in said.err
     assert "plan without --verify" in said.err

@@ -93,7 +93,7 @@ def test_a_large_plan_is_lowered_without_any_compiler(call):
 
 
 def test_a_slice_without_a_topology_is_lowered(call):
-    asked = ("verify", "tiny", "--on", "v5e:3x5", "--batch", "15seq", "--seq", "64", "--axes", "data=15")
+    asked = ("verify", "tiny", "--on", "v5p:3x5x1", "--batch", "15seq", "--seq", "64", "--axes", "data=15")
     said = call(*asked, "--depth", "lower", "--calibration", "datasheet", "--json")
     assert (said.code, said.json["target"], said.json["runs"]) == (0, "tpu", True)
     assert "no program can be compiled" in said.json["note"]

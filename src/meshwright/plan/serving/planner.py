@@ -153,7 +153,7 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
     if meets.any():
         chips = int(found.num_chips[meets].min())
         return (
-            f"{service.load_words} need at least {chips:,} chips within the targets, but "
+            f"{service.load_words} need at least {chips:,} chips in engines of up to {setting.cluster.num_chips:,} within the targets, but "
             f"{setting.cluster.short_name} has {setting.cluster.num_chips:,}. Use a larger cluster or a lower --rate."
         )
     said = []
