@@ -183,10 +183,10 @@ def test_a_load_gives_the_chips():
     assert best.num_chips == used <= 256
     twice = plan_service(given, msgspec.structs.replace(loaded, requests_per_s=6.0)).plans[0]
     assert best.num_chips < twice.num_chips <= 2 * best.num_chips
-    with pytest.raises(
-        ValueError,
-        match=r"1,000 requests/s need at least [\d,]+ chips in engines of up to 256 within the targets, but v5e:16x16 has 256\.",
-    ):
+    message = (
+        r"1,000 requests/s need at least [\d,]+ chips in engines of up to 256 within the targets, but v5e:16x16 has"
+    )
+    with pytest.raises(ValueError, match=message):
         plan_service(given, msgspec.structs.replace(loaded, requests_per_s=1000.0))
 
 

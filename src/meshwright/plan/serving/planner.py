@@ -151,10 +151,10 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
     """Says by how much the services that fit miss the targets or the load."""
     meets = found.meets(service)
     if meets.any():
-        chips = int(found.num_chips[meets].min())
+        chips, have = int(found.num_chips[meets].min()), setting.cluster.num_chips
         return (
-            f"{service.load_words} need at least {chips:,} chips in engines of up to {setting.cluster.num_chips:,} within the targets, but "
-            f"{setting.cluster.short_name} has {setting.cluster.num_chips:,}. Use a larger cluster or a lower --rate."
+            f"{service.load_words} need at least {chips:,} chips in engines of up to {have:,} within the targets, but "
+            f"{setting.cluster.short_name} has {have:,}. Use a larger cluster or a lower --rate."
         )
     said = []
     for name, target, values in (
