@@ -113,7 +113,10 @@ class SweptServices(Swept, frozen=True, kw_only=True):
 
     def table(self, first: dict[str, Any]) -> Iterator[Piece]:
         """Yields the figures of every point."""
-        yield Table.of(self.rows, {**first, **COLUMNS, **(MORE_COLUMNS if width() >= WIDE else {})}).known()
+        loaded = "rate" in self.rows[0]["values"] or "rate " in self.rows[0]["held"]
+        columns = {name: of for name, of in COLUMNS.items() if not (loaded and name == "tok/s/chip")}
+        columns |= {"chips used": "num_chips"} if loaded else {}
+        yield Table.of(self.rows, {**first, **columns, **(MORE_COLUMNS if width() >= WIDE else {})}).known()
 
     def picture(self) -> Figure:
         """Returns curves over one field, or the heatmap of two."""

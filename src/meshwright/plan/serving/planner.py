@@ -57,10 +57,13 @@ def plan_service(
     The best makes the most output tokens per second and chip, so it costs the least, among those that meet the
     service's targets and its load. Without targets, or with ``pareto``, the result is the frontier of tokens per second
     and chip against time per output token. ``stored`` are the dtypes to try, by default all; ``axes`` fixes sizes of
-    engines. Raises CannotRunError if nothing fits in memory, or if nothing that fits meets the targets or the load, and
-    InputError for a prompt that is longer than the model's positions.
+    engines. Numbers fitted on training steps give way to those of `service_setting`. Raises CannotRunError if nothing
+    fits in memory, or if nothing that fits meets the targets or the load, and InputError for a prompt that is longer
+    than the model's positions.
     """
     _require_served(setting.model, service)
+    if setting.rates.name == "fitted" and setting.assumptions == AS_RUN:
+        setting = service_setting(setting.model, setting.cluster, setting.calibration)
     chosen = tuple(stored) or stored_dtypes(chip=setting.cluster.chip)
     priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), chosen)
     if not len(priced.decode) or not len(found := all_services(priced, service, setting.model)):
@@ -138,9 +141,10 @@ def does_not_fit(setting: Setting, service: Service, priced: PricedFleet) -> str
     cluster, margin = setting.cluster, setting.memory_margin
     what = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"
     kept = f" beside the {margin:.0%} that stay free" * bool(margin)
+    chips = f"{priced.least_chips} chip{'s' * (priced.least_chips > 1)}"
     tried = ", ".join(dict.fromkeys(one.weights for one in priced.stored))
     return (
-        f"{what} does not fit {cluster.short_name}: with one sequence the leanest engine ({priced.least_chips} chips, "
+        f"{what} does not fit {cluster.short_name}: with one sequence the leanest engine ({chips}, "
         f"weights {tried}) needs {format_bytes(priced.least_bytes)} per chip, but a chip has "
         f"{format_bytes(priced.room)}{kept}. Use more chips, or store weights and caches in fewer bytes (--weights, "
         f"--kv)."
