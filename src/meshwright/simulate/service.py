@@ -185,14 +185,8 @@ def simulate_service(
     if not plan.has_pools:
         return simulate(traffic, replicas(plan.generate), concurrency=concurrency, spans=spans)
     per_token_s = plan.transfer_s / service.prompt_len
-    return simulate(
-        traffic,
-        replicas(plan.prefill, decodes=False),
-        replicas(plan.generate),
-        transfer_s=lambda n: n * per_token_s,
-        concurrency=concurrency,
-        spans=spans,
-    )
+    pools = replicas(plan.prefill, decodes=False), replicas(plan.generate)
+    return simulate(traffic, *pools, transfer_s=lambda n: n * per_token_s, concurrency=concurrency, spans=spans)
 
 
 def service_targets(service: Service) -> LatencyTargets:
