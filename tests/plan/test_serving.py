@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from meshwright.api.planning import make_setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.serving.engines import BOUNDS, phase_setting, price_fleet
 from meshwright.plan.serving.fleet import engine_parts, fleet_of
@@ -266,3 +267,15 @@ def test_the_search_is_quick(model, cluster):
     assert time.process_time() - begun < 2
     assert found.num_services > 500
     assert all(math.isfinite(one.tpot_s) and one.ttft_s > 0 for one in found.plans)
+
+
+def test_numbers_of_training_steps_give_way():
+    """Settings of training, as `make_setting` returns them, are served by the numbers of `service_setting`."""
+    trained = make_setting("llama3-8b", "h100:1x1", batch="1seq", seq_len=1)
+    assert trained.rates.name == "fitted"
+    service = Service(prompt_len=2048, output_len=128, tpot_s=0.1)
+    served = plan_service(service_setting(trained.model, trained.cluster, trained.calibration), service)
+    found = plan_service(trained, service)
+    assert found.setting == served.setting
+    assert found.plans == served.plans
+    assert (found.setting.rates.name, found.setting.assumptions.engine) == ("served", "vLLM")
