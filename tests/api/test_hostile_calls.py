@@ -96,7 +96,7 @@ CALLS = {
     ],
     "Service": [
         (lambda: mw.Service(prompt_len="a", output_len=3), "Service.prompt_len is 'a'. Give a whole number."),
-        (lambda: mw.Service(prompt_len=0, output_len=3), "service.prompt_len=0 must be at least 1 token"),
+        (lambda: mw.Service(prompt_len=0, output_len=3), "service.prompt_len=0 must be from 1 to"),
         (lambda: mw.Service(prompt_len=8, output_len=3, ttft_s=-1), "service.ttft_s=-1 must be above 0"),
     ],
     "service_file": [(lambda: mw.service_file(3, 4), "service_file: result is 3. Give a ServiceResult.")],
