@@ -12,7 +12,7 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.plan.serving.engines import BOUNDS, phase_setting, price_fleet
 from meshwright.plan.serving.fleet import engine_parts, fleet_of
 from meshwright.plan.serving.planner import plan_service, service_setting
-from meshwright.plan.serving.search import all_services, frontier, ranked
+from meshwright.plan.serving.search import all_services, frontier, ranked, together
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.spec.catalogue import load_model
@@ -279,3 +279,15 @@ def test_numbers_of_training_steps_give_way():
     assert found.setting == served.setting
     assert found.plans == served.plans
     assert (found.setting.rates.name, found.setting.assumptions.engine) == ("served", "vLLM")
+
+
+def test_prompts_of_devices_that_wait_for_each_other():
+    """Of 2 prompts at random on 8 devices 1 - e^-2 of the steps prefill; 100 fill all of them."""
+    found = together(np.array([2.0, 100.0, 2.0, 0.0]), np.array([8, 8, 1, 8]))
+    assert found == pytest.approx([(1 - math.exp(-2)) / 2, 1 / 8, 1, 1])
+    given = setting("qwen3-30b-a3b", "h100:8x1", fitted=True)
+    [plan] = plan_service(given, CHAT, stored=(INT8,), axes={"expert": 8, "tensor": 1, "context": 1}).plans[:1]
+    ending = (plan.generate.batch_seqs - 1) / 512
+    prompt_s = plan.prefill.step_s * max((1 - math.exp(-ending)) / ending, 1 / 8)
+    assert (plan.has_pools, plan.prefill.batch_seqs) == (False, 8)
+    assert plan.tpot_s == pytest.approx(plan.generate.step_s + ending * prompt_s)

@@ -4,9 +4,12 @@ In the steady state of an engine of B sequences that does both (aggregated) each
 prompt, and the others wait for its prefill. While a sequence makes its ``output`` tokens, each of the other B - 1 is
 replaced once, and before them it waits for its own prompt:
 
-    TPOT = t_step + (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over its prompts, of which
-                                                  as many are prefilled together as sequences end in a step,
+    TPOT = t_step + (B - 1) / output * t_prompt,  with t_prompt the prefill's seconds over the prompts it has,
     requests/s of an engine = B / (output * TPOT + t_prompt).
+
+As many prompts are prefilled together as sequences end in a step, E = (B - 1) / output. Of d devices with sequences of
+their own some have none then, and all wait for those that have: 1 - exp(-E) of the steps prefill, so that t_prompt is
+max((1 - exp(-E)) / E, 1 / d) of a prefill of one prompt on each.
 
 With pools (disaggregated) TPOT = t_step, an engine prefills 1 / t_prompt prompts a second, and one that generates ends
 B / (output * t_step) sequences. The numbers P and G of engines balance where P / t_prompt = B G / (t_step output). The
@@ -134,19 +137,20 @@ def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.
     # prompts that take the place of the sequences that end in a step
     ending = np.maximum(decode.batch[rows] - 1, 0) / service.output_len
     at_a_time = np.maximum(ending / priced.prefill.batch[other], 1)
-    own = ending / priced.fleet.batch_shards[decode.engine[rows]]
-    spread = priced.prefill.batch[other]
+    shards = priced.fleet.batch_shards[decode.engine[rows]]
+    # prompts at once on a device, over the share of a step that a prompt costs
+    spread = priced.prefill.batch[other] / shards / together(ending, shards)
     lengths, gaps, firsts, wholes = [0], [step_s + at_a_time * prefill_s], [prefill_s], [prefill_s / spread]
     for length, (first_s, last_s) in priced.chunks.items():
         count = -(-service.new_prompt_tokens // length)
         lengths.append(length)
         gap = step_s + last_s[each]
-        gaps.append(np.where((other % at_once == 0) & (own * count <= 1), gap, np.inf))
+        gaps.append(np.where((other % at_once == 0) & (ending / shards * count <= 1), gap, np.inf))
         # a chunk attends to more the later it comes; none is quicker than its part of a whole prompt
         mean_s = (first_s[each] + last_s[each]) / 2
         all_s = np.maximum(service.new_prompt_tokens / length * mean_s, prefill_s)
         firsts.append(count * step_s + all_s)
-        wholes.append(all_s / spread)
+        wholes.append(all_s * together(ending * count, shards))
     if service.chunk_len and len(lengths) > 1:
         lengths, gaps, firsts, wholes = lengths[1:], gaps[1:], firsts[1:], wholes[1:]
     gap, first, places = np.stack(gaps), np.stack(firsts), np.arange(len(rows))
@@ -154,6 +158,12 @@ def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.
     best = np.where(met.any(axis=0), np.argmin(np.where(met, first, np.inf), axis=0), np.argmin(gap, axis=0))
     found = {"itl_s": gap, "ttft_s": first, "prompt_s": np.stack(wholes)}
     return {"chunk_len": np.array(lengths)[best], **{name: column[best, places] for name, column in found.items()}}
+
+
+def together(prompts: np.ndarray, devices: np.ndarray) -> np.ndarray:
+    """Returns the part of a prefill step that each prompt costs, if so many come at random for each step of decode."""
+    some = np.maximum(prompts, 1e-9)
+    return np.maximum(-np.expm1(-some) / some, 1 / devices)
 
 
 def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Services]:

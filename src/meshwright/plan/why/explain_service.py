@@ -3,6 +3,7 @@
 Everything is priced anew from the file's own rates, on the engine's part of the cluster.
 """
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.serving.engines import BOUNDS, bounds_s, loads
 from meshwright.plan.serving.file import PHASES, ServiceFile
-from meshwright.plan.serving.fleet import transfer_bytes_per_s
+from meshwright.plan.serving.fleet import sequence_shards, transfer_bytes_per_s
 from meshwright.plan.serving.result import EnginePool
 from meshwright.plan.why.explain import Algorithm, algorithm
 
@@ -191,7 +192,12 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
         for name, length in (("t_whole", service.prompt_len), ("t_cached", service.prompt_len - new)):
             times[name] = float(price_strategy(*file.phase("prefill", length)).estimate.step_s)
         wanted["t_prefill"] = "max(t_new, t_whole - t_cached)"
-    wanted |= {"t_prompt": "t_prefill / prompts", **(_POOLED if pools else _AGGREGATED)}
+    shared = generate.batch_seqs > 1 and sequence_shards(generate.strategy) > 1 and not pools
+    if shared:
+        counts["devices"] = sequence_shards(generate.strategy)
+        wanted |= {"ending": "(B - 1) / output"}
+    part = "max((1 - exp(-ending)) / ending, 1 / devices) x t_prefill x devices / prompts"
+    wanted |= {"t_prompt": part if shared else "t_prefill / prompts", **(_POOLED if pools else _AGGREGATED)}
     rate = "per_s"
     if service.requests_per_s is not None:
         rate, wanted["served"] = "served", "min(per_s, load)"
@@ -211,7 +217,7 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
     rows = []
     for name, text in wanted.items():
         # the texts are the constants above
-        known[name] = value = float(eval(text.replace(" x ", " * "), {"min": min, "max": max}, known))
+        known[name] = value = float(eval(text.replace(" x ", " * "), {"min": min, "max": max, "exp": math.exp}, known))
         is_time = name[:2] in ("t_", "TP", "TT")
         numbers = re.sub(r"\b[A-Za-z]\w*", lambda found: written.get(found[0], found[0]), text)
         written[name] = f"{value:.4g}{' s' * is_time}"
