@@ -3,11 +3,13 @@
 Engines that are not compiled by XLA copy nothing (`OpSizes.on_gpus` is False for them).
 """
 
+from typing import Any
+
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import caches_of, window_of
-from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.cached_attention import CachedAttention, slots_kept
 from meshwright.algebra.rewrites.split_backward import weights_of
@@ -77,20 +79,20 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     if slots := [step for step in gathers if step.dim == "C"]:
         made = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
         joined = largest(sizes.bytes(array) for array in made if "C" in array.dims)
-        found = found + joined * _moves(slots[0], sizes)
+        found = found + joined * moves(slots[0], sizes)
     if sizes.tile_rows:
         steps = (s for s in block.forward if not s.is_collective and not kind_of(s).is_einsum)
         added = [s.result for s in steps if any(a.dims[0] == "E" and "C" not in a.dims for a in s.inputs[1:])]
         found = found + sizes.total(*added[:-1])
     if sizes.on_gpus:
         turned = (s for s in gathers if s.result.name in weights and s.dim != s.result.dims[0])
-        found = found + block.repeat * total(sizes.bytes(s.inputs[0]) * _moves(s, sizes) for s in turned)
+        found = found + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in turned)
     return found
 
 
-def _moves(step: Step, sizes: OpSizes) -> Number:
-    """True if the step's mesh axes have several devices."""
-    return np.prod([sizes.mesh[axis] for axis in step.axes], axis=0) > 1
+def moves(step: Step, sizes: OpSizes) -> Any:
+    """True if the step's mesh axes have several devices; over one device its result is its input."""
+    return product(sizes.mesh[axis] for axis in step.axes) > 1
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
@@ -100,11 +102,11 @@ def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     if not step.is_collective:
         return kind_of(step).scratch_bytes(step, sizes)
     if sizes.tile_rows and step.op == "all_to_all":
-        return sizes.bytes(step.result) * _moves(step, sizes)
+        return sizes.bytes(step.result) * moves(step, sizes)
     if not sizes.on_gpus or step.op not in ("all_gather", "reduce_scatter") or step.dim != "T":
         return 0.0
     whole = step.result if step.op == "all_gather" else step.inputs[0]
-    return sizes.bytes(whole) * _moves(step, sizes) * (sizes.local(whole)["B"] > 1)
+    return sizes.bytes(whole) * moves(step, sizes) * (sizes.local(whole)["B"] > 1)
 
 
 def widened_results(steps: tuple[Step, ...], sizes: OpSizes) -> dict[ShardedArray, float]:

@@ -16,7 +16,14 @@ from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.arrays import largest, total
-from meshwright.cost.generation_memory import cache_bytes, copied_bytes, scratch_bytes, stored_bytes, widened_results
+from meshwright.cost.generation_memory import (
+    cache_bytes,
+    copied_bytes,
+    moves,
+    scratch_bytes,
+    stored_bytes,
+    widened_results,
+)
 from meshwright.cost.pipeline import ONE_STAGE, PipelineCost
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster, Topology
@@ -285,7 +292,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
     gathers = {
         step.result: step for step in block.forward if step.op == "all_gather" and _is_weight(step.result, derived)
     }
-    gathered = {array: sizes.bytes(array) * _moves(step, sizes) for array, step in gathers.items() if trains}
+    gathered = {array: sizes.bytes(array) * moves(step, sizes) for array, step in gathers.items() if trains}
     return BlockMemory(
         repeat=block.repeat,
         segment=block.segment,
@@ -306,7 +313,7 @@ def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
     gathers = {s.result.name: s for s in block.forward if s.op == "all_gather" and _is_weight(s.result, derived)}
     names = (name for name in weights_of(derived, block) if _role(derived.declared[name], derived) == "weight")
     return total(
-        sizes.bytes(derived.declared[name]) * (1 - _moves(gathers[name], sizes) if name in gathers else 1)
+        sizes.bytes(derived.declared[name]) * (1 - moves(gathers[name], sizes) if name in gathers else 1)
         for name in names
     )
 
@@ -317,8 +324,8 @@ def _copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numb
     if not sizes.on_gpus:
         return 0.0
     experts = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
-    moved = {s.result.name: _moves(s, sizes) for s in block.forward if s.op == "all_gather"}
-    exchanged = largest(_moves(step, sizes) for step in block.forward if step.op == "all_to_all")
+    moved = {s.result.name: moves(s, sizes) for s in block.forward if s.op == "all_gather"}
+    exchanged = largest(moves(step, sizes) for step in block.forward if step.op == "all_to_all")
     gradients = gradient_arrays(derived)
     return total(
         sizes.bytes(derived.declared[name]) * (1 - moved.get(name, 0)) + sizes.bytes(gradients[name]) * exchanged
@@ -352,7 +359,7 @@ def _scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     if step.op != "reduce_scatter" or not sizes.tile_rows:
         return 0.0
     copies = _copies_of_scattered(step, sizes)
-    return sizes.bytes(step.inputs[0]) * _moves(step, sizes) * (copies + (step.scope == "step") * (copies > 0))
+    return sizes.bytes(step.inputs[0]) * moves(step, sizes) * (copies + (step.scope == "step") * (copies > 0))
 
 
 def _copies_of_scattered(step: Step, sizes: OpSizes) -> Number:
@@ -382,7 +389,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
         step, count = made.get(array), 1
         # its input is kept itself, or existed before the block ran
         if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in made):
-            count = _moves(step, sizes)
+            count = moves(step, sizes)
         found[is_logits] = found[is_logits] + sizes.bytes(array) * count
     return block.repeat * found[False], block.repeat * found[True]
 
@@ -393,7 +400,7 @@ def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
     found, handed = 0.0, block.split.handed if block.split else ()
     for array in handed:
         step = steps.get(array)
-        count = _moves(step, sizes) if step and step.only_moves and step.inputs[0] in handed else 1
+        count = moves(step, sizes) if step and step.only_moves and step.inputs[0] in handed else 1
         found = found + sizes.bytes(array) * count
     return block.repeat * found
 
@@ -405,11 +412,6 @@ def _is_weight(array: ShardedArray, derived: Derived) -> bool:
 def _role(array: ShardedArray, derived: Derived) -> str:
     variable = derived.program.variables.get(array.name)
     return variable.role if variable else ""
-
-
-def _moves(step: Step, sizes: OpSizes) -> Any:
-    """True if the step's mesh axes have several devices; over one device its result is its input."""
-    return product(sizes.mesh[axis] for axis in step.axes) > 1
 
 
 class _Life(msgspec.Struct):
@@ -491,7 +493,7 @@ def _comes_and_goes(
     size = sizes.bytes(array)
     if life.source is None:
         return [(life.start, size), (life.end + 1, -size)]
-    moved = size * _moves(life.source, sizes)
+    moved = size * moves(life.source, sizes)
     source = lives.get(life.source.inputs[0])
     if source is None or source.end >= life.end:
         return [(life.start, moved), (life.end + 1, -moved)]

@@ -141,9 +141,9 @@ def simulate_service(
 
     Engines that do both phases follow the ``policy``, those of pools always prefill in chunks, at most `TOKEN_BUDGET`
     tokens a step, or a whole prompt on each device that has sequences of its own. They hold at most as many sequences
-    as the plan, with pages in all of the memory; with pools a finished prompt waits for its transfer. ``spans`` keeps
-    who held which slot. Raises InputError for another policy than chunks with pools, for a request that is too long for
-    an engine, and for a service with known parts of prompts or with drafts.
+    as the plan; those that decode have pages in all of the memory. With pools a finished prompt waits for its transfer.
+    ``spans`` keeps who held which slot. Raises InputError for another policy than chunks with pools, for a request that
+    is too long for an engine, and for a service with known parts of prompts or with drafts.
     """
     service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
     if service.prefix_share:
@@ -162,7 +162,8 @@ def simulate_service(
         # devices with sequences of their own prefill whole prompts, each its own
         most_tokens = shards * (TOKEN_BUDGET if shards == 1 else max(TOKEN_BUDGET, service.prompt_len))
         budget = plan.chunk_len + batch if plan.chunk_len else max(most_tokens, prompts, batch + 1)
-        room = 1 + plan.free_bytes / pool.memory["kv_cache"] if np.isfinite(plan.free_bytes) else 1
+        fills = decodes and np.isfinite(plan.free_bytes)
+        room = 1 + plan.free_bytes / pool.memory["kv_cache"] if fills else 1
         limits = SchedulerLimits(
             policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
             num_pages=int(batch * pages * room),

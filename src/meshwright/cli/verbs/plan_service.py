@@ -103,8 +103,7 @@ def service_answer(given: Any) -> Answer:
 
 def _row(plan: ServicePlan) -> dict[str, Any]:
     """Returns a row of CSV: the engines in words, their batches, and the figures of the service."""
-    pools = {"engines": plan.generate, **({"prefill_engines": plan.prefill} if plan.has_pools else {})}
-    words = {name: getattr(pools.get(name), "words", "") for name in ("engines", "prefill_engines")}
+    words = {"engines": plan.generate.words, "prefill_engines": plan.prefill.words if plan.has_pools else ""}
     batches = {"batch": plan.generate.batch_seqs, "prompts_at_once": plan.prefill.batch_seqs}
     figures = {name: value for name, value in plan.to_json().items() if not isinstance(value, dict)}
     return {**words, **batches, "bound_by": plan.bound_by, **figures}

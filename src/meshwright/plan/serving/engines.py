@@ -75,9 +75,9 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
     """The steps of all engines that fit. ``decode`` are at the mean length of a sequence, with room for its end.
 
     ``prefill`` has an entry for every engine, pair of dtypes and number of prompts at once, in this order; its seconds
-    are infinite where it does not fit. ``least_bytes`` is the least
-    memory of any engine with one sequence for each device that has its own. ``chunks`` maps a length to the seconds of
-    a prompt's first and last chunk of so many tokens, for every engine and pair of dtypes that generate.
+    are infinite where it does not fit. ``least_bytes`` is the least memory of any engine with one sequence for each
+    device that has its own. ``chunks`` maps a length to the seconds of a prompt's first and last chunk of so many
+    tokens, for every engine and pair of dtypes that generate.
     """
 
     fleet: Fleet

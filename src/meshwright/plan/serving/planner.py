@@ -199,7 +199,7 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
         yield (
             "ITL is the longest time between two tokens: a step and the prefill of whole prompts, or a step and a "
             "prompt's last chunk; with chunks the first token comes after as many steps as it has, and "
-            " a batch is so small that a chunk a step keeps it full; TPOT counts the time of all chunks"
+            "a batch is so small that a chunk a step keeps it full; TPOT counts the time of all chunks"
         )
     if given := service.speculation:
         yield (

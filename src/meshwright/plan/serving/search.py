@@ -100,10 +100,9 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     used = np.isfinite(cut["itl_s"])
     rows, other, free = (column[used] for column in (rows, other, free))
     cut = {name: column[used] for name, column in cut.items()}
-    prompt_s = cut.pop("prompt_s")
     batch, step_s, output = decode.batch[rows], decode.token_s[rows], service.output_len
-    tpot_s = step_s + waiting_s(prompt_s, batch=batch, output_len=output)
-    rate = batch / (output * tpot_s + prompt_s)
+    tpot_s = step_s + waiting_s(cut["prompt_s"], batch=batch, output_len=output)
+    rate = batch / (output * tpot_s + cut["prompt_s"])
     chips = priced.fleet.num_chips[decode.engine[rows]]
     most = priced.fleet.cluster.num_chips // chips
     wanted = most if service.requests_per_s is None else np.ceil(service.requests_per_s / rate).astype(np.int64)
@@ -120,7 +119,6 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
         transfer_s=np.zeros(len(rows)),
         requests_per_s=wanted * rate,
         free_bytes=free,
-        prompt_s=prompt_s,
         **cut,
     )
 
