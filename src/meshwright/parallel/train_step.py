@@ -23,7 +23,7 @@ from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
 from meshwright.core.labels import OPTIMIZER
-from meshwright.nn.attention.visibility import zigzag_order
+from meshwright.nn.attention.order import SequenceOrder, zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.quantisation import quantise_base
@@ -356,7 +356,7 @@ class TrainStep:
             derived=self.declared,
             mesh=self.strategy.mesh,
             options=self.options,
-            in_order=not self._in_zigzag,
+            order=SequenceOrder(self.strategy.mesh["context"] if self._in_zigzag else 0),
             offload="activations" in self.strategy.offload,
         )
 

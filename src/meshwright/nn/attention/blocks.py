@@ -1,202 +1,341 @@
-"""Attention of any queries on any keys, block by block with a running softmax.
+"""Attention by XLA, over the blocks of scores that exist, with a running softmax.
 
-The smallest and largest positions and documents of a block of queries and a block of keys decide how much the queries
-see: an unseen block of keys costs one comparison, and a block that is seen whole needs no mask.
+A loop over blocks of queries (of keys in the backward pass) has an inner loop over the blocks that its list names: first
+those whose mask has to be evaluated, then those that are seen whole. A CPU processes sequences and heads one by one, so
+that blocks of scores stay in cache; other devices process all at once, over the blocks that any of them has.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from meshwright.nn.attention.rows import Results, both_passes, by_heads
+from meshwright.masks.table import BlockLists
 from meshwright.nn.attention.scores import (
-    QkvCotangents,
     RunningSoftmax,
     attend,
     begin,
     finish,
+    reads,
     scaled,
     score_cotangents,
     transposed,
     weighted_sums,
 )
-from meshwright.nn.attention.visibility import (
-    NO_POSITIONS,
-    NOWHERE,
-    AttentionCall,
-    MaskKind,
-    TokenPositions,
-    block_visibility,
-    visible,
-)
+from meshwright.nn.attention.tiles import Tile, TileRule
 
-_Carry = TypeVar("_Carry")
-
-QUERY_ROWS = 256
-KEY_ROWS = 512
-"""Maximum rows of a block: its scores and their exponentials then fit in a core's cache."""
+HEADS_AT_ONCE = 4
+"""Most heads that a CPU processes together: XLA's threads share the elements of one operation, and run one operation
+after the other. The scores of more heads no longer fit in cache."""
 
 
-class BlockRows(NamedTuple):
-    """Number of rows in a block of queries (positions times heads of a group) and in a block of keys."""
+class Head(NamedTuple):
+    """What one sequence and head has of a rule, and the lists of its blocks."""
 
-    query: int
-    key: int
-
-
-def block_positions(length: int, most: int, mask: MaskKind) -> int:
-    """Returns ``length`` if at most ``most``, else its largest divisor from a quarter of ``most`` to ``most``.
-
-    Otherwise returns ``most``, and the last block is padded; but ``length`` if every query sees every key, since
-    queries would see padded keys too.
-    """
-    if length <= most:
-        return length
-    divisor = next(size for size in range(most, 0, -1) if length % size == 0)
-    if 4 * divisor >= most:
-        return divisor
-    return length if mask == "all" else most
+    rule: TileRule
+    lists: BlockLists
+    place: tuple[Any, Any]
 
 
-def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
-    """True: these loops compute every attention."""
-    return True
+class Sizes(NamedTuple):
+    """Queries and keys of a block, the indices of all queries and keys, and the first head."""
+
+    q_block: int
+    kv_block: int
+    q_idx: Array
+    kv_idx: Array
+    first_head: Any = 0
+
+    def tile(self, head: Head, i: Any, j: Any, *, turned: bool = False) -> Tile:
+        """Returns the operands of a tile of scores, or of one that is ``turned``: keys are its rows.
+
+        Without the barrier XLA would read them at an offset for every score.
+        """
+        rule, axes = head.rule, (0, 1) if turned else (1, 0)
+        rows = [jnp.expand_dims(_block(x, i, self.q_block), axes[0]) for x in (self.q_idx, *rule.rows)]
+        columns = [jnp.expand_dims(_block(x, j, self.kv_block), axes[1]) for x in (self.kv_idx, *rule.columns)]
+        rows, columns = lax.optimization_barrier((rows, columns))
+        place = head.place[0], self.first_head + head.place[1]
+        return Tile(rows[0], columns[0], rule.heads, tuple(rows[1:]), tuple(columns[1:]), rule.tables, place)
 
 
-def _in_blocks(
-    core: Callable[..., Results], call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]
-) -> Results:
-    """Runs `by_heads` on rows padded to whole blocks."""
-    length, heads = queries[0].shape[1:3]
-    num_keys, kv_heads = keys[0].shape[1:3]
-    group = heads // kv_heads
-    here = block_positions(length, max(16, QUERY_ROWS // group), call.mask)
-    there = block_positions(num_keys, KEY_ROWS, call.mask)
-    # Padding has positions that neither see nor are seen, so its document does not matter.
-    query, key = _padded_positions(call.query, here, -1), _padded_positions(call.key, there, NOWHERE)
-    by_query, by_key = by_heads(
-        partial(core, BlockRows(here * group, there)),
-        replace(call, query=query, key=key),
-        [_padded(x, here) for x in queries],
-        [_padded(x, there) for x in keys],
-    )
-    return tuple(x[:, :length] for x in by_query), tuple(x[:, :num_keys] for x in by_key)
-
-
-def _padded(x: Array, block: int, value: int = 0) -> Array:
-    """Pads dim 1 to whole blocks."""
-    missing = -x.shape[1] % block
-    widths = [(0, missing if dim == 1 else 0) for dim in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value) if missing else x
-
-
-def _padded_positions(positions: TokenPositions, block: int, position: int) -> TokenPositions:
-    if positions.position is None:
-        return NO_POSITIONS
-    document = None if positions.document is None else _padded(positions.document, block)
-    return TokenPositions(_padded(positions.position, block, position), document)
-
-
-def _forward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
-    q, *sinks = queries
-    k, v = keys
-    visibility = _visibility(call, blocks)
-
-    def one(i: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        tile, rest = scaled(_block(q, i, blocks.query, -2), call)
-        here = _positions(call.query, i, blocks.query).over_keys()
-
-        def step(j: Array, running: RunningSoftmax) -> RunningSoftmax:
-            # Sliced outside of the branch: see `rows` on positions read at an offset.
-            there = _positions(call.key, j, blocks.key).over_queries()
-
-            def attend_block(seen: Array | None) -> RunningSoftmax:
-                return attend(running, tile, (_block(k, j, blocks.key, -2), _block(v, j, blocks.key, -2)), rest, seen)
-
-            kind = None if visibility is None else visibility[i, j]
-            return _attend_visible(kind, running, attend_block, partial(visible, here, there, window=call.window))
-
-        sink = _block(sinks[0], i, blocks.query, -1) if sinks else None
-        running = lax.fori_loop(0, k.shape[-2] // blocks.key, step, begin(sink, tile, v.shape[-1]))
-        mixed, lse = finish(running)
-        return _put(out[0], mixed, i, -2), _put(out[1], lse, i, -1)
-
-    start = (jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32))
-    return lax.fori_loop(0, q.shape[-2] // blocks.query, one, start), ()
-
-
-def _backward(blocks: BlockRows, call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
-    q, dout, lse, delta = queries
-    k, v = keys
-    visibility = _visibility(call, blocks)
-    tall, rest = scaled(q, call)
-    columns = transposed(k)
-
-    def one(j: Array, out: QkvCotangents) -> QkvCotangents:
-        keys_j, values_j, columns_j = (_block(x, j, blocks.key, axis) for x, axis in ((k, -2), (v, -2), (columns, -1)))
-        there = _positions(call.key, j, blocks.key).over_keys()
-
-        def step(i: Array, before: QkvCotangents) -> QkvCotangents:
-            dq, dk, dv = before
-            part, sums, deltas = (_block(x, i, blocks.query, -1) for x in (dq, lse, delta))
-            here = _positions(call.query, i, blocks.query).over_queries()
-
-            def attend_block(seen: Array | None) -> QkvCotangents:
-                tile, dtile = _block(tall, i, blocks.query, -2), _block(dout, i, blocks.query, -2)
-                p, ds = score_cotangents((tile, dtile, sums, deltas), (keys_j, values_j), rest, seen)
-                return (
-                    part + weighted_sums(columns_j, ds.astype(k.dtype)),
-                    dk + weighted_sums(ds, tile),
-                    dv + weighted_sums(p, dtile),
-                )
-
-            kind = None if visibility is None else visibility[i, j]
-            seen = partial(visible, here, there, window=call.window)
-            part, dk, dv = _attend_visible(kind, (part, dk, dv), attend_block, seen)
-            return _put(dq, part, i, -1), dk, dv
-
-        zeros = (jnp.zeros(x.shape, jnp.float32) for x in (keys_j, values_j))
-        dq, dk, dv = lax.fori_loop(0, q.shape[-2] // blocks.query, step, (out[0], *zeros))
-        return dq, _put(out[1], dk * rest.scale, j, -2), _put(out[2], dv, j, -2)
-
-    # The cotangents of queries are columns, see `score_cotangents`.
-    start = (jnp.zeros((*q.shape[:-2], q.shape[-1], q.shape[-2]), jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v))
-    dq, dk, dv = lax.fori_loop(0, k.shape[-2] // blocks.key, one, start)
-    return ((jnp.swapaxes(dq, -1, -2) * call.scale).astype(q.dtype),), (dk, dv)
-
-
-def _visibility(call: AttentionCall, blocks: BlockRows) -> Array | None:
-    if call.mask == "all":
-        return None
-    return block_visibility(call.query, call.key, window=call.window, query_block=blocks.query, key_block=blocks.key)
-
-
-def _attend_visible(
-    kind: Array | None, before: _Carry, attend_block: Callable[[Array | None], _Carry], seen: Callable[[], Array]
-) -> _Carry:
-    """Returns ``attend_block(mask)`` for keys seen in part, ``attend_block(None)`` if seen whole, else ``before``."""
-    if kind is None:
-        return attend_block(None)
-    return lax.switch(kind, (lambda: before, lambda: attend_block(seen()), lambda: attend_block(None)))
-
-
-def _block(x: Array, index: Array, size: int, axis: int) -> Array:
+def _block(x: Array, index: Any, size: int, axis: int = -1) -> Array:
+    if x.shape[axis] == size:
+        return x
     return lax.dynamic_slice_in_dim(x, index * size, size, axis=axis % x.ndim)
 
 
-def _positions(positions: TokenPositions, index: Array, size: int) -> TokenPositions:
-    return jax.tree.map(lambda x: _block(x, index, size, -1), positions)
-
-
-def _put(x: Array, value: Array, index: Array, axis: int) -> Array:
+def _put(x: Array, value: Array, index: Any, axis: int) -> Array:
     axis %= x.ndim
+    if x.shape[axis] == value.shape[axis]:
+        return value.astype(x.dtype)
     return lax.dynamic_update_slice_in_dim(x, value.astype(x.dtype), index * value.shape[axis], axis)
 
 
-forward, backward = both_passes(_in_blocks, _forward, _backward)
+def _over(lists: BlockLists, row: Any, step: Callable[[Any, Any, bool], Any], start: Any) -> Any:
+    """Runs ``step(block, carry, is_masked)`` over the blocks of a row; static lists leave out loops that are empty."""
+    known = all(isinstance(x, np.ndarray) for x in lists)
+    if known and lists.index.shape[-2:] == (1, 1):
+        # a single block needs no loop
+        return step(0, start, bool(lists.partial[0])) if lists.total[0] else start
+    partial_end, end, index = (x[row] for x in map(jnp.asarray, lists))
+    if not known or lists.partial.any():
+        start = lax.fori_loop(0, partial_end, lambda n, carry: step(index[n], carry, True), start)
+    if not known or (lists.total > lists.partial).any():
+        start = lax.fori_loop(partial_end, end, lambda n, carry: step(index[n], carry, False), start)
+    return start
+
+
+def _rows(count: int, body: Callable[[Any, Any], Any], start: Any) -> Any:
+    return body(0, start) if count == 1 else lax.fori_loop(0, count, body, start)
+
+
+def _forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Returns the result [T, Hv] and log-sum-exp [T] of one head."""
+
+    def one(i: Any, out: tuple[Array, Array]) -> tuple[Array, Array]:
+        block, rest = scaled(_block(q, i, sizes.q_block, -2), scale)
+
+        def step(j: Any, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
+            keys = _block(k, j, sizes.kv_block, -2), _block(v, j, sizes.kv_block, -2)
+            return attend(running, block, keys, rest, head.rule, sizes.tile(head, i, j), is_masked=is_masked)
+
+        mixed, lse = finish(_over(head.lists, i, step, begin(block, v.shape[-1])))
+        return _put(out[0], mixed, i, -2), _put(out[1], lse, i, -1)
+
+    start = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
+    return _rows(q.shape[-2] // sizes.q_block, one, start)  # type: ignore[no-any-return]
+
+
+def _backward(
+    sizes: Sizes, scale: float, head: Head, rows: Sequence[Array], k: Array, v: Array
+) -> tuple[Array, Array, Array, Any]:
+    """Returns (dq [T, H], dk [S, H], dv [S, Hv], cotangents of what the score rule reads) of one head; float32 but dq.
+
+    ``rows`` are queries, cotangents of results, log-sum-exps and delta.
+    """
+    columns = transposed(k)
+    tall, rest = scaled(rows[0], scale)
+
+    def one(j: Any, out: tuple[Array, Array, Array, Any]) -> tuple[Array, Array, Array, Any]:
+        keys = _block(k, j, sizes.kv_block, -2), _block(v, j, sizes.kv_block, -2)
+        columns_j = _block(columns, j, sizes.kv_block)
+
+        def step(i: Any, before: Any, is_masked: bool) -> Any:
+            dq, dk, dv, more = before
+            q, dout = (_block(x, i, sizes.q_block, -2) for x in (tall, rows[1]))
+            lse, delta = (_block(x, i, sizes.q_block) for x in rows[2:])
+            tile = sizes.tile(head, i, j, turned=True)
+            p, ds, added = score_cotangents((q, dout, lse, delta), keys, rest, head.rule, tile, is_masked=is_masked)
+            part = _block(dq, i, sizes.q_block) + weighted_sums(columns_j, ds.astype(k.dtype))
+            more = _add(sizes, more, added, i, j)
+            return _put(dq, part, i, -1), dk + weighted_sums(ds, q), dv + weighted_sums(p, dout), more
+
+        zeros = [jnp.zeros(x.shape, jnp.float32) for x in keys]
+        dq, dk, dv, more = _over(head.lists, j, step, (out[0], *zeros, out[3]))
+        return dq, _put(out[1], dk * rest, j, -2), _put(out[2], dv, j, -2), more
+
+    # The cotangents of queries are columns, see `score_cotangents`.
+    q = rows[0]
+    start = (
+        jnp.zeros((*q.shape[:-2], q.shape[-1], q.shape[-2]), jnp.float32),
+        *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)),
+        jax.tree.map(jnp.zeros_like, reads(head.rule)),
+    )
+    dq, dk, dv, more = _rows(k.shape[-2] // sizes.kv_block, one, start)
+    # Without it XLA would transpose a single product instead, and its factors would have the slow layout.
+    dq = lax.optimization_barrier(dq)
+    return (jnp.swapaxes(dq, -1, -2) * scale).astype(q.dtype), dk, dv, more
+
+
+def _add(sizes: Sizes, sums: Any, added: Any, i: Any, j: Any) -> Any:
+    """Adds the cotangents of a tile's operands to those of whole arrays."""
+
+    def over(axis: int, block: int, index: Any) -> Callable[[Array, Array], Array]:
+        return lambda x, y: _put(x, _block(x, index, block) + y.sum(axis), index, -1)
+
+    ways = {
+        "heads": lambda x, y: x + y.sum(),
+        "rows": over(0, sizes.q_block, i),
+        "columns": over(1, sizes.kv_block, j),
+        "tables": lambda x, y: x + y,
+    }
+    return {name: jax.tree.map(ways[name], sums[name], added[name]) for name in sums}
+
+
+class Part(NamedTuple):
+    """A sequence and a few of its heads, from ``head`` on: what a CPU processes together."""
+
+    sequence: Array
+    head: Array
+    heads: int
+    group: int
+
+    def rows(self, x: Array, *, is_keys: bool = False) -> Array:
+        """Returns [1, T, heads, ...] of [B, T, N, ...], or [1, S, kv heads, ...] of [B, S, K, ...]."""
+        count = max(1, self.heads // self.group) if is_keys else self.heads
+        return lax.dynamic_slice(x, self._start(x, is_keys), (1, x.shape[1], count, *x.shape[3:]))
+
+    def put(self, x: Array, value: Array, *, is_keys: bool = False) -> Array:
+        """Writes what `rows` reads."""
+        return lax.dynamic_update_slice(x, value.astype(x.dtype), self._start(x, is_keys))
+
+    def _start(self, x: Array, is_keys: bool) -> tuple[Any, ...]:
+        return self.sequence, 0, self.head // self.group if is_keys else self.head, *[0] * (x.ndim - 3)
+
+    def own(self, x: Any) -> Any:
+        """Returns [1, 1 | heads, ...] of [B | 1, N | 1, ...]."""
+        if x.shape[:2] == (1, 1):
+            return x
+        sizes = 1, min(self.heads, x.shape[1]), *x.shape[2:]
+        return lax.dynamic_slice(jnp.asarray(x), self._own_start(x), sizes)
+
+    def added(self, x: Array, value: Array) -> Array:
+        """Adds to what `own` reads."""
+        return lax.dynamic_update_slice(x, self.own(x) + value, self._own_start(x))
+
+    def _own_start(self, x: Any) -> tuple[Any, ...]:
+        place = self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0
+        return *place, *[0] * (x.ndim - 2)
+
+    def rule(self, rule: TileRule) -> TileRule:
+        """Returns the rule of these heads."""
+        return rule._replace(**{name: tuple(map(self.own, getattr(rule, name))) for name in _BY_HEAD})
+
+
+_BY_HEAD = "heads", "rows", "columns"
+
+
+def forward(
+    rule: TileRule, lists: BlockLists, sizes: Sizes, scale: float, q: Array, k: Array, v: Array, *, in_parts: bool
+) -> tuple[Array, Array]:
+    """Returns the result [B, T, N, Hv] and the log-sum-exp [B, T, N] in float32 of q [B, T, N, H], k [B, S, K, H] and
+    v [B, S, K, Hv]; T and S are whole blocks. A query that sees no key gets zeros and minus infinity.
+
+    ``in_parts`` processes a few heads of one sequence after the other.
+    """
+    run = partial(_forward, sizes, scale)
+    if not in_parts:
+        o, lse = _together(run, rule, lists, (q,), k, v)
+        return _heads_back(o), _heads_back(lse)
+
+    def step(part: Part, out: tuple[Array, Array]) -> tuple[Array, Array]:
+        keys = (part.rows(x, is_keys=True) for x in (k, v))
+        found = _together(run, part.rule(rule), BlockLists(*map(part.own, lists)), (part.rows(q),), *keys, part)
+        o, lse = (part.put(x, _heads_back(y)) for x, y in zip(out, found, strict=True))
+        return o, lse
+
+    start = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), jnp.zeros(q.shape[:3], jnp.float32)
+    return _in_parts(q, k, lists, step, start)  # type: ignore[no-any-return]
+
+
+def backward(
+    rule: TileRule,
+    lists: BlockLists,
+    sizes: Sizes,
+    scale: float,
+    rows: Sequence[Array],
+    k: Array,
+    v: Array,
+    *,
+    in_parts: bool,
+) -> tuple[Array, Array, Array, Any]:
+    """Returns (dq, dk, dv, cotangents of what the score rule reads); ``rows`` are q, dout [B, T, N, ...], lse and delta
+    [B, T, N], ``lists`` those of blocks of keys."""
+
+    def run(head: Head, *given: Array) -> Any:
+        return _backward(sizes, scale, head, given[:4], *given[4:])
+
+    def together(rule: TileRule, *given: Any) -> tuple[Array, Array, Array, Any]:
+        dq, dk, dv, more = _together(run, rule, *given)
+        dk, dv = (_heads_back(x.sum(2, keepdims=True)) for x in (dk, dv))
+        return _heads_back(dq), dk, dv, {n: jax.tree.map(_sum_like, x, more[n]) for n, x in reads(rule).items()}
+
+    if not in_parts:
+        dq, dk, dv, more = together(rule, lists, rows, k, v)
+        return dq, dk.astype(k.dtype), dv.astype(v.dtype), more
+
+    def step(part: Part, out: Any) -> Any:
+        keys = (part.rows(x, is_keys=True) for x in (k, v))
+        own = part.rule(rule), BlockLists(*map(part.own, lists)), [part.rows(x) for x in rows]
+        dq, *dkeys, more = together(*own, *keys, part)
+        dk, dv = (
+            part.put(x, part.rows(x, is_keys=True) + y, is_keys=True) for x, y in zip(out[1:3], dkeys, strict=True)
+        )
+        ways = {name: part.added if name in _BY_HEAD else jnp.add for name in more}
+        return part.put(out[0], dq), dk, dv, {n: jax.tree.map(ways[n], out[3][n], x) for n, x in more.items()}
+
+    start = jnp.zeros_like(rows[0]), *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), _zeros(rule)
+    dq, dk, dv, more = _in_parts(rows[0], k, lists, step, start)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), more
+
+
+def _zeros(rule: TileRule) -> Any:
+    return jax.tree.map(jnp.zeros_like, reads(rule))
+
+
+def _in_parts(q: Array, k: Array, lists: BlockLists, step: Callable[[Part, Any], Any], start: Any) -> Any:
+    """Runs ``step`` for all sequences and heads, `HEADS_AT_ONCE` together where their blocks are the same."""
+    batch, _, heads = q.shape[:3]
+    group = heads // k.shape[2]
+    most = 1 if lists.index.shape[1] > 1 else HEADS_AT_ONCE
+    # heads that share a key head, or all heads of some key heads
+    sizes = [size for size in range(1, most + 1) if group % size == 0 or (size % group == 0 and heads % size == 0)]
+    count = sizes[-1]
+
+    def sequence(b: Any, out: Any) -> Any:
+        return _rows(heads // count, lambda n, out: step(Part(b, n * count, count, group), out), out)
+
+    return _rows(batch, sequence, start)
+
+
+def _together(
+    run: Callable[..., Any],
+    rule: TileRule,
+    lists: BlockLists,
+    rows: Sequence[Array],
+    k: Array,
+    v: Array,
+    part: Part | None = None,
+) -> Any:
+    """Runs a pass on all heads at once, over the blocks of the first; its results get the dims [B, K, G]."""
+    batch, _, heads = rows[0].shape[:3]
+    kv_heads = k.shape[2]
+    split = batch, kv_heads, heads // kv_heads
+    first = (0, 0) if part is None else (part.sequence, part.head)
+
+    def by_head(x: Array) -> Array:
+        return jnp.broadcast_to(x, (batch, heads, *x.shape[2:])).reshape(*split, *x.shape[2:])
+
+    def heads_first(x: Array, *shape: int) -> Array:
+        return jnp.moveaxis(x.reshape(batch, x.shape[1], *shape, *x.shape[3:]), 1, 1 + len(shape))
+
+    own = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
+    places = by_head(first[0] + jnp.arange(batch)[:, None]), by_head(first[1] + jnp.arange(heads)[None])
+    one_list = BlockLists(*(x[0, 0] for x in lists))
+
+    def one(own: Any, places: Any, rows: Any, k: Array, v: Array) -> Any:
+        return run(Head(rule._replace(**own), one_list, places), *rows, k, v)
+
+    for axes in ((0, 0, 0, None, None), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)):
+        one = jax.vmap(one, axes)
+    return one(own, places, [heads_first(x, *split[1:]) for x in rows], *(heads_first(x, kv_heads) for x in (k, v)))
+
+
+def _heads_back(x: Array) -> Array:
+    """Returns [B, T, N, ...] of [B, K, G, T, ...]."""
+    moved = jnp.moveaxis(x, 3, 1)
+    return moved.reshape(*moved.shape[:2], -1, *moved.shape[4:])
+
+
+def _sum_like(like: Array, more: Array) -> Array:
+    """Sums cotangents [B, K, G, ...] to the shape of [B | 1, N | 1, ...], or of a table."""
+    if like.ndim != more.ndim - 1 or like.shape[2:] != more.shape[3:]:
+        return more.sum((0, 1, 2))
+    more = more.reshape(more.shape[0], -1, *more.shape[3:])
+    return more.sum(tuple(axis for axis in (0, 1) if like.shape[axis] == 1), keepdims=True)

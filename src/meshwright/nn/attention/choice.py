@@ -1,15 +1,16 @@
 """Attention of one device's queries on its keys, forward and backward, by the first kernel that takes the call.
 
 Queries and keys are [B, T, N, H] and [B, S, K, H], values [B, S, K, Hv]; query heads n = k G .. k G + G - 1 read key
-head k. A query sees a key that is not later, in the same document and, with a window, fewer than ``window`` positions
-back. The backward pass gets the result and log-sum-exp of the forward pass, and recomputes the weights from these.
+head k. The backward pass gets the result and log-sum-exp of the forward pass, and recomputes the weights from these.
 """
 
 from types import ModuleType
 
 from jaxtyping import Array
 
-from meshwright.nn.attention import blocks, cudnn, splash, staircase
+from meshwright.core.errors import InputError
+from meshwright.nn.attention import cudnn, xla
+from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.scores import (
     AttentionResult,
     BackwardInputs,
@@ -17,16 +18,25 @@ from meshwright.nn.attention.scores import (
     HeadQueries,
     KeyValues,
     sink_cotangents,
+    with_sinks,
 )
-from meshwright.nn.attention.visibility import AttentionCall
 
-KERNELS = (cudnn, splash, staircase, blocks)
-"""The platforms' fused kernels, then this package's own. Each module has ``takes``, ``forward`` and ``backward``."""
+KERNELS = {"cudnn": cudnn, "xla": xla}
+"""The platforms' fused kernels, then XLA. Each module has ``takes``, ``forward`` and ``backward``."""
 
 
 def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> ModuleType:
-    """Returns the first kernel that takes the call."""
-    return next(kernel for kernel in KERNELS if kernel.takes(call, q, k, v))
+    """Returns the kernel that is forced, or the first one that takes the call.
+
+    Raises:
+        InputError: the forced kernel does not take the call.
+    """
+    if not call.kernel:
+        return next(kernel for kernel in KERNELS.values() if kernel.takes(call, q, k, v))
+    if call.kernel not in KERNELS or not KERNELS[call.kernel].takes(call, q, k, v):
+        able = [name for name, kernel in KERNELS.items() if kernel.takes(call, q, k, v)]
+        raise InputError(f"attention by {call.kernel!r} on {call.platform}: use {' or '.join(able)}, or leave it out.")
+    return KERNELS[call.kernel]
 
 
 def attention(call: AttentionCall, q: HeadQueries, k: HeadKeys, v: KeyValues) -> AttentionResult:
@@ -34,8 +44,9 @@ def attention(call: AttentionCall, q: HeadQueries, k: HeadKeys, v: KeyValues) ->
 
     A query that sees no key gets zeros and minus infinity.
     """
+    call = call.placed(q.shape[1], k.shape[1])
     result: AttentionResult = kernel_of(call, q, k, v).forward(call, q, k, v)
-    return result
+    return result if call.sinks is None else with_sinks(call.sinks, *result)
 
 
 def attention_backward(
@@ -45,9 +56,11 @@ def attention_backward(
     k: HeadKeys,
     v: KeyValues,
 ) -> tuple[Array, ...]:
-    """Returns cotangents (dq, dk, dv) and, with sinks, dsinks. The result in ``given`` may be over more keys.
+    """Returns cotangents (dq, dk, dv), with sinks dsinks, and with ``call.learns`` those of the arrays of the score
+    rule. The result in ``given`` may be over more keys.
 
     dS = P (dout v^T - delta), P = exp(S - lse), delta = the row sums of dout o.
     """
-    dq, dk, dv = kernel_of(call, q, k, v).backward(call, given, q, k, v)
-    return (dq, dk, dv) if call.sinks is None else (dq, dk, dv, sink_cotangents(call.sinks, given))
+    call = call.placed(q.shape[1], k.shape[1])
+    dq, dk, dv, *more = kernel_of(call, q, k, v).backward(call, given, q, k, v)
+    return (dq, dk, dv, *([] if call.sinks is None else [sink_cotangents(call.sinks, given)]), *more)

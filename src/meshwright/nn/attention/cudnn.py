@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from meshwright.nn.attention.platform import compute_capability
 from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvCotangents
-from meshwright.nn.attention.visibility import AttentionCall
+from meshwright.nn.attention.call import AttentionCall
 
 HALVES = ("bfloat16", "float16")
 LATENT_WIDTHS = 192, 128
@@ -23,22 +23,25 @@ _SEED, _DROPOUT, _NO_BIAS = 42, 0.0, (False, False)
 
 
 def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
-    """True on CUDA for bf16 or fp16, a mask "rows" or "all", and H = Hv up to 128 that 8 divides, without soft cap,
-    sinks and documents; from Hopper on also for the widths of latent attention.
+    """True on CUDA for bf16 or fp16, H = Hv up to 128 that 8 divides, no score rule, and all keys or a causal mask,
+    with or without a window, of rows in order; from Hopper on also for the widths of latent attention.
 
     Hopper takes heads up to 256 wide, but the program may be compiled for another GPU.
     """
     width = q.shape[-1]
-    plain = call.softcap is None and call.sinks is None and call.query.document is None
     narrow = width == v.shape[-1] and width <= 128 and width % 8 == 0
     narrow |= (width, v.shape[-1]) == LATENT_WIDTHS and compute_capability() >= 9
-    return call.platform == "cuda" and plain and narrow and call.mask != "positions" and q.dtype.name in HALVES
+    terms = call.terms
+    masked = terms == {} or (call.in_order(q, k) and terms.keys() <= {"causal", "window"} and "causal" in terms)
+    return call.platform == "cuda" and call.score is None and narrow and masked and q.dtype.name in HALVES
 
 
-def _mask(call: AttentionCall) -> Any:
+def _mask(call: AttentionCall) -> dict[str, Any]:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
 
-    return MaskType.CAUSAL if call.mask == "rows" else MaskType.NO_MASK
+    window = call.terms.get("window")
+    kind = MaskType.CAUSAL if call.terms else MaskType.NO_MASK
+    return {"mask_type": kind, "sliding_window_length": window[0] if window else None}
 
 
 def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
@@ -49,7 +52,7 @@ def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResul
     able = compute_capability()
     with patch.object(cudnn, "check_compute_capability", lambda least: able >= float(least)):
         out, sums = cudnn.dot_product_attention(
-            q, k, v, scale=call.scale, mask_type=_mask(call), sliding_window_length=call.window, return_residual=True
+            q, k, v, scale=call.scale, return_residual=True, **_mask(call)
         )
     return out, jnp.swapaxes(sums, 1, 2)
 
@@ -62,8 +65,9 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
     unused = jnp.zeros(0, q.dtype)
     # bias, lengths and offsets of packed sequences for queries and keys, pages of keys and values
     arrays = (q, k, v, *[unused] * 7, jnp.swapaxes(lse, 1, 2), o.astype(q.dtype))
+    kind, window = _mask(call).values()
     dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_rule(
-        call.scale, _SEED, _DROPOUT, _NO_BIAS, _mask(call), cudnn.AttentionLayout.BTNH.value, call.window,
+        call.scale, _SEED, _DROPOUT, _NO_BIAS, kind, cudnn.AttentionLayout.BTNH.value, window,
         True, False, arrays, dout.astype(q.dtype),
     )  # fmt: skip
     return dq, dk, dv

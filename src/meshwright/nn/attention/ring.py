@@ -8,29 +8,29 @@ cotangents to the owner of the keys. The next block is in flight while the curre
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from meshwright.masks.table import NOTHING
+from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.order import SequenceOrder
 from meshwright.nn.attention.scores import (
     AttentionResult,
     BackwardInputs,
     HeadKeys,
     HeadQueries,
     KeyValues,
-    QkvCotangents,
     safe,
 )
-from meshwright.nn.attention.visibility import NO_POSITIONS, AttentionCall
 from meshwright.nn.collectives import Ring
 
-SequenceLayout = Literal["contiguous", "zigzag", "any"]
-"""Which positions rank r of n holds. "contiguous": the r-th part of the sequence. "zigzag": chunks r and 2 n - 1 - r of
-2 n (`zigzag_order`). "any": any; masks compare the positions."""
+COARSE_BLOCKS = 8
+"""Blocks along each side of a rank's part by which it is decided whether its queries see another rank's keys."""
 
 Pair = tuple[Array, Array]
 _Carry = TypeVar("_Carry")
@@ -40,7 +40,7 @@ _Carry = TypeVar("_Carry")
 class KeyRing(Ring):
     """The ring of one attention, and which positions each rank holds."""
 
-    layout: SequenceLayout
+    order: SequenceOrder = SequenceOrder()
 
     def send(self, block: Pair, by: int = 1) -> Pair:
         """Returns the pair of arrays of the device ``by`` ranks before this one."""
@@ -48,21 +48,24 @@ class KeyRing(Ring):
         return first, second
 
     def moves(self, call: AttentionCall, length: int) -> int:
-        """Returns how many times keys are sent on: to every other rank, or as far as a window reaches.
+        """Returns how many times keys are sent on: to every other rank, or as far as a causal window reaches.
 
         In zigzag order the neighbours of a chunk are on the ranks before and after, so a window saves nothing.
         """
-        if call.window is None or self.layout != "contiguous":
+        if "window" not in call.terms or "causal" not in call.terms or self.order.zigzag_ranks:
             return self.size - 1
-        return min(self.size - 1, -(-call.window // length))
+        return min(self.size - 1, -(-call.terms["window"][0] // length))
 
-    def own(self, call: AttentionCall) -> AttentionCall:
+    def own(self, call: AttentionCall, length: int) -> AttentionCall:
         """Returns the call of a rank's queries on its own keys.
 
-        Positions rise along the rows of a zigzag too, but not by one, so a window needs positions.
+        Positions rise along the rows of a zigzag too, but not by one.
         """
-        rising = self.layout == "contiguous" or (self.layout == "zigzag" and call.window is None)
-        return replace(call, key=call.query, mask="rows" if rising else "positions")
+        known = {"causal"} if self.order.zigzag_ranks else {"causal", "window"}
+        if call.terms.keys() <= known and call.ignores_places:
+            return replace(call, q_idx=None, kv_idx=None)
+        index = self.order.of_rank(self.rank, length, self.size)
+        return replace(call, q_idx=index, kv_idx=index)
 
 
 def ring_attention(
@@ -75,9 +78,9 @@ def ring_attention(
     """Returns the result and log-sum-exp of this rank's queries on the keys of all ranks.
 
     Runs inside `shard_map`: rank r has the r-th of the n equal parts of queries, keys and values, as they are sharded
-    over the ring's axes (major to minor). ``call.key`` has the positions of all parts in that order.
+    over the ring's axes (major to minor).
     """
-    own = attention(ring.own(call), q, k, v)
+    own = attention(ring.own(call, q.shape[1]), q, k, v)
 
     def add_block(state: Pair, keys: Pair, step: Array) -> Pair:
         """Merges two results with their log-sum-exps into the softmax over the keys of both."""
@@ -99,15 +102,18 @@ def ring_attention_backward(
     k: HeadKeys,
     v: KeyValues,
 ) -> tuple[Array, ...]:
-    """Returns (dq, dk, dv) of this rank's queries, keys and values and, with sinks, dsinks of its queries alone."""
-    dq, dk, dv, *dsinks = attention_backward(ring.own(call), given, q, k, v)
+    """Returns (dq, dk, dv) of this rank's queries, keys and values; of its queries alone, with sinks dsinks, and the
+    cotangents of what the score rule learns."""
+    dq, dk, dv, *others = attention_backward(ring.own(call, q.shape[1]), given, q, k, v)
     moves = ring.moves(call, q.shape[1])
     if moves:
         more, collected = _collected(ring, moves, (k, v), partial(_passing_back, call, ring, given, q))
         # Cotangents start on the first device that the keys reach, so the own part is added here.
         home = ring.send(collected, -moves)
-        dq, dk, dv = dq.astype(jnp.float32) + more, dk + home[0], dv + home[1]
-    return dq.astype(q.dtype), dk, dv, *dsinks
+        dq, dk, dv = dq.astype(jnp.float32) + more[0], dk + home[0], dv + home[1]
+        first = len(others) - len(more) + 1
+        others[first:] = jax.tree.map(jnp.add, others[first:], more[1:])
+    return dq.astype(q.dtype), dk, dv, *others
 
 
 def _around(
@@ -132,40 +138,45 @@ def _around(
 
 
 def _collected(
-    ring: KeyRing, moves: int, keys: Pair, passing: Callable[[Array, Pair], QkvCotangents]
-) -> tuple[Array, Pair]:
-    """Returns the cotangent of this rank's queries, and the summed cotangents of the keys that passed last."""
+    ring: KeyRing, moves: int, keys: Pair, passing: Callable[[Array, Pair], tuple[list[Array], Pair]]
+) -> tuple[list[Array], Pair]:
+    """Returns the cotangents of this rank's queries and of what it learns, and the summed cotangents of the keys that
+    passed last."""
 
-    def add_block(state: tuple[Array, Pair], keys: Pair, step: Array) -> tuple[Array, Pair]:
-        dq, collected = state
-        more, dk, dv = passing(step, keys)
+    def add_block(state: tuple[list[Array], Pair], keys: Pair, step: Array) -> tuple[list[Array], Pair]:
+        own, collected = state
+        more, (dk, dv) = passing(step, keys)
         # The sums are in flight while this block is computed, whose part is added after the send.
         dk_before, dv_before = ring.send(collected)
-        return dq + more.astype(jnp.float32), (dk_before + dk, dv_before + dv)
+        return jax.tree.map(jnp.add, own, more), (dk_before + dk, dv_before + dv)
 
     keys = ring.send(keys)
-    dq, dk, dv = passing(jnp.int32(1), keys)
-    state = (dq.astype(jnp.float32), (dk, dv))
+    state = passing(jnp.int32(1), keys)
     return state if moves == 1 else _around(ring, moves, ring.send(keys), state, add_block, first=2)
 
 
 def _on_passing(
-    call: AttentionCall, ring: KeyRing, step: Array, length: int, part: Callable[[AttentionCall, int, int], _Carry]
+    call: AttentionCall, ring: KeyRing, step: Array, q: Array, part: Callable[[AttentionCall, int, int], _Carry]
 ) -> _Carry:
     """Returns ``part(call, first query, end of keys)`` for the visible pairs of queries here and another rank's keys.
 
-    Without a window and documents the ranks decide. The block comes from an earlier rank or, once round the ring, from
-    a later one. "contiguous": everything or nothing is seen. "zigzag": both chunks here see an earlier rank's first
+    Under a causal mask alone the ranks decide. The block comes from an earlier rank or, once round the ring, from
+    a later one. In order: everything or nothing is seen. In zigzag: both chunks here see an earlier rank's first
     chunk and none sees its last; of a later rank's chunks only the last chunk here sees any, and it sees both. That is
-    half the pairs in both cases, so all ranks take equally long.
+    half the pairs in both cases, so all ranks take equally long. Under another mask the blocks decide, and a block of
+    keys of which no query sees any is left out.
     """
-    if ring.layout == "any" or call.window is not None or call.query.document is not None:
+    batch, length, heads = q.shape[:3]
+    if call.terms.keys() != {"causal"} or not call.ignores_places:
         source = (ring.rank - step) % ring.size
-        there = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source * length, length, axis=1), call.key)
-        return part(replace(call, sinks=None, key=there, mask="positions"), 0, length)
-    whole = replace(call, sinks=None, query=NO_POSITIONS, key=NO_POSITIONS, mask="all")
+        here, there = (ring.order.of_rank(rank, length, ring.size) for rank in (ring.rank, source))
+        passing = replace(call, sinks=None, q_idx=here, kv_idx=there)
+        blocks = passing.blocks(batch, heads, *[-(-length // COARSE_BLOCKS)] * 2)
+        some = jnp.any(jnp.asarray(blocks.kinds) != NOTHING)
+        return lax.cond(some, lambda: part(passing, 0, length), lambda: part(passing, length, 0))
+    whole = replace(call, sinks=None, q_idx=None, kv_idx=None, mask=None)
     half = length // 2
-    earlier, later = ((0, length), (length, 0)) if ring.layout == "contiguous" else ((0, half), (half, length))
+    earlier, later = ((0, half), (half, length)) if ring.order.zigzag_ranks else ((0, length), (length, 0))
     return lax.cond(ring.rank >= step, lambda: part(whole, *earlier), lambda: part(whole, *later))
 
 
@@ -180,21 +191,26 @@ def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pa
         unseen = ((0, 0), (first, 0), (0, 0))
         return jnp.pad(o, (*unseen, (0, 0))), jnp.pad(lse, unseen, constant_values=-jnp.inf)
 
-    return _on_passing(call, ring, step, q.shape[1], part)
+    return _on_passing(call, ring, step, q, part)
 
 
 def _passing_back(
     call: AttentionCall, ring: KeyRing, given: BackwardInputs, q: Array, step: Array, keys: Pair
-) -> QkvCotangents:
-    """Returns (dq, dk, dv) of the queries on another rank's block."""
+) -> tuple[list[Array], Pair]:
+    """Returns dq in float32 and the cotangents of what is learned, and (dk, dv), of the queries on another rank's
+    block."""
     k, v = keys
 
-    def part(call: AttentionCall, first: int, end: int) -> QkvCotangents:
+    def part(call: AttentionCall, first: int, end: int) -> tuple[list[Array], Pair]:
         if end == 0:
-            return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+            learned = call.score.arrays if call.learns and call.score else ()
+            none = [jnp.zeros(q.shape, jnp.float32), *(jnp.zeros_like(x) for x in learned)]
+            return none, (jnp.zeros_like(k), jnp.zeros_like(v))
         dout, o, lse = (x[:, first:] for x in given)
         dq, *dkeys = attention_backward(call, (dout, o, lse), q[:, first:], k[:, :end], v[:, :end])
-        dk, dv = (jnp.pad(x, ((0, 0), (0, k.shape[1] - end), (0, 0), (0, 0))) for x in dkeys)
-        return jnp.pad(dq, ((0, 0), (first, 0), (0, 0), (0, 0))), dk, dv
+        unseen = ((0, 0), (0, k.shape[1] - end), (0, 0), (0, 0))
+        dk, dv = (jnp.pad(x, unseen) for x in dkeys[:2])
+        dq = jnp.pad(dq.astype(jnp.float32), ((0, 0), (first, 0), (0, 0), (0, 0)))
+        return [dq, *dkeys[2:]], (dk, dv)
 
-    return _on_passing(call, ring, step, k.shape[1], part)
+    return _on_passing(call, ring, step, q, part)

@@ -4,17 +4,17 @@ Each row is a query; the queries of all heads that share a key head form one mat
 in float32 whatever the arrays are. Source of the running form and of its derivative: Dao, FlashAttention-2 (2023).
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from meshwright.nn.activations import capped
-from meshwright.nn.attention.visibility import AttentionCall
+from meshwright.nn.attention.tiles import Tile, TileRule
 
 Queries = Float[Array, "*lead R H"]
 KeyRows = Float[Array, "*lead S H"]
@@ -23,7 +23,6 @@ Keys = tuple[KeyRows, ValueRows]
 MixedRows = Float[Array, "*lead R Hv"]
 ScoreBlock = Float[Array, "*lead R S"]
 PerRow = Float[Array, "*lead R"]
-Seen = Bool[Array, "*lead R S"] | None
 HeadQueries = Float[Array, "B T N H"]
 HeadKeys = Float[Array, "B S K H"]
 KeyValues = Float[Array, "B S K Hv"]
@@ -47,14 +46,14 @@ class RunningSoftmax(NamedTuple):
     mixed: MixedRows
 
 
-def scaled(q: Queries, call: AttentionCall) -> tuple[Queries, AttentionCall]:
-    """Returns scaled queries and a call of scale 1 where that is exact enough, else both as given.
+def scaled(q: Queries, scale: float) -> tuple[Queries, float]:
+    """Returns scaled queries and a scale of 1 where that is exact enough, else both as given.
 
     Queries take R H products, scores R S. Queries in bfloat16 would lose bits unless the scale is a power of two.
     """
-    if q.dtype == jnp.float32 or np.frexp(call.scale)[0] == 0.5:
-        return q * jnp.asarray(call.scale, q.dtype), replace(call, scale=1.0)
-    return q, call
+    if q.dtype == jnp.float32 or np.frexp(scale)[0] == 0.5:
+        return q * jnp.asarray(scale, q.dtype), 1.0
+    return q, scale
 
 
 def times(a: Queries, b: KeyRows) -> ScoreBlock:
@@ -67,47 +66,31 @@ def weighted_sums(p: ScoreBlock, v: ValueRows) -> MixedRows:
     return jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
 
-def scores(a: Queries, b: KeyRows, call: AttentionCall) -> ScoreBlock:
-    """Returns the products scaled and soft-capped."""
-    raw = times(a, b)
-    if call.scale != 1.0:
-        raw = raw * call.scale
-    return capped(raw, call.softcap)
-
-
-def begin(sinks: PerRow | None, q: Queries, width: int) -> RunningSoftmax:
-    """Returns the state before any key: empty, or with each row's sink, which adds weight but no value."""
+def begin(q: Queries, width: int) -> RunningSoftmax:
+    """Returns the state before any key."""
     rows = q.shape[:-1]
-    peak = jnp.full(rows, LOWEST, jnp.float32) if sinks is None else sinks
-    total = jnp.full(rows, 0.0 if sinks is None else 1.0, jnp.float32)
-    return RunningSoftmax(peak, total, jnp.zeros((*rows, width), jnp.float32))
+    return RunningSoftmax(
+        jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, width), jnp.float32)
+    )
 
 
-def attend(before: RunningSoftmax, q: Queries, keys: Keys, call: AttentionCall, seen: Seen = None) -> RunningSoftmax:
-    """Adds a block of (keys, values) to the running softmax; without ``seen`` every row sees every key."""
-    peak, p = _exponentials(before.peak, q, keys[0], call, seen)
+def attend(
+    before: RunningSoftmax, q: Queries, keys: Keys, scale: float, rule: TileRule, tile: Tile, *, is_masked: bool
+) -> RunningSoftmax:
+    """Adds a block of (keys, values) to the running softmax; without ``is_masked`` every row sees every key."""
+    found = times(q, keys[0])
+    if scale != 1.0:
+        found = found * scale
+    if rule.score is not None:
+        found = rule.score(found, tile)
+    if is_masked and rule.mask is not None:
+        found = jnp.where(rule.mask(tile), found, -jnp.inf)
+    peak = jnp.maximum(before.peak, found.max(-1))
+    p = jnp.exp(found - peak[..., None])
     fade = jnp.exp(before.peak - peak)
     return RunningSoftmax(
         peak, before.total * fade + p.sum(-1), before.mixed * fade[..., None] + weighted_sums(p, keys[1])
     )
-
-
-def attend_once(sinks: PerRow | None, q: Queries, keys: Keys, call: AttentionCall, seen: Seen = None) -> RunningSoftmax:
-    """Equals `attend` after `begin`, without multiplying the zeros of `begin`."""
-    peak, p = _exponentials(LOWEST if sinks is None else sinks, q, keys[0], call, seen)
-    total = p.sum(-1) if sinks is None else p.sum(-1) + jnp.exp(sinks - peak)
-    return RunningSoftmax(peak, total, weighted_sums(p, keys[1]))
-
-
-def _exponentials(
-    least: PerRow | float, q: Queries, k: Array, call: AttentionCall, seen: Seen
-) -> tuple[PerRow, ScoreBlock]:
-    """Returns the largest score of each row, at least ``least``, and the exponentials of scores relative to it."""
-    found = scores(q, k, call)
-    if seen is not None:
-        found = jnp.where(seen, found, -jnp.inf)
-    peak = jnp.maximum(least, found.max(-1))
-    return peak, jnp.exp(found - peak[..., None])
 
 
 def finish(running: RunningSoftmax) -> tuple[MixedRows, PerRow]:
@@ -117,23 +100,44 @@ def finish(running: RunningSoftmax) -> tuple[MixedRows, PerRow]:
     return running.mixed / total[..., None], jnp.where(some, running.peak + jnp.log(total), -jnp.inf)
 
 
+def reads(held: TileRule | Tile) -> dict[str, Any]:
+    """Returns the floating-point arrays that a score rule learns, of a rule or a tile; None in place of others."""
+    if not held.learns:
+        return {}
+    names = "heads", "rows", "columns", "tables"
+    return {n: tuple(x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in getattr(held, n)) for n in names}
+
+
 def score_cotangents(
-    rows: Sequence[Array], keys: Keys, call: AttentionCall, seen: Bool[Array, "*lead S R"] | None = None
-) -> tuple[Float[Array, "*lead S R"], Float[Array, "*lead S R"]]:
-    """Returns weights P = exp(s - lse) and score cotangents P (dP - delta) (x slope of the cap), with keys as rows.
+    rows: Sequence[Array], keys: Keys, scale: float, rule: TileRule, tile: Tile, *, is_masked: bool
+) -> tuple[Float[Array, "*lead S R"], Float[Array, "*lead S R"], Any]:
+    """Returns weights P = exp(s - lse), cotangents of scores P (dP - delta) times the slope of the score rule, and the
+    cotangents of what that rule reads. Keys are rows of all, and of ``tile``.
 
     ``rows`` are (q, dout, lse, delta). With keys as rows three of the four products that follow have no transposed left
     factor. XLA's library for CPUs does not take one: its fallback runs at less than half the rate.
     """
     (q, dout, lse, delta), (k, v) = rows, keys
-    found = scores(k, q, call)
+    found = times(k, q)
+    if scale != 1.0:
+        found = found * scale
+    pull = None
+    if rule.score is not None:
+        found, pull = jax.vjp(partial(_with_reads, rule.score, tile), found, reads(tile._replace(learns=rule.learns)))
     p = jnp.exp(found - lse[..., None, :])
-    if seen is not None:
-        p = jnp.where(seen, p, 0.0)
+    if is_masked and rule.mask is not None:
+        p = jnp.where(rule.mask(tile), p, 0.0)
     ds = p * (times(v, dout) - delta[..., None, :])
-    if call.softcap is not None:
-        ds = ds * (1.0 - jnp.square(found / call.softcap))
-    return p, ds
+    return (p, ds, {}) if pull is None else (p, *pull(ds))
+
+
+def _with_reads(score: Callable[..., Array], tile: Tile, found: Array, learned: Any) -> Array:
+    """Returns scores by a rule, from the arrays that it learns."""
+
+    def joined(name: str) -> tuple[Any, ...]:
+        return tuple(x if y is None else y for x, y in zip(getattr(tile, name), learned[name], strict=True))
+
+    return score(found, tile._replace(**{name: joined(name) for name in learned}))
 
 
 def transposed(k: KeyRows) -> Float[Array, "*lead H S"]:
@@ -149,6 +153,12 @@ def safe(lse: PerRow) -> PerRow:
 def row_products(dout: HeadValues, o: HeadValues) -> Float[Array, "B T N"]:
     """Returns delta, the sum over each row of cotangent times result, in float32."""
     return jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
+
+
+def with_sinks(sinks: Float[Array, " N"], o: HeadValues, lse: Array) -> AttentionResult:
+    """Returns attention with an additional logit per head: a sink takes weight and adds no value."""
+    total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, None])
+    return (o.astype(jnp.float32) * jnp.exp(lse - total)[..., None]).astype(o.dtype), total
 
 
 def sink_cotangents(sinks: Float[Array, " N"], given: BackwardInputs) -> Float[Array, " N"]:

@@ -1,17 +1,42 @@
-"""What a kernel needs to know of a mask and a score rule: functions of one tile of scores, the arrays that these read,
-and the lists of blocks that exist."""
+"""What a kernel needs to know of a mask and a score rule: functions of one tile of scores, and the arrays that these
+read.
 
-from collections.abc import Callable
-from typing import NamedTuple
+A rule is traced once. What it looks up, divides or takes the remainder of for queries alone, or for keys alone, becomes
+an array that is computed before the kernel runs; what is left is elementwise arithmetic on a tile, unless a table is
+looked up by queries and keys together.
+"""
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
 from jaxtyping import Array, Float, Int
+
+from meshwright.masks.table import BlockLists as BlockLists
+
+
+class Mod(NamedTuple):
+    """A mask or a score rule: ``make(*arrays)`` returns the function of indices (`masks.mods`).
+
+    ``terms`` are the catalogue's masks, name to parameters, that all have to allow a pair, where it is made of these.
+    """
+
+    make: Callable[..., Callable[..., Any]]
+    arrays: tuple[Any, ...] = ()
+    terms: dict[str, tuple[Any, ...]] = {}  # noqa: RUF012
+
+    def __call__(self, *at: Any) -> Any:
+        return self.make(*self.arrays)(*at)
 
 
 class Tile(NamedTuple):
     """Operands of one tile of scores, queries x keys, of one sequence and head.
 
     ``query`` and ``key`` are the indices of its rows and columns. All arrays broadcast against the tile: a value of a
-    row is [bq, 1] or [bq, bk], of a column [1, bk] or [bq, bk], of a head a scalar or [bq, bk].
+    row is [bq, 1] or [bq, bk], of a column [1, bk] or [bq, bk], of a head a scalar or [bq, bk]. ``tables`` are whole
+    arrays, with ``place``, the sequence and head that they are looked up by.
     """
 
     query: Int[Array, "..."]
@@ -19,6 +44,9 @@ class Tile(NamedTuple):
     heads: tuple[Array, ...] = ()
     rows: tuple[Array, ...] = ()
     columns: tuple[Array, ...] = ()
+    tables: tuple[Array, ...] = ()
+    place: tuple[Any, Any] = (0, 0)
+    learns: bool = False
 
 
 class TileRule(NamedTuple):
@@ -26,8 +54,8 @@ class TileRule(NamedTuple):
 
     Whatever they look up in captured arrays by sequence and head, and by query or key, is looked up before: ``heads``
     are [B | 1, N | 1], ``rows`` [B | 1, N | 1, T], ``columns`` [B | 1, N | 1, S], of any dtype but booleans. ``score``
-    maps scaled scores (float32) to scores; both functions are elementwise and free of gathers. None: all keys are
-    seen, scores stay.
+    maps scaled scores (float32) to scores; both functions are elementwise and, unless there are ``tables``, free of
+    gathers. None: all keys are seen, scores stay. ``learns`` asks for the cotangents of what the score rule reads.
     """
 
     heads: tuple[Array, ...] = ()
@@ -35,15 +63,218 @@ class TileRule(NamedTuple):
     columns: tuple[Array, ...] = ()
     mask: Callable[[Tile], Array] | None = None
     score: Callable[[Float[Array, "bq bk"], Tile], Array] | None = None
+    tables: tuple[Array, ...] = ()
+    learns: bool = False
 
 
-class BlockLists(NamedTuple):
-    """For each block of rows (queries, or keys in a backward pass) the blocks of columns that exist.
+HEAVY = {"gather", "dynamic_slice", "div", "rem", "floor", "sort"}
+"""Primitives that a kernel should not run for every pair."""
 
-    The first ``partial`` of ``index`` are those whose mask has to be evaluated, the next ones up to ``total`` are seen
-    whole; both parts are in rising order, what follows is undefined. Leading dims are 1, or B and N.
-    """
+_LAYOUT = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+_CALLS = {"pjit", "jit", "closed_call", "core_call"}
+_CALLED = ("jaxpr", "call_jaxpr")
 
-    partial: Int[Array, "B|1 N|1 rows"]
-    total: Int[Array, "B|1 N|1 rows"]
-    index: Int[Array, "B|1 N|1 rows columns"]
+
+class _Graph:
+    """A traced rule: its operations in order, with calls inlined, and what each depends on: "a" (arrays), "b", "h", "q",
+    "k" and "s" (scores)."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> None:
+        self.made_by: list[tuple[Any, int, tuple[Any, ...]] | None] = []
+        self.deps: list[frozenset[str]] = []
+        self.heavy: list[bool] = []
+        self.avals: list[Any] = []
+        self.consts: dict[int, Any] = {}
+        closed = jax.make_jaxpr(function)(*args)
+        self.jaxpr, self.debug_info = closed.jaxpr, closed.jaxpr.debug_info.with_unknown_names()
+        self.leaves = [self._leaf(x, {name}) for x, name in zip(closed.in_avals, names, strict=True)]
+        consts = [self._constant(value) for value in closed.consts]
+        self.out = self._run(closed.jaxpr, consts, self.leaves)[0]
+
+    def _add(self, made_by: Any, deps: Any, aval: Any, *, heavy: bool) -> int:
+        self.made_by.append(made_by)
+        self.deps.append(frozenset(deps))
+        self.heavy.append(heavy)
+        self.avals.append(aval)
+        return len(self.deps) - 1
+
+    def _leaf(self, aval: Any, deps: set[str]) -> int:
+        return self._add(None, deps, aval, heavy="a" in deps)
+
+    def _constant(self, value: Any) -> int:
+        number = self._leaf(jax.typeof(value), {"a"} if jnp.ndim(value) else set())
+        self.consts[number] = value
+        return number
+
+    def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        for eqn in jaxpr.eqns:
+            inputs = tuple(var if isinstance(var, Literal) else env[var] for var in eqn.invars)
+            inner = next((eqn.params[name] for name in _CALLED if name in eqn.params), None)
+            if eqn.primitive.name in _CALLS and inner is not None:
+                held = [self._constant(value) for value in getattr(inner, "consts", ())]
+                results = self._run(getattr(inner, "jaxpr", inner), held, inputs)
+            else:
+                at = [x for x in inputs if isinstance(x, int)]
+                deps = frozenset().union(*(self.deps[x] for x in at))
+                heavy = eqn.primitive.name in HEAVY or any(self.heavy[x] for x in at)
+                outs = enumerate(eqn.outvars)
+                results = [self._add((eqn, n, inputs), deps, var.aval, heavy=heavy) for n, var in outs]
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [var if isinstance(var, Literal) else env[var] for var in jaxpr.outvars]
+
+    def parts(self) -> tuple[list[int], list[int]]:
+        """Returns what is computed before the kernel (heavy, of one side, and read by what is not), and the arrays that
+        are looked up within it."""
+        found, tables, seen, left = set(), set(), set(), [self.out]
+        while left:
+            node = left.pop()
+            if not isinstance(node, int) or node in seen:
+                continue
+            seen.add(node)
+            deps, made_by = self.deps[node], self.made_by[node]
+            if made_by is None:
+                if "a" in deps:
+                    (tables if self.avals[node].ndim else found).add(node)
+            elif deps and self.heavy[node] and "s" not in deps and not {"q", "k"} <= deps:
+                found.add(self._before_layout(node))
+            else:
+                left += made_by[2]
+        return sorted(found), sorted(tables)
+
+    def _before_layout(self, node: int) -> int:
+        """Returns the operation whose result a node only reshapes."""
+        made_by = self.made_by[node]
+        while made_by and made_by[0].primitive.name in _LAYOUT and self.made_by[made_by[2][0]] is not None:
+            node = made_by[2][0]
+            made_by = self.made_by[node]
+        return node
+
+    def layouts_of(self, node: int) -> list[int]:
+        """Returns a node, and those that only reshape or broadcast it."""
+        found = [node]
+        for later in range(node + 1, len(self.made_by)):
+            made_by = self.made_by[later]
+            if made_by and made_by[0].primitive.name in _LAYOUT and made_by[2][0] in found:
+                found.append(later)
+        return found
+
+    def evaluate(self, wanted: Any, env: dict[int, Any]) -> Any:
+        """Returns the value of a node, given those of others in ``env``."""
+        if not isinstance(wanted, int):
+            return wanted.val
+        if wanted not in env:
+            made_by = self.made_by[wanted]
+            if made_by is None:
+                return self.consts[wanted]
+            eqn, number, inputs = made_by
+            pairs = zip(eqn.invars, inputs, strict=True)
+            given = {var: self.evaluate(x, env) for var, x in pairs if not isinstance(var, Literal)}
+            alone = self.jaxpr.replace(
+                constvars=(), invars=list(given), outvars=eqn.outvars, eqns=[eqn], debug_info=self.debug_info
+            )
+            env[wanted] = jax.core.eval_jaxpr(alone, (), *given.values())[number]
+        return env[wanted]
+
+
+class _Part:
+    """One function of a rule: what it needs before the kernel, and its value on a tile."""
+
+    def __init__(self, mod: Mod, *, has_score: bool) -> None:
+        self.mod, self.has_score = mod, has_score
+        small = self._graph((2, 1), (1, 2))
+        nodes, tables = small.parts()
+        self.sides = [next((side for side in ("q", "k") if side in small.deps[node]), "") for node in nodes]
+        self.apart = [small.deps[node] for node in nodes]
+        self.tables = [small.leaves.index(node) for node in tables if node in small.leaves]
+
+    def _graph(self, rows: tuple[int, ...], columns: tuple[int, ...]) -> _Graph:
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        places = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (rows, columns)]
+        shape = jnp.broadcast_shapes(rows, columns)
+        score = [jax.ShapeDtypeStruct(shape, jnp.float32)] if self.has_score else []
+        arrays, count = [jax.typeof(jnp.asarray(x)) for x in self.mod.arrays], len(self.mod.arrays)
+
+        def function(*given: Any) -> Any:
+            return self.mod.make(*given[:count])(*given[count:])
+
+        names = ["a"] * count + ["s"] * self.has_score + ["b", "h", "q", "k"]
+        return _Graph(function, [*arrays, *score, number, number, *places], names)
+
+    def before(self, arrays: Sequence[Array], q_idx: Array, kv_idx: Array, places: tuple[Array, Array]) -> list[Array]:
+        """Returns what is computed before the kernel: [B | 1, N | 1], with T for queries, S for keys."""
+        pair = jnp.zeros(2, jnp.int32)
+        index = {"q": (q_idx, pair), "k": (pair, kv_idx), "": (pair, pair)}
+        graphs = {side: self._graph((len(q), 1), (1, len(k))) for side, (q, k) in index.items() if side in self.sides}
+        found = []
+        for number, (side, apart) in enumerate(zip(self.sides, self.apart, strict=True)):
+            graph, (q, k) = graphs[side], index[side]
+
+            def value(b: Array, h: Array, graph: Any = graph, q: Any = q, k: Any = k, number: int = number) -> Array:
+                # scores are not read here
+                at = [*arrays, *[None] * self.has_score, b, h, q[:, None], k[None]]
+                result = graph.evaluate(graph.parts()[0][number], dict(zip(graph.leaves, at, strict=True)))
+                return result.astype(jnp.int32) if result.dtype == bool else result
+
+            by_head = jax.vmap(value, (None, 0))
+            b, h = (x if letter in apart else x[:1] for x, letter in zip(places, "bh", strict=True))
+            values = jax.vmap(by_head, (0, None))(b, h)
+            found.append(values.reshape(*values.shape[:2], -1) if side else values.reshape(values.shape[:2]))
+        return found
+
+    def on_tile(self, values: Sequence[Array], tile: Tile, score: Array | None = None) -> Array:
+        """Returns the function on a tile, given what was computed before."""
+        graph = self._graph(jnp.shape(tile.query), jnp.shape(tile.key))
+        tables = dict(zip(self.tables, tile.tables, strict=True))
+        at = [tables.get(number) for number in range(len(self.mod.arrays))]
+        at += [*([] if score is None else [score]), *tile.place, tile.query, tile.key]
+        env = dict(zip(graph.leaves, at, strict=True))
+        for node, value in zip(graph.parts()[0], values, strict=True):
+            value = value != 0 if graph.avals[node].dtype == bool else value
+            if jnp.size(value) == graph.avals[node].size:
+                env[node] = value.reshape(graph.avals[node].shape)
+            else:
+                # broadcast already, as whatever reads it would
+                env |= dict.fromkeys(graph.layouts_of(node), value)
+        return graph.evaluate(graph.out, env)
+
+
+def tile_rule(
+    mask: Mod | None,
+    score: Mod | None,
+    *,
+    q_idx: Int[Array, " T"],
+    kv_idx: Int[Array, " S"],
+    batch: int,
+    heads: int,
+    first_head: Array | int = 0,
+) -> TileRule:
+    """Returns a rule for queries and keys of these indices; its heads are ``first_head`` and the next ones."""
+    places = jnp.arange(batch, dtype=jnp.int32), first_head + jnp.arange(heads, dtype=jnp.int32)
+    by_side: dict[str, list[Array]] = {"": [], "q": [], "k": []}
+    tables: list[Array] = []
+    functions: list[Any] = [None, None]
+    for index, mod in enumerate((mask, score)):
+        if mod is None:
+            continue
+        part = _Part(mod, has_score=index == 1)
+        first = {side: len(values) for side, values in by_side.items()}
+        arrays = [jnp.asarray(x) for x in mod.arrays]
+        for side, value in zip(part.sides, part.before(arrays, q_idx, kv_idx, places), strict=True):
+            by_side[side].append(value)
+        functions[index] = _function(part, first, len(tables))
+        tables += [arrays[number] for number in part.tables]
+    return TileRule(*map(tuple, by_side.values()), *functions, tuple(tables))
+
+
+def _function(part: _Part, first: dict[str, int], first_table: int) -> Callable[..., Array]:
+    """Returns a function of a tile that has the values of other functions too."""
+
+    def function(*given: Any) -> Array:
+        *score, tile = given
+        left = {side: iter(values[first[side] :]) for side, values in zip(first, tile[2:5], strict=True)}
+        values = [next(left[side]) for side in part.sides]
+        own = tile._replace(tables=tile.tables[first_table : first_table + len(part.tables)])
+        return part.on_tile(values, own, *score)
+
+    return function

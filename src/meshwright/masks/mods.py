@@ -1,0 +1,241 @@
+"""The catalogue of masks and score rules.
+
+A mask is a function of (b, h, q_idx, kv_idx) to Booleans, a score rule of (score, b, h, q_idx, kv_idx) to scores: the
+order of PyTorch's FlexAttention. Indices are integer arrays that broadcast against each other, so that one call covers
+a pair, a tile or all pairs. The functions here use operators, `take` and the array API alone: they run on NumPy, on JAX
+and on `Ranges`. Arrays that a function captures may be of any of them.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.masks.ranges import namespace, take
+
+Mask = Callable[[Any, Any, Any, Any], Any]
+Score = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+def and_masks(*masks: Mask) -> Mask:
+    """Returns the mask of pairs that all of ``masks`` allow."""
+    return lambda *at: reduce(lambda x, y: x & y, (mask(*at) for mask in masks))
+
+
+def or_masks(*masks: Mask) -> Mask:
+    """Returns the mask of pairs that any of ``masks`` allows."""
+    return lambda *at: reduce(lambda x, y: x | y, (mask(*at) for mask in masks))
+
+
+def noop() -> Mask:
+    """Returns the mask of all pairs."""
+    return lambda b, h, q_idx, kv_idx: q_idx * 0 == kv_idx * 0
+
+
+def causal() -> Mask:
+    """Returns the mask of keys that are not later than the query."""
+    return lambda b, h, q_idx, kv_idx: kv_idx <= q_idx
+
+
+def window(size: int) -> Mask:
+    """Returns the mask of keys fewer than ``size`` positions before the query, and of all later ones."""
+    return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < size
+
+
+def sliding_window(size: int) -> Mask:
+    """Returns the causal mask of the query and the ``size`` - 1 keys before it."""
+    return and_masks(causal(), window(size))
+
+
+def local(radius: int) -> Mask:
+    """Returns the mask of keys at most ``radius`` positions from the query, on both sides."""
+    return lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) <= radius
+
+
+def prefix_lm(prefix: Any) -> Mask:
+    """Returns causal or in the prefix: the first ``prefix``[b] positions see each other."""
+    return or_masks(causal(), lambda b, h, q_idx, kv_idx: kv_idx < take(prefix, b))
+
+
+def document(documents: Any) -> Mask:
+    """Returns the mask of pairs in one document; ``documents`` are the numbers [B, T]."""
+    return lambda b, h, q_idx, kv_idx: take(documents, b, q_idx) == take(documents, b, kv_idx)
+
+
+def jagged(lengths: Any) -> Mask:
+    """Returns the mask of the positions that a padded row has: the first ``lengths``[b] of queries and of keys."""
+    return lambda b, h, q_idx, kv_idx: (q_idx < take(lengths, b)) & (kv_idx < take(lengths, b))
+
+
+def global_sliding(is_global: Any, radius: int) -> Mask:
+    """Returns Longformer's mask: keys within ``radius``, all keys of global queries, global keys of all queries;
+    ``is_global`` is [B, T], not 0 where a token is global. Source: Beltagy et al., Longformer (2020)."""
+    everywhere = or_masks(
+        lambda b, h, q_idx, kv_idx: take(is_global, b, q_idx) > 0,
+        lambda b, h, q_idx, kv_idx: take(is_global, b, kv_idx) > 0,
+    )
+    return or_masks(local(radius), everywhere)
+
+
+def tree(enter: Any, leave: Any) -> Mask:
+    """Returns the mask of ancestors and the token itself; ``enter`` and ``leave`` [B, T] are those of `tree_walk`."""
+    return lambda b, h, q_idx, kv_idx: (
+        (take(enter, b, kv_idx) <= take(enter, b, q_idx)) & (take(enter, b, q_idx) < take(leave, b, kv_idx))
+    )
+
+
+def graph(distances: Any, reach: int) -> Mask:
+    """Returns the mask of nodes at most ``reach`` edges away; ``distances`` are [B, T, T]."""
+    return lambda b, h, q_idx, kv_idx: take(distances, b, q_idx, kv_idx) <= reach
+
+
+def neighbourhood(length: int, kernel: int) -> Mask:
+    """Returns NATTEN's mask in one dim: the ``kernel`` keys around a query, shifted inward at both ends.
+
+    Source: Hassani et al., Neighborhood Attention Transformer (2022).
+    """
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return abs(_inside(q_idx, length, kernel) - kv_idx) <= kernel // 2
+
+    return mask
+
+
+def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mask:
+    """Returns NATTEN's mask on a canvas of ``width`` x ``height``, for a window of ``kernel`` x ``kernel``.
+
+    Tokens are in rows of the canvas; with ``tile`` in square tiles of that side, tile after tile, so that neighbours
+    share blocks.
+    """
+
+    def places(index: Any) -> tuple[Any, Any]:
+        if not tile:
+            return index // width, index % width
+        number, within = index // (tile * tile), index % (tile * tile)
+        across = width // tile
+        return (number // across) * tile + within // tile, (number % across) * tile + within % tile
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        (row, column), (other_row, other_column) = places(q_idx), places(kv_idx)
+        near = abs(_inside(row, height, kernel) - other_row) <= kernel // 2
+        return near & (abs(_inside(column, width, kernel) - other_column) <= kernel // 2)
+
+    return mask
+
+
+def _inside(index: Any, length: int, kernel: int) -> Any:
+    """Returns the centre of the window around an index, moved so that the window lies inside."""
+    xp = namespace(index)
+    return xp.minimum(xp.maximum(index, kernel // 2), length - 1 - kernel // 2)
+
+
+def shared_prefix(documents: Any, starts: Any, prefix_of: Any) -> Mask:
+    """Returns the mask of continuations that share a prompt, which is stored once.
+
+    Causal within a document, and all of the document that is its prefix: ``documents`` [B, T] are the document of each
+    token, ``starts`` [B, M + 1] where documents start, ``prefix_of`` [B, M] the prefix of each document.
+    """
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        own = take(documents, b, q_idx)
+        prefix = take(prefix_of, b, own)
+        first, end = take(starts, b, prefix), take(starts, b, prefix + 1)
+        same = (kv_idx >= take(starts, b, own)) & (kv_idx <= q_idx)
+        return same | ((own != prefix) & (kv_idx >= first) & (kv_idx < end))
+
+    return mask
+
+
+def transfusion(spans: Any) -> Mask:
+    """Returns causal, or in the same image; ``spans`` [B, T] are the number of a token's image, 0 for text.
+
+    Source: Zhou et al., Transfusion (2024).
+    """
+    same = document(spans)
+    image = or_masks(causal(), and_masks(same, lambda b, h, q_idx, kv_idx: take(spans, b, q_idx) > 0))
+    return image
+
+
+def paged(mask: Mask, owner: Any, page_len: int) -> Mask:
+    """Returns a mask of positions as one of slots: ``owner`` [B, pages] is the page of a sequence that a page of the
+    pool holds, negative where it holds none of it."""
+
+    def slots(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        page = take(owner, b, kv_idx // page_len)
+        return (page >= 0) & mask(b, h, q_idx, page * page_len + kv_idx % page_len)
+
+    return slots
+
+
+def relative(slope: float = 1.0) -> Score:
+    """Returns scores plus ``slope`` times the distance from key to query."""
+    return lambda score, b, h, q_idx, kv_idx: score + slope * (q_idx - kv_idx)
+
+
+def alibi(slopes: Any) -> Score:
+    """Returns scores minus ``slopes``[h] times the distance. Source: Press et al., ALiBi (2021)."""
+    return lambda score, b, h, q_idx, kv_idx: score + take(slopes, h) * (kv_idx - q_idx)
+
+
+def softcap(cap: float) -> Score:
+    """Returns cap tanh(score / cap)."""
+    return lambda score, b, h, q_idx, kv_idx: cap * namespace(score).tanh(score / cap)
+
+
+def head_bias(bias: Any) -> Score:
+    """Returns scores plus a number for each head."""
+    return lambda score, b, h, q_idx, kv_idx: score + take(bias, h)
+
+
+def graph_bias(table: Any, distances: Any) -> Score:
+    """Returns scores plus ``table``[h, distance]; ``distances`` are [B, T, T] in edges.
+
+    Source: Ying et al., Do Transformers Really Perform Badly for Graph Representation? (2021), spatial encoding.
+    """
+    return lambda score, b, h, q_idx, kv_idx: score + take(table, h, take(distances, b, q_idx, kv_idx))
+
+
+def edge_bias(table: Any, kinds: Any, counts: Any) -> Score:
+    """Returns scores plus the mean over the path of ``table``[h, step, kind of edge], Graphormer's edge encoding.
+
+    ``kinds`` [B, T, T, steps] are the kinds of the edges on the shortest path, ``counts`` [B, T, T] how many there are.
+    """
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        xp, count = namespace(score), take(counts, b, q_idx, kv_idx)
+        for step in range(kinds.shape[-1]):
+            bias = take(table, h, step, take(kinds, b, q_idx, kv_idx, step)) / xp.maximum(count, 1)
+            score = score + xp.where(step < count, bias, 0.0)
+        return score
+
+    return score_mod
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Returns 2^(-8 (h + 1) / N) for N heads, [N] in float32."""
+    return (2.0 ** (-8.0 * (np.arange(num_heads) + 1) / num_heads)).astype(np.float32)
+
+
+def tree_walk(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns when a walk through the trees enters and leaves each token, [B, T] each; ``parents`` [B, T] are earlier
+    positions, or -1 for a root."""
+    parents = np.asarray(parents)
+    length = parents.shape[1]
+    if (parents >= np.arange(length)).any():
+        raise InputError("a parent comes at or after its child. Give parents as earlier positions, or -1 for a root.")
+    sizes = np.ones_like(parents)
+    rows = np.arange(len(parents))
+    for at in range(length - 1, -1, -1):
+        inner = parents[:, at] >= 0
+        sizes[rows[inner], parents[inner, at]] += sizes[inner, at]
+    enter, free = np.zeros_like(parents), np.zeros_like(parents)
+    roots = np.zeros(len(parents), parents.dtype)
+    for at in range(length):
+        inner, parent = parents[:, at] >= 0, np.maximum(parents[:, at], 0)
+        enter[:, at] = np.where(inner, free[rows, parent], roots)
+        roots = np.where(inner, roots, roots + sizes[:, at])
+        free[rows[inner], parent[inner]] += sizes[inner, at]
+        free[:, at] = enter[:, at] + 1
+    return enter.astype(np.int32), (enter + sizes).astype(np.int32)

@@ -1,0 +1,234 @@
+"""Interval arithmetic on blocks of indices: which values an expression takes over all pairs of a block.
+
+A mask that is called with `Ranges` instead of indices returns, for every block, whether it holds for all of its pairs
+and whether it may hold for some. What follows from ranges is certain; where the range of an expression is wider than
+its values, a block may be called partial that is empty or full.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+class NoRangesError(Exception):
+    """A function uses an operation that has no rule for ranges; its points have to be evaluated."""
+
+
+def namespace(*values: Any) -> Any:
+    """Returns the array API of the first value that has one: of ranges, of NumPy or of JAX."""
+    return next((x.__array_namespace__() for x in values if hasattr(x, "__array_namespace__")), np)
+
+
+class Ranges:
+    """The smallest and largest value, ``low`` and ``high``, of an expression over each block.
+
+    For a Boolean these say whether it holds for all pairs, and for some. ``points`` are its values where it depends on
+    the rows alone or on the columns alone: an array with one more dim, the indices within a block.
+    """
+
+    __array_ufunc__ = None
+
+    def __init__(self, low: Any, high: Any, points: Any = None) -> None:
+        self.low, self.high, self.points = low, high, points
+
+    @classmethod
+    def of(cls, points: Any) -> "Ranges":
+        """Returns the ranges of values whose last dim is the index within a block."""
+        xp = namespace(points)
+        reduce = (xp.all, xp.any) if points.dtype == bool else (xp.min, xp.max)
+        return cls(reduce[0](points, axis=-1), reduce[1](points, axis=-1), points)
+
+    @property
+    def dtype(self) -> Any:
+        """The element type."""
+        return self.low.dtype
+
+    def astype(self, dtype: Any) -> "Ranges":
+        """Returns values of another type; conversions keep the order."""
+        return _mapped(lambda x: x.astype(dtype), self)
+
+    def __array_namespace__(self, **_: Any) -> Any:
+        return Functions
+
+    def __add__(self, other: Any) -> "Ranges":
+        return _combined(lambda x, y: x + y, self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "Ranges":
+        return self + -_ranges(other)
+
+    def __rsub__(self, other: Any) -> "Ranges":
+        return _ranges(other) + -self
+
+    def __neg__(self) -> "Ranges":
+        return Ranges(-self.high, -self.low, None if self.points is None else -self.points)
+
+    def __mul__(self, other: Any) -> "Ranges":
+        one, two = self, _ranges(other)
+        products = [x * y for x in (one.low, one.high) for y in (two.low, two.high)]
+        xp = namespace(*products)
+        low, high = products[0], products[0]
+        for product in products[1:]:
+            low, high = xp.minimum(low, product), xp.maximum(high, product)
+        return Ranges(low, high, _points(lambda x, y: x * y, one, two))
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> "Ranges":
+        return _mapped(lambda x: x // _positive(other), self)
+
+    def __truediv__(self, other: Any) -> "Ranges":
+        return _mapped(lambda x: x / _positive(other), self)
+
+    def __mod__(self, other: Any) -> "Ranges":
+        by = _positive(other)
+        if self.points is not None:
+            return Ranges.of(self.points % by)
+        xp = namespace(self.low)
+        within = self.low // by == self.high // by
+        return Ranges(xp.where(within, self.low % by, 0), xp.where(within, self.high % by, by - 1))
+
+    def __abs__(self) -> "Ranges":
+        xp = namespace(self.low)
+        low, high = xp.abs(self.low), xp.abs(self.high)
+        crosses = (self.low < 0) & (self.high > 0)
+        points = None if self.points is None else xp.abs(self.points)
+        return Ranges(xp.where(crosses, 0, xp.minimum(low, high)), xp.maximum(low, high), points)
+
+    def __le__(self, other: Any) -> "Ranges":
+        two = _ranges(other)
+        return Ranges(self.high <= two.low, self.low <= two.high, _points(lambda x, y: x <= y, self, two))
+
+    def __lt__(self, other: Any) -> "Ranges":
+        two = _ranges(other)
+        return Ranges(self.high < two.low, self.low < two.high, _points(lambda x, y: x < y, self, two))
+
+    def __ge__(self, other: Any) -> "Ranges":
+        return _ranges(other) <= self
+
+    def __gt__(self, other: Any) -> "Ranges":
+        return _ranges(other) < self
+
+    def __eq__(self, other: object) -> "Ranges":  # type: ignore[override]
+        two = _ranges(other)
+        alike = (self.low == self.high) & (two.low == two.high) & (self.low == two.low)
+        meet = (self.low <= two.high) & (two.low <= self.high)
+        return Ranges(alike, meet, _points(lambda x, y: x == y, self, two))
+
+    def __ne__(self, other: object) -> "Ranges":  # type: ignore[override]
+        return ~(self == other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __invert__(self) -> "Ranges":
+        _boolean(self)
+        return Ranges(~self.high, ~self.low, None if self.points is None else ~self.points)
+
+    def __and__(self, other: Any) -> "Ranges":
+        return _combined(lambda x, y: x & y, _boolean(self), _boolean(_ranges(other)))
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> "Ranges":
+        return _combined(lambda x, y: x | y, _boolean(self), _boolean(_ranges(other)))
+
+    __ror__ = __or__
+
+    def __bool__(self) -> bool:
+        raise NoRangesError("a mask branches on an index. Write it with &, | and where.")
+
+    def __index__(self) -> int:
+        raise NoRangesError("an array is indexed by a range. Use `take`.")
+
+    __iter__ = None
+
+
+class Functions:
+    """The functions of the array API that have a rule for ranges."""
+
+    @staticmethod
+    def where(condition: Any, one: Any, two: Any) -> Ranges:
+        """Returns one value where the condition holds for all pairs, the other where for none, else the range of
+        both."""
+        held, one, two = (_ranges(x) for x in (condition, one, two))
+        xp = namespace(held.low)
+        low = xp.where(held.low, one.low, xp.where(held.high, xp.minimum(one.low, two.low), two.low))
+        high = xp.where(held.low, one.high, xp.where(held.high, xp.maximum(one.high, two.high), two.high))
+        return Ranges(low, high)
+
+    @staticmethod
+    def minimum(one: Any, two: Any) -> Ranges:
+        """Returns the smaller values."""
+        return _combined(lambda x, y: namespace(x, y).minimum(x, y), one, two)
+
+    @staticmethod
+    def maximum(one: Any, two: Any) -> Ranges:
+        """Returns the larger values."""
+        return _combined(lambda x, y: namespace(x, y).maximum(x, y), one, two)
+
+    @staticmethod
+    def abs(value: Any) -> Ranges:
+        """Returns absolute values."""
+        return abs(_ranges(value))
+
+    @staticmethod
+    def clip(value: Any, low: Any, high: Any) -> Ranges:
+        """Returns values within two bounds."""
+        return Functions.minimum(Functions.maximum(value, low), high)
+
+
+def take(array: Any, *index: Any) -> Any:
+    """Returns ``array[index]``, for indices or for ranges that keep their points."""
+    ranged = [x for x in index if isinstance(x, Ranges)]
+    if not ranged:
+        return namespace(*index).asarray(array)[index]
+    if len(ranged) > 1 or ranged[0].points is None:
+        raise NoRangesError("a table is looked up by rows and columns together.")
+    # plain indices get the dim of points, so that all broadcast
+    at = tuple(x.points if isinstance(x, Ranges) else namespace(x).asarray(x)[..., None] for x in index)
+    return Ranges.of(array[at])
+
+
+def _ranges(value: Any) -> Ranges:
+    if isinstance(value, Ranges):
+        return value
+    array = value if hasattr(value, "dtype") else np.asarray(value)
+    return Ranges(array, array)
+
+
+def _mapped(function: Callable[[Any], Any], value: Ranges) -> Ranges:
+    """Applies a function that keeps the order."""
+    points = None if value.points is None else function(value.points)
+    return Ranges(function(value.low), function(value.high), points)
+
+
+def _combined(function: Callable[[Any, Any], Any], one: Any, two: Any) -> Ranges:
+    """Applies a function that rises with both of its arguments."""
+    one, two = _ranges(one), _ranges(two)
+    return Ranges(function(one.low, two.low), function(one.high, two.high), _points(function, one, two))
+
+
+def _points(function: Callable[[Any, Any], Any], one: Ranges, two: Ranges) -> Any:
+    """Returns the values within blocks, where one operand is a plain number; None where they are not known."""
+    held = [x for x in (one, two) if x.points is not None]
+    if len(held) != 1:
+        return None
+    other = two if held[0] is one else one
+    if getattr(other.low, "ndim", 0) or other.low is not other.high:
+        return None
+    return function(*(x.low if x.points is None else x.points for x in (one, two)))
+
+
+def _positive(value: Any) -> Any:
+    if isinstance(value, Ranges) or getattr(value, "ndim", 0) or not value > 0:
+        raise NoRangesError("division has a rule for positive numbers alone.")
+    return value
+
+
+def _boolean(value: Ranges) -> Ranges:
+    if value.dtype != bool:
+        raise NoRangesError("bitwise operations have a rule for Booleans alone.")
+    return value
+

@@ -1,0 +1,198 @@
+"""Which blocks of scores a mask leaves: nothing, a part or all of each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.masks.mods import Mask
+from meshwright.masks.ranges import NoRangesError, Ranges, namespace
+
+NOTHING, PARTIAL, FULL = 0, 1, 2
+"""How much of a block a mask leaves."""
+
+POINTS_AT_ONCE = 2**22
+"""Pairs that are evaluated together."""
+
+MARKS = " ░█"
+"""A block of each kind, as text."""
+
+
+class BlockLists(NamedTuple):
+    """For each block of rows (queries, or keys in a backward pass) the blocks of columns that exist.
+
+    The first ``partial`` of ``index`` are those whose mask has to be evaluated, the next ones up to ``total`` are seen
+    whole; both parts are in rising order, what follows is undefined. ``partial`` and ``total`` are [B | 1, N | 1, rows]
+    in int32, ``index`` [B | 1, N | 1, rows, columns].
+    """
+
+    partial: Any
+    total: Any
+    index: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTable:
+    """The kind of every block of ``q_block`` queries and ``kv_block`` keys: ``kinds``, [B | 1, N | 1, queries, keys].
+
+    A dim of 1 says that the mask is the same for all sequences, or heads. ``q_len`` and ``kv_len`` are positions; the
+    last block of each may be shorter.
+    """
+
+    kinds: Any
+    q_block: int
+    kv_block: int
+    q_len: int
+    kv_len: int
+
+    def sparsity(self) -> float:
+        """Returns the share of blocks that are empty, 0 to 1."""
+        return float((np.asarray(self.kinds) == NOTHING).mean())
+
+    def count(self, kind: int) -> int:
+        """Returns how many blocks are of a kind, over the sequences and heads that differ."""
+        return int((np.asarray(self.kinds) == kind).sum())
+
+    def lists(self, over: Literal["queries", "keys"] = "queries") -> BlockLists:
+        """Returns the blocks that exist for each block of queries, or of keys."""
+        xp = namespace(self.kinds)
+        kinds = self.kinds if over == "queries" else xp.matrix_transpose(self.kinds)
+        partial = xp.sum(kinds == PARTIAL, axis=-1).astype(np.int32)
+        total = partial + xp.sum(kinds == FULL, axis=-1).astype(np.int32)
+        rank = xp.where(kinds == PARTIAL, 0, xp.where(kinds == FULL, 1, 2))
+        return BlockLists(partial, total, xp.argsort(rank, axis=-1, stable=True).astype(np.int32))
+
+    def reduced(self) -> "BlockTable":
+        """Returns one table for all sequences and heads: a block is full or empty where it is so for all."""
+        xp = namespace(self.kinds)
+        low, high = (reduce(self.kinds, axis=(0, 1), keepdims=True) for reduce in (xp.min, xp.max))
+        kinds = xp.where(low == high, low, PARTIAL).astype(self.kinds.dtype)
+        return replace(self, kinds=kinds)
+
+    def resized(self, q_block: int, kv_block: int) -> "BlockTable":
+        """Returns the table for blocks of another size.
+
+        Raises:
+            InputError: one size of blocks does not divide the other.
+        """
+        kinds = _resized(self.kinds, -2, self.q_block, q_block)
+        kinds = _resized(kinds, -1, self.kv_block, kv_block)
+        return replace(self, kinds=kinds, q_block=q_block, kv_block=kv_block)
+
+    def text(self, *, sequence: int = 0, head: int = 0, width: int = 64) -> str:
+        """Returns the blocks of one sequence and head as lines of `MARKS`, at most ``width`` wide.
+
+        A mark stands for several blocks where there are more: full or empty if all of them are.
+        """
+        kinds = np.asarray(self.kinds)
+        kinds = kinds[min(sequence, len(kinds) - 1), min(head, kinds.shape[1] - 1)]
+        each = -(-max(kinds.shape) // width)
+        rows = (kinds[i : i + each] for i in range(0, len(kinds), each))
+        return "\n".join("".join(_mark(row[:, j : j + each]) for j in range(0, kinds.shape[1], each)) for row in rows)
+
+
+def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
+    """Returns kinds for other blocks along an axis: smaller ones are as the block they are in, larger ones full or
+    empty where all of theirs are."""
+    if block == wanted:
+        return kinds
+    xp = namespace(kinds)
+    if block % wanted == 0:
+        return xp.repeat(kinds, block // wanted, axis=axis)
+    if wanted % block:
+        raise InputError(f"blocks of {wanted} positions of a table of blocks of {block}. Use a multiple or a divisor.")
+    each, axis = wanted // block, axis % kinds.ndim
+    size = kinds.shape[axis]
+    parts = xp.stack([xp.take(kinds, xp.minimum(xp.arange(at, size + at, each)[: -(-size // each)], size - 1), axis=axis) for at in range(each)])
+    low, high = xp.min(parts, axis=0), xp.max(parts, axis=0)
+    return xp.where(low == high, low, PARTIAL).astype(kinds.dtype)
+
+
+def _mark(kinds: np.ndarray) -> str:
+    low, high = kinds.min(), kinds.max()
+    return MARKS[int(low) if low == high else PARTIAL]
+
+
+def block_table(
+    mask: Mask,
+    *,
+    q_len: int = 0,
+    kv_len: int = 0,
+    batch: int = 1,
+    heads: int = 1,
+    block: int | tuple[int, int] = 128,
+    q_idx: Any = None,
+    kv_idx: Any = None,
+    exact: bool = True,
+) -> BlockTable:
+    """Returns the kinds of blocks of a mask; ``block`` are the queries and keys of one.
+
+    ``q_idx`` and ``kv_idx`` are the indices of rows and columns, [T] and [S]; by default 0, 1, 2 up to ``q_len`` and
+    ``kv_len``. Their array API makes the table. With ``exact`` blocks that ranges call partial are evaluated pair by
+    pair, so that every kind is exact; JAX's arrays need ``exact=False`` where they are traced.
+
+    Raises:
+        NoRangesError: the mask has no ranges and ``exact`` is False.
+        InputError: a size below 1.
+    """
+    q_block, kv_block = (block, block) if isinstance(block, int) else block
+    q_idx = np.arange(q_len, dtype=np.int32) if q_idx is None else q_idx
+    kv_idx = np.arange(kv_len, dtype=np.int32) if kv_idx is None else kv_idx
+    sizes = {"q_block": q_block, "kv_block": kv_block, "q_len": q_idx.shape[0], "kv_len": kv_idx.shape[0]}
+    for name, size in {**sizes, "batch": batch, "heads": heads}.items():
+        if size < 1:
+            raise InputError(f"{name}={size} must be at least 1.")
+    rows, columns = in_blocks(q_idx, q_block), in_blocks(kv_idx, kv_block)
+    xp = namespace(rows)
+    b, h = xp.arange(batch).reshape(-1, 1, 1, 1), xp.arange(heads).reshape(1, -1, 1, 1)
+    try:
+        kinds = _by_ranges(mask, b, h, rows, columns)
+    except (NoRangesError, TypeError, IndexError) as error:
+        if not exact:
+            raise NoRangesError(str(error)) from error
+        kinds = None
+    if exact:
+        kinds = _by_points(mask, b, h, rows, columns, kinds)
+    if sizes["kv_len"] % kv_block:
+        last = xp.arange(columns.shape[0]) == columns.shape[0] - 1
+        kinds = xp.where(last & (kinds == FULL), PARTIAL, kinds)
+    return BlockTable(kinds=kinds.astype(np.int8), **sizes)
+
+
+def in_blocks(index: Any, block: int) -> Any:
+    """Returns indices [T] as [blocks, block]; the last index fills the last block."""
+    xp = namespace(index)
+    missing = -index.shape[0] % block
+    return xp.concat([index, xp.broadcast_to(index[-1:], (missing,))]).reshape(-1, block)
+
+
+def _by_ranges(mask: Mask, b: Any, h: Any, rows: Any, columns: Any) -> Any:
+    xp = namespace(rows)
+    found = mask(b, h, Ranges.of(rows[None, None, :, None]), Ranges.of(columns[None, None, None]))
+    if not isinstance(found, Ranges):
+        raise NoRangesError("the mask did not return ranges.")
+    kinds = xp.where(found.low, FULL, xp.where(found.high, PARTIAL, NOTHING))
+    return xp.broadcast_to(kinds, (*kinds.shape[:2], len(rows), len(columns)))
+
+
+def _by_points(mask: Mask, b: Any, h: Any, rows: Any, columns: Any, kinds: Any) -> Any:
+    """Returns the kinds of blocks, those that are partial by ranges evaluated pair by pair; all where None."""
+    xp = namespace(rows)
+    if kinds is None:
+        # one pair of indices says which of sequences and heads the mask tells apart
+        apart = mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1]).shape
+        kinds = np.full((*apart[:2], len(rows), len(columns)), PARTIAL)
+    kinds = np.array(kinds)
+    for at in _parts(np.argwhere(kinds == PARTIAL), max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))):
+        sequence, head, i, j = (xp.asarray(index).reshape(-1, 1, 1) for index in at.T)
+        pairs = mask(sequence, head, rows[i[:, 0, 0]][:, :, None], columns[j[:, 0, 0]][:, None])
+        pairs = np.asarray(xp.broadcast_to(pairs, (len(at), rows.shape[1], columns.shape[1])))
+        every, some = pairs.all((1, 2)), pairs.any((1, 2))
+        kinds[tuple(at.T)] = np.where(every, FULL, np.where(some, PARTIAL, NOTHING))
+    return xp.asarray(kinds)
+
+
+def _parts(index: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    return (index[first : first + size] for first in range(0, len(index), size))

@@ -1,0 +1,126 @@
+"""The parameters of one attention, and its rule and blocks for a kernel."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshwright.masks.mods import Mask, noop
+from meshwright.masks.ranges import NoRangesError
+from meshwright.masks.table import FULL, NOTHING, PARTIAL, BlockTable, block_table, in_blocks
+from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.attention.tiles import Mod, TileRule, tile_rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """Parameters of one attention: the scale of scores, the mask and the score rule, and the sinks.
+
+    ``q_idx`` and ``kv_idx`` are the indices of the rows, [T] and [S]; None: 0, 1, 2 and so on. ``sinks`` are an
+    additional logit per head. Heads are ``first_head`` and the next ones. ``learns`` asks a backward pass for the
+    cotangents of the arrays of the score rule. ``table`` has the blocks of the mask where these are known.
+    ``platform`` is the one that the program is traced for; ``kernel`` forces one by its name.
+    """
+
+    scale: float
+    mask: Mod | None = None
+    score: Mod | None = None
+    sinks: Float[Array, " N"] | None = None
+    q_idx: Int[Any, " T"] | None = None
+    kv_idx: Int[Any, " S"] | None = None
+    first_head: Array | int = 0
+    learns: bool = False
+    table: BlockTable | None = None
+    platform: str = field(default_factory=default_platform)
+    kernel: str = ""
+
+    def placed(self, length: int, num_keys: int) -> "AttentionCall":
+        """Returns the call with indices."""
+        q_idx, kv_idx = (
+            np.arange(size, dtype=np.int32) if index is None else index
+            for index, size in ((self.q_idx, length), (self.kv_idx, num_keys))
+        )
+        return replace(self, q_idx=q_idx, kv_idx=kv_idx)
+
+    @property
+    def terms(self) -> dict[str, tuple[Any, ...]]:
+        """The catalogue's masks that together are this one, with their parameters; {"": ()} for another mask."""
+        return {} if self.mask is None else self.mask.terms or {"": ()}
+
+    @property
+    def ignores_places(self) -> bool:
+        """True if no score depends on where its query and key are."""
+        return self.score is None or self.score.terms.keys() == {"softcap"}
+
+    def in_order(self, q: Array, k: Array) -> bool:
+        """True if queries and keys are the same rows, one after the other, as is known while tracing."""
+        rows = np.arange(q.shape[1])
+        same = (isinstance(x, np.ndarray) and np.array_equal(x, rows) for x in (self.q_idx, self.kv_idx))
+        return q.shape[1] == k.shape[1] and all(same)
+
+    def with_score(self, score: Mod | None) -> "AttentionCall":
+        """Returns the call with another score rule."""
+        return replace(self, score=score)
+
+    def rule(self, batch: int, heads: int) -> TileRule:
+        """Returns the functions of a tile."""
+        assert self.q_idx is not None
+        assert self.kv_idx is not None
+        indices = {"q_idx": jnp.asarray(self.q_idx), "kv_idx": jnp.asarray(self.kv_idx)}
+        found = tile_rule(
+            self.mask, self.score, **indices, batch=batch, heads=heads, first_head=self.first_head
+        )
+        return found._replace(learns=self.learns and self.score is not None)
+
+    def blocks(self, batch: int, heads: int, q_block: int, kv_block: int) -> BlockTable:
+        """Returns the table of blocks of this size: by NumPy while tracing where the mask and the indices are known,
+        else as part of the program."""
+        assert self.q_idx is not None
+        assert self.kv_idx is not None
+        if self.table is not None:
+            return self.table.resized(q_block, kv_block)
+        mask = _from_head(self.mask, self.first_head)
+        sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
+        known = [*(self.mask.arrays if self.mask else ()), self.q_idx, self.kv_idx, self.first_head]
+        if not any(isinstance(x, jax.core.Tracer) for x in known):
+            with jax.ensure_compile_time_eval():
+                rows, columns = np.asarray(self.q_idx), np.asarray(self.kv_idx)
+                return block_table(mask, q_idx=rows, kv_idx=columns, **sizes)
+        rows, columns = jnp.asarray(self.q_idx), jnp.asarray(self.kv_idx)
+        try:
+            return block_table(mask, q_idx=rows, kv_idx=columns, exact=False, **sizes)
+        except NoRangesError:
+            return _by_points(mask, rows, columns, **sizes)
+
+
+def _from_head(mask: Mod | None, first: Any) -> Mask:
+    """Returns a mask whose heads are counted from ``first``."""
+    if mask is None:
+        return noop()
+    return lambda b, h, q_idx, kv_idx: mask(b, h + first, q_idx, kv_idx)
+
+
+def _by_points(
+    mask: Mask, rows: Array, columns: Array, *, batch: int, heads: int, block: tuple[int, int]
+) -> BlockTable:
+    """Returns the table of a mask without ranges, a row of blocks at a time."""
+    q_rows, kv_rows = in_blocks(rows, block[0]), in_blocks(columns, block[1])
+    b, h = jnp.arange(batch)[:, None, None, None], jnp.arange(heads)[None, :, None, None]
+
+    def kinds(row: Array) -> Array:
+        pairs = mask(b, h, row[None, None, :, None], kv_rows.reshape(1, 1, 1, -1))
+        pairs = jnp.broadcast_to(pairs, (*pairs.shape[:2], len(row), kv_rows.size))
+        pairs = pairs.reshape(*pairs.shape[:3], *kv_rows.shape)
+        every, some = pairs.all((2, 4)), pairs.any((2, 4))
+        return jnp.where(every, FULL, jnp.where(some, PARTIAL, NOTHING))
+
+    found = jnp.moveaxis(lax.map(kinds, q_rows), 0, 2)
+    if len(columns) % block[1]:
+        found = found.at[..., -1].min(PARTIAL)
+    return BlockTable(
+        kinds=found.astype(jnp.int8), q_block=block[0], kv_block=block[1], q_len=len(rows), kv_len=len(columns)
+    )

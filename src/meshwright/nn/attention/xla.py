@@ -1,0 +1,103 @@
+"""Attention by XLA on any platform, for every mask and score rule (`blocks`)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from meshwright.masks.table import BlockTable
+from meshwright.nn.attention import blocks
+from meshwright.nn.attention.call import AttentionCall
+from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, reads, row_products, safe
+from meshwright.nn.attention.tiles import Tile, TileRule
+
+QUERY_ROWS, KEY_ROWS = 256, 512
+"""Maximum rows of a block: its scores and their exponentials then fit in a core's cache."""
+
+
+def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
+    """True: these loops compute every attention."""
+    return True
+
+
+def block_size(length: int, most: int) -> int:
+    """Returns ``length`` if at most ``most``, else its largest divisor from a quarter of ``most`` to ``most``, or
+    ``most``, so that the last block is padded."""
+    if length <= most:
+        return length
+    divisor = next(size for size in range(most, 0, -1) if length % size == 0)
+    return divisor if 4 * divisor >= most else most
+
+
+def _prepared(call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockTable, blocks.Sizes]:
+    """Returns the rule, table and sizes of an attention; arrays of the rule are padded to whole blocks."""
+    batch, length, heads = q.shape[:3]
+    num_keys = k.shape[1]
+    sizes = block_size(length, QUERY_ROWS), block_size(num_keys, KEY_ROWS)
+    rule = call.rule(batch, heads)
+    rows, columns = ([padded(x, size, -1) for x in arrays] for arrays, size in zip((rule.rows, rule.columns), sizes, strict=True))
+    rule = rule._replace(rows=tuple(rows), columns=tuple(columns))
+    if num_keys % sizes[1]:
+        rule = _within(rule, num_keys, sizes[1])
+    table = call.blocks(batch, heads, *sizes)
+    in_parts = call.platform == "cpu"
+    q_idx, kv_idx = (padded(jnp.asarray(x), size, -1) for x, size in zip((call.q_idx, call.kv_idx), sizes, strict=True))
+    return rule, table if in_parts else table.reduced(), blocks.Sizes(*sizes, q_idx, kv_idx, call.first_head)
+
+
+def padded(x: Array, block: int, axis: int) -> Array:
+    """Pads a dim with zeros to whole blocks."""
+    missing = -x.shape[axis] % block
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths)
+
+
+def _within(rule: TileRule, num_keys: int, block: int) -> TileRule:
+    """Returns a rule whose mask leaves out the keys that pad the last block."""
+    real = padded(jnp.ones((1, 1, num_keys), jnp.int32), block, -1)
+    own = rule.mask
+
+    def mask(tile: Tile) -> Array:
+        seen: Array = tile.columns[-1] > 0
+        return seen if own is None else seen & own(tile)
+
+    return rule._replace(columns=(*rule.columns, real), mask=mask)
+
+
+def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
+    """Returns the result and the log-sum-exp in float32."""
+    rule, table, sizes = _prepared(call, q, k)
+    rows, keys = padded(q, sizes.q_block, 1), [padded(x, sizes.kv_block, 1) for x in (k, v)]
+    in_parts = call.platform == "cpu"
+    o, lse = blocks.forward(rule, table.lists(), sizes, call.scale, rows, *keys, in_parts=in_parts)
+    return o[:, : q.shape[1]], lse[:, : q.shape[1]]
+
+
+def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+    """Returns (dq, dk, dv) and, where the call learns them, the cotangents of the score rule's arrays."""
+    dout, o, lse = given
+    in_parts = call.platform == "cpu"
+
+    def cotangents(rule: TileRule, table: BlockTable, sizes: blocks.Sizes) -> tuple[Any, ...]:
+        rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), row_products(dout, o))]
+        keys = [padded(x, sizes.kv_block, 1) for x in (k, v)]
+        found = blocks.backward(rule, table.lists("keys"), sizes, call.scale, rows, *keys, in_parts=in_parts)
+        dq, dk, dv, more = found
+        return (dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]), more
+
+    if not call.learns or call.score is None:
+        return cotangents(*_prepared(call, q, k))[0]  # type: ignore[no-any-return]
+    arrays = tuple(jnp.asarray(x) for x in call.score.arrays)
+
+    def read(arrays: tuple[Array, ...]) -> Any:
+        score = call.score._replace(arrays=arrays) if call.score else None
+        return reads(_prepared(call.with_score(score), q, k)[0])
+
+    _, pull = jax.vjp(read, arrays)
+    found, more = cotangents(*_prepared(call, q, k))
+    (learned,) = pull(more)
+    return (*found, *learned)
