@@ -213,6 +213,11 @@ def edge_bias(table: Any, kinds: Any, counts: Any) -> Score:
     return score_mod
 
 
+def then(*scores: Score) -> Score:
+    """Returns the scores of several rules, one applied after the other."""
+    return lambda score, *at: reduce(lambda found, rule: rule(found, *at), scores, score)
+
+
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """Returns 2^(-8 (h + 1) / N) for N heads, [N] in float32."""
     return (2.0 ** (-8.0 * (np.arange(num_heads) + 1) / num_heads)).astype(np.float32)

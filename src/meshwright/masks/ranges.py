@@ -231,4 +231,3 @@ def _boolean(value: Ranges) -> Ranges:
     if value.dtype != bool:
         raise NoRangesError("bitwise operations have a rule for Booleans alone.")
     return value
-

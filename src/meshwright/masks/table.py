@@ -105,7 +105,12 @@ def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
         raise InputError(f"blocks of {wanted} positions of a table of blocks of {block}. Use a multiple or a divisor.")
     each, axis = wanted // block, axis % kinds.ndim
     size = kinds.shape[axis]
-    parts = xp.stack([xp.take(kinds, xp.minimum(xp.arange(at, size + at, each)[: -(-size // each)], size - 1), axis=axis) for at in range(each)])
+    parts = xp.stack(
+        [
+            xp.take(kinds, xp.minimum(xp.arange(at, size + at, each)[: -(-size // each)], size - 1), axis=axis)
+            for at in range(each)
+        ]
+    )
     low, high = xp.min(parts, axis=0), xp.max(parts, axis=0)
     return xp.where(low == high, low, PARTIAL).astype(kinds.dtype)
 

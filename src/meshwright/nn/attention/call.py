@@ -71,9 +71,7 @@ class AttentionCall:
         assert self.q_idx is not None
         assert self.kv_idx is not None
         indices = {"q_idx": jnp.asarray(self.q_idx), "kv_idx": jnp.asarray(self.kv_idx)}
-        found = tile_rule(
-            self.mask, self.score, **indices, batch=batch, heads=heads, first_head=self.first_head
-        )
+        found = tile_rule(self.mask, self.score, **indices, batch=batch, heads=heads, first_head=self.first_head)
         return found._replace(learns=self.learns and self.score is not None)
 
     def blocks(self, batch: int, heads: int, q_block: int, kv_block: int) -> BlockTable:

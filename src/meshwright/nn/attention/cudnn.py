@@ -51,9 +51,7 @@ def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResul
     # JAX asks a local GPU, which may be absent, not the one that the program is compiled for
     able = compute_capability()
     with patch.object(cudnn, "check_compute_capability", lambda least: able >= float(least)):
-        out, sums = cudnn.dot_product_attention(
-            q, k, v, scale=call.scale, return_residual=True, **_mask(call)
-        )
+        out, sums = cudnn.dot_product_attention(q, k, v, scale=call.scale, return_residual=True, **_mask(call))
     return out, jnp.swapaxes(sums, 1, 2)
 
 

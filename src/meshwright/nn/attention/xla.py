@@ -36,7 +36,9 @@ def _prepared(call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockT
     num_keys = k.shape[1]
     sizes = block_size(length, QUERY_ROWS), block_size(num_keys, KEY_ROWS)
     rule = call.rule(batch, heads)
-    rows, columns = ([padded(x, size, -1) for x in arrays] for arrays, size in zip((rule.rows, rule.columns), sizes, strict=True))
+    rows, columns = (
+        [padded(x, size, -1) for x in arrays] for arrays, size in zip((rule.rows, rule.columns), sizes, strict=True)
+    )
     rule = rule._replace(rows=tuple(rows), columns=tuple(columns))
     if num_keys % sizes[1]:
         rule = _within(rule, num_keys, sizes[1])

@@ -39,7 +39,9 @@ def call_of(context: Context, step: Step, arrays: AttentionArrays, **others: Any
     return AttentionCall(
         scale=context.model.attention_scale,
         mask=None if details.sees_all else _mask(context, step, arrays.documents),
-        score=None if details.softcap is None else Mod(partial(mods.softcap, details.softcap), (), {"softcap": (details.softcap,)}),
+        score=None
+        if details.softcap is None
+        else Mod(partial(mods.softcap, details.softcap), (), {"softcap": (details.softcap,)}),
         sinks=arrays.sinks,
         q_idx=index(sharded.q, arrays.q),
         kv_idx=index(sharded.k, arrays.k),

@@ -1,0 +1,214 @@
+"""Masks and score rules by name, as configuration and the command line write them.
+
+``causal & document``, ``prefix_lm``, ``local(256) | causal``: names of the catalogue with their parameters, joined by &
+and |. Scores are joined by +, applied left to right: ``alibi + softcap(30)``. Arrays that a mask reads of each sequence
+(document numbers, lengths of prefixes) are named by the catalogue and come from data records.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.masks import mods
+
+
+class Entry(NamedTuple):
+    """A mask or a score rule of the catalogue: its function, the arrays that it reads, by name, and what it is."""
+
+    make: Callable[..., Any]
+    data: tuple[str, ...]
+    parameters: tuple[str, ...]
+    summary: str
+
+
+def _entry(make: Callable[..., Any], data: str = "", parameters: str = "", summary: str = "") -> Entry:
+    return Entry(make, tuple(data.split()), tuple(parameters.split()), summary)
+
+
+MASKS: dict[str, Entry] = {
+    "noop": _entry(mods.noop, summary="all pairs"),
+    "causal": _entry(mods.causal, summary="keys not later than the query"),
+    "sliding_window": _entry(mods.sliding_window, "", "size", "causal, the last SIZE keys"),
+    "local": _entry(mods.local, "", "radius", "keys within RADIUS on both sides"),
+    "prefix_lm": _entry(mods.prefix_lm, "prefix", "", "causal, and a prefix that all see"),
+    "document": _entry(mods.document, "documents", "", "pairs in one document"),
+    "jagged": _entry(mods.jagged, "lengths", "", "the tokens that a padded row has"),
+    "global_sliding": _entry(mods.global_sliding, "is_global", "radius", "within RADIUS, or a global token"),
+    "tree": _entry(mods.tree, "enter leave", "", "ancestors and the token itself"),
+    "graph": _entry(mods.graph, "distances", "reach", "nodes at most REACH edges away"),
+    "neighbourhood": _entry(mods.neighbourhood, "", "length kernel", "KERNEL keys around, within LENGTH"),
+    "neighbourhood_2d": _entry(mods.neighbourhood_2d, "", "width height kernel tile", "a square window on a canvas"),
+    "shared_prefix": _entry(
+        mods.shared_prefix, "documents starts prefix_of", "", "answers that share a prompt, causal"
+    ),
+    "transfusion": _entry(mods.transfusion, "spans", "", "causal, or in the same image"),
+    "paged": _entry(
+        lambda owner, page_len: mods.paged(mods.causal(), owner, page_len), "owner", "page_len", "causal, keys in pages"
+    ),
+}
+
+SCORES: dict[str, Entry] = {
+    "relative": _entry(mods.relative, "", "slope", "plus SLOPE times the distance"),
+    "alibi": _entry(mods.alibi, "slopes", "", "minus a slope of each head times the distance"),
+    "softcap": _entry(mods.softcap, "", "cap", "CAP tanh(score / CAP)"),
+    "head_bias": _entry(mods.head_bias, "bias", "", "plus a number of each head"),
+    "graph_bias": _entry(mods.graph_bias, "table distances", "", "plus a learnt number for each distance"),
+    "edge_bias": _entry(mods.edge_bias, "edge_table kinds counts", "", "plus learnt numbers of the edges between"),
+}
+
+
+class Rule(NamedTuple):
+    """A parsed mask or score rule: ``make(*arrays)`` returns its function, for the arrays that ``data`` names.
+
+    ``terms`` are its masks, name to parameters, where all of them have to allow a pair; empty where | joins any.
+    """
+
+    text: str
+    data: tuple[str, ...]
+    make: Callable[..., Any]
+    terms: dict[str, tuple[Any, ...]]
+
+
+def mask_named(text: str) -> Rule:
+    """Returns the mask that an expression of names describes.
+
+    Raises:
+        InputError: the expression is not one, or a name or a parameter is not in the catalogue.
+    """
+    return _rule(text, MASKS, "a mask", {ast.BitAnd: mods.and_masks, ast.BitOr: mods.or_masks})
+
+
+def score_named(text: str) -> Rule:
+    """Returns the score rule that an expression of names describes; errors are those of `mask_named`."""
+    return _rule(text, SCORES, "a score rule", {ast.Add: mods.then})
+
+
+def _rule(text: str, entries: Mapping[str, Entry], what: str, joins: Mapping[Any, Callable[..., Any]]) -> Rule:
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.") from error
+    data: dict[str, None] = {}
+    terms: dict[str, tuple[Any, ...]] = {}
+    repeated: set[str] = set()
+
+    def made(node: ast.AST) -> Callable[[Mapping[str, Any]], Any]:
+        if isinstance(node, ast.BinOp) and type(node.op) in joins:
+            one, two, join = made(node.left), made(node.right), joins[type(node.op)]
+            return lambda arrays: join(one(arrays), two(arrays))
+        name, given = _term(node, text, what, entries)
+        entry = entries[name]
+        data.update(dict.fromkeys(entry.data))
+        repeated.update({name} & terms.keys())
+        terms[name] = tuple(given.values())
+        return lambda arrays: entry.make(*(arrays[x] for x in entry.data), **given)
+
+    build, names = made(tree), tuple(data)
+    if repeated or any(isinstance(node, ast.BitOr) for node in ast.walk(tree)):
+        terms = {}
+    elif "sliding_window" in terms:
+        terms |= {"causal": (), "window": terms.pop("sliding_window")}
+    return Rule(text, names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms)
+
+
+def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, Entry]) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the parameters of one term."""
+    head = node.func if isinstance(node, ast.Call) else node
+    if not isinstance(head, ast.Name):
+        raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.")
+    name = head.id
+    if name not in entries:
+        raise InputError(f"{what} {text!r} has {name!r}.{nearest(name, entries)} Use {', '.join(entries)}.")
+    parameters = entries[name].parameters
+    values = [*node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
+    keys = list(parameters[: len(node.args)]) if isinstance(node, ast.Call) else []
+    keys += [word.arg or "**" for word in node.keywords] if isinstance(node, ast.Call) else []
+    required = set(parameters) - {"slope", "tile"}
+    usage = f"{name}({', '.join(parameters)})" if parameters else name
+    if len(values) != len(keys) or len(set(keys)) < len(keys) or not required <= set(keys) <= set(parameters):
+        raise InputError(f"{what} {text!r}: {name} needs its parameters. Write {usage}, each a number.")
+    given = {}
+    for key, value in zip(keys, values, strict=True):
+        number = _number(value)
+        whole = key not in ("slope", "cap")
+        if number is None or not abs(number) < 2**31 or (whole and (number != int(number) or number < (key != "tile"))):
+            kind = "a whole number of at least 1" if whole else "a number"
+            raise InputError(f"{what} {text!r}: {key} must be {kind}. Write {usage}.")
+        if key == "cap" and not number > 0:
+            raise InputError(f"{what} {text!r}: cap={number:g} must be above 0.")
+        given[key] = int(number) if whole else float(number)
+    return name, given
+
+
+def _number(node: ast.AST) -> float | None:
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _example(entries: Mapping[str, Entry]) -> str:
+    return "'causal & document' or 'sliding_window(1024)'" if entries is MASKS else "'alibi + softcap(30)'"
+
+
+def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Returns arrays of the kind that a rule reads, drawn at random: about eight documents, a prefix of a quarter, two
+    images, a tree of random ancestors, pages in random order."""
+    rng = np.random.default_rng(seed)
+    made = {name: _EXAMPLES[name](rng, batch, length, heads) for name in rule.data}
+    if {"enter", "leave"} <= made.keys():
+        parents = np.stack([[-1, *(rng.integers(max(0, at - 8), at) for at in range(1, length))] for _ in range(batch)])
+        made["enter"], made["leave"] = mods.tree_walk(parents)
+    if "starts" in made:
+        numbers = np.arange(made["starts"].shape[1])
+        made["starts"] = np.stack([np.searchsorted(row, numbers) for row in made["documents"]]).astype(np.int32)
+        made["prefix_of"] = np.broadcast_to(numbers[:-1] // 4 * 4, (batch, len(numbers) - 1)).astype(np.int32)
+    if "owner" in made:
+        pages = -(-length // rule.terms.get("paged", (1,))[0])
+        made["owner"] = np.stack([rng.permutation(pages) for _ in range(batch)])
+    return tuple(made[name] for name in rule.data)
+
+
+def _documents(rng: np.random.Generator, batch: int, length: int, heads: int) -> np.ndarray:
+    starts = rng.random((batch, length)) < 8 / length
+    return np.minimum(np.cumsum(starts, axis=1), _MOST_DOCUMENTS - 1).astype(np.int32)
+
+
+_MOST_DOCUMENTS = 32
+
+
+def _spans(rng: np.random.Generator, batch: int, length: int, heads: int) -> np.ndarray:
+    spans = np.zeros((batch, length), np.int32)
+    for number, at in enumerate((length // 8, length // 2), 1):
+        spans[:, at : at + length // 4] = number
+    return spans
+
+
+_EXAMPLES: dict[str, Callable[[np.random.Generator, int, int, int], np.ndarray]] = {
+    "prefix": lambda rng, batch, length, heads: np.full(batch, max(1, length // 4), np.int32),
+    "documents": _documents,
+    "lengths": lambda rng, batch, length, heads: rng.integers(length // 2, length, batch, endpoint=True),
+    "is_global": lambda rng, batch, length, heads: (
+        (np.arange(length) % max(1, length // 4) == 0) * np.ones((batch, 1), np.int32)
+    ),
+    "enter": lambda rng, batch, length, heads: np.zeros(0),
+    "leave": lambda rng, batch, length, heads: np.zeros(0),
+    "distances": lambda rng, batch, length, heads: np.minimum(
+        abs(np.arange(length)[:, None] - np.arange(length)) * np.ones((batch, 1, 1), np.int32), 7
+    ).astype(np.int32),
+    "starts": lambda rng, batch, length, heads: np.zeros((batch, _MOST_DOCUMENTS + 1), np.int32),
+    "prefix_of": lambda rng, batch, length, heads: np.zeros(0),
+    "spans": _spans,
+    "owner": lambda rng, batch, length, heads: np.zeros(0),
+    "slopes": lambda rng, batch, length, heads: mods.alibi_slopes(heads),
+    "bias": lambda rng, batch, length, heads: rng.normal(size=heads).astype(np.float32),
+    "table": lambda rng, batch, length, heads: rng.normal(size=(heads, 8)).astype(np.float32),
+    "edge_table": lambda rng, batch, length, heads: rng.normal(size=(heads, 3, 4)).astype(np.float32),
+    "kinds": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length, 3)),
+    "counts": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length)),
+}
+"""How example arrays are drawn; trees and prefixes are made from several."""
