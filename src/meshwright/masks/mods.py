@@ -6,6 +6,7 @@ a pair, a tile or all pairs. The functions here use operators, `take` and the ar
 and on `Ranges`. Arrays that a function captures may be of any of them.
 """
 
+import math
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -209,6 +210,31 @@ def edge_bias(table: Any, kinds: Any, counts: Any) -> Score:
             bias = take(table, h, step, take(kinds, b, q_idx, kv_idx, step)) / xp.maximum(count, 1)
             score = score + xp.where(step < count, bias, 0.0)
         return score
+
+    return score_mod
+
+
+def distance_bias(table: Any, *, far: int, causal: bool, first: Any = 0) -> Score:
+    """Returns scores plus ``table``[bucket of the distance, h - first], T5's bias.
+
+    Half of the buckets are for small distances, one each, the others for wider ranges up to ``far``; unless ``causal``,
+    later keys have half of all.
+
+    Source: Raffel et al., Exploring the Limits of Transfer Learning (2019), section 2.1, as published with the weights.
+    """
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        xp, count = namespace(score), table.shape[0]
+        away = q_idx - kv_idx
+        side = 0
+        if not causal:
+            count //= 2
+            side, away = xp.where(away < 0, count, 0), abs(away)
+        away = xp.maximum(away, 0)
+        exact = count // 2
+        ratio = xp.log(xp.maximum(away, 1).astype(np.float32) / exact) / math.log(far / exact)
+        wide = xp.minimum(exact + (ratio * (count - exact)).astype(np.int32), count - 1)
+        return score + take(table, side + xp.where(away < exact, away, wide), h - first).astype(score.dtype)
 
     return score_mod
 

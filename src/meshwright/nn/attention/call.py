@@ -62,9 +62,9 @@ class AttentionCall:
         same = (isinstance(x, np.ndarray) and np.array_equal(x, rows) for x in (self.q_idx, self.kv_idx))
         return q.shape[1] == k.shape[1] and all(same)
 
-    def with_score(self, score: Mod | None) -> "AttentionCall":
-        """Returns the call with another score rule."""
-        return replace(self, score=score)
+    def with_score(self, score: Mod | None, *, learns: bool) -> "AttentionCall":
+        """Returns the call with another score rule and no sinks."""
+        return replace(self, score=score, learns=learns, sinks=None)
 
     def rule(self, batch: int, heads: int) -> TileRule:
         """Returns the functions of a tile."""

@@ -97,7 +97,7 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
 
     def read(arrays: tuple[Array, ...]) -> Any:
         score = call.score._replace(arrays=arrays) if call.score else None
-        return reads(_prepared(call.with_score(score), q, k)[0])
+        return reads(_prepared(call.with_score(score, learns=True), q, k)[0])
 
     _, pull = jax.vjp(read, arrays)
     found, more = cotangents(*_prepared(call, q, k))

@@ -11,6 +11,7 @@ from meshwright.algebra.steps import Step
 from meshwright.masks import mods
 from meshwright.nn.attention import choice
 from meshwright.nn.attention.call import AttentionCall
+from meshwright.nn.attention.order import SequenceOrder
 from meshwright.nn.attention.ring import KeyRing, ring_attention, ring_attention_backward
 from meshwright.nn.attention.tiles import Mod
 from meshwright.nn.collectives import first_index
@@ -34,7 +35,10 @@ def call_of(context: Context, step: Step, arrays: AttentionArrays, **others: Any
     sharded, details = AttentionArrays.of(step), step.details
 
     def index(array: ShardedArray, value: Array) -> Any:
-        return context.order.index(array.axes_of(positions_of(array)), value.shape[1])
+        dim = positions_of(array)
+        # an encoder's positions stay in order
+        order = context.order if dim == "T" else SequenceOrder()
+        return order.index(array.axes_of(dim), value.shape[1])
 
     return AttentionCall(
         scale=context.model.attention_scale,

@@ -1,0 +1,117 @@
+"""Attention with a mask and a score rule as functions, differentiable: the front door of the kernels."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from meshwright.core.errors import InputError
+from meshwright.masks.mods import Mask, Score
+from meshwright.masks.ranges import NoRangesError, Ranges
+from meshwright.masks.table import BlockTable
+from meshwright.nn.attention.call import AttentionCall
+from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.attention.scores import HeadKeys, HeadQueries, HeadValues, KeyValues
+from meshwright.nn.attention.tiles import Mod
+
+
+def flex_attention(
+    q: HeadQueries,
+    k: HeadKeys,
+    v: KeyValues,
+    score_mod: Score | None = None,
+    mask_mod: Mask | None = None,
+    *,
+    block_table: BlockTable | None = None,
+    scale: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    kernel: str = "",
+) -> HeadValues | tuple[HeadValues, Float[Array, "B T N"]]:
+    """Returns attention of q [B, T, N, H] on k [B, S, K, H] and v [B, S, K, Hv], [B, T, N, Hv] in the type of q.
+
+    ``mask_mod(b, h, q_idx, kv_idx)`` says which keys a query sees, ``score_mod(score, b, h, q_idx, kv_idx)`` changes
+    scaled scores in float32; indices are integer arrays that broadcast. Both may capture arrays, of which those of the
+    score rule have gradients. Blocks that the mask leaves empty are not computed; ``block_table`` has them where they
+    are known. K divides N. ``scale`` is 1 / sqrt(H) by default, ``sinks`` an additional logit of each head. With
+    ``return_lse`` the log-sum-exp of scores, float32, comes too (it has no gradient); a query that sees nothing gets
+    zeros and minus infinity. ``kernel`` forces one of `choice.KERNELS`.
+
+    Raises:
+        InputError: shapes do not fit, or the kernel does not take the case.
+    """
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}: give [B, T, N, H], [B, S, K, H] and [B, S, K, Hv].")
+    if q.shape[0] != k.shape[0] or q.shape[2] % k.shape[2]:
+        raise InputError(f"q {q.shape}, k {k.shape}: sequences must be as many, and {k.shape[2]} key heads divide N.")
+    call = AttentionCall(
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        mask=None if mask_mod is None else _hoisted(mask_mod, has_score=False),
+        score=None if score_mod is None else _hoisted(score_mod, has_score=True),
+        table=block_table,
+        kernel=kernel,
+        platform=default_platform(),
+        learns=score_mod is not None,
+    )
+    arrays = {"mask": call.mask.arrays if call.mask else (), "score": call.score.arrays if call.score else ()}
+    o, lse = _flex(call, (q, k, v), sinks, arrays["mask"], arrays["score"])
+    return (o, jax.lax.stop_gradient(lse)) if return_lse else o
+
+
+def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
+    """Returns a function of indices with the arrays that it captures as arguments."""
+
+    def traced(*at: Any) -> Any:
+        return jax.make_jaxpr(mod)(*at)
+
+    index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (2, 1), (1, 2))]
+    consts = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index).consts
+    arrays = [number for number, x in enumerate(consts) if isinstance(x, jax.Array)]
+
+    def make(*given: Any) -> Callable[..., Any]:
+        def function(*at: Any) -> Any:
+            if any(isinstance(x, Ranges) for x in at):
+                if given:
+                    raise NoRangesError("the function captures arrays.")
+                return mod(*at)
+            closed = traced(*at)
+            held = list(closed.consts)
+            for number, value in zip(arrays, given, strict=True):
+                held[number] = value
+            return jax.core.eval_jaxpr(closed.jaxpr, held, *at)[0]
+
+        return function
+
+    return Mod(make, tuple(consts[number] for number in arrays))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flex(call: AttentionCall, qkv: Any, sinks: Any, mask: Any, score: Any) -> Any:
+    return attention(_with(call, sinks, mask, score), *qkv)
+
+
+def _with(call: AttentionCall, sinks: Any, mask: Any, score: Any) -> AttentionCall:
+    mods = {"mask": (call.mask, mask), "score": (call.score, score)}
+    given = {name: mod and mod._replace(arrays=arrays) for name, (mod, arrays) in mods.items()}
+    return replace(call, sinks=sinks, **given)
+
+
+def _flex_forward(call: AttentionCall, qkv: Any, sinks: Any, mask: Any, score: Any) -> Any:
+    o, lse = attention(_with(call, sinks, mask, score), *qkv)
+    return (o, lse), (qkv, sinks, mask, score, o, lse)
+
+
+def _flex_backward(call: AttentionCall, held: Any, cotangents: Any) -> Any:
+    qkv, sinks, mask, score, o, lse = held
+    given = cotangents[0], o, lse
+    dq, dk, dv, *more = attention_backward(_with(call, sinks, mask, score), given, *qkv)
+    dsinks = None if sinks is None else more.pop(0)
+    return (dq, dk, dv), dsinks, None, tuple(more) or None
+
+
+_flex.defvjp(_flex_forward, _flex_backward)
