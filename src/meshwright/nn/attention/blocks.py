@@ -27,47 +27,30 @@ from meshwright.nn.attention.scores import (
     transposed,
     weighted_sums,
 )
-from meshwright.nn.attention.tiles import Tile, TileRule
+from meshwright.nn.attention import unrolled
+from meshwright.nn.attention.tiles import Head, Sizes, Tile, TileRule
 
 HEADS_AT_ONCE = 4
 """Most heads that a CPU processes together: XLA's threads share the elements of one operation, and run one operation
 after the other. The scores of more heads no longer fit in cache."""
 
 
-class Head(NamedTuple):
-    """What one sequence and head has of a rule, and the lists of its blocks."""
-
-    rule: TileRule
-    lists: BlockLists
-    place: tuple[Any, Any]
-
-
-class Sizes(NamedTuple):
-    """Queries and keys of a block, the indices of all queries and keys, and the first head."""
-
-    q_block: int
-    kv_block: int
-    q_idx: Array
-    kv_idx: Array
-    first_head: Any = 0
-
-    def tile(self, head: Head, i: Any, j: Any, *, turned: bool = False) -> Tile:
-        """Returns the operands of a tile of scores, or of one that is ``turned``: keys are its rows.
-
-        Without the barrier XLA would read them at an offset for every score.
-        """
-        rule, axes = head.rule, (0, 1) if turned else (1, 0)
-        rows = [jnp.expand_dims(_block(x, i, self.q_block), axes[0]) for x in (self.q_idx, *rule.rows)]
-        columns = [jnp.expand_dims(_block(x, j, self.kv_block), axes[1]) for x in (self.kv_idx, *rule.columns)]
-        rows, columns = lax.optimization_barrier((rows, columns))
-        place = head.place[0], self.first_head + head.place[1]
-        return Tile(rows[0], columns[0], rule.heads, tuple(rows[1:]), tuple(columns[1:]), rule.tables, place)
-
-
 def _block(x: Array, index: Any, size: int, axis: int = -1) -> Array:
     if x.shape[axis] == size:
         return x
     return lax.dynamic_slice_in_dim(x, index * size, size, axis=axis % x.ndim)
+
+
+def _tile(sizes: Sizes, head: Head, i: Any, j: Any, *, turned: bool) -> Tile:
+    """Returns the operands of a tile. Without the barrier XLA would read them at an offset for every score."""
+
+    def rows(x: Array, axis: int) -> Array:
+        return lax.optimization_barrier(jnp.expand_dims(_block(x, i, sizes.q_block), axis))
+
+    def columns(x: Array, axis: int) -> Array:
+        return lax.optimization_barrier(jnp.expand_dims(_block(x, j, sizes.kv_block), axis))
+
+    return head.tile(sizes, rows, columns, turned=turned)
 
 
 def _put(x: Array, value: Array, index: Any, axis: int) -> Array:
@@ -103,7 +86,7 @@ def _forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Arra
 
         def step(j: Any, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
             keys = _block(k, j, sizes.kv_block, -2), _block(v, j, sizes.kv_block, -2)
-            return attend(running, block, keys, rest, head.rule, sizes.tile(head, i, j), is_masked=is_masked)
+            return attend(running, block, keys, rest, head.rule, _tile(sizes, head, i, j, turned=False), is_masked=is_masked)
 
         mixed, lse = finish(_over(head.lists, i, step, begin(block, v.shape[-1])))
         return _put(out[0], mixed, i, -2), _put(out[1], lse, i, -1)
@@ -130,7 +113,7 @@ def _backward(
             dq, dk, dv, more = before
             q, dout = (_block(x, i, sizes.q_block, -2) for x in (tall, rows[1]))
             lse, delta = (_block(x, i, sizes.q_block) for x in rows[2:])
-            tile = sizes.tile(head, i, j, turned=True)
+            tile = _tile(sizes, head, i, j, turned=True)
             p, ds, added = score_cotangents((q, dout, lse, delta), keys, rest, head.rule, tile, is_masked=is_masked)
             part = _block(dq, i, sizes.q_block) + weighted_sums(columns_j, ds.astype(k.dtype))
             more = _add(sizes, more, added, i, j)
@@ -166,6 +149,11 @@ def _add(sizes: Sizes, sums: Any, added: Any, i: Any, j: Any) -> Any:
         "tables": lambda x, y: x + y,
     }
     return {name: jax.tree.map(ways[name], sums[name], added[name]) for name in sums}
+
+
+PARTS_PER_STEP = (3, 2)
+"""Parts in one iteration of a loop over unrolled tiles, whose threads share its operations: the first that divides
+their number, else 1. The scores of more no longer fit in cache."""
 
 
 class Part(NamedTuple):
@@ -219,7 +207,7 @@ def forward(
 
     ``in_parts`` processes a few heads of one sequence after the other.
     """
-    run = partial(_forward, sizes, scale)
+    run = partial(unrolled.forward if _is_unrolled(lists, sizes) else _forward, sizes, scale)
     if not in_parts:
         o, lse = _together(run, rule, lists, (q,), k, v)
         return _heads_back(o), _heads_back(lse)
@@ -231,7 +219,7 @@ def forward(
         return o, lse
 
     start = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), jnp.zeros(q.shape[:3], jnp.float32)
-    return _in_parts(q, k, lists, step, start)  # type: ignore[no-any-return]
+    return _in_parts(q, k, lists, sizes, step, start)  # type: ignore[no-any-return]
 
 
 def backward(
@@ -249,7 +237,8 @@ def backward(
     [B, T, N], ``lists`` those of blocks of keys."""
 
     def run(head: Head, *given: Array) -> Any:
-        return _backward(sizes, scale, head, given[:4], *given[4:])
+        function = unrolled.backward if _is_unrolled(lists, sizes) else _backward
+        return function(sizes, scale, head, given[:4], *given[4:])
 
     def together(rule: TileRule, *given: Any) -> tuple[Array, Array, Array, Any]:
         dq, dk, dv, more = _together(run, rule, *given)
@@ -271,7 +260,7 @@ def backward(
         return part.put(out[0], dq), dk, dv, {n: jax.tree.map(ways[n], out[3][n], x) for n, x in more.items()}
 
     start = jnp.zeros_like(rows[0]), *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), _zeros(rule)
-    dq, dk, dv, more = _in_parts(rows[0], k, lists, step, start)
+    dq, dk, dv, more = _in_parts(rows[0], k, lists, sizes, step, start)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), more
 
 
@@ -279,17 +268,31 @@ def _zeros(rule: TileRule) -> Any:
     return jax.tree.map(jnp.zeros_like, reads(rule))
 
 
-def _in_parts(q: Array, k: Array, lists: BlockLists, step: Callable[[Part, Any], Any], start: Any) -> Any:
-    """Runs ``step`` for all sequences and heads, `HEADS_AT_ONCE` together where their blocks are the same."""
+def _is_unrolled(lists: BlockLists, sizes: Sizes) -> bool:
+    """True if the blocks are known, and the tiles of a sequence few and small enough for an operation each."""
+    known = isinstance(lists.index, np.ndarray) and lists.index.shape[:2] == (1, 1)
+    return known and max(len(sizes.q_idx), len(sizes.kv_idx)) <= unrolled.LONGEST
+
+
+def _in_parts(
+    q: Array, k: Array, lists: BlockLists, sizes: Sizes, step: Callable[[Part, Any], Any], start: Any
+) -> Any:
+    """Runs ``step`` for all sequences and heads, `HEADS_AT_ONCE` together where their blocks are the same; where tiles
+    are unrolled, the heads that share a key head."""
     batch, _, heads = q.shape[:3]
     group = heads // k.shape[2]
+    unrolls = _is_unrolled(lists, sizes)
     most = 1 if lists.index.shape[1] > 1 else HEADS_AT_ONCE
     # heads that share a key head, or all heads of some key heads
-    sizes = [size for size in range(1, most + 1) if group % size == 0 or (size % group == 0 and heads % size == 0)]
-    count = sizes[-1]
+    counts = [n for n in range(1, most + 1) if group % n == 0 or (not unrolls and n % group == 0 and heads % n == 0)]
+    parts = heads // counts[-1]
+    unroll = next((n for n in PARTS_PER_STEP if parts % n == 0), 1) if unrolls else 1
 
     def sequence(b: Any, out: Any) -> Any:
-        return _rows(heads // count, lambda n, out: step(Part(b, n * count, count, group), out), out)
+        def one(n: Any, out: Any) -> Any:
+            return step(Part(b, n * counts[-1], counts[-1], group), out)
+
+        return one(0, out) if parts == 1 else lax.fori_loop(0, parts, one, out, unroll=unroll)
 
     return _rows(batch, sequence, start)
 
@@ -322,9 +325,19 @@ def _together(
     def one(own: Any, places: Any, rows: Any, k: Array, v: Array) -> Any:
         return run(Head(rule._replace(**own), one_list, places), *rows, k, v)
 
-    for axes in ((0, 0, 0, None, None), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)):
-        one = jax.vmap(one, axes)
+    for axes, size in zip(((0, 0, 0, None, None), (0,) * 5, (0,) * 5), reversed(split), strict=True):
+        one = jax.vmap(one, axes) if size > 1 else _of_one(one, axes)
     return one(own, places, [heads_first(x, *split[1:]) for x in rows], *(heads_first(x, kv_heads) for x in (k, v)))
+
+
+def _of_one(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:
+    """Returns what `jax.vmap` would over dims of 1, without products of such dims, which XLA computes more slowly."""
+
+    def mapped(*given: Any) -> Any:
+        first = [x if axis is None else jax.tree.map(lambda y: y[0], x) for x, axis in zip(given, axes, strict=True)]
+        return jax.tree.map(lambda y: y[None], function(*first))
+
+    return mapped
 
 
 def _heads_back(x: Array) -> Array:

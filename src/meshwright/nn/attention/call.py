@@ -62,6 +62,12 @@ class AttentionCall:
         same = (isinstance(x, np.ndarray) and np.array_equal(x, rows) for x in (self.q_idx, self.kv_idx))
         return q.shape[1] == k.shape[1] and all(same)
 
+    @property
+    def is_known(self) -> bool:
+        """True if the blocks of the mask are known while tracing."""
+        read = [*(self.mask.arrays if self.mask else ()), self.q_idx, self.kv_idx, self.first_head]
+        return not any(isinstance(x, jax.core.Tracer) for x in read)
+
     def with_score(self, score: Mod | None, *, learns: bool) -> "AttentionCall":
         """Returns the call with another score rule and no sinks."""
         return replace(self, score=score, learns=learns, sinks=None)
@@ -83,8 +89,7 @@ class AttentionCall:
             return self.table.resized(q_block, kv_block)
         mask = _from_head(self.mask, self.first_head)
         sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
-        known = [*(self.mask.arrays if self.mask else ()), self.q_idx, self.kv_idx, self.first_head]
-        if not any(isinstance(x, jax.core.Tracer) for x in known):
+        if self.is_known:
             with jax.ensure_compile_time_eval():
                 rows, columns = np.asarray(self.q_idx), np.asarray(self.kv_idx)
                 return block_table(mask, q_idx=rows, kv_idx=columns, **sizes)

@@ -75,9 +75,17 @@ def begin(q: Queries, width: int) -> RunningSoftmax:
 
 
 def attend(
-    before: RunningSoftmax, q: Queries, keys: Keys, scale: float, rule: TileRule, tile: Tile, *, is_masked: bool
+    before: RunningSoftmax | None,
+    q: Queries,
+    keys: Keys,
+    scale: float,
+    rule: TileRule,
+    tile: Tile,
+    *,
+    is_masked: bool,
 ) -> RunningSoftmax:
-    """Adds a block of (keys, values) to the running softmax; without ``is_masked`` every row sees every key."""
+    """Adds a block of (keys, values) to the running softmax, or begins with it where there is none; without
+    ``is_masked`` every row sees every key."""
     found = times(q, keys[0])
     if scale != 1.0:
         found = found * scale
@@ -85,8 +93,10 @@ def attend(
         found = rule.score(found, tile)
     if is_masked and rule.mask is not None:
         found = jnp.where(rule.mask(tile), found, -jnp.inf)
-    peak = jnp.maximum(before.peak, found.max(-1))
+    peak = jnp.maximum(LOWEST if before is None else before.peak, found.max(-1))
     p = jnp.exp(found - peak[..., None])
+    if before is None:
+        return RunningSoftmax(peak, p.sum(-1), weighted_sums(p, keys[1]))
     fade = jnp.exp(before.peak - peak)
     return RunningSoftmax(
         peak, before.total * fade + p.sum(-1), before.mixed * fade[..., None] + weighted_sums(p, keys[1])

@@ -67,6 +67,42 @@ class TileRule(NamedTuple):
     learns: bool = False
 
 
+class Sizes(NamedTuple):
+    """Queries and keys of a block, the indices of all queries and keys, and the first head."""
+
+    q_block: int
+    kv_block: int
+    q_idx: Array
+    kv_idx: Array
+    first_head: Any = 0
+
+
+class Head(NamedTuple):
+    """What one sequence and head has of a rule, and the lists of its blocks."""
+
+    rule: TileRule
+    lists: BlockLists
+    place: tuple[Any, Any]
+
+    def tile(
+        self, sizes: Sizes, rows: Callable[..., Array], columns: Callable[..., Array], *, turned: bool
+    ) -> Tile:
+        """Returns the operands of a tile from functions that take its part of an array of queries, or of keys, and add
+        a dim; the keys of a ``turned`` tile are its rows."""
+        row, column = (0, 1) if turned else (1, 0)
+        own_rows, own_columns = (rows(x, row) for x in self.rule.rows), (columns(x, column) for x in self.rule.columns)
+        place = self.place[0], sizes.first_head + self.place[1]
+        return Tile(
+            rows(sizes.q_idx, row),
+            columns(sizes.kv_idx, column),
+            self.rule.heads,
+            tuple(own_rows),
+            tuple(own_columns),
+            self.rule.tables,
+            place,
+        )
+
+
 HEAVY = {"gather", "dynamic_slice", "div", "rem", "floor", "sort"}
 """Primitives that a kernel should not run for every pair."""
 

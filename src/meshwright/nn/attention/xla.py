@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from meshwright.masks.table import BlockTable
-from meshwright.nn.attention import blocks
+from meshwright.nn.attention import blocks, unrolled
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, reads, row_products, safe
 from meshwright.nn.attention.tiles import Tile, TileRule
 
-QUERY_ROWS, KEY_ROWS = 256, 512
+QUERY_ROWS, KEY_ROWS = 512, 512
 """Maximum rows of a block: its scores and their exponentials then fit in a core's cache."""
 
 
@@ -30,11 +30,18 @@ def block_size(length: int, most: int) -> int:
     return divisor if 4 * divisor >= most else most
 
 
+def block_sizes(call: AttentionCall, length: int, num_keys: int) -> tuple[int, int]:
+    """Returns the queries and keys of a block."""
+    if call.platform == "cpu" and max(length, num_keys) <= unrolled.LONGEST and call.is_known:
+        return block_size(length, unrolled.tile_rows(length)), block_size(num_keys, unrolled.tile_rows(num_keys))
+    return block_size(length, QUERY_ROWS), block_size(num_keys, KEY_ROWS)
+
+
 def _prepared(call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockTable, blocks.Sizes]:
     """Returns the rule, table and sizes of an attention; arrays of the rule are padded to whole blocks."""
     batch, length, heads = q.shape[:3]
     num_keys = k.shape[1]
-    sizes = block_size(length, QUERY_ROWS), block_size(num_keys, KEY_ROWS)
+    sizes = block_sizes(call, length, num_keys)
     rule = call.rule(batch, heads)
     rows, columns = (
         [padded(x, size, -1) for x in arrays] for arrays, size in zip((rule.rows, rule.columns), sizes, strict=True)

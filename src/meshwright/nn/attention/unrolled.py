@@ -1,0 +1,128 @@
+"""Attention by XLA on a CPU where the blocks are known while tracing: every tile is an operation of its own.
+
+A tile is a block of queries with all keys that its blocks leave (or a block of keys with all queries), in static
+slices. So no running softmax is rescaled, and a CPU's threads share the tiles, which are independent.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from meshwright.masks.table import BlockLists
+from meshwright.nn.attention.scores import (
+    attend,
+    finish,
+    reads,
+    scaled,
+    score_cotangents,
+    transposed,
+    weighted_sums,
+)
+from meshwright.nn.attention.tiles import Head, Sizes, Tile
+
+LONGEST, MOST_TILES, TILE_ROWS = 2048, 8, 128
+"""Maximum positions, whose scores fit in cache; tiles of a sequence, at most, of a multiple of so many rows."""
+
+
+def tile_rows(length: int) -> int:
+    """Returns the rows of a tile: an eighth of the length, rounded up to a multiple of `TILE_ROWS`."""
+    eighth = -(-length // MOST_TILES)
+    return TILE_ROWS * -(-eighth // TILE_ROWS)
+
+
+def _tiles(lists: BlockLists) -> Iterator[tuple[int, list[int], bool]]:
+    """Returns the blocks of each row, rising, and whether any of them needs its mask."""
+    for row, (partial, total, index) in enumerate(zip(*(np.asarray(x) for x in lists), strict=True)):
+        yield row, sorted(index[:total].tolist()), bool(partial)
+
+
+def _taken(x: Array, blocks: Sequence[int], size: int, axis: int = -1) -> Array:
+    """Returns blocks of an array, one after the other; neighbours are one slice."""
+    axis %= x.ndim
+    if not blocks:
+        return lax.slice_in_dim(x, 0, 0, axis=axis)
+    cuts = [n for n in range(1, len(blocks)) if blocks[n] != blocks[n - 1] + 1]
+    runs = [(blocks[a] * size, (blocks[b - 1] + 1) * size) for a, b in zip([0, *cuts], [*cuts, len(blocks)], strict=True)]
+    parts = [lax.slice_in_dim(x, *run, axis=axis) for run in runs]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+def _tile(sizes: Sizes, head: Head, rows: Sequence[int], columns: Sequence[int], *, turned: bool) -> Tile:
+    def of_rows(x: Array, axis: int) -> Array:
+        return jnp.expand_dims(_taken(x, rows, sizes.q_block), axis)
+
+    def of_columns(x: Array, axis: int) -> Array:
+        return jnp.expand_dims(_taken(x, columns, sizes.kv_block), axis)
+
+    return head.tile(sizes, of_rows, of_columns, turned=turned)
+
+
+def forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Returns the result [T, Hv] and log-sum-exp [T] of one head."""
+    outs, sums = [], []
+    for i, blocks, is_masked in _tiles(head.lists):
+        tall, rest = scaled(_taken(q, [i], sizes.q_block, -2), scale)
+        if not blocks:
+            outs.append(jnp.zeros((*tall.shape[:-1], v.shape[-1]), q.dtype))
+            sums.append(jnp.full(tall.shape[:-1], -jnp.inf, jnp.float32))
+            continue
+        keys = tuple(_taken(x, blocks, sizes.kv_block, -2) for x in (k, v))
+        tile = _tile(sizes, head, [i], blocks, turned=False)
+        out, lse = finish(attend(None, tall, keys, rest, head.rule, tile, is_masked=is_masked))
+        outs.append(out.astype(q.dtype))
+        sums.append(lse)
+    return jnp.concatenate(outs, -2), jnp.concatenate(sums, -1)
+
+
+def backward(
+    sizes: Sizes, scale: float, head: Head, rows: Sequence[Array], k: Array, v: Array
+) -> tuple[Array, Array, Array, Any]:
+    """Returns (dq, dk, dv, cotangents of what the score rule reads) of one head, as `blocks` does."""
+    tall, rest = scaled(rows[0], scale)
+    columns = transposed(k)
+    # dq is accumulated as columns: its products with transposed keys then have no other transposed factor.
+    dq = jnp.zeros((*tall.shape[:-2], tall.shape[-1], tall.shape[-2]), jnp.float32)
+    more = jax.tree.map(jnp.zeros_like, reads(head.rule))
+    dks, dvs = [], []
+    for j, blocks, is_masked in _tiles(head.lists):
+        keys = tuple(_taken(x, [j], sizes.kv_block, -2) for x in (k, v))
+        if not blocks:
+            dks.append(jnp.zeros(keys[0].shape, jnp.float32))
+            dvs.append(jnp.zeros(keys[1].shape, jnp.float32))
+            continue
+        q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (tall, rows[1]))
+        lse, delta = (_taken(x, blocks, sizes.q_block) for x in rows[2:])
+        tile = _tile(sizes, head, blocks, [j], turned=True)
+        p, ds, added = score_cotangents((q, dout, lse, delta), keys, rest, head.rule, tile, is_masked=is_masked)
+        dvs.append(weighted_sums(p, dout))
+        dks.append(weighted_sums(ds, q) * rest)
+        part = weighted_sums(_taken(columns, [j], sizes.kv_block), ds.astype(k.dtype))
+        dq = _added(dq, part, blocks, sizes.q_block)
+        ways = {
+            "heads": lambda x, y: x + y.sum(),
+            "rows": lambda x, y, blocks=blocks: _added(x, y.sum(0), blocks, sizes.q_block),
+            "columns": lambda x, y, j=j: _added(x, y.sum(1), [j], sizes.kv_block),
+            "tables": jnp.add,
+        }
+        more = {name: jax.tree.map(ways[name], more[name], added[name]) for name in more}
+    # Without it XLA would transpose the product of a single tile instead, and its factors would have the slow layout.
+    dq = lax.optimization_barrier(dq)
+    turned_back = (jnp.swapaxes(dq, -1, -2) * scale).astype(rows[0].dtype)
+    return turned_back, jnp.concatenate(dks, -2), jnp.concatenate(dvs, -2), more
+
+
+def _added(x: Array, value: Array, blocks: Sequence[int], size: int) -> Array:
+    """Adds ``value`` to the blocks that `_taken` takes. Not a scatter: over all rows its index is empty, and jaxlib
+    0.11's partitioner crashes on that."""
+    first, last = blocks[0] * size, (blocks[-1] + 1) * size
+    if len(blocks) * size < last - first:
+        for n, block in enumerate(blocks):
+            x = _added(x, lax.slice_in_dim(value, n * size, (n + 1) * size, axis=value.ndim - 1), [block], size)
+        return x
+    added = lax.slice_in_dim(x, first, last, axis=x.ndim - 1) + value
+    return lax.dynamic_update_slice_in_dim(x, added, first, axis=x.ndim - 1)
