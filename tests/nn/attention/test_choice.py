@@ -1,258 +1,218 @@
-"""Attention on one device: values by an explicit softmax over the keys seen, gradients by JAX's of a plain form.
+"""Attention on one device under every mask and score rule: values and all gradients, beside dense float64.
 
-Tiles and blocks are made small, so that small arrays have several.
+Blocks and tiles are made small, so that small arrays have several.
 """
 
+from dataclasses import replace
+from functools import partial
+
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies
 
-from meshwright.nn.attention import blocks, staircase
+from meshwright.core.errors import InputError
+from meshwright.masks import mods
+from meshwright.masks.table import block_table
+from meshwright.nn.attention import unrolled, xla
+from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.visibility import AttentionCall, TokenPositions, mask_kind
-from tests.nn.arrays import close
+from meshwright.nn.attention.flex import flex_attention
+from meshwright.nn.attention.tiles import Mod
+from tests.nn.attention import rules
+from tests.nn.attention.rules import arrays, close, dense, expected, rule_of
 
 SCALE = 0.3
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(staircase, "TILE_ROWS", 16)
-    monkeypatch.setattr(blocks, "QUERY_ROWS", 32)
-    monkeypatch.setattr(blocks, "KEY_ROWS", 24)
+    monkeypatch.setattr(unrolled, "TILE_ROWS", 16)
+    monkeypatch.setattr(xla, "QUERY_ROWS", 16)
+    monkeypatch.setattr(xla, "KEY_ROWS", 24)
 
 
-def case(seed=0, *, T=40, S=None, N=4, K=2, H=6, Hv=6, first=0, documents=False, sinks=False, shuffled=False, **rule):
-    """Arrays of one attention: queries are rows ``first`` to ``first`` + T of the S rows of keys."""
-    rng = np.random.default_rng(seed)
-    S = S or T
-    order = rng.permutation(S) if shuffled else np.arange(S)
-    here = slice(first, first + T)
-    arrays = {
-        name: rng.normal(size=shape).astype(np.float32)
-        for name, shape in {"q": (2, T, N, H), "k": (2, S, K, H), "v": (2, S, K, Hv), "dout": (2, T, N, Hv)}.items()
-    }
-    places = {"key_positions": np.broadcast_to(order, (2, S)).astype(np.int32)}
-    if documents:
-        places["key_documents"] = np.sort(rng.integers(0, 4, (2, S)), axis=1)[:, order].astype(np.int32)
-    places |= {name.removeprefix("key_"): value[:, here] for name, value in places.items()}
-    if sinks:
-        arrays["sinks"] = rng.normal(size=N).astype(np.float32)
-    return arrays, places, {"scale": SCALE, **rule}
-
-
-def seen(places, window):
-    """[B, T, S], by the rule, pair by pair."""
-    query, key = places["positions"], places["key_positions"]
-    found = np.zeros((*query.shape, key.shape[1]), bool)
-    for b, t, s in np.ndindex(found.shape):
-        apart = int(query[b, t]) - int(key[b, s])
-        found[b, t, s] = apart >= 0 and (window is None or apart < window)
-        if "documents" in places:
-            found[b, t, s] &= places["documents"][b, t] == places["key_documents"][b, s]
-    return found
-
-
-def formula(arrays, places, *, scale, window=None, softcap=None):
-    """(o, lse) in float64: for each query the softmax over the keys it sees and the sink, if there is one."""
-    q, k, v = (np.asarray(arrays[n], np.float64) for n in "qkv")
-    sight = seen(places, window)
-    group = q.shape[2] // k.shape[2]
-    o, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.full(q.shape[:3], -np.inf)
-    for b, t, n in np.ndindex(q.shape[:3]):
-        keys = np.flatnonzero(sight[b, t])
-        logits = k[b, keys, n // group] @ q[b, t, n] * scale
-        if softcap is not None:
-            logits = softcap * np.tanh(logits / softcap)
-        extra = [arrays["sinks"][n]] if "sinks" in arrays else []
-        total = np.exp(np.concatenate([logits, extra])).sum()
-        if total > 0:
-            lse[b, t, n] = np.log(total)
-            o[b, t, n] = np.exp(logits) / total @ v[b, keys, n // group]
-    return o, lse
-
-
-def plain(arrays, places, *, scale, window=None, softcap=None):
-    """The same with whole matrices of scores, for JAX to differentiate."""
-    q, k, v = (arrays[n] for n in "qkv")
-    group = q.shape[2] // k.shape[2]
-    wide = [jnp.repeat(x, group, axis=2) for x in (k, v)]
-    logits = jnp.einsum("btnh,bsnh->bnts", q, wide[0]) * scale
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
-    logits = jnp.where(seen(places, window)[:, None], logits, -jnp.inf)
-    extra = (
-        [jnp.broadcast_to(arrays["sinks"][None, :, None, None], (*logits.shape[:3], 1))] if "sinks" in arrays else []
-    )
-    weights = jax.nn.softmax(jnp.concatenate([logits, *extra], axis=-1), axis=-1)[..., : logits.shape[-1]]
-    return jnp.einsum("bnts,bsnh->btnh", weights, wide[1])
-
-
-def call_of(arrays, places, rule, *, in_order, platform="cpu"):
-    here, there = (
-        TokenPositions(*(places.get(key + name) for name in ("positions", "documents"))) for key in ("", "key_")
-    )
-    facts = {"query": here, "key": there, "sinks": arrays.get("sinks"), "platform": platform}
-    return AttentionCall(**facts, **rule, mask=mask_kind(arrays["q"], arrays["k"], in_order=in_order))
-
-
-def ours(arrays, places, rule, **options):
-    """(o, lse, cotangents by name) of both passes, compiled."""
+def ours(call, given, *, traced=False):
+    """(o, lse, cotangents) of both passes, compiled; ``traced`` makes the arrays of the mask part of the program."""
 
     @jax.jit
-    def both(arrays, places):
-        call, qkv = call_of(arrays, places, rule, **options), [arrays[n] for n in "qkv"]
-        o, lse = attention(call, *qkv)
-        return o, lse, attention_backward(call, (arrays["dout"], o, lse), *qkv)
+    def both(given, mask, score):
+        own = call
+        if call.mask is not None and traced:
+            own = replace(own, mask=call.mask._replace(arrays=mask))
+        if call.score is not None:
+            own = replace(own, score=call.score._replace(arrays=score))
+        qkv = [given[name] for name in "qkv"]
+        o, lse = attention(own, *qkv)
+        return o, lse, *attention_backward(own, (given["dout"], o, lse), *qkv)
 
-    o, lse, found = both(arrays, places)
-    return o, lse, dict(zip(("q", "k", "v", "sinks"), found, strict=False))
+    return both(given, call.mask.arrays if call.mask else (), call.score.arrays if call.score else ())
 
 
-CASES = {
-    "heads": {"K": 4},
-    "grouped": {"K": 2, "T": 41},
-    "one key head": {"K": 1, "N": 3},
-    "one tile": {"T": 9},
-    "window": {"window": 13},
-    "window of one tile": {"window": 16},
-    "soft cap": {"softcap": 1.5},
-    "sinks": {"sinks": True},
-    "documents": {"documents": True},
-    "narrow values": {"Hv": 3},
-    "all": {"window": 11, "softcap": 2.0, "sinks": True, "documents": True, "Hv": 8, "T": 50},
+def compare(mask, score, *, way="loops", sinks=False, T=50, S=None, **sizes):
+    """Checks one case; ``way`` is "tiles" (unrolled), "loops" or "together" (the form of other platforms)."""
+    given = arrays(T=T, S=S, **sizes)
+    made = rule_of(mask, score, max(T, S or 0))
+    extra = np.array([0.5, -1.0, 0.0, 2.0], np.float32)[: given["q"].shape[2]] if sinks else None
+    facts = {"scale": SCALE, "mask": made[0], "score": made[1], "sinks": extra, "learns": score is not None}
+    call = AttentionCall(**facts, platform="other" if way == "together" else "cpu")
+    found = ours(call, given, traced=way != "tiles")
+    wanted = expected(SCALE, *made, extra, given)
+    names = ["o", "lse", "dq", "dk", "dv", *["dsinks"] * sinks, *(f"learnt {n}" for n in range(99))]
+    assert len(found) == len(wanted)
+    for name, value, one in zip(names, found, wanted, strict=False):
+        if one is not None:
+            close(value, one, f"{mask}, {score}, {way}: {name}")
+
+
+WAYS = ("tiles", "loops", "together")
+GRID = [
+    *((mask, None, way) for mask in rules.MASKS for way in WAYS),
+    *(("causal", score, way) for score in (*rules.SCORES, "distance", "own") for way in WAYS),
+]
+ALWAYS = {
+    *(("tiles", mask, None) for mask in ("causal", "window", "canvas")),
+    *(("loops", mask, None) for mask in ("documents", "tree", "shared prefix", "two joined")),
+    *(("loops", "causal", score) for score in ("distance", "own")),
+    *(("tiles", "causal", score) for score in ("own", "several")),
+    *(("together", "transfusion", None), ("together", "causal", "own"), ("together", "graph", None)),
 }
 
 
-ALWAYS = {(True, name) for name in CASES if name not in ("heads", "window of one tile")} | {
-    (False, "grouped"),
-    (False, "all"),
-}
+@pytest.mark.parametrize(
+    ("mask", "score", "way"),
+    [
+        pytest.param(m, s, w, id=f"{m}, {s}, {w}", marks=[] if (w, m, s) in ALWAYS else pytest.mark.slow)
+        for m, s, w in GRID
+    ],
+)
+def test_values_and_gradients(mask, score, way):
+    compare(mask, score, way=way, sinks=mask in ("causal", "documents"))
 
 
-def _pairs():
-    for in_order in (True, False):
-        for name in CASES:
-            marks = [] if (in_order, name) in ALWAYS else [pytest.mark.slow]
-            yield pytest.param(in_order, name, marks=marks, id=f"{name}, {'in' if in_order else 'any'} order")
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "loops" else pytest.mark.slow) for way in WAYS])
+@pytest.mark.parametrize(
+    "width", [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_widths_of_heads(width, way):
+    compare("documents", "several", way=way, H=width, Hv=width // 2, T=41)
 
 
-@pytest.mark.parametrize(("in_order", "name"), list(_pairs()))
-def test_values_and_gradients(in_order, name):
-    arrays, places, rule = case(shuffled=not in_order, **CASES[name])
-    o, lse, found = ours(arrays, places, rule, in_order=in_order)
-    expected_o, expected_lse = formula(arrays, places, **rule)
-    assert lse.dtype == jnp.float32
-    close(o, expected_o, what="o")
-    close(lse, expected_lse, what="lse")
-
-    wanted = {n: a for n, a in arrays.items() if n != "dout"}
-    slopes = jax.jit(jax.grad(lambda x: jnp.sum(plain(x, places, **rule) * arrays["dout"])))(wanted)
-    for which, slope in slopes.items():
-        close(found[which], slope, what=f"d{which}")
+@pytest.mark.parametrize("heads", [(3, 1), (4, 4), pytest.param((4, 1), marks=pytest.mark.slow)])
+def test_key_heads(heads):
+    compare("causal", None, way="tiles", N=heads[0], K=heads[1])
 
 
-@pytest.mark.parametrize("name", ["grouped", "all"])
-def test_gradients_are_slopes_of_the_formula(name):
-    arrays, places, rule = case(seed=1, **CASES[name])
-    _, _, found = ours(arrays, places, rule, in_order=True)
-    rng = np.random.default_rng(2)
-    for which, cotangent in found.items():
-        direction = rng.normal(size=arrays[which].shape)
-        ends = []
-        for step in (1e-5, -1e-5):
-            moved = {**arrays, which: np.asarray(arrays[which], np.float64) + step * direction}
-            ends.append(np.sum(formula(moved, places, **rule)[0] * arrays["dout"]))
-        assert np.sum(np.asarray(cotangent, np.float64) * direction) == pytest.approx(
-            (ends[0] - ends[1]) / 2e-5, rel=1e-4
+def test_fewer_keys_than_queries_and_the_other_way_round():
+    compare("prefix", "relative", T=50, S=23)
+    compare("window", None, T=20, S=61)
+
+
+def random_mask(draw, length):
+    """A mask that a hypothesis draws: terms with random parameters and arrays, joined at random."""
+    numbers = np.random.default_rng(draw(strategies.integers(0, 99)))
+    terms = draw(
+        strategies.lists(
+            strategies.sampled_from(("causal", "local", "document", "blocks", "heads")), min_size=1, max_size=3
         )
-
-
-@pytest.mark.parametrize("rule", [{}, {"window": 30, "documents": True, "sinks": True}], ids=["causal", "all"])
-def test_queries_that_are_a_slice_of_the_rows(rule):
-    arrays, places, facts = case(T=20, S=100, first=60, **rule)
-    o, lse, found = ours(arrays, places, facts, in_order=True)
-    expected = formula(arrays, places, **facts)
-    close(o, expected[0])
-    close(lse, expected[1])
-    slopes = jax.jit(jax.grad(lambda k: jnp.sum(plain({**arrays, "k": k}, places, **facts) * arrays["dout"])))(
-        arrays["k"]
     )
-    close(found["k"], slopes)
+    size = draw(strategies.integers(1, length))
+    ids = np.sort(numbers.integers(0, 4, (rules.BATCH, length)), axis=1)
+    cells = numbers.random((rules.BATCH, -(-length // 8), -(-length // 8))) < 0.4
+    made = {
+        "causal": mods.causal(),
+        "local": mods.local(size),
+        "document": mods.document(ids),
+        "blocks": lambda b, h, q_idx, kv_idx: mods.take(cells, b, q_idx // 8, kv_idx // 8),
+        "heads": lambda b, h, q_idx, kv_idx: kv_idx + h * size <= q_idx + size,
+    }
+    join = draw(strategies.sampled_from((mods.and_masks, mods.or_masks)))
+    return join(*(made[term] for term in terms))
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_rows_that_see_nothing_are_zero_and_not_nan(sinks):
-    """Keys later than the first queries, in other documents, and whole blocks of both: nothing is inf - inf."""
-    arrays, places, rule = case(T=64, sinks=sinks)
-    places["key_positions"] = places["key_positions"] + 50
-    places["documents"] = np.zeros((2, 64), np.int32)
-    places["key_documents"] = (np.arange(64)[None] % 2).repeat(2, 0).astype(np.int32)
-    o, lse, found = ours(arrays, places, rule, in_order=False)
-    expected_o, expected_lse = formula(arrays, places, **rule)
-    blind = ~seen(places, None).any(-1)
-    assert blind.any()
-    assert not blind.all()
-    assert np.all(np.asarray(o)[blind] == 0)
-    close(o, expected_o)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
-    assert all(np.all(np.isfinite(x)) for x in found.values())
-    assert np.all(np.asarray(found["q"])[blind] == 0)
+@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.given(data=strategies.data())
+def test_random_masks(data):
+    length = data.draw(strategies.sampled_from((7, 33, 48)))
+    mask = Mod(lambda: random)
+    random = random_mask(data.draw, length)
+    given = arrays(T=length)
+    call = AttentionCall(scale=SCALE, mask=mask, platform="cpu")
+    for name, value, wanted in zip(
+        ("o", "lse", "dq", "dk", "dv"), ours(call, given), expected(SCALE, mask, None, None, given), strict=True
+    ):
+        close(value, wanted, name)
+
+
+def test_rows_in_any_order():
+    """Indices are those of the rows, not their places: a permutation of rows permutes the result."""
+    given, order = arrays(T=50), np.random.default_rng(1).permutation(50).astype(np.int32)
+    mask, score = rule_of("tree", "alibi", 50)
+    call = AttentionCall(scale=SCALE, mask=mask, score=score, platform="cpu")
+    plain = ours(call, given)
+    moved = ours(replace(call, q_idx=order, kv_idx=order), {name: value[:, order] for name, value in given.items()})
+    for one, other in zip(plain, moved, strict=True):
+        close(other, np.asarray(one)[:, order])
+
+
+def test_neighbours_in_tiles_give_what_rows_of_a_canvas_give():
+    """NATTEN's permutation test: the same window, tokens in tiles of the canvas."""
+    width, height, kernel, tile = 16, 12, 5, 4
+    given = arrays(T=width * height)
+    index = np.arange(width * height)
+    number, within = index // tile**2, index % tile**2
+    row = number // (width // tile) * tile + within // tile
+    column = number % (width // tile) * tile + within % tile
+    order = row * width + column
+    ways = {}
+    for side in (0, tile):
+        mask = Mod(partial(mods.neighbourhood_2d, width, height, kernel, side))
+        own = given if not side else {name: value[:, order] for name, value in given.items()}
+        ways[side] = ours(AttentionCall(scale=SCALE, mask=mask, platform="cpu"), own)
+    for one, other in zip(ways[0], ways[tile], strict=True):
+        close(other, np.asarray(one)[:, order])
+
+
+def test_rows_that_see_nothing_are_zero_and_not_nan():
+    """Whole blocks of queries and of keys, and single rows of a block."""
+    given = arrays(T=64)
+    mask = Mod(lambda: lambda b, h, q_idx, kv_idx: (kv_idx > q_idx + 20) & (q_idx % 3 > 0))
+    for platform in ("cpu", "other"):
+        o, lse, *found = ours(AttentionCall(scale=SCALE, mask=mask, platform=platform), given)
+        wanted = expected(SCALE, mask, None, None, given)
+        close(o, wanted[0])
+        close(lse, wanted[1])
+        blind = ~np.isfinite(wanted[1])
+        assert blind.any()
+        assert not blind.all()
+        assert np.all(np.asarray(o)[blind] == 0)
+        assert all(np.all(np.isfinite(x)) for x in found)
+        assert np.all(np.asarray(found[0])[blind] == 0)
 
 
 def test_scores_far_apart_do_not_overflow():
-    arrays, places, rule = case(T=40)
-    arrays["q"] = arrays["q"] * 1000
-    o, lse, found = ours(arrays, places, rule, in_order=True)
-    assert all(np.all(np.isfinite(x)) for x in (o, lse, *found.values()))
-    later, _, _ = ours(arrays, places, rule, in_order=False)
-    close(later, o)
-
-
-def test_all_heads_at_once_give_the_same():
-    """The form of other platforms."""
-    arrays, places, rule = case(**CASES["all"])
-    for in_order in (True, False):
-        o, _, found = ours(arrays, places, rule, in_order=in_order, platform="other")
-        expected_o, _, expected = ours(arrays, places, rule, in_order=in_order)
-        close(o, expected_o)
-        for which in expected:
-            close(found[which], expected[which], what=which)
+    given = arrays(T=40)
+    given["q"] = given["q"] * 1000
+    mask, _ = rule_of("causal", None, 40)
+    for traced in (False, True):
+        o, lse, *found = ours(AttentionCall(scale=SCALE, mask=mask, platform="cpu"), given, traced=traced)
+        assert all(np.all(np.isfinite(x)) for x in (o, lse, *found))
 
 
 def test_bfloat16_is_summed_in_float32():
-    arrays, places, rule = case(T=40, H=16, Hv=16)
-    low = {n: jnp.asarray(a, jnp.bfloat16) for n, a in arrays.items()}
-    rounded = {n: np.asarray(a, np.float32) for n, a in low.items()}
-    o, lse, found = ours(low, places, rule, in_order=True)
-    expected_o, expected_lse = formula(rounded, places, **rule)
+    given = {n: jnp.asarray(a, jnp.bfloat16) for n, a in arrays(T=40, H=16).items()}
+    rounded = {n: np.asarray(a, np.float64) for n, a in given.items()}
+    mask, _ = rule_of("causal", None, 40)
+    o, lse, *found = ours(AttentionCall(scale=SCALE, mask=mask, platform="cpu"), given)
+    wanted = dense(np, SCALE, mask, None, None, *(rounded[n] for n in "qkv"))
     assert o.dtype == jnp.bfloat16
     assert lse.dtype == jnp.float32
     # The scores are exact to float32 (the scale is applied there); weights and results are rounded to 8 bits.
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(o, np.float32), expected_o, atol=2**-7 * np.abs(expected_o).max())
-    assert {n: x.dtype for n, x in found.items()} == dict.fromkeys("qkv", jnp.bfloat16)
-
-
-def test_the_masked_half_is_not_computed():
-    """Products in order, counted in the traced program: those of the tiles on and below the diagonal, and no more."""
-    arrays, places, rule = case(T=128, N=1, K=1)
-    tiles = 128 // staircase.tile_size(128)
-
-    def count(window):
-        call = call_of(arrays, places, {**rule, "window": window}, in_order=True, platform="other")
-
-        def run(q, k, v):
-            return attention(call, q, k, v)[0]
-
-        jaxpr = jax.make_jaxpr(run)(arrays["q"], arrays["k"], arrays["v"]).jaxpr
-        sizes = [e.outvars[0].aval.shape for e in _dots(jaxpr)]
-        return sum(shape[-2] * shape[-1] for shape in sizes if shape[-1] != 6)
-
-    assert tiles == 8
-    assert count(None) == 128 * 128 * (tiles + 1) / (2 * tiles)
-    assert count(16) == 16 * 16 * (2 * tiles - 1)
+    np.testing.assert_allclose(lse, wanted[1], rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(o, np.float32), wanted[0], atol=2**-7 * np.abs(wanted[0]).max())
+    assert [x.dtype for x in found] == [jnp.bfloat16] * 3
 
 
 def _dots(jaxpr):
@@ -262,3 +222,63 @@ def _dots(jaxpr):
         for inner in equation.params.values():
             if hasattr(inner, "jaxpr"):
                 yield from _dots(inner.jaxpr)
+
+
+@pytest.mark.parametrize("mask", ["causal", "sliding_window(16)", "neighbourhood(128,9)", "noop"])
+def test_empty_tiles_are_not_computed(mask):
+    """Products of queries with keys, counted in the traced program: those of the blocks that exist, and no more."""
+    given = arrays(T=128, N=1, K=1, batch=1)
+    made = rules.mask_of(mask, 128)
+    call = AttentionCall(scale=SCALE, mask=made, platform="cpu")
+    jaxpr = jax.make_jaxpr(lambda q, k, v: attention(call, q, k, v)[0])(*(given[n] for n in "qkv")).jaxpr
+    shapes = [e.outvars[0].aval.shape for e in _dots(jaxpr)]
+    table = block_table(made, q_len=128, kv_len=128, block=16)
+    live = 16 * 16 * (table.count(1) + table.count(2))
+    assert sum(shape[-2] * shape[-1] for shape in shapes if shape[-1] != 8) == live
+
+
+def test_functions_with_captured_arrays_have_gradients():
+    """The front door: a mask and a score rule that close over arrays of the program."""
+    given, rng = arrays(T=50, S=44), np.random.default_rng(2)
+    ids = np.sort(rng.integers(0, 4, (2, 50)), axis=1)
+    table, sinks = rng.normal(size=(4, 60)).astype(np.float32), rng.normal(size=4).astype(np.float32)
+
+    def mask_of(ids):
+        return lambda b, h, q_idx, kv_idx: (ids[b, q_idx] == ids[b, kv_idx]) & (kv_idx <= q_idx)
+
+    def score_of(table):
+        return lambda score, b, h, q_idx, kv_idx: score + table[h, jnp.clip(q_idx - kv_idx + 30, 0, 59)]
+
+    @jax.jit
+    @partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
+    def slopes(qkv, table, sinks, ids):
+        o, lse = flex_attention(*qkv, score_of(table), mask_of(ids), scale=SCALE, sinks=sinks, return_lse=True)
+        return jnp.sum(o * given["dout"]), (o, lse)
+
+    qkv = [jnp.asarray(given[name]) for name in "qkv"]
+    (dqkv, dtable, dsinks), (o, lse) = slopes(qkv, table, sinks, jnp.asarray(ids))
+    score = Mod(score_of, (table,))
+    wanted = expected(SCALE, Mod(lambda: mask_of(jnp.asarray(ids))), score, sinks, given)
+    for value, one in zip((o, lse, *dqkv, dsinks, dtable), wanted, strict=True):
+        close(value, one)
+
+
+def test_a_table_of_blocks_that_is_given_is_used():
+    """A table that calls more blocks empty than the mask does leaves these out."""
+    given = arrays(T=96)
+    causal = rule_of("causal", None, 96)[0]
+    table = block_table(mods.sliding_window(1), q_len=96, kv_len=96, block=48)
+    call = AttentionCall(scale=SCALE, mask=causal, table=table, platform="cpu")
+    found = ours(call, given)[0]
+    apart = Mod(lambda: mods.and_masks(mods.causal(), lambda b, h, q_idx, kv_idx: q_idx // 48 == kv_idx // 48))
+    close(found, expected(SCALE, apart, None, None, given)[0])
+
+
+def test_what_does_not_fit_is_refused():
+    q, k = np.zeros((1, 4, 3, 8)), np.zeros((1, 4, 2, 8))
+    with pytest.raises(InputError, match="key heads divide N"):
+        flex_attention(q, k, k)
+    with pytest.raises(InputError, match=r"give \[B, T, N, H\]"):
+        flex_attention(q[0], k, k)
+    with pytest.raises(InputError, match="'cudnn' on cpu: use xla"):
+        flex_attention(q, k[:, :, :1], k[:, :, :1], kernel="cudnn")

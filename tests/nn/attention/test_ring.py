@@ -1,6 +1,7 @@
 """Ring attention on emulated ranks against one device, and the permutes that the algebra derives."""
 
-import functools
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,13 @@ from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.algebra.sizes import OpSizes
 from meshwright.hlo.collectives import collectives
+from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.nn.attention.ring import KeyRing, ring_attention, ring_attention_backward
-from meshwright.nn.attention.visibility import AttentionCall, TokenPositions, zigzag_order
+from meshwright.nn.attention.order import SequenceOrder, zigzag_order
 from meshwright.nn.collectives import Ring
 from meshwright.spec.strategy import Strategy
-from tests.nn.arrays import close
+from tests.nn.attention import rules
 
 LENGTH = 64
 
@@ -31,81 +33,127 @@ def mesh_of(sizes):
     return jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
-def inputs(dealt, num_ranks, *, documents=False, sinks=False):
-    """Arrays in the order in which the ring holds them, and the places of their rows."""
-    rng = np.random.default_rng(0)
-    order = zigzag_order(LENGTH, num_ranks) if dealt == "zigzag" else np.arange(LENGTH)
-    shapes = {"q": (2, LENGTH, 2, 4), "k": (2, LENGTH, 1, 4), "v": (2, LENGTH, 1, 3), "dout": (2, LENGTH, 2, 3)}
-    arrays = {n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()}
-    places = TokenPositions(jnp.asarray(np.stack([order, order]), jnp.int32))
-    if documents:
-        numbers = np.sort(rng.integers(0, 4, (2, LENGTH)), axis=1)[:, order]
-        places = places._replace(document=jnp.asarray(numbers, jnp.int32))
-    extra = {"sinks": jnp.array([0.5, -1.0])} if sinks else {}
-    return arrays, places, extra
+def order_of(dealt, mesh):
+    """Which positions the devices of a mesh have, and the permutation of a sequence that deals them out."""
+    ranks = mesh.size if dealt == "zigzag" else 0
+    return SequenceOrder(ranks), zigzag_order(LENGTH, ranks) if ranks else np.arange(LENGTH, dtype=np.int32)
 
 
-def whole(arrays, places, extra, window):
-    """(o, lse, dq, dk, dv, ...) on one device."""
-    call = AttentionCall(scale=0.4, window=window, query=places, key=places, mask="positions", **extra)
-    qkv = [arrays[n] for n in "qkv"]
-    o, lse = attention(call, *qkv)
-    return o, lse, *attention_backward(call, (arrays["dout"], o, lse), *qkv)
-
-
-def passes(mesh, extra, *, dealt, window, divergent=False):
-    """Forward and backward of the ring as functions of global arrays."""
+def passes(mesh, call, *, dealt, divergent=False, way="ring"):
+    """Forward and backward of context parallelism as functions of arrays in the order in which the ranks hold them."""
     axes, sharded, held = mesh.axis_names, PartitionSpec(None, mesh.axis_names), PartitionSpec()
+    order, permutation = order_of(dealt, mesh)
+    ring = KeyRing(axes=axes, order=order, divergent=divergent)
 
-    ring = KeyRing(axes=axes, layout=dealt, divergent=divergent)
+    def own(length):
+        index = order.index(axes, length)
+        return replace(call, q_idx=index, kv_idx=index)
 
-    def call(places):
-        everywhere = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), places)
-        return AttentionCall(scale=0.4, window=window, query=places, key=everywhere, mask="positions", **extra)
+    def gather(x):
+        return jax.lax.all_gather(x, axes, axis=1, tiled=True)
 
-    def forward(places, *qkv):
-        return ring_attention(call(places), ring, *qkv)
+    def scatter(x):
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
 
-    def backward(places, *given):
-        dq, dk, dv, *dsinks = ring_attention_backward(call(places), ring, given[:3], *given[3:])
-        return dq, dk, dv, *(jax.lax.psum(x, axes) for x in dsinks)
+    def forward(*qkv):
+        q, k, v = qkv
+        if way == "ring":
+            return ring_attention(own(q.shape[1]), ring, *qkv)
+        return attention(replace(own(q.shape[1]), kv_idx=permutation), q, gather(k), gather(v))
 
-    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=sharded, check_vma=False)
-    back = (sharded,) * 3 + (held,) * len(extra)
+    def backward(*given):
+        q, k, v = given[3:]
+        if way == "ring":
+            dq, dk, dv, *more = ring_attention_backward(own(q.shape[1]), ring, given[:3], q, k, v)
+        else:
+            whole = replace(own(q.shape[1]), kv_idx=permutation)
+            dq, dk, dv, *more = attention_backward(whole, given[:3], q, gather(k), gather(v))
+            dk, dv = scatter(dk), scatter(dv)
+        return dq, dk, dv, *(jax.lax.psum(x, axes) for x in more if x.dtype == jnp.float32)
+
+    mapped = partial(jax.shard_map, mesh=mesh, in_specs=sharded, check_vma=False)
+    learnt = [x for x in (call.score.arrays if call.score else ()) if np.asarray(x).dtype == np.float32]
+    back = (sharded,) * 3 + (held,) * ((call.sinks is not None) + len(learnt))
     return jax.jit(mapped(forward, out_specs=sharded)), jax.jit(mapped(backward, out_specs=back))
 
 
 CASES = {
-    "contiguous": {"dealt": "contiguous"},
+    "in order": {"dealt": "in order"},
     "zigzag": {"dealt": "zigzag"},
     "zigzag round two axes": {"dealt": "zigzag", "sizes": (2, 2)},
-    "window": {"dealt": "contiguous", "window": 20},
-    "documents and sinks": {"dealt": "zigzag", "documents": True, "sinks": True},
+    "window": {"dealt": "in order", "mask": "window"},
+    "documents and sinks": {"dealt": "zigzag", "mask": "documents", "sinks": True},
     "divergent": {"dealt": "zigzag", "sizes": (2,), "divergent": True},
-    "all": {"dealt": "zigzag", "documents": True, "sinks": True, "window": 20},
-    "unknown order": {"dealt": "any"},
-    "two ranks": {"dealt": "contiguous", "sizes": (2,)},
+    "window in zigzag": {"dealt": "zigzag", "mask": "window", "sinks": True},
+    "two ranks": {"dealt": "in order", "sizes": (2,)},
     "eight ranks": {"dealt": "zigzag", "sizes": (8,)},
-    "eight ranks, window": {"dealt": "contiguous", "sizes": (8,), "window": 10, "documents": True},
+    "eight ranks, window": {"dealt": "in order", "sizes": (8,), "mask": "window"},
+    "learnt scores": {"dealt": "zigzag", "score": "own"},
+    "learnt distances": {"dealt": "in order", "score": "distance", "mask": "all"},
+    "soft cap": {"dealt": "zigzag", "score": "softcap"},
+    "keys gathered": {"dealt": "in order", "mask": "transfusion", "score": "alibi", "way": "gather"},
+    "keys gathered in zigzag": {"dealt": "zigzag", "mask": "tree", "score": "own", "way": "gather"},
+    **{f"{mask}, {dealt}": {"dealt": dealt, "mask": mask} for mask in rules.MASKS for dealt in ("in order", "zigzag")},
+    **{
+        f"{mask}, {dealt}, eight ranks": {"dealt": dealt, "mask": mask, "score": "several", "sizes": (8,)}
+        for mask in rules.MASKS
+        for dealt in ("in order", "zigzag")
+    },
 }
-ALWAYS = ("zigzag round two axes", "window", "documents and sinks", "divergent")
+ALWAYS = (
+    "zigzag round two axes",
+    "window",
+    "documents and sinks",
+    "divergent",
+    "learnt scores",
+    "transfusion, zigzag",
+    "tree, in order",
+    "keys gathered in zigzag",
+)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in CASES]
 )
-def test_a_ring_gives_what_one_device_gives(name):
-    facts = {"sizes": (4,), "window": None, "divergent": False, "documents": False, "sinks": False, **CASES[name]}
+def test_several_devices_give_what_one_gives(name):
+    facts = {"sizes": (4,), "mask": "causal", "score": None, "sinks": False, "divergent": False, "way": "ring"}
+    facts |= CASES[name]
     mesh = mesh_of(facts["sizes"])
-    arrays, places, extra = inputs(facts["dealt"], mesh.size, documents=facts["documents"], sinks=facts["sinks"])
-    expected = jax.jit(whole, static_argnums=3)(arrays, places, extra, facts["window"])
-    forward, backward = passes(mesh, extra, **{n: facts[n] for n in ("dealt", "window", "divergent")})
-    qkv = [arrays[n] for n in "qkv"]
-    o, lse = forward(places, *qkv)
-    found = (o, lse, *backward(places, arrays["dout"], o, lse, *qkv))
-    for value, wanted, which in zip(found, expected, ("o", "lse", "dq", "dk", "dv", "dsinks"), strict=False):
-        close(value, wanted, what=which)
-    assert len(found) == len(expected)
+    given = rules.arrays(T=LENGTH, N=4, K=1, H=4, Hv=3)
+    mask, score = rules.rule_of(facts["mask"], facts["score"], LENGTH)
+    sinks = np.array([0.5, -1.0, 0.0, 2.0], np.float32) if facts["sinks"] else None
+    call = AttentionCall(scale=0.4, mask=mask, score=score, sinks=sinks, learns=score is not None)
+    wanted = [x for x in rules.expected(0.4, mask, score, sinks, given) if x is not None]
+    _, order = order_of(facts["dealt"], mesh)
+    dealt = {n: x[:, order] for n, x in given.items()}
+    forward, backward = passes(mesh, call, **{n: facts[n] for n in ("dealt", "divergent", "way")})
+    qkv = [dealt[n] for n in "qkv"]
+    o, lse = forward(*qkv)
+    found = (o, lse, *backward(dealt["dout"], o, lse, *qkv))
+    assert len(found) == len(wanted)
+    for number, (value, one) in enumerate(zip(found, wanted, strict=True)):
+        rules.close(value, one[:, order] if number < 5 else one, f"result {number}")
+
+
+def test_a_hop_of_which_nothing_is_seen_is_not_computed():
+    """Its work is in the branch of a conditional that the ranges of indices decide."""
+    mesh = mesh_of((4,))
+    mask, _ = rules.rule_of("documents", None, LENGTH)
+    forward, _ = passes(mesh, AttentionCall(scale=0.4, mask=mask), dealt="in order")
+    given = rules.arrays(T=LENGTH, N=4, K=1, H=4)
+    jaxpr = jax.make_jaxpr(forward)(*(given[n] for n in "qkv")).jaxpr
+    branches = [x for x in _eqns(jaxpr) if x.primitive.name == "cond"]
+    counts = [[str(branch).count("dot_general") for branch in x.params["branches"]] for x in branches]
+    assert any(min(count) == 0 < max(count) for count in counts)
+
+
+def _eqns(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _eqns(inner)
 
 
 def derived(mesh, window):
@@ -128,16 +176,18 @@ def derived(mesh, window):
 
 @pytest.mark.parametrize(
     ("dealt", "sizes", "window"),
-    [("zigzag", (4,), None), ("contiguous", (4,), 20), pytest.param("contiguous", (8,), 8, marks=pytest.mark.slow)],
+    [("zigzag", (4,), None), ("in order", (4,), 20), pytest.param("in order", (8,), 8, marks=pytest.mark.slow)],
 )
 def test_the_compiled_ring_has_the_derived_permutes(dealt, sizes, window):
     mesh = mesh_of(sizes)
-    arrays, places, _ = inputs(dealt, mesh.size)
-    qkv = [arrays[n] for n in "qkv"]
-    held = (arrays["dout"], jnp.zeros((2, LENGTH, 2, 3)), jnp.zeros((2, LENGTH, 2)))
-    given = ((places, *qkv), (places, *held, *qkv))
+    given = rules.arrays(T=LENGTH, N=2, K=1, H=4, Hv=3)
+    mask = rules.mask_of("causal" if window is None else f"sliding_window({window})", LENGTH)
+    qkv = [given[n] for n in "qkv"]
+    held = (given["dout"], jnp.zeros((2, LENGTH, 2, 3)), jnp.zeros((2, LENGTH, 2)))
     counts = []
-    for function, arguments in zip(passes(mesh, {}, dealt=dealt, window=window), given, strict=True):
+    for function, arguments in zip(
+        passes(mesh, AttentionCall(scale=0.4, mask=mask), dealt=dealt), (qkv, (*held, *qkv)), strict=True
+    ):
         found = collectives(function.lower(*arguments).compile().as_text(), dict(mesh.shape))
         permutes = [c for c in found if c.kind == "permute"]
         assert not any(c.in_conditional for c in found)

@@ -86,7 +86,9 @@ def _forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Arra
 
         def step(j: Any, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
             keys = _block(k, j, sizes.kv_block, -2), _block(v, j, sizes.kv_block, -2)
-            return attend(running, block, keys, rest, head.rule, _tile(sizes, head, i, j, turned=False), is_masked=is_masked)
+            return attend(
+                running, block, keys, rest, head.rule, _tile(sizes, head, i, j, turned=False), is_masked=is_masked
+            )
 
         mixed, lse = finish(_over(head.lists, i, step, begin(block, v.shape[-1])))
         return _put(out[0], mixed, i, -2), _put(out[1], lse, i, -1)
@@ -274,9 +276,7 @@ def _is_unrolled(lists: BlockLists, sizes: Sizes) -> bool:
     return known and max(len(sizes.q_idx), len(sizes.kv_idx)) <= unrolled.LONGEST
 
 
-def _in_parts(
-    q: Array, k: Array, lists: BlockLists, sizes: Sizes, step: Callable[[Part, Any], Any], start: Any
-) -> Any:
+def _in_parts(q: Array, k: Array, lists: BlockLists, sizes: Sizes, step: Callable[[Part, Any], Any], start: Any) -> Any:
     """Runs ``step`` for all sequences and heads, `HEADS_AT_ONCE` together where their blocks are the same; where tiles
     are unrolled, the heads that share a key head."""
     batch, _, heads = q.shape[:3]

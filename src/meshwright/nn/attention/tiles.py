@@ -84,9 +84,7 @@ class Head(NamedTuple):
     lists: BlockLists
     place: tuple[Any, Any]
 
-    def tile(
-        self, sizes: Sizes, rows: Callable[..., Array], columns: Callable[..., Array], *, turned: bool
-    ) -> Tile:
+    def tile(self, sizes: Sizes, rows: Callable[..., Array], columns: Callable[..., Array], *, turned: bool) -> Tile:
         """Returns the operands of a tile from functions that take its part of an array of queries, or of keys, and add
         a dim; the keys of a ``turned`` tile are its rows."""
         row, column = (0, 1) if turned else (1, 0)

@@ -47,7 +47,9 @@ def _taken(x: Array, blocks: Sequence[int], size: int, axis: int = -1) -> Array:
     if not blocks:
         return lax.slice_in_dim(x, 0, 0, axis=axis)
     cuts = [n for n in range(1, len(blocks)) if blocks[n] != blocks[n - 1] + 1]
-    runs = [(blocks[a] * size, (blocks[b - 1] + 1) * size) for a, b in zip([0, *cuts], [*cuts, len(blocks)], strict=True)]
+    runs = [
+        (blocks[a] * size, (blocks[b - 1] + 1) * size) for a, b in zip([0, *cuts], [*cuts, len(blocks)], strict=True)
+    ]
     parts = [lax.slice_in_dim(x, *run, axis=axis) for run in runs]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
