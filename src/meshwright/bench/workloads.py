@@ -11,9 +11,11 @@ from jaxtyping import Array
 from meshwright.bench.devices import JAX_DTYPES, AttentionShape, Bench, MlpShape, Shard, Workload
 from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
 from meshwright.core.dims import CollectiveKind
+from meshwright.masks.mods import causal
 from meshwright.nn.activations import silu_mul
+from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.visibility import AttentionCall, TokenPositions
+from meshwright.nn.attention.tiles import Mod
 
 FLOPS_EACH = 2
 """A multiplication and an addition."""
@@ -94,8 +96,7 @@ def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Work
     batch, length, heads, kv_heads, width = shape
 
     def body(q: Array, k: Array, v: Array, cotangent: Array) -> Any:
-        places = TokenPositions(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
-        call = AttentionCall(scale=width**-0.5, query=places, key=places, mask="rows")
+        call = AttentionCall(scale=width**-0.5, mask=Mod(causal, (), {"causal": ()}))
         o, lse = attention(call, q, k, v)
         return (o, *attention_backward(call, (cotangent, o, lse), q, k, v)) if both else o
 

@@ -9,7 +9,7 @@ from jaxtyping import Array
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
-from meshwright.nn.attention.order import SequenceOrder
+from meshwright.nn.attention.order import IN_ORDER, SequenceOrder
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import held_dims
 
@@ -18,9 +18,10 @@ from meshwright.spec.strategy import held_dims
 class Context:
     """One derivation of one model, as one device runs it.
 
-    ``mesh`` has the sizes of the axes. ``order`` says which positions of a sequence each device has. ``divergent``: see `nn.collectives.Ring`. With ``offload`` the
-    results that layers keep for their backward pass are in host memory. ``seq_len`` is the maximum length of a sequence
-    in generation, 0 in training. ``dtype`` is the stream's in generation, since int8 weights do not determine it.
+    ``mesh`` has the sizes of the axes. ``order`` says which positions of a sequence each device has. ``divergent``: see
+    `nn.collectives.Ring`. With ``offload`` the results that layers keep for their backward pass are in host memory.
+    ``seq_len`` is the maximum length of a sequence in generation, 0 in training. ``dtype`` is the stream's in
+    generation, since int8 weights do not determine it.
     ``constrain`` is applied to every result that has its declared sharding: only the GSPMD form has it, and passes
     `with_sharding_constraint`.
     """
@@ -29,7 +30,7 @@ class Context:
     derived: Derived
     mesh: Mapping[str, int]
     options: ProgramOptions = PLAIN
-    order: SequenceOrder = SequenceOrder()
+    order: SequenceOrder = IN_ORDER
     divergent: bool = False
     offload: bool = False
     seq_len: int = 0

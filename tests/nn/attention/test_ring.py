@@ -17,8 +17,8 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.ring import KeyRing, ring_attention, ring_attention_backward
 from meshwright.nn.attention.order import SequenceOrder, zigzag_order
+from meshwright.nn.attention.ring import KeyRing, ring_attention, ring_attention_backward
 from meshwright.nn.collectives import Ring
 from meshwright.spec.strategy import Strategy
 from tests.nn.attention import rules

@@ -1,8 +1,9 @@
 """Attention by XLA, over the blocks of scores that exist, with a running softmax.
 
-A loop over blocks of queries (of keys in the backward pass) has an inner loop over the blocks that its list names: first
-those whose mask has to be evaluated, then those that are seen whole. A CPU processes sequences and heads one by one, so
-that blocks of scores stay in cache; other devices process all at once, over the blocks that any of them has.
+A loop over blocks of queries (of keys in the backward pass) has an inner loop over the blocks that its list names:
+first those whose mask has to be evaluated, then those that are seen whole. A CPU processes a few heads of a sequence
+after the other, so that blocks of scores stay in cache; other devices process all at once, over the blocks that any of
+them has.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from meshwright.masks.table import BlockLists
+from meshwright.nn.attention import unrolled
 from meshwright.nn.attention.scores import (
     RunningSoftmax,
     attend,
@@ -27,7 +29,6 @@ from meshwright.nn.attention.scores import (
     transposed,
     weighted_sums,
 )
-from meshwright.nn.attention import unrolled
 from meshwright.nn.attention.tiles import Head, Sizes, Tile, TileRule
 
 HEADS_AT_ONCE = 4
@@ -94,7 +95,7 @@ def _forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Arra
         return _put(out[0], mixed, i, -2), _put(out[1], lse, i, -1)
 
     start = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
-    return _rows(q.shape[-2] // sizes.q_block, one, start)  # type: ignore[no-any-return]
+    return _rows(q.shape[-2] // sizes.q_block, one, start)
 
 
 def _backward(
@@ -195,7 +196,11 @@ class Part(NamedTuple):
 
     def rule(self, rule: TileRule) -> TileRule:
         """Returns the rule of these heads."""
-        return rule._replace(**{name: tuple(map(self.own, getattr(rule, name))) for name in _BY_HEAD})
+        return rule._replace(
+            heads=tuple(map(self.own, rule.heads)),
+            rows=tuple(map(self.own, rule.rows)),
+            columns=tuple(map(self.own, rule.columns)),
+        )
 
 
 _BY_HEAD = "heads", "rows", "columns"
@@ -215,13 +220,14 @@ def forward(
         return _heads_back(o), _heads_back(lse)
 
     def step(part: Part, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        keys = (part.rows(x, is_keys=True) for x in (k, v))
-        found = _together(run, part.rule(rule), BlockLists(*map(part.own, lists)), (part.rows(q),), *keys, part)
+        keys = [part.rows(x, is_keys=True) for x in (k, v)]
+        own_lists = BlockLists(*map(part.own, lists))
+        found = _together(run, part.rule(rule), own_lists, (part.rows(q),), keys[0], keys[1], part)
         o, lse = (part.put(x, _heads_back(y)) for x, y in zip(out, found, strict=True))
         return o, lse
 
     start = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), jnp.zeros(q.shape[:3], jnp.float32)
-    return _in_parts(q, k, lists, sizes, step, start)  # type: ignore[no-any-return]
+    return _in_parts(q, k, lists, sizes, step, start)
 
 
 def backward(

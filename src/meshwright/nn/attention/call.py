@@ -93,11 +93,11 @@ class AttentionCall:
             with jax.ensure_compile_time_eval():
                 rows, columns = np.asarray(self.q_idx), np.asarray(self.kv_idx)
                 return block_table(mask, q_idx=rows, kv_idx=columns, **sizes)
-        rows, columns = jnp.asarray(self.q_idx), jnp.asarray(self.kv_idx)
+        index = jnp.asarray(self.q_idx), jnp.asarray(self.kv_idx)
         try:
-            return block_table(mask, q_idx=rows, kv_idx=columns, exact=False, **sizes)
+            return block_table(mask, q_idx=index[0], kv_idx=index[1], exact=False, **sizes)
         except NoRangesError:
-            return _by_points(mask, rows, columns, **sizes)
+            return _by_points(mask, *index, **sizes)
 
 
 def _from_head(mask: Mod | None, first: Any) -> Mask:

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.platform import compute_capability
 from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvCotangents
-from meshwright.nn.attention.call import AttentionCall
 
 HALVES = ("bfloat16", "float16")
 LATENT_WIDTHS = 192, 128

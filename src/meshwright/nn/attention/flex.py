@@ -96,9 +96,11 @@ def _flex(call: AttentionCall, qkv: Any, sinks: Any, mask: Any, score: Any) -> A
 
 
 def _with(call: AttentionCall, sinks: Any, mask: Any, score: Any) -> AttentionCall:
-    mods = {"mask": (call.mask, mask), "score": (call.score, score)}
-    given = {name: mod and mod._replace(arrays=arrays) for name, (mod, arrays) in mods.items()}
-    return replace(call, sinks=sinks, **given)
+    own_mask, own_score = (
+        call.mask and call.mask._replace(arrays=mask),
+        call.score and call.score._replace(arrays=score),
+    )
+    return replace(call, sinks=sinks, mask=own_mask, score=own_score)
 
 
 def _flex_forward(call: AttentionCall, qkv: Any, sinks: Any, mask: Any, score: Any) -> Any:

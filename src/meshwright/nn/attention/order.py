@@ -38,6 +38,10 @@ class SequenceOrder:
         return rows[:, np.argsort(zigzag_order(rows.shape[1], self.zigzag_ranks))]
 
 
+IN_ORDER = SequenceOrder()
+"""Each device has the part of the sequence that its rank says."""
+
+
 def zigzag_order(length: int, num_ranks: int) -> np.ndarray:
     """Returns positions in zigzag order, in int32: rank r has chunks r and 2 n - 1 - r of the 2 n.
 

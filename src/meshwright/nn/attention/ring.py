@@ -18,7 +18,7 @@ from jaxtyping import Array
 from meshwright.masks.table import NOTHING
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.order import SequenceOrder
+from meshwright.nn.attention.order import IN_ORDER, SequenceOrder
 from meshwright.nn.attention.scores import (
     AttentionResult,
     BackwardInputs,
@@ -40,7 +40,7 @@ _Carry = TypeVar("_Carry")
 class KeyRing(Ring):
     """The ring of one attention, and which positions each rank holds."""
 
-    order: SequenceOrder = SequenceOrder()
+    order: SequenceOrder = IN_ORDER
 
     def send(self, block: Pair, by: int = 1) -> Pair:
         """Returns the pair of arrays of the device ``by`` ranks before this one."""

@@ -147,7 +147,9 @@ def _with_reads(score: Callable[..., Array], tile: Tile, found: Array, learned: 
     def joined(name: str) -> tuple[Any, ...]:
         return tuple(x if y is None else y for x, y in zip(getattr(tile, name), learned[name], strict=True))
 
-    return score(found, tile._replace(**{name: joined(name) for name in learned}))
+    names = "heads", "rows", "columns", "tables"
+    heads, rows, columns, tables = (joined(name) if name in learned else getattr(tile, name) for name in names)
+    return score(found, tile._replace(heads=heads, rows=rows, columns=columns, tables=tables))
 
 
 def transposed(k: KeyRows) -> Float[Array, "*lead H S"]:

@@ -110,8 +110,10 @@ _CALLED = ("jaxpr", "call_jaxpr")
 
 
 class _Graph:
-    """A traced rule: its operations in order, with calls inlined, and what each depends on: "a" (arrays), "b", "h", "q",
-    "k" and "s" (scores)."""
+    """A traced rule: its operations in order, with calls inlined, and what each depends on.
+
+    That is "a" (arrays), "b", "h", "q", "k" and "s" (scores).
+    """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> None:
         self.made_by: list[tuple[Any, int, tuple[Any, ...]] | None] = []
@@ -160,7 +162,10 @@ class _Graph:
     def parts(self) -> tuple[list[int], list[int]]:
         """Returns what is computed before the kernel (heavy, of one side, and read by what is not), and the arrays that
         are looked up within it."""
-        found, tables, seen, left = set(), set(), set(), [self.out]
+        found: set[int] = set()
+        tables: set[int] = set()
+        seen: set[int] = set()
+        left = [self.out]
         while left:
             node = left.pop()
             if not isinstance(node, int) or node in seen:
@@ -298,7 +303,8 @@ def tile_rule(
             by_side[side].append(value)
         functions[index] = _function(part, first, len(tables))
         tables += [arrays[number] for number in part.tables]
-    return TileRule(*map(tuple, by_side.values()), *functions, tuple(tables))
+    by_head, rows, columns = (tuple(values) for values in by_side.values())
+    return TileRule(by_head, rows, columns, functions[0], functions[1], tuple(tables))
 
 
 def _function(part: _Part, first: dict[str, int], first_table: int) -> Callable[..., Array]:

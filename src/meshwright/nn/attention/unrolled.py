@@ -73,7 +73,7 @@ def forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Array
             outs.append(jnp.zeros((*tall.shape[:-1], v.shape[-1]), q.dtype))
             sums.append(jnp.full(tall.shape[:-1], -jnp.inf, jnp.float32))
             continue
-        keys = tuple(_taken(x, blocks, sizes.kv_block, -2) for x in (k, v))
+        keys = _taken(k, blocks, sizes.kv_block, -2), _taken(v, blocks, sizes.kv_block, -2)
         tile = _tile(sizes, head, [i], blocks, turned=False)
         out, lse = finish(attend(None, tall, keys, rest, head.rule, tile, is_masked=is_masked))
         outs.append(out.astype(q.dtype))
@@ -92,7 +92,7 @@ def backward(
     more = jax.tree.map(jnp.zeros_like, reads(head.rule))
     dks, dvs = [], []
     for j, blocks, is_masked in _tiles(head.lists):
-        keys = tuple(_taken(x, [j], sizes.kv_block, -2) for x in (k, v))
+        keys = _taken(k, [j], sizes.kv_block, -2), _taken(v, [j], sizes.kv_block, -2)
         if not blocks:
             dks.append(jnp.zeros(keys[0].shape, jnp.float32))
             dvs.append(jnp.zeros(keys[1].shape, jnp.float32))
@@ -105,7 +105,7 @@ def backward(
         dks.append(weighted_sums(ds, q) * rest)
         part = weighted_sums(_taken(columns, [j], sizes.kv_block), ds.astype(k.dtype))
         dq = _added(dq, part, blocks, sizes.q_block)
-        ways = {
+        ways: dict[str, Any] = {
             "heads": lambda x, y: x + y.sum(),
             "rows": lambda x, y, blocks=blocks: _added(x, y.sum(0), blocks, sizes.q_block),
             "columns": lambda x, y, j=j: _added(x, y.sum(1), [j], sizes.kv_block),

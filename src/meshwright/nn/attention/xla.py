@@ -99,7 +99,7 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
         return (dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]), more
 
     if not call.learns or call.score is None:
-        return cotangents(*_prepared(call, q, k))[0]  # type: ignore[no-any-return]
+        return cotangents(*_prepared(call, q, k))[0]
     arrays = tuple(jnp.asarray(x) for x in call.score.arrays)
 
     def read(arrays: tuple[Array, ...]) -> Any:
