@@ -233,6 +233,11 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
         raise CannotRunError(
             f"{model.name} has an encoder or relative positions and does not generate in this version."
         )
+    if model.attention_mask or model.attention_score:
+        raise CannotRunError(
+            f"{model.name} has attention_mask={model.attention_mask!r}, attention_score={model.attention_score!r} and "
+            f"does not generate in this version. Leave them out."
+        )
     training = transformer(model)
     writer = _Writer(model, phase, storage, training)
     blocks = tuple(map(writer.block, training.blocks))

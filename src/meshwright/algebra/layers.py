@@ -12,7 +12,7 @@ import msgspec
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.program import Block, Op, Variable
 from meshwright.core.errors import InputError
-from meshwright.spec.model import Model
+from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import adapted, has_frozen_matrices, weight_table
 
 ENCODER, CROSS = "encoder_", "cross_"
@@ -81,7 +81,7 @@ LATENT_ATTENTION = """
     qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])
     kpr[B,T,Hr] = rope(kp~[B,T,Hr], positions[B,T])
     kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])
-    o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{documents})
+    o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{others})
     a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]
 """
 """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
@@ -235,14 +235,21 @@ def loss_text(model: Model, options: ProgramOptions) -> str:
     return written(model, LOSS, table=table, given=given, by=by, divided=divided)
 
 
+def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
+    """Returns the arrays that the decoder's attention reads of each sequence, by name."""
+    rule = model.mask_rule
+    names = () if rule is None else rule.data
+    return names if "documents" in names or not options.documents else (*names, "documents")
+
+
 def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:
     """Returns the lines of one layer from x to x2: ``sliding`` limits its attention to the window, ``routed`` makes its
     feed-forward experts, ``rotates`` adds rope."""
     if model.latent_attention:
-        documents = ", documents[B,T]" * options.documents
-        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, documents=documents, x1="x1")
+        given = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
+        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=_data(model, options) + given, x1="x1")
     else:
-        kind = {"sliding": sliding, "documents": options.documents, "rotates": rotates}
+        kind = {"sliding": sliding, "data": _data(model, options), "rotates": rotates}
         lines = _attention(model, "x0" if model.encoder else "x1", **kind)
     if model.encoder:
         given = given_attributes(sees_all=True, softcap=model.attention_softcap)
@@ -314,7 +321,7 @@ def _attention(
     result: str,
     *,
     sliding: bool = False,
-    documents: bool = False,
+    data: str = "",
     causal: bool = True,
     rotates: bool = True,
 ) -> str:
@@ -325,7 +332,7 @@ def _attention(
     relative = model.relative_buckets > 0
     others = {
         ", positions[B,T]": causal or relative,
-        ", documents[B,T]": documents,
+        data: True,
         ", sinks[N]": model.attention_sinks and causal,
         ", relative_bias[R,N]": relative,
     }
@@ -333,6 +340,8 @@ def _attention(
         sees_all=not causal,
         window=model.sliding_window if sliding else None,
         softcap=model.attention_softcap,
+        mask=_quoted(model.attention_mask) if causal else None,
+        score=_quoted(model.attention_score) if causal else None,
         distance=model.relative_distance if relative else None,
     )
     return written(
@@ -349,6 +358,15 @@ def _attention(
     )
 
 
+def _data(model: Model, options: ProgramOptions) -> str:
+    return "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
+
+
+def _quoted(rule: str) -> str:
+    """Returns a rule as an attribute: without spaces, and with : in place of the commas, which end attributes."""
+    return rule.replace(" ", "").replace(",", ":")
+
+
 def _dense(model: Model) -> str:
     return written(model, DENSE, activation=_activation(model))
 
@@ -358,7 +376,7 @@ def _activation(model: Model) -> str:
     return "silu" if model.activation == "silu" else "gelu"
 
 
-def given_attributes(**attributes: float | bool | None) -> str:
+def given_attributes(**attributes: float | bool | str | None) -> str:
     """Returns the attributes of a call, "; window=128", without None, 0 and False; True becomes the name alone."""
     text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
     return f"; {text}" if text else ""

@@ -20,12 +20,13 @@ from meshwright.algebra.layers import (
     encoder_layer_text,
     layer_text,
     loss_text,
+    mask_data,
     parse_block,
     written,
 )
 from meshwright.algebra.program import Block, Program, Stack, Variable, layers_dim
 from meshwright.core.errors import InputError
-from meshwright.spec.model import Model
+from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import Weight, weight_table
 
 _SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
@@ -102,9 +103,9 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     """
     if model.encoder and options.documents:
         raise InputError("rows of an encoder and a decoder have one document each. Leave documents out.")
-    roles = {"documents": "position"} if options.documents else {}
-    roles |= {"tokens": "input", "labels": "input", "positions": "position"}
-    variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
+    roles = {"tokens": "input", "labels": "input", "positions": "position"}
+    variables = {name: Variable(name, MASK_DATA[name], "position") for name in mask_data(model, options)}
+    variables |= {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
     variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
         is_split = weight.kind == "matrix" or weight.dims[0] in _SPLIT_DIMS or len(weight.dims) > 1

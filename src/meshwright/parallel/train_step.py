@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.algebra.layers import PLAIN, ProgramOptions, mask_data
 from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.program import LOSSES
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
@@ -240,6 +240,12 @@ class TrainStep:
             rows.setdefault(name, np.broadcast_to(np.arange(like[1], dtype=np.int32), like))
         if self.options.documents:
             rows.setdefault("documents", np.zeros(shape, np.int32))
+        missing = [name for name in mask_data(self.model, self.options) if name not in rows]
+        if missing:
+            raise InputError(
+                f"attention_mask={self.model.attention_mask!r} reads {missing[0]} of each sequence, and the batch has "
+                f"none. Give the batch {missing[0]}, or use another mask."
+            )
         if self.model.mtp_layers:
             after = np.minimum(np.arange(shape[1]) + 1, shape[1] - 1)
             rows = second_labels(rows, {n: a[:, after] for n, a in rows.items() if a.shape == shape}) | rows

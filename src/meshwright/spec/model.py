@@ -7,6 +7,7 @@ import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import Checked, check_figures, shown
+from meshwright.masks.names import Rule, mask_named, score_named
 
 Family = Literal[
     "llama",
@@ -74,6 +75,17 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_layers: int
     length: int
 
+
+MASK_DATA = {
+    "documents": ("B", "T"),
+    "prefix": ("B",),
+    "lengths": ("B",),
+    "is_global": ("B", "T"),
+    "enter": ("B", "T"),
+    "leave": ("B", "T"),
+    "spans": ("B", "T"),
+}
+"""Arrays that a batch may have for a mask, and their dims."""
 
 LORA_TARGETS = {
     "q": "wq",
@@ -152,7 +164,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``d_ff_shared`` of all shared experts together. With latent attention (``kv_lora_rank`` > 0) ``head_dim``
     is the width of a query, ``qk_nope_head_dim + qk_rope_head_dim``. With ``relative_buckets`` the scores of attention
     have a bias of each head for each bucket of distances (T5); from ``relative_distance`` on, all distances share the
-    last bucket. With ``lora`` adapters train and the weights of the model itself are frozen.
+    last bucket. With ``lora`` adapters train and the weights of the model itself are frozen. ``attention_mask`` and
+    ``attention_score`` are expressions of the catalogue of masks (`masks.names`), as ``prefix_lm`` or ``alibi``.
     """
 
     name: str
@@ -200,6 +213,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None  # on the attention scores, in place of 1 / sqrt(H)
     attention_softcap: float | None = None
+    attention_mask: str = ""  # names of `masks.names` in place of causal, for the decoder's attention to itself
+    attention_score: str = ""  # a rule for its scores
     logit_softcap: float | None = None
 
     num_experts: int = 0
@@ -266,6 +281,12 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.encoder and (self.latent_attention or min(self.encoder.num_layers, self.encoder.length) < 1):
             raise InputError(f"{self.name}: an encoder needs at least 1 layer and 1 position, and kv_lora_rank=0.")
+        for what, rule, able in (("mask", self.mask_rule, MASK_DATA), ("score", self.score_rule, ("slopes",))):
+            unknown = [] if rule is None else [name for name in rule.data if name not in able]
+            if unknown:
+                raise InputError(
+                    f"{self.name}: attention_{what}={rule.text!r} reads {unknown[0]}, which no batch has. Use another."
+                )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise InputError(
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
@@ -289,6 +310,16 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups, and "
                 f"enough of them for the experts of a token."
             )
+
+    @property
+    def mask_rule(self) -> Rule | None:
+        """The rule of ``attention_mask``, None where there is none."""
+        return mask_named(self.attention_mask) if self.attention_mask else None
+
+    @property
+    def score_rule(self) -> Rule | None:
+        """The rule of ``attention_score``, None where there is none."""
+        return score_named(self.attention_score) if self.attention_score else None
 
     @property
     def dims(self) -> dict[str, int]:

@@ -3,6 +3,7 @@ which gives each device all positions of some heads, or for "ring" (`rewrites.ri
 gathered instead of going round a ring. Their dim of positions may differ from the queries': S, as in cross-attention.
 """
 
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape, axes_beside
 from meshwright.core.errors import InputError
+from meshwright.masks import mods
+from meshwright.masks.names import Rule, example_data, mask_named, score_named
+from meshwright.masks.table import block_table
 
 TILE_ROWS, MOST_TILES = 128, 8
 """On a CPU self-attention runs in at most `MOST_TILES` tiles of queries, of a multiple of `TILE_ROWS` queries."""
@@ -23,12 +27,25 @@ TILE_ROWS, MOST_TILES = 128, 8
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Details: ``sees_all`` says that every query sees every key, without positions; ``window`` is in positions,
-    ``softcap`` bounds the scores, and ``ring`` has the mesh axes around which keys are sent."""
+    ``softcap`` bounds the scores, and ``ring`` has the mesh axes around which keys are sent. ``mask`` is the rule in
+    place of causal, ``score`` one for scores, as `layers` writes them (`mask_rule`, `score_rule`)."""
 
     sees_all: bool = False
     window: int | None = None
     softcap: float | None = None
+    mask: str = ""
+    score: str = ""
     ring: tuple[str, ...] = ()
+
+    @property
+    def mask_rule(self) -> Rule | None:
+        """The rule of ``mask``, None for causal."""
+        return mask_named(self.mask.replace(":", ",")) if self.mask else None
+
+    @property
+    def score_rule(self) -> Rule | None:
+        """The rule of ``score``, None where there is none."""
+        return score_named(self.score.replace(":", ",")) if self.score else None
 
     @property
     def can_ring(self) -> bool:
@@ -40,7 +57,8 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
     """Operands of an attention step by role: ShardedArrays of the step, or the values that an interpreter has for them.
 
     A backward step is ``given`` the cotangent of the result, the result and its log-sum-exp. ``passing`` are the keys
-    and values that go round a ring. ``documents`` are the document numbers of queries and of keys. ``sinks`` is the
+    and values that go round a ring. ``documents`` are the arrays that the mask reads of each sequence, those of queries
+    and of all keys in turn. ``sinks`` is the
     parameter of each head: its sink, or its biases of distances. Operands that an op does not have are empty or None.
     """
 
@@ -174,6 +192,22 @@ def backward(tape: Tape, form: type[Attention] = Attention) -> None:
 # -- counts -----------------------------------------------------------------------------------------------
 
 
+MOST_BLOCKS = 512
+"""Blocks along a sequence in which a mask is counted, at most."""
+
+
+@lru_cache(maxsize=256)
+def block_share(mask: str, window: int | None, length: float) -> float:
+    """Returns the share of the blocks of a mask that exist, in blocks of 128 positions, or more of long sequences; with
+    example data (`masks.names.example_data`) where the mask reads any."""
+    rule = mask_named(mask.replace(":", ","))
+    positions = max(1, round(length))
+    found = rule.make(*example_data(rule, length=positions))
+    found = found if window is None else mods.and_masks(found, mods.window(window))
+    block = max(128, -(-positions // MOST_BLOCKS))
+    return 1 - block_table(found, q_len=positions, kv_len=positions, block=block).sparsity()
+
+
 def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False) -> Number:
     """Returns the keys that a query attends to on average: T, or the window where that is shorter.
 
@@ -194,7 +228,10 @@ def score_elements(step: Step, sizes: OpSizes) -> Number:
     rows = sizes.local(arrays.q)
     length = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)
     causal = sizes.causal and not step.details.sees_all
-    if window is not None or causal:
+    if step.details.mask:
+        shares = np.vectorize(partial(block_share, step.details.mask, window))(length)
+        length = length * (shares if isinstance(length, np.ndarray) else float(shares))
+    elif window is not None or causal:
         length = keys_per_query(length, window=window, causal=causal)
     return rows["B"] * rows["N"] * rows[positions_of(arrays.q)] * length
 

@@ -9,6 +9,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.attention import AttentionArrays, positions_of
 from meshwright.algebra.steps import Step
 from meshwright.masks import mods
+from meshwright.masks.names import Rule, mask_named
 from meshwright.nn.attention import choice
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.order import SequenceOrder
@@ -43,9 +44,7 @@ def call_of(context: Context, step: Step, arrays: AttentionArrays, **others: Any
     return AttentionCall(
         scale=context.model.attention_scale,
         mask=None if details.sees_all else _mask(context, step, arrays.documents),
-        score=None
-        if details.softcap is None
-        else Mod(partial(mods.softcap, details.softcap), (), {"softcap": (details.softcap,)}),
+        score=_score(context, step),
         sinks=arrays.sinks,
         q_idx=index(sharded.q, arrays.q),
         kv_idx=index(sharded.k, arrays.k),
@@ -54,21 +53,39 @@ def call_of(context: Context, step: Step, arrays: AttentionArrays, **others: Any
     )
 
 
-def _mask(context: Context, step: Step, documents: tuple[Array, ...]) -> Mod:
-    window = step.details.window
-    terms: dict[str, tuple[Any, ...]] = {"causal": ()}
+def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
+    """Returns the mask of a step: its rule or causal, within its window and, where rows have several, the document."""
+    rule, window = step.details.mask_rule or mask_named("causal"), step.details.window
+    terms = dict(rule.terms)
     if window is not None:
-        terms["window"] = (window,)
-    # the second array has the numbers of all positions
-    ids = [context.order.restored(x) for x in documents[1:]]
-    if ids:
+        terms["window"] = (min(window, *terms.get("window", (window,))),)
+    # the second of each pair has all positions
+    arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data[1::2])
+    if len(arrays) > len(rule.data):
         terms["document"] = ()
-    return Mod(partial(_causal, window), tuple(ids), terms)
+    return Mod(partial(_joined, rule, window), arrays, terms if rule.terms else {})
 
 
-def _causal(window: int | None, *documents: Array) -> mods.Mask:
-    plain = mods.causal() if window is None else mods.sliding_window(window)
-    return mods.and_masks(plain, *map(mods.document, documents))
+def _joined(rule: Rule, window: int | None, *arrays: Array) -> mods.Mask:
+    count = len(rule.data)
+    others = [*([] if window is None else [mods.window(window)]), *map(mods.document, arrays[count:])]
+    own = rule.make(*arrays[:count])
+    return mods.and_masks(own, *others) if others else own
+
+
+def _score(context: Context, step: Step) -> Mod | None:
+    """Returns the rule of a step's scores, with its soft cap last."""
+    rule, cap = step.details.score_rule, step.details.softcap
+    soft = None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
+    if rule is None:
+        return soft
+    known = {"slopes": mods.alibi_slopes(context.model.num_heads)}
+    return Mod(partial(_scored, rule, cap), tuple(known[name] for name in rule.data), {"": ()})
+
+
+def _scored(rule: Rule, cap: float | None, *arrays: Array) -> mods.Score:
+    own: mods.Score = rule.make(*arrays)
+    return own if cap is None else mods.then(own, mods.softcap(cap))
 
 
 STEPS = {"attention": attention, "attention_backward": partial(attention, backward=True)}

@@ -1,0 +1,105 @@
+"""Models whose attention has a mask and a score rule by name: the same loss and gradients on every mesh."""
+
+from functools import lru_cache
+
+import jax
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from meshwright.algebra.generation import generation_program
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.masks.names import example_data
+from meshwright.nn.weights import init_params
+from meshwright.parallel.train_step import TrainStep
+from tests.parallel.cases import RELATIVE, keep_gradients, strategy_of
+from tests.parallel.small import MODEL
+
+BATCH_SEQS, SEQ_LEN = 8, 32
+
+RULES = {
+    "prefix": {"attention_mask": "prefix_lm"},
+    "images": {"attention_mask": "transfusion", "attention_score": "alibi"},
+    "tree": {"attention_mask": "tree"},
+    "documents": {"attention_mask": "causal & document", "attention_score": "relative(0.2)"},
+    "padded": {"attention_mask": "jagged & local(9)"},
+    "canvas": {"attention_mask": "neighbourhood_2d(8,4,3)", "attention_softcap": 5.0},
+    "everything": {"attention_mask": "noop"},
+}
+MESHES = {
+    "gathered": ({"fsdp": 2, "context": 4}, {"context_attention": "gather"}),
+    "ulysses": ({"tensor": 2, "context": 2}, {"context_attention": "ulysses"}),
+    "ring": ({"context": 4, "data": 2}, {"context_attention": "ring"}),
+    "tensor": ({"fsdp": 2, "tensor": 2}, {}),
+    "pipeline": ({"pipeline": 2, "data": 2}, {"num_microbatches": 2}),
+}
+ALWAYS = {("images", "ring"), ("tree", "gathered"), ("documents", "ulysses"), ("prefix", "pipeline"), ("canvas", "ring")}
+
+
+def model_of(rule):
+    return replace(MODEL, name=f"small with {rule}", **RULES[rule])
+
+
+@lru_cache
+def batch(rule):
+    """Tokens, labels, and what the mask reads."""
+    model = model_of(rule)
+    draw = np.random.default_rng(1).integers
+    found = {n: draw(0, model.vocab_size, (BATCH_SEQS, SEQ_LEN)).astype(np.int32) for n in ("tokens", "labels")}
+    names = model.mask_rule.data
+    data = example_data(model.mask_rule, length=SEQ_LEN, batch=BATCH_SEQS)
+    return found | {n: np.asarray(x, np.int32) for n, x in zip(names, data, strict=True)}
+
+
+@lru_cache
+def found(rule, mesh=None):
+    """The loss and the gradients on a mesh; None is one device."""
+    model = model_of(rule)
+    axes, choices = MESHES[mesh] if mesh else ({}, {})
+    step = TrainStep(model, strategy_of(axes, **choices), optimizer=keep_gradients())
+    params = jax.device_put(init_params(model, 0), step.state_shardings.params)
+    loss, gradients = step.gradients(params, batch(rule))
+    return float(loss), {name: np.asarray(value) for name, value in gradients.items()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "mesh"),
+    [
+        pytest.param(r, m, id=f"{r}, {m}", marks=[] if (r, m) in ALWAYS else pytest.mark.slow)
+        for r in RULES
+        for m in MESHES
+    ],
+)
+def test_every_mesh_gives_what_one_device_gives(rule, mesh):
+    loss, gradients = found(rule, mesh)
+    expected, wanted = found(rule)
+    assert abs(loss / expected - 1) < RELATIVE
+    for name, value in wanted.items():
+        np.testing.assert_allclose(gradients[name], value, rtol=0, atol=RELATIVE * np.abs(value).max(), err_msg=name)
+
+
+def test_masks_and_scores_make_a_difference():
+    losses = [found(rule)[0] for rule in ("prefix", "images", "everything")]
+    assert len({round(loss, 5) for loss in losses}) == 3
+
+
+def test_what_a_mask_reads_must_be_in_the_batch():
+    step = TrainStep(model_of("prefix"), strategy_of({}), optimizer=keep_gradients())
+    params = jax.device_put(init_params(step.model, 0), step.state_shardings.params)
+    given = {name: value for name, value in batch("prefix").items() if name != "prefix"}
+    with pytest.raises(InputError, match="reads prefix of each sequence, and the batch has none"):
+        step.gradients(params, given)
+
+
+def test_masks_that_no_batch_describes_are_refused():
+    with pytest.raises(InputError, match=r"attention_mask='graph\(2\)' reads distances, which no batch has"):
+        replace(MODEL, attention_mask="graph(2)")
+    with pytest.raises(InputError, match="reads table, which no batch has"):
+        replace(MODEL, attention_score="graph_bias")
+    with pytest.raises(InputError, match="has 'causl'"):
+        replace(MODEL, attention_mask="causl")
+
+
+def test_generation_is_refused():
+    with pytest.raises(CannotRunError, match="attention_mask='tree'"):
+        generation_program(model_of("tree"), "decode")
