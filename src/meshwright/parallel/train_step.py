@@ -238,7 +238,7 @@ class TrainStep:
         for name in (name for name in self.batch_specs if name.endswith("positions")):
             like = rows[name.replace("positions", "tokens")].shape
             rows.setdefault(name, np.broadcast_to(np.arange(like[1], dtype=np.int32), like))
-        if self.options.documents:
+        if "documents" in mask_data(self.model, self.options):
             rows.setdefault("documents", np.zeros(shape, np.int32))
         missing = [name for name in mask_data(self.model, self.options) if name not in rows]
         if missing:

@@ -1,13 +1,15 @@
 """A transformer as frozen plain data: every size and switch that counting, planning or running needs."""
 
 import math
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import Checked, check_figures, shown
-from meshwright.masks.names import Rule, mask_named, score_named
+
+if TYPE_CHECKING:
+    from meshwright.masks.names import Rule
 
 Family = Literal[
     "llama",
@@ -312,14 +314,23 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     @property
-    def mask_rule(self) -> Rule | None:
+    def mask_rule(self) -> "Rule | None":
         """The rule of ``attention_mask``, None where there is none."""
-        return mask_named(self.attention_mask) if self.attention_mask else None
+        if not self.attention_mask:
+            return None
+        # not at the top: few models have one, and NumPy takes longer to load than a model to read
+        from meshwright.masks.names import mask_named
+
+        return mask_named(self.attention_mask)
 
     @property
-    def score_rule(self) -> Rule | None:
+    def score_rule(self) -> "Rule | None":
         """The rule of ``attention_score``, None where there is none."""
-        return score_named(self.attention_score) if self.attention_score else None
+        if not self.attention_score:
+            return None
+        from meshwright.masks.names import score_named
+
+        return score_named(self.attention_score)
 
     @property
     def dims(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from meshwright.algebra.notation import product
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.attention import keys_per_query
+from meshwright.algebra.ops.attention import block_share, keys_per_query
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.cost.formulas.accounting import train_flops_per_param
@@ -62,9 +62,9 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     num_sliding = len(model.sliding_layers)
     length = job.seq_len
     causal = causal and job.kind != "decode"
-    keys = (model.num_layers + len(model.mtp_layers) - num_sliding) * keys_per_query(length, causal=causal)
+    keys = (model.num_layers + len(model.mtp_layers) - num_sliding) * _keys(model, length, None, causal=causal)
     if num_sliding:
-        keys += num_sliding * float(keys_per_query(length, window=model.sliding_window, causal=causal))
+        keys += num_sliding * _keys(model, length, model.sliding_window, causal=causal)
     passes = 3 if job.trains else 1
     attention = 2 * passes * job.tokens_per_step * keys * model.num_heads * width
     if not job.trains:
@@ -72,6 +72,14 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
         return 2.0 * ((num_matmul_params(model) - head) * job.tokens_per_step + head * job.batch_seqs) + attention
     needed = token_flops(model) * job.tokens_per_step + attention
     return needed + _encoder_flops(model, job, width) if model.encoder else needed
+
+
+def _keys(model: Model, length: float, window: int | None, *, causal: bool) -> float:
+    """Returns the keys that a query attends to; with ``causal`` without those that are masked, by blocks where the
+    model has a mask of its own."""
+    if model.attention_mask and causal:
+        return length * block_share(model.attention_mask, window, length)
+    return float(keys_per_query(length, window=window, causal=causal))
 
 
 def token_flops(model: Model) -> float:

@@ -21,6 +21,9 @@ from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeSca
 SAME = {"gemma3_text": "gemma3", "kimi_k2": "deepseek_v3"}
 """A ``model_type`` -> the family that it is another name of."""
 
+MASK_KEYS = ("attention_mask", "attention_score")
+"""Keys that transformers does not have: the fields of `Model` for a mask and a score rule by name."""
+
 ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3"}
 _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
@@ -65,7 +68,7 @@ class _Config:
 
     def require_understood(self) -> None:
         """Raises InputError for a key that may change what the model computes and is not read."""
-        known = self.form.known
+        known = {*self.form.known, *MASK_KEYS}
         rotary = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
         for key, value in (*self.given.items(), *rotary.items()):
             if key == "quantization_config" and isinstance(value, Mapping):
@@ -172,6 +175,7 @@ def _fields(config: _Config) -> dict[str, Any]:
     in_groups = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
     rows = form.keys | (GROUP_KEYS if in_groups else {})
     fields = {"rope_scaling": _rope_scaling(config)} | config.fields(rows) | _window(config) | form.fixed
+    fields |= {key: config.read(key, str) for key in MASK_KEYS if config.has(key)}
     fields.setdefault("d_ff", 4 * fields["d_model"])
     fields.setdefault("num_kv_heads", fields["num_heads"])
     if family == "gemma" and fields["activation"] == "gelu":  # so did its first releases say, and mean the other

@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from meshwright.spec.hf.families import ROPE_KEYS, formats
+from meshwright.spec.hf.read import MASK_KEYS
 from meshwright.spec.model import Model, RopeScaling
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -32,6 +33,7 @@ def config_from_model(model: Model) -> dict[str, Any]:
         config.setdefault(spelled.get(key, key), (value or None) if key in form.nullable else value)
     if model.family != "gpt2":
         config |= _rope(model)
+    config |= {key: getattr(model, key) for key in MASK_KEYS if getattr(model, key)}
     return config | {key: _COMPUTED[key](model) for key in form.computed}
 
 
