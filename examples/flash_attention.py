@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -30,7 +29,7 @@ def scores(table, q, k, causal):
         return found
     query, key = (jax.lax.broadcasted_iota(jnp.int32, found.shape, dim) for dim in (1, 0))
     step, side = pl.program_id(0), q.shape[0]
-    return jnp.where(table[0, step] * side + query >= table[1, step] * side + key, found, LOWEST)
+    return jnp.where(table[1, step] * side + query >= table[0, step] * side + key, found, LOWEST)
 
 
 def forward_kernel(table, q, k, v, o, lse, acc, top, total, *, causal):
@@ -44,12 +43,12 @@ def forward_kernel(table, q, k, v, o, lse, acc, top, total, *, causal):
     new = jnp.maximum(top[:], S.max(0, keepdims=True))
     P, shrink = jnp.exp(S - new), jnp.exp(top[:] - new)
     total[:] = shrink * total[:] + P.sum(0, keepdims=True)
-    acc[:] = shrink * acc[:] + dot(v[:], P, (0, 0))
+    acc[:] = shrink.T * acc[:] + dot(P, v[:], (0, 0))
     top[:] = new
 
     @pl.when(table[3, step] == 1)
     def _():
-        o[:] = (acc[:] / total[:]).T.astype(o.dtype)
+        o[:] = (acc[:] / total[:].T).astype(o.dtype)
         lse[:] = top[:] + jnp.log(total[:])
 
 
@@ -68,7 +67,7 @@ def backward_kernel(table, q, k, v, do, lse, delta, dk, dv, dq, dk_acc, dv_acc, 
     dv_acc[:] += dot(P, do[:], (1, 0))
     dS = P * (dot(v[:], do[:], (1, 1)) - delta[:]) * q.shape[1] ** -0.5
     dk_acc[:] += dot(dS, q[:], (1, 0))
-    rows = pl.ds(table[0, step] * q.shape[0], q.shape[0])
+    rows = pl.ds(table[1, step] * q.shape[0], q.shape[0])
     dq[rows, :] += dot(dS, k[:], (0, 0))
 
     @pl.when(table[3, step] == 1)
@@ -78,43 +77,41 @@ def backward_kernel(table, q, k, v, do, lse, delta, dk, dv, dq, dk_acc, dv_acc, 
 
 def spec(array: TiledArray) -> pl.BlockSpec:
     """Returns the block spec of a tiled array; the prefetched table says which tile a step takes."""
-    return pl.BlockSpec(array.tile, lambda step, table: array.number([table[0, step], table[1, step]]))
+    return pl.BlockSpec(array.tile, lambda step, table: array.number({"s": table[0, step], "t": table[1, step]}))
 
 
-def call(kernel, loop: TiledLoop, scratch, dtype, interpret):
-    """Returns the loop as a function of its operands."""
-    results = [one for one in loop.arrays if one.is_result]
+def call(kernel, loop: TiledLoop, interpret, *operands):
+    """Runs the loop on its operands."""
+    dtype = {2: operands[0].dtype, 4: jnp.float32}
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
-        grid=(len(loop.steps),),
-        in_specs=[spec(one) for one in loop.arrays if not one.is_result],
-        out_specs=[spec(one) for one in results],
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        grid=(loop.num_steps,),
+        in_specs=[spec(one) for one in loop.operands],
+        out_specs=[spec(one) for one in loop.results],
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in loop.sums.values()],
     )
-    shapes = [jax.ShapeDtypeStruct(one.shape, jnp.float32 if one.itemsize == 4 else dtype) for one in results]
-    return partial(pl.pallas_call(kernel, shapes, grid_spec=grid, interpret=interpret), jnp.asarray(loop.table()))
+    shapes = [jax.ShapeDtypeStruct(one.shape, dtype[one.itemsize]) for one in loop.results]
+    return pl.pallas_call(kernel, shapes, grid_spec=grid, interpret=interpret)(jnp.asarray(loop.table()), *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def flash_attention(q, k, v, block=128, causal=False, interpret=False):
     """Returns o[T,H] = softmax(q k^T / sqrt(H)) v of q[T,H], k[T,H], v[T,H]; `jax.vmap` adds heads and sequences."""
-    return _forward(q, k, v, block, causal, interpret)[0]
+    return forward(q, k, v, block, causal, interpret)[0]
 
 
-def _forward(q, k, v, block, causal, interpret):
+def forward(q, k, v, block, causal, interpret):
     loop = tiled_loop("flash", seq=q.shape[0], width=q.shape[1], block=block, causal=causal)
-    scratch = [(q.shape[1], block), (1, block), (1, block)]
-    o, lse = call(partial(forward_kernel, causal=causal), loop, scratch, q.dtype, interpret)(q, k, v)
+    o, lse = call(partial(forward_kernel, causal=causal), loop, interpret, q, k, v)
     return o, (q, k, v, o, lse)
 
 
-def _backward(block, causal, interpret, kept, do):
+def backward(block, causal, interpret, kept, do):
     q, k, v, o, lse = kept
     delta = (do.astype(jnp.float32) * o).sum(1)[None]
     loop = tiled_loop("flash-backward", seq=q.shape[0], width=q.shape[1], block=block, causal=causal)
-    run = call(partial(backward_kernel, causal=causal), loop, [(block, q.shape[1])] * 2, q.dtype, interpret)
-    dk, dv, dq = run(q, k, v, do, lse, delta)
+    dk, dv, dq = call(partial(backward_kernel, causal=causal), loop, interpret, q, k, v, do, lse, delta)
     return dq.astype(q.dtype), dk, dv
 
 
-flash_attention.defvjp(_forward, _backward)
+flash_attention.defvjp(forward, backward)

@@ -1,13 +1,12 @@
-"""Tiled loops: which tiles of which arrays are in HBM, VMEM and registers at each step, and what moves between them.
+"""Tiled loops: which tiles each step uses, and what moves between HBM and VMEM for it.
 
 One table of steps drives the kernel (`examples/flash_attention.py` makes its block specs of it), the counts and the
 picture. As in a Pallas pipeline on a TPU, a tile is fetched when its number differs from that of the step before, a
-result leaves when its number changes, and both happen beside the products of a step.
-Source of the loops of attention: Dao, FlashAttention-2 (2023).
+result leaves when its number changes, and both overlap with products. Source: Dao, FlashAttention-2 (2023).
 """
 
-import itertools
 import math
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
@@ -18,32 +17,40 @@ from numpy.typing import NDArray
 from meshwright.core.errors import InputError
 
 LoopName = Literal["matmul", "flash", "flash-backward"]
-MAX_STEPS = 1_000_000
+MAX_STEPS = 300_000
+
+# The nest of a loop, outermost first; its operands, results and accumulators with their dims: letters of the nest are
+# tiled, T and S are whole, 1 is one number for each query; and its products as (left, right, result).
+_LOOPS: dict[str, tuple[str, str, str, str, str]] = {
+    "matmul": ("tfd", "x:td w:df", "y:tf", "y:tf", "x w y"),
+    "flash": ("ts", "q:tH k:sH v:sH", "o:tH lse:1t", "o:tH m:1t l:1t", "q k P, P v o"),
+    "flash-backward": (
+        *("st", "q:tH k:sH v:sH do:tH lse:1t delta:1t", "dk:sH dv:sH dq:TH", "dk:sH dv:sH"),
+        "q k P, P do dv, do v dS, dS q dk, dS k dq",
+    ),
+}
 
 
-class TiledArray(msgspec.Struct, frozen=True, kw_only=True):
-    """An array in HBM and its tiles; ``picks`` has the coordinate of a step that numbers them along each dim, None
-    where a tile spans the dim."""
+class TiledArray(msgspec.Struct, frozen=True):
+    """An array in HBM and its tiles, numbered along the tiled ones of its dims."""
 
     name: str
+    dims: str
     shape: tuple[int, int]
     tile: tuple[int, int]
-    picks: tuple[int | None, int | None]
-    itemsize: int = 2
-    is_result: bool = False
 
-    def number(self, step: Any) -> tuple[Any, ...]:
-        """Returns the tile's number along each dim; ``step`` maps a coordinate to its value, in a kernel a traced one."""
-        return tuple(0 if pick is None else step[pick] for pick in self.picks)
+    def number(self, step: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Returns the number of the tile of a step; a kernel traces the coordinates."""
+        return tuple(step.get(dim, 0) for dim in self.dims)
 
-    def title(self, step: Any) -> str:
-        """Returns the name of a step's tile, such as ``k1`` or ``x0,2``."""
-        return self.name + ",".join(str(step[pick]) for pick in self.picks if pick is not None)
+    def title(self, number: Iterable[int]) -> str:
+        """Returns the name of a tile, such as ``k1`` or ``x0,2``."""
+        return self.name + ",".join(str(at) for at, dim in zip(number, self.dims, strict=True) if dim.islower())
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole array."""
-        return math.prod(self.shape) * self.itemsize
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.name in ("lse", "delta", "dq") else 2
 
     @property
     def tile_bytes(self) -> int:
@@ -52,135 +59,110 @@ class TiledArray(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A kernel's steps in order, each with the coordinates of its tiles.
+    """The steps of a kernel: coordinate -> its value at each step. A name in ``products`` that is no array is a tile that
+    never leaves the registers. ``sums`` are the shapes of the fp32 accumulators in VMEM, of the first result first."""
 
-    ``products`` are (left, right, result) of every matrix product of a step, each of ``product_flops``; a name that is
-    no array of HBM is a tile that never leaves the registers. ``scratch`` are bytes of accumulators in VMEM. The first
-    of the results is the one that the accumulators become.
-    """
-
-    arrays: tuple[TiledArray, ...]
-    steps: NDArray[np.int32]
-    products: tuple[tuple[str, str, str], ...]
+    operands: tuple[TiledArray, ...]
+    results: tuple[TiledArray, ...]
+    sums: dict[str, tuple[int, int]]
+    steps: dict[str, NDArray[np.int64]]
+    products: tuple[tuple[str, ...], ...]
     product_flops: int
-    scratch: dict[str, int]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps."""
+        return len(next(iter(self.steps.values())))
 
     @property
     def flops_per_step(self) -> int:
-        """FLOPs of the products of one step."""
+        """FLOPs of the products of one step; exponentials and sums are not counted."""
         return self.product_flops * len(self.products)
 
     @property
     def vmem_bytes(self) -> int:
         """Two buffers of every tile, as one is filled or emptied while the other is in use, and the accumulators."""
-        return 2 * sum(one.tile_bytes for one in self.arrays) + sum(self.scratch.values())
-
-    def _renewed(self, array: TiledArray) -> NDArray[np.bool_]:
-        """True for each step whose tile is not that of the step before."""
-        numbers = self.steps[:, [pick for pick in array.picks if pick is not None]]
-        return np.concatenate([[True], (np.diff(numbers, axis=0) != 0).any(axis=1)])
+        tiles = 2 * sum(one.tile_bytes for one in (*self.operands, *self.results))
+        return tiles + 4 * sum(map(math.prod, self.sums.values()))
 
     @cached_property
-    def fetches(self) -> dict[str, NDArray[np.bool_]]:
-        """Operand -> for each step, whether its tile is fetched for it."""
-        return {one.name: self._renewed(one) for one in self.arrays if not one.is_result}
+    def renewed(self) -> dict[str, NDArray[np.bool_]]:
+        """Array -> for each step, whether its tile is another one than in the step before."""
+        found = {}
+        for one in (*self.operands, *self.results):
+            numbers = np.array([self.steps[dim] for dim in one.dims if dim in self.steps]).reshape(-1, self.num_steps)
+            found[one.name] = np.append(True, (np.diff(numbers) != 0).any(axis=0))
+        return found
 
     @cached_property
-    def writes(self) -> dict[str, NDArray[np.bool_]]:
-        """Result -> for each step, whether its tile is complete after it and leaves."""
-        return {one.name: np.roll(self._renewed(one), -1) for one in self.arrays if one.is_result}
+    def fetched_bytes(self) -> NDArray[np.int64]:
+        """Bytes that have to be in VMEM before each step and were not there in the step before."""
+        return np.sum([one.tile_bytes * self.renewed[one.name].astype(int) for one in self.operands], axis=0)
 
-    def moved(self, which: Literal["fetches", "writes"]) -> NDArray[np.int64]:
-        """Returns the bytes that are fetched for each step, or written after it."""
-        sizes = {one.name: one.tile_bytes for one in self.arrays}
-        return sum(
-            (np.int64(sizes[name]) * each for name, each in getattr(self, which).items()), np.zeros(len(self.steps), int)
+    @cached_property
+    def written_bytes(self) -> NDArray[np.int64]:
+        """Bytes of results that are complete after each step."""
+        return np.roll(
+            np.sum([one.tile_bytes * self.renewed[one.name].astype(int) for one in self.results], axis=0), -1
         )
 
     @property
-    def hbm_bytes(self) -> int:
-        """Bytes that cross between HBM and VMEM, both ways."""
-        return int(self.moved("fetches").sum() + self.moved("writes").sum())
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of all products; exponentials and sums are not counted."""
-        return self.flops_per_step * len(self.steps)
+    def overlapped_bytes(self) -> NDArray[np.int64]:
+        """Bytes that are copied during each step: the operands of the next one and the results of the one before."""
+        return np.append(self.fetched_bytes[1:], 0) + np.append(0, self.written_bytes[:-1])
 
     def table(self) -> NDArray[np.int32]:
-        """Returns what a kernel prefetches: a row per coordinate, then two of 0 or 1: whether the accumulators start at
-        this step, and whether they are complete after it."""
-        result = next(one for one in self.arrays if one.is_result)
-        return np.vstack([self.steps.T, self._renewed(result), self.writes[result.name]]).astype(np.int32)
+        """Returns what a kernel prefetches: a row per coordinate in alphabetical order, then two of 0 or 1: whether the
+        accumulators start at a step, and whether they are complete after it."""
+        starts = self.renewed[self.results[0].name]
+        return np.array([*(self.steps[dim] for dim in sorted(self.steps)), starts, np.roll(starts, -1)], np.int32)
 
-    def times(self, peak_flops: float, bytes_per_s: float) -> NDArray[np.float64]:
-        """Returns the second at which each step ends.
+    def end_s(self, peak_flops: float, bytes_per_s: float) -> NDArray[np.float64]:
+        """Returns the second at which each step ends: a step takes the longer of its products and its copies.
 
-        A step takes the longer of its products and its copies: the next step's operands come, the last one's results go.
         The first operands and the last results have nothing to overlap with.
         """
-        fetched, written = (self.moved(which) / bytes_per_s for which in ("fetches", "writes"))
-        beside = np.append(fetched[1:], 0.0) + np.append(0.0, written[:-1])
-        ends = fetched[0] + np.cumsum(np.maximum(self.flops_per_step / peak_flops, beside))
-        ends[-1] += written[-1]
-        return np.asarray(ends)
+        steps = np.maximum(self.flops_per_step / peak_flops, self.overlapped_bytes / bytes_per_s)
+        steps[0] += self.fetched_bytes[0] / bytes_per_s
+        steps[-1] += self.written_bytes[-1] / bytes_per_s
+        return np.cumsum(steps)
 
 
 def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool = False) -> TiledLoop:
-    """Returns the loop over tiles of ``block``; numbers of HBM have 2 bytes, statistics and sums 4.
+    """Returns the loop over tiles of ``block``.
 
-    matmul: y[T,F] = x[T,D] w[D,F] with T = ``seq``, D = F = ``width``. flash: o[T,H] of one head of H = ``width``, whose
+    matmul: y[T,F] = x[T,D] w[D,F] with T = ``seq``, D = F = ``width``. flash: o[T,H] of one head of H = ``width``; its
     backward pass has k's tiles outside and q's inside, and keeps dq whole in VMEM. With ``causal`` tiles above the
     diagonal are left out. Raises InputError where ``block`` does not divide a tiled size, or steps are too many.
     """
-    sizes = {"--seq": seq, "--width": width} if name == "matmul" else {"--seq": seq}
-    for option, size in sizes.items():
-        if size % block:
-            raise InputError(f"--block {block} does not divide {option} {size}. Use a divisor of it.")
-    rows, cols = seq // block, width // block
-    if (rows * cols * cols if name == "matmul" else rows * rows) > MAX_STEPS:
-        raise InputError(f"tiles of {block} make more than {MAX_STEPS:,} steps. Use a larger --block.")
-    if name == "matmul":
-        order, tile = list(itertools.product(range(rows), range(cols), range(cols))), (block, block)
-        return TiledLoop(
-            arrays=(
-                TiledArray(name="x", shape=(seq, width), tile=tile, picks=(0, 2)),
-                TiledArray(name="w", shape=(width, width), tile=tile, picks=(2, 1)),
-                TiledArray(name="y", shape=(seq, width), tile=tile, picks=(0, 1), is_result=True),
-            ),
-            steps=np.array(order, np.int32),
-            products=(("x", "w", "y"),),
-            product_flops=2 * block**3,
-            scratch={"y": 4 * block * block},
+    nest, *arrays, products = _LOOPS[name]
+    sizes = {dim: 1 if dim == "1" else seq if dim in "tsT" else width for dim in "1tsTfdH"}
+    tiles = {dim: block if dim in nest else size for dim, size in sizes.items()}
+    for dim in nest:
+        if sizes[dim] % block:
+            raise InputError(f"tiles of {block} do not divide {sizes[dim]} rows or columns. Use a --block that does.")
+    counts = [sizes[dim] // block for dim in nest]
+    if math.prod(counts) > MAX_STEPS:
+        raise InputError(
+            f"tiles of {block} make {math.prod(counts):,} steps. Use a larger --block: at most {MAX_STEPS:,}."
         )
-    forward, tile_bytes = name == "flash", 4 * block * width
-    pairs = [(t, s) for t, s in itertools.product(range(rows), repeat=2) if s <= t or not causal]
-
-    def array(name: str, pick: int | None, *, is_result: bool = False, row: bool = False) -> TiledArray:
-        """Returns an array [seq, width], or [1, seq] for one number a query."""
-        high = seq if pick is None else block
-        shape, tile, picks = ((1, seq), (1, high), (None, pick)) if row else ((seq, width), (high, width), (pick, None))
-        itemsize = 4 if row or pick is None else 2
-        return TiledArray(name=name, shape=shape, tile=tile, picks=picks, itemsize=itemsize, is_result=is_result)
-
-    q, k, v = array("q", 0), array("k", 1), array("v", 1)
-    if forward:
-        results = (array("o", 0, is_result=True), array("lse", 0, is_result=True, row=True))
-        return TiledLoop(
-            arrays=(q, k, v, *results),
-            steps=np.array(pairs, np.int32),
-            products=(("q", "k", "P"), ("P", "v", "o")),
-            product_flops=2 * block * block * width,
-            scratch={"o": tile_bytes, "m": 4 * block, "l": 4 * block},
-        )
-    given = (array("do", 0), array("lse", 0, row=True), array("delta", 0, row=True))
-    results = tuple(array(name, pick, is_result=True) for name, pick in (("dk", 1), ("dv", 1), ("dq", None)))
+    steps = dict(zip(nest, np.indices(counts).reshape(len(nest), -1), strict=True))
+    if causal and "s" in steps:
+        steps = {dim: each[steps["s"] <= steps["t"]] for dim, each in steps.items()}
+    operands, results, sums = (
+        [
+            TiledArray(one, dims, (sizes[dims[0]], sizes[dims[1]]), (tiles[dims[0]], tiles[dims[1]]))
+            for one, dims in pairs
+        ]
+        for pairs in ([each.split(":") for each in text.split()] for text in arrays)
+    )
     return TiledLoop(
-        arrays=(q, k, v, *given, *results),
-        steps=np.array(sorted(pairs, key=lambda pair: pair[::-1]), np.int32),
-        products=(("q", "k", "P"), ("P", "do", "dv"), ("do", "v", "dS"), ("dS", "q", "dk"), ("dS", "k", "dq")),
-        product_flops=2 * block * block * width,
-        scratch={"dk": tile_bytes, "dv": tile_bytes},
+        operands=tuple(operands),
+        results=tuple(results),
+        sums={one.name: one.tile for one in sums},
+        steps=steps,
+        products=tuple(tuple(product.split()) for product in products.split(", ")),
+        product_flops=2 * block * block * (block if name == "matmul" else width),
     )
 
 
@@ -188,7 +170,7 @@ def untiled_attention(name: LoopName, *, seq: int, width: int) -> tuple[int, int
     """Returns (bytes, FLOPs) of one head whose products and softmax are operations of their own, with scores in fp32.
 
     Forward: S is written and read, P too. Backward, with P kept: P is read for dv and dS, dP is written and read, dS
-    is written and read for dq and dk. Each product reads its other operand and writes its result in 2 bytes.
+    is written and read for dq and dk. Each product reads its other operand and writes its result in bf16.
     """
-    passes, narrow, products = (4, 4, 2) if name == "flash" else (7, 8, 4)
-    return 4 * passes * seq * seq + 2 * narrow * seq * width, products * 2 * seq * seq * width
+    passes, arrays, products = (4, 4, 2) if name == "flash" else (7, 8, 4)
+    return 4 * passes * seq * seq + 2 * arrays * seq * width, 2 * products * seq * seq * width

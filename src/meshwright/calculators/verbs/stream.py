@@ -1,0 +1,189 @@
+"""`meshwright stream`: a tiled product or flash attention step by step: what moves, what is computed, what binds.
+
+Sources: How to Scale Your Model, sections 1 and 2; Dao, FlashAttention-2 (2023). docs/flash.md derives the loops.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.calculators.chips.stream import LoopName, TiledArray, TiledLoop, tiled_loop, untiled_attention
+from meshwright.cli.output import four_digits
+from meshwright.cli.verb import PNG, SEQ, Count, Options, argument, option, verb
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.cost.formulas.roofline import Work, channel_rate, chip_roofline, critical_intensity
+from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.arrays.canvas import shown
+from meshwright.report.arrays.stream import StreamFrame, stream_figure
+from meshwright.spec.chip import Chip, known, peak
+
+BLOCKS = tuple(2**power for power in range(6, 13))
+ROWS = 17
+"""Steps that are listed: the first ones and the last two."""
+FLOPS = partial(format_flops, unit="FLOPs")
+
+
+class Given(Options):
+    loop: LoopName = argument()
+    seq_len: Count = SEQ
+    block: Count = option("Rows and columns of a tile.", default=128)
+    width: Count | None = option("Head dim of flash [default: 128]; D and F of matmul [default: --seq].")
+    on: Chip = option("A TPU of the catalogue, such as v5e.")
+    causal: bool = option("Leave out tiles that no query sees.")
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """Stream the tiles of one loop through VMEM: matmul (x[T,D] w[D,F]), flash or flash-backward (one head, bf16)."""
+    unit, name, memory = given.on, given.loop, known(given.on, "vmem_bytes")
+    sizes = {"seq": given.seq_len, "width": given.width or (given.seq_len if name == "matmul" else 128)}
+    loops = {given.block: tiled_loop(name, **sizes, block=given.block, causal=given.causal)}
+    loop = loops[given.block]
+    if loop.vmem_bytes > memory:
+        need, has = format_bytes(loop.vmem_bytes), format_bytes(memory)
+        raise CannotRunError(
+            f"tiles of {given.block} need {need} of VMEM, {unit.name} has {has}. Use a smaller --block."
+        )
+    for block in BLOCKS:
+        with suppress(InputError):
+            loops[block] = tiled_loop(name, **sizes, block=block, causal=given.causal)
+    facts = {
+        **{"loop": name, "chip": unit.name, **sizes, "causal": given.causal, "num_steps": loop.num_steps},
+        "critical_intensity": critical_intensity(peak(unit, "bf16"), channel_rate(unit, "hbm")),
+        "vmem_bytes_of_chip": memory,
+        **_totals(loop, given.block, unit),
+        "arrays_bytes": sum(math.prod(one.shape) * one.itemsize for one in (*loop.operands, *loop.results)),
+        "untiled": None if name == "matmul" else _bounds(*untiled_attention(name, **sizes), unit),
+        "steps": _steps(loop, unit, shown(loop.num_steps, ROWS, 2)),
+        "blocks": [_totals(one, block, unit) for block, one in sorted(loops.items()) if one.vmem_bytes <= memory],
+    }
+    causal = ", causal" if given.causal else ""
+    title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, tiles of {given.block}{causal}, on {unit.name}"
+    raw = [facts["steps"], facts["blocks"]]
+    return Answer(facts, _text(facts, title), {given.png: lambda: _figure(loop, unit, title)}, raw)
+
+
+def _bounds(num_bytes: int, flops: int, unit: Chip) -> dict[str, Any]:
+    line = chip_roofline(Work(flops=flops, num_bytes=num_bytes), unit, dtype="bf16")
+    bounds = {"intensity": line.work.intensity, "math_s": line.math_s, "transfer_s": line.transfer_s}
+    return {"hbm_bytes": num_bytes, "flops": flops, **bounds, "bound_by": line.bound_by}
+
+
+def _totals(loop: TiledLoop, block: int, unit: Chip) -> dict[str, Any]:
+    end_s = loop.end_s(peak(unit, "bf16"), channel_rate(unit, "hbm"))[-1]
+    moved = int(loop.fetched_bytes.sum() + loop.written_bytes.sum())
+    found = _bounds(moved, loop.flops_per_step * loop.num_steps, unit)
+    return {"block": block, **found, "vmem_bytes": loop.vmem_bytes, "time_s": float(end_s)}
+
+
+def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[dict[str, Any]]:
+    """Returns the steps of these numbers: what moves for each, and sums at its end."""
+    rates = peak(unit, "bf16"), channel_rate(unit, "hbm")
+    ends, moved = loop.end_s(*rates), np.cumsum(loop.fetched_bytes + loop.written_bytes)
+    computes = loop.flops_per_step / rates[0] >= loop.overlapped_bytes / rates[1]
+    return [
+        {
+            "step": step + 1,
+            "fetched": _fetched(loop, step),
+            "written": _written(loop, step),
+            "hbm_bytes": int(moved[step]),
+            "flops": loop.flops_per_step * (step + 1),
+            "end_s": float(ends[step]),
+            "bound_by": "compute" if computes[step] else "hbm",
+        }
+        for step in numbers
+        if step is not None
+    ]
+
+
+def _titles(arrays: Iterable[TiledArray], loop: TiledLoop, step: int) -> list[str]:
+    coordinates = {dim: int(each[step]) for dim, each in loop.steps.items()}
+    return [one.title(one.number(coordinates)) for one in arrays]
+
+
+def _fetched(loop: TiledLoop, step: int) -> list[str]:
+    """Returns the tiles that are fetched for a step; none after the last one."""
+    return (
+        _titles([one for one in loop.operands if loop.renewed[one.name][step]], loop, step)
+        if step < loop.num_steps
+        else []
+    )
+
+
+def _written(loop: TiledLoop, step: int) -> list[str]:
+    """Returns the tiles that leave after a step; none before the first one."""
+    after = (step + 1) % loop.num_steps
+    return _titles([one for one in loop.results if loop.renewed[one.name][after]], loop, step) if step >= 0 else []
+
+
+SHOWN: dict[str, Any] = {
+    "step": {
+        **{"step": "step", "fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)},
+        **{"HBM so far": ("hbm_bytes", format_bytes), "FLOPs so far": ("flops", FLOPS)},
+        **{"ends at": ("end_s", format_seconds), "bound by": "bound_by"},
+    },
+    "block": {
+        **{"block": "block", "HBM": ("hbm_bytes", format_bytes), "FLOPs": ("flops", FLOPS), "FLOPs/byte": "intensity"},
+        **{"VMEM": ("vmem_bytes", format_bytes), "time": ("time_s", format_seconds), "bound by": "bound_by"},
+    },
+}
+"""Columns of both tables."""
+
+
+def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
+    yield Table.of(facts["steps"], SHOWN["step"], f"{title}: {facts['num_steps']:,} steps")
+    critical = four_digits(facts["critical_intensity"])
+    yield Table.of(facts["blocks"], SHOWN["block"], f"Other tiles; compute binds from {critical} FLOPs/byte")
+    total, copies, math_s = (format_seconds(facts[name]) for name in ("time_s", "transfer_s", "math_s"))
+    yield Fact(f"tiles of {facts['block']}", f"{total}: copies {copies}, products {math_s}; {facts['bound_by']} binds")
+    tiles, vmem = format_bytes(facts["vmem_bytes"]), format_bytes(facts["vmem_bytes_of_chip"])
+    yield Fact("VMEM", f"two buffers of each tile, and the accumulators: {tiles} of {vmem}")
+    yield Fact("each array once", f"{format_bytes(facts['arrays_bytes'])}: no tiles move less")
+    if (plain := facts["untiled"]) is not None:
+        least = format_seconds(max(plain["math_s"], plain["transfer_s"]))
+        cost = f"{format_bytes(plain['hbm_bytes'])}, {plain['intensity']:.3g} FLOPs/byte, at least {least}"
+        yield Fact("without tiles", f"{cost}: scores in fp32 go through HBM")
+    yield "counted: matrix products at the bf16 peak; exponentials and sums over rows take no time"
+
+
+# -- the picture ----------------------------------------------------------------------------------------
+
+
+def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
+    """Draws the first steps, those around the first result that leaves, and the last ones."""
+    last, first = loop.num_steps - 1, int(np.flatnonzero(loop.written_bytes)[0])
+    chosen = sorted({step for step in (0, 1, 2, first, first + 1, first + 2, last - 1, last) if 0 <= step <= last})
+    frames = [_frame(loop, row) for row in _steps(loop, unit, chosen)]
+    return stream_figure(frames, title=title, subtitle="Bytes and FLOPs so far, when the step ends, and what binds it.")
+
+
+def _frame(loop: TiledLoop, row: dict[str, Any]) -> StreamFrame:
+    step = row["step"] - 1
+    arriving, leaving = _fetched(loop, step + 1), _written(loop, step - 1)
+    operands, results = _titles(loop.operands, loop, step), _titles(loop.results, loop, step)
+    gone = {name for before in range(step - 1) for name in _written(loop, before)}
+    in_vmem = dict.fromkeys(operands, "in use") | dict.fromkeys(set(arriving) - set(operands), "arriving")
+    in_hbm = dict.fromkeys(gone, "in HBM") | dict.fromkeys(leaving, "leaving") | in_vmem
+    sums = [*results, *(name for name in loop.sums if name not in loop.renewed)]
+    names = [one.name for one in (*loop.operands, *loop.results)]
+    known_as = dict(zip(names, [*((one, "in use") for one in operands), *((one, "accumulating") for one in results)]))
+
+    def grid(one: TiledArray, rest: str) -> list[list[str]]:
+        rows, columns = (size // tile for size, tile in zip(one.shape, one.tile, strict=True))
+        return [[in_hbm.get(one.title((i, j)), rest) for j in range(columns)] for i in range(rows)]
+
+    return StreamFrame(
+        title=f"step {step + 1} of {loop.num_steps:,}",
+        note=f"{format_bytes(row['hbm_bytes'])}, {FLOPS(row['flops'])}, {format_seconds(row['end_s'])}: {row['bound_by']}",
+        hbm={one.name: grid(one, "in HBM") for one in loop.operands}
+        | {one.name: grid(one, "not in HBM yet") for one in loop.results},
+        vmem=[*in_vmem.items(), *((one, "accumulating") for one in sums), *((one, "leaving") for one in leaving)],
+        products=[[known_as.get(name, (name, "in registers alone")) for name in one] for one in loop.products],
+    )
