@@ -108,7 +108,7 @@ def forward(q, k, v, block, causal, interpret):
 
 def backward(block, causal, interpret, kept, do):
     q, k, v, o, lse = kept
-    delta = (do.astype(jnp.float32) * o).sum(1)[None]
+    delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(1)[None]
     loop = tiled_loop("flash-backward", seq=q.shape[0], width=q.shape[1], block=block, causal=causal)
     dk, dv, dq = call(partial(backward_kernel, causal=causal), loop, interpret, q, k, v, do, lse, delta)
     return dq.astype(q.dtype), dk, dv

@@ -49,83 +49,66 @@ class TiledArray(msgspec.Struct, frozen=True):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Bytes of a number: fp32 for statistics and for the sum in HBM, bf16 for the others."""
         return 4 if self.name in ("lse", "delta", "dq") else 2
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of one tile."""
-        return math.prod(self.tile) * self.itemsize
 
 
 class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The steps of a kernel: coordinate -> its value at each step. A name in ``products`` that is no array is a tile that
-    never leaves the registers. ``sums`` are the shapes of the fp32 accumulators in VMEM, of the first result first."""
+    """The steps of a kernel: coordinate -> its value at each step. A name in ``products`` that is no array is a tile
+    that is in registers alone. ``sums`` are the shapes of the fp32 accumulators in VMEM, of the first result first."""
 
     operands: tuple[TiledArray, ...]
     results: tuple[TiledArray, ...]
     sums: dict[str, tuple[int, int]]
+    num_steps: int
     steps: dict[str, NDArray[np.int64]]
     products: tuple[tuple[str, ...], ...]
-    product_flops: int
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps."""
-        return len(next(iter(self.steps.values())))
-
-    @property
-    def flops_per_step(self) -> int:
-        """FLOPs of the products of one step; exponentials and sums are not counted."""
-        return self.product_flops * len(self.products)
+    flops_per_step: int
 
     @property
     def vmem_bytes(self) -> int:
         """Two buffers of every tile, as one is filled or emptied while the other is in use, and the accumulators."""
-        tiles = 2 * sum(one.tile_bytes for one in (*self.operands, *self.results))
+        tiles = 2 * sum(math.prod(one.tile) * one.itemsize for one in (*self.operands, *self.results))
         return tiles + 4 * sum(map(math.prod, self.sums.values()))
 
     @cached_property
-    def renewed(self) -> dict[str, NDArray[np.bool_]]:
-        """Array -> for each step, whether its tile is another one than in the step before."""
+    def moves(self) -> dict[str, NDArray[np.bool_]]:
+        """Array -> for each step, whether its tile is fetched before it, or leaves after it."""
         found = {}
         for one in (*self.operands, *self.results):
             numbers = np.array([self.steps[dim] for dim in one.dims if dim in self.steps]).reshape(-1, self.num_steps)
-            found[one.name] = np.append(True, (np.diff(numbers) != 0).any(axis=0))
+            renewed = np.append(True, (np.diff(numbers) != 0).any(axis=0))
+            found[one.name] = np.roll(renewed, -1) if one in self.results else renewed
         return found
 
-    @cached_property
-    def fetched_bytes(self) -> NDArray[np.int64]:
-        """Bytes that have to be in VMEM before each step and were not there in the step before."""
-        return np.sum([one.tile_bytes * self.renewed[one.name].astype(int) for one in self.operands], axis=0)
+    def moved_bytes(self, arrays: Iterable[TiledArray]) -> NDArray[np.int64]:
+        """Returns the bytes that these arrays move for each step."""
+        return np.sum([self.moves[one.name] * math.prod(one.tile) * one.itemsize for one in arrays], axis=0)
 
-    @cached_property
-    def written_bytes(self) -> NDArray[np.int64]:
-        """Bytes of results that are complete after each step."""
-        return np.roll(
-            np.sum([one.tile_bytes * self.renewed[one.name].astype(int) for one in self.results], axis=0), -1
-        )
-
-    @property
-    def overlapped_bytes(self) -> NDArray[np.int64]:
-        """Bytes that are copied during each step: the operands of the next one and the results of the one before."""
-        return np.append(self.fetched_bytes[1:], 0) + np.append(0, self.written_bytes[:-1])
+    def titles(self, arrays: Iterable[TiledArray], step: int, *, moving: bool = False) -> list[str]:
+        """Returns the names of the tiles of a step, or of those that move for it; none if there is no such step."""
+        at = {dim: int(each[step]) for dim, each in self.steps.items()} if 0 <= step < self.num_steps else None
+        return [one.title(one.number(at)) for one in arrays if at and (not moving or self.moves[one.name][step])]
 
     def table(self) -> NDArray[np.int32]:
         """Returns what a kernel prefetches: a row per coordinate in alphabetical order, then two of 0 or 1: whether the
         accumulators start at a step, and whether they are complete after it."""
-        starts = self.renewed[self.results[0].name]
-        return np.array([*(self.steps[dim] for dim in sorted(self.steps)), starts, np.roll(starts, -1)], np.int32)
+        complete = self.moves[self.results[0].name]
+        rows = [self.steps[dim] for dim in sorted(self.steps)]
+        return np.array([*rows, np.roll(complete, 1), complete], np.int32)
 
-    def end_s(self, peak_flops: float, bytes_per_s: float) -> NDArray[np.float64]:
-        """Returns the second at which each step ends: a step takes the longer of its products and its copies.
+    def times(self, peak_flops: float, bytes_per_s: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Returns for each step the second at which it ends, and whether compute binds it.
 
-        The first operands and the last results have nothing to overlap with.
+        A step takes the longer of its products and its copies: the next step's operands and the last one's results. The
+        first operands and the last results have nothing to overlap with.
         """
-        steps = np.maximum(self.flops_per_step / peak_flops, self.overlapped_bytes / bytes_per_s)
-        steps[0] += self.fetched_bytes[0] / bytes_per_s
-        steps[-1] += self.written_bytes[-1] / bytes_per_s
-        return np.cumsum(steps)
+        fetch_s, write_s = (self.moved_bytes(each) / bytes_per_s for each in (self.operands, self.results))
+        copy_s, math_s = np.append(fetch_s[1:], 0) + np.append(0, write_s[:-1]), self.flops_per_step / peak_flops
+        steps = np.maximum(math_s, copy_s)
+        steps[0] += fetch_s[0]
+        steps[-1] += write_s[-1]
+        return np.cumsum(steps), math_s >= copy_s
 
 
 def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool = False) -> TiledLoop:
@@ -135,34 +118,33 @@ def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool
     backward pass has k's tiles outside and q's inside, and keeps dq whole in VMEM. With ``causal`` tiles above the
     diagonal are left out. Raises InputError where ``block`` does not divide a tiled size, or steps are too many.
     """
-    nest, *arrays, products = _LOOPS[name]
+    nest, operands, results, sums, products = _LOOPS[name]
     sizes = {dim: 1 if dim == "1" else seq if dim in "tsT" else width for dim in "1tsTfdH"}
     tiles = {dim: block if dim in nest else size for dim, size in sizes.items()}
-    for dim in nest:
-        if sizes[dim] % block:
-            raise InputError(f"tiles of {block} do not divide {sizes[dim]} rows or columns. Use a --block that does.")
     counts = [sizes[dim] // block for dim in nest]
-    if math.prod(counts) > MAX_STEPS:
-        raise InputError(
-            f"tiles of {block} make {math.prod(counts):,} steps. Use a larger --block: at most {MAX_STEPS:,}."
-        )
+    if any(sizes[dim] % block for dim in nest) or math.prod(counts) > MAX_STEPS:
+        whole = " and ".join(str(size) for size in dict.fromkeys(sizes[dim] for dim in nest))
+        raise InputError(f"tiles of {block} must divide {whole}, in at most {MAX_STEPS:,} steps. Use another --block.")
     steps = dict(zip(nest, np.indices(counts).reshape(len(nest), -1), strict=True))
     if causal and "s" in steps:
         steps = {dim: each[steps["s"] <= steps["t"]] for dim, each in steps.items()}
-    operands, results, sums = (
-        [
+
+    def read(text: str) -> tuple[TiledArray, ...]:
+        pairs = (one.split(":") for one in text.split())
+        return tuple(
             TiledArray(one, dims, (sizes[dims[0]], sizes[dims[1]]), (tiles[dims[0]], tiles[dims[1]]))
             for one, dims in pairs
-        ]
-        for pairs in ([each.split(":") for each in text.split()] for text in arrays)
-    )
+        )
+
+    factors = [tuple(product.split()) for product in products.split(", ")]
     return TiledLoop(
-        operands=tuple(operands),
-        results=tuple(results),
-        sums={one.name: one.tile for one in sums},
+        operands=read(operands),
+        results=read(results),
+        sums={one.name: one.tile for one in read(sums)},
+        num_steps=len(steps[nest[0]]),
         steps=steps,
-        products=tuple(tuple(product.split()) for product in products.split(", ")),
-        product_flops=2 * block * block * (block if name == "matmul" else width),
+        products=tuple(factors),
+        flops_per_step=2 * block * block * (block if name == "matmul" else width) * len(factors),
     )
 
 

@@ -26,6 +26,7 @@ from meshwright.spec.chip import Chip, known, peak
 BLOCKS = tuple(2**power for power in range(6, 13))
 ROWS = 17
 """Steps that are listed: the first ones and the last two."""
+SUM = "accumulating"
 FLOPS = partial(format_flops, unit="FLOPs")
 
 
@@ -77,22 +78,21 @@ def _bounds(num_bytes: int, flops: int, unit: Chip) -> dict[str, Any]:
 
 
 def _totals(loop: TiledLoop, block: int, unit: Chip) -> dict[str, Any]:
-    end_s = loop.end_s(peak(unit, "bf16"), channel_rate(unit, "hbm"))[-1]
-    moved = int(loop.fetched_bytes.sum() + loop.written_bytes.sum())
+    ends, _ = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
+    moved = int(loop.moved_bytes((*loop.operands, *loop.results)).sum())
     found = _bounds(moved, loop.flops_per_step * loop.num_steps, unit)
-    return {"block": block, **found, "vmem_bytes": loop.vmem_bytes, "time_s": float(end_s)}
+    return {"block": block, **found, "vmem_bytes": loop.vmem_bytes, "time_s": float(ends[-1])}
 
 
 def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[dict[str, Any]]:
     """Returns the steps of these numbers: what moves for each, and sums at its end."""
-    rates = peak(unit, "bf16"), channel_rate(unit, "hbm")
-    ends, moved = loop.end_s(*rates), np.cumsum(loop.fetched_bytes + loop.written_bytes)
-    computes = loop.flops_per_step / rates[0] >= loop.overlapped_bytes / rates[1]
+    ends, computes = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
+    moved = np.cumsum(loop.moved_bytes((*loop.operands, *loop.results)))
     return [
         {
             "step": step + 1,
-            "fetched": _fetched(loop, step),
-            "written": _written(loop, step),
+            "fetched": loop.titles(loop.operands, step, moving=True),
+            "written": loop.titles(loop.results, step, moving=True),
             "hbm_bytes": int(moved[step]),
             "flops": loop.flops_per_step * (step + 1),
             "end_s": float(ends[step]),
@@ -103,44 +103,21 @@ def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[d
     ]
 
 
-def _titles(arrays: Iterable[TiledArray], loop: TiledLoop, step: int) -> list[str]:
-    coordinates = {dim: int(each[step]) for dim, each in loop.steps.items()}
-    return [one.title(one.number(coordinates)) for one in arrays]
-
-
-def _fetched(loop: TiledLoop, step: int) -> list[str]:
-    """Returns the tiles that are fetched for a step; none after the last one."""
-    return (
-        _titles([one for one in loop.operands if loop.renewed[one.name][step]], loop, step)
-        if step < loop.num_steps
-        else []
-    )
-
-
-def _written(loop: TiledLoop, step: int) -> list[str]:
-    """Returns the tiles that leave after a step; none before the first one."""
-    after = (step + 1) % loop.num_steps
-    return _titles([one for one in loop.results if loop.renewed[one.name][after]], loop, step) if step >= 0 else []
-
-
-SHOWN: dict[str, Any] = {
-    "step": {
-        **{"step": "step", "fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)},
-        **{"HBM so far": ("hbm_bytes", format_bytes), "FLOPs so far": ("flops", FLOPS)},
-        **{"ends at": ("end_s", format_seconds), "bound by": "bound_by"},
-    },
-    "block": {
-        **{"block": "block", "HBM": ("hbm_bytes", format_bytes), "FLOPs": ("flops", FLOPS), "FLOPs/byte": "intensity"},
-        **{"VMEM": ("vmem_bytes", format_bytes), "time": ("time_s", format_seconds), "bound by": "bound_by"},
-    },
+STEP: dict[str, Any] = {
+    **{"step": "step", "fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)},
+    **{"HBM so far": ("hbm_bytes", format_bytes), "FLOPs so far": ("flops", FLOPS)},
+    **{"ends at": ("end_s", format_seconds), "bound by": "bound_by"},
 }
-"""Columns of both tables."""
+BLOCK: dict[str, Any] = {
+    **{"block": "block", "HBM": ("hbm_bytes", format_bytes), "FLOPs": ("flops", FLOPS), "FLOPs/byte": "intensity"},
+    **{"VMEM": ("vmem_bytes", format_bytes), "time": ("time_s", format_seconds), "bound by": "bound_by"},
+}
 
 
 def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
-    yield Table.of(facts["steps"], SHOWN["step"], f"{title}: {facts['num_steps']:,} steps")
+    yield Table.of(facts["steps"], STEP, f"{title}: {facts['num_steps']:,} steps")
     critical = four_digits(facts["critical_intensity"])
-    yield Table.of(facts["blocks"], SHOWN["block"], f"Other tiles; compute binds from {critical} FLOPs/byte")
+    yield Table.of(facts["blocks"], BLOCK, f"Other tiles; compute binds from {critical} FLOPs/byte")
     total, copies, math_s = (format_seconds(facts[name]) for name in ("time_s", "transfer_s", "math_s"))
     yield Fact(f"tiles of {facts['block']}", f"{total}: copies {copies}, products {math_s}; {facts['bound_by']} binds")
     tiles, vmem = format_bytes(facts["vmem_bytes"]), format_bytes(facts["vmem_bytes_of_chip"])
@@ -158,32 +135,37 @@ def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
 
 def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
     """Draws the first steps, those around the first result that leaves, and the last ones."""
-    last, first = loop.num_steps - 1, int(np.flatnonzero(loop.written_bytes)[0])
+    last, first = loop.num_steps - 1, int(np.flatnonzero(loop.moves[loop.results[0].name])[0])
     chosen = sorted({step for step in (0, 1, 2, first, first + 1, first + 2, last - 1, last) if 0 <= step <= last})
     frames = [_frame(loop, row) for row in _steps(loop, unit, chosen)]
     return stream_figure(frames, title=title, subtitle="Bytes and FLOPs so far, when the step ends, and what binds it.")
 
 
 def _frame(loop: TiledLoop, row: dict[str, Any]) -> StreamFrame:
-    step = row["step"] - 1
-    arriving, leaving = _fetched(loop, step + 1), _written(loop, step - 1)
-    operands, results = _titles(loop.operands, loop, step), _titles(loop.results, loop, step)
-    gone = {name for before in range(step - 1) for name in _written(loop, before)}
-    in_vmem = dict.fromkeys(operands, "in use") | dict.fromkeys(set(arriving) - set(operands), "arriving")
-    in_hbm = dict.fromkeys(gone, "in HBM") | dict.fromkeys(leaving, "leaving") | in_vmem
-    sums = [*results, *(name for name in loop.sums if name not in loop.renewed)]
-    names = [one.name for one in (*loop.operands, *loop.results)]
-    known_as = dict(zip(names, [*((one, "in use") for one in operands), *((one, "accumulating") for one in results)]))
+    step, arrays = row["step"] - 1, (*loop.operands, *loop.results)
+    gone, leaving = (
+        [name for one in steps for name in loop.titles(loop.results, one, moving=True)]
+        for steps in (range(step - 1), [step - 1])
+    )
+    in_use = loop.titles(loop.operands, step)
+    arriving = [one for one in loop.titles(loop.operands, step + 1, moving=True) if one not in in_use]
+    sums = [*loop.titles(loop.results, step), *(one for one in loop.sums if one not in loop.moves)]
+    states = {"in use": in_use, "arriving": arriving, "leaving": leaving, "in HBM": gone}
+    in_hbm = {name: state for state, names in states.items() for name in names}
+    known_as = dict(
+        zip(loop.moves, [(title, in_hbm.get(title, SUM)) for title in loop.titles(arrays, step)], strict=True)
+    )
 
-    def grid(one: TiledArray, rest: str) -> list[list[str]]:
+    def grid(one: TiledArray) -> list[list[str]]:
+        rest = "in HBM" if one in loop.operands else "not in HBM yet"
         rows, columns = (size // tile for size, tile in zip(one.shape, one.tile, strict=True))
         return [[in_hbm.get(one.title((i, j)), rest) for j in range(columns)] for i in range(rows)]
 
+    moved, done, end = format_bytes(row["hbm_bytes"]), FLOPS(row["flops"]), format_seconds(row["end_s"])
     return StreamFrame(
-        title=f"step {step + 1} of {loop.num_steps:,}",
-        note=f"{format_bytes(row['hbm_bytes'])}, {FLOPS(row['flops'])}, {format_seconds(row['end_s'])}: {row['bound_by']}",
-        hbm={one.name: grid(one, "in HBM") for one in loop.operands}
-        | {one.name: grid(one, "not in HBM yet") for one in loop.results},
-        vmem=[*in_vmem.items(), *((one, "accumulating") for one in sums), *((one, "leaving") for one in leaving)],
+        title=f"step {row['step']:,} of {loop.num_steps:,}",
+        note=f"{moved}, {done}, {end}: {row['bound_by']}",
+        hbm={one.name: grid(one) for one in arrays},
+        vmem=[(name, in_hbm.get(name, SUM)) for name in (*in_use, *arriving, *sums, *leaving)],
         products=[[known_as.get(name, (name, "in registers alone")) for name in one] for one in loop.products],
     )
