@@ -1,6 +1,7 @@
 """docs/flash.md prints what it says, and its kernel agrees with a dense float64 reference and with the counts."""
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import jax
@@ -109,7 +110,7 @@ def specified_bytes(eqn, table):
             tuple(int(at) for at in block.compute_start_indices_interpret((jnp.int32(n),), jnp.asarray(table)))
             for n in range(num_steps)
         ]
-        changes = 1 + sum(a != b for a, b in zip(starts, starts[1:], strict=False))
+        changes = 1 + sum(a != b for a, b in itertools.pairwise(starts))
         aval = block.block_aval
         moved[number >= mapping.num_inputs] += changes * int(np.prod(aval.shape)) * aval.dtype.itemsize
     return moved
