@@ -2,8 +2,8 @@
 
 A block begins with ```console and holds commands, each after "$ ", and what they print. A command is a call of
 `meshwright`, which may go on behind a backslash and may be piped into grep, sed, head or tail. A block that begins
-with ```json NAME is a file of that name for the blocks of its section. Blocks of one section share a folder. A listing is
-a block ```python that a block ```text with what it prints comes after.
+with ```json NAME is a file of that name for the blocks of its section. Blocks of one section share a folder. A listing
+is a block ```python, before a block ```text with what it prints.
 """
 
 import io

@@ -18,6 +18,8 @@ from meshwright.core.errors import InputError
 
 LoopName = Literal["matmul", "flash", "flash-backward"]
 MAX_STEPS = 300_000
+FP32 = ("lse", "delta", "dq")
+"""Arrays that are stored in 4 bytes; the others are in bf16."""
 
 # The nest of a loop, outermost first; its operands, results and accumulators with their dims: letters of the nest are
 # tiled, T and S are whole, 1 is one number for each query; and its products as (left, right, result).
@@ -32,12 +34,13 @@ _LOOPS: dict[str, tuple[str, str, str, str, str]] = {
 
 
 class TiledArray(msgspec.Struct, frozen=True):
-    """An array in HBM and its tiles, numbered along the tiled ones of its dims."""
+    """An array in HBM and its tiles, numbered along the tiled ones of its dims: those in small letters."""
 
     name: str
     dims: str
     shape: tuple[int, int]
     tile: tuple[int, int]
+    itemsize: int
 
     def number(self, step: Mapping[str, Any]) -> tuple[Any, ...]:
         """Returns the number of the tile of a step; a kernel traces the coordinates."""
@@ -46,11 +49,6 @@ class TiledArray(msgspec.Struct, frozen=True):
     def title(self, number: Iterable[int]) -> str:
         """Returns the name of a tile, such as ``k1`` or ``x0,2``."""
         return self.name + ",".join(str(at) for at, dim in zip(number, self.dims, strict=True) if dim.islower())
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number: fp32 for statistics and for the sum in HBM, bf16 for the others."""
-        return 4 if self.name in ("lse", "delta", "dq") else 2
 
 
 class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -118,7 +116,7 @@ def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool
     backward pass has k's tiles outside and q's inside, and keeps dq whole in VMEM. With ``causal`` tiles above the
     diagonal are left out. Raises InputError where ``block`` does not divide a tiled size, or steps are too many.
     """
-    nest, operands, results, sums, products = _LOOPS[name]
+    nest, *arrays, products = _LOOPS[name]
     sizes = {dim: 1 if dim == "1" else seq if dim in "tsT" else width for dim in "1tsTfdH"}
     tiles = {dim: block if dim in nest else size for dim, size in sizes.items()}
     counts = [sizes[dim] // block for dim in nest]
@@ -129,18 +127,16 @@ def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool
     if causal and "s" in steps:
         steps = {dim: each[steps["s"] <= steps["t"]] for dim, each in steps.items()}
 
-    def read(text: str) -> tuple[TiledArray, ...]:
-        pairs = (one.split(":") for one in text.split())
-        return tuple(
-            TiledArray(one, dims, (sizes[dims[0]], sizes[dims[1]]), (tiles[dims[0]], tiles[dims[1]]))
-            for one, dims in pairs
-        )
+    def array(name: str, dims: str) -> TiledArray:
+        (high, wide), tile = ([of[dim] for dim in dims] for of in (sizes, tiles))
+        return TiledArray(name, dims, (high, wide), (tile[0], tile[1]), 4 if name in FP32 else 2)
 
+    parts = [[array(*one.split(":")) for one in text.split()] for text in arrays]
     factors = [tuple(product.split()) for product in products.split(", ")]
     return TiledLoop(
-        operands=read(operands),
-        results=read(results),
-        sums={one.name: one.tile for one in read(sums)},
+        operands=tuple(parts[0]),
+        results=tuple(parts[1]),
+        sums={one.name: one.tile for one in parts[2]},
         num_steps=len(steps[nest[0]]),
         steps=steps,
         products=tuple(factors),
@@ -149,10 +145,10 @@ def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool
 
 
 def untiled_attention(name: LoopName, *, seq: int, width: int) -> tuple[int, int]:
-    """Returns (bytes, FLOPs) of one head whose products and softmax are operations of their own, with scores in fp32.
+    """Returns (bytes, FLOPs) of one head with fp32 scores in HBM: products and softmax are operations of their own.
 
-    Forward: S is written and read, P too. Backward, with P kept: P is read for dv and dS, dP is written and read, dS
-    is written and read for dq and dk. Each product reads its other operand and writes its result in bf16.
+    Forward: S and P are written and read. Backward: P is read for dv and dS, dP written and read, dS written, and read
+    for dq and dk. Products read their other operands and write their results in bf16.
     """
     passes, arrays, products = (4, 4, 2) if name == "flash" else (7, 8, 4)
     return 4 * passes * seq * seq + 2 * arrays * seq * width, 2 * products * seq * seq * width

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from meshwright.cli.verb import PNG, SEQ, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.formulas.roofline import Work, channel_rate, chip_roofline, critical_intensity
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.report.arrays.canvas import shown
 from meshwright.report.arrays.stream import StreamFrame, stream_figure
 from meshwright.spec.chip import Chip, known, peak
@@ -48,25 +49,22 @@ def command(given: Given) -> Answer:
     loops = {given.block: tiled_loop(name, **sizes, block=given.block, causal=given.causal)}
     loop = loops[given.block]
     if loop.vmem_bytes > memory:
-        need, has = format_bytes(loop.vmem_bytes), format_bytes(memory)
-        raise CannotRunError(
-            f"tiles of {given.block} need {need} of VMEM, {unit.name} has {has}. Use a smaller --block."
-        )
+        need, has = format_bytes(loop.vmem_bytes), f"{unit.name} has {format_bytes(memory)}"
+        raise CannotRunError(f"tiles of {given.block} need {need} of VMEM, {has}. Use a smaller --block.")
     for block in BLOCKS:
         with suppress(InputError):
             loops[block] = tiled_loop(name, **sizes, block=block, causal=given.causal)
     facts = {
         **{"loop": name, "chip": unit.name, **sizes, "causal": given.causal, "num_steps": loop.num_steps},
         "critical_intensity": critical_intensity(peak(unit, "bf16"), channel_rate(unit, "hbm")),
-        "vmem_bytes_of_chip": memory,
         **_totals(loop, given.block, unit),
         "arrays_bytes": sum(math.prod(one.shape) * one.itemsize for one in (*loop.operands, *loop.results)),
         "untiled": None if name == "matmul" else _bounds(*untiled_attention(name, **sizes), unit),
         "steps": _steps(loop, unit, shown(loop.num_steps, ROWS, 2)),
         "blocks": [_totals(one, block, unit) for block, one in sorted(loops.items()) if one.vmem_bytes <= memory],
     }
-    causal = ", causal" if given.causal else ""
-    title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, tiles of {given.block}{causal}, on {unit.name}"
+    tiles = f"tiles of {given.block}{', causal' * given.causal}"
+    title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles}, on {unit.name}"
     raw = [facts["steps"], facts["blocks"]]
     return Answer(facts, _text(facts, title), {given.png: lambda: _figure(loop, unit, title)}, raw)
 
@@ -103,25 +101,27 @@ def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[d
     ]
 
 
-STEP: dict[str, Any] = {
-    **{"step": "step", "fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)},
-    **{"HBM so far": ("hbm_bytes", format_bytes), "FLOPs so far": ("flops", FLOPS)},
-    **{"ends at": ("end_s", format_seconds), "bound by": "bound_by"},
-}
-BLOCK: dict[str, Any] = {
-    **{"block": "block", "HBM": ("hbm_bytes", format_bytes), "FLOPs": ("flops", FLOPS), "FLOPs/byte": "intensity"},
-    **{"VMEM": ("vmem_bytes", format_bytes), "time": ("time_s", format_seconds), "bound by": "bound_by"},
-}
-
-
 def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
-    yield Table.of(facts["steps"], STEP, f"{title}: {facts['num_steps']:,} steps")
+    moved, flops = ("hbm_bytes", format_bytes), ("flops", FLOPS)
+    sums: TableColumns = {
+        "HBM so far": moved,
+        "FLOPs so far": flops,
+        "ends at": ("end_s", format_seconds),
+        "bound by": "bound_by",
+    }
+    tiles: TableColumns = {"fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)}
+    yield Table.of(facts["steps"], {"step": "step", **tiles, **sums}, f"{title}: {facts['num_steps']:,} steps")
+    columns: TableColumns = {"block": "block", "HBM": moved, "FLOPs": flops, "FLOPs/byte": "intensity"}
+    times: TableColumns = {
+        "VMEM": ("vmem_bytes", format_bytes),
+        "time": ("time_s", format_seconds),
+        "bound by": "bound_by",
+    }
     critical = four_digits(facts["critical_intensity"])
-    yield Table.of(facts["blocks"], BLOCK, f"Other tiles; compute binds from {critical} FLOPs/byte")
+    yield Table.of(facts["blocks"], {**columns, **times}, f"Other tiles; compute binds from {critical} FLOPs/byte")
     total, copies, math_s = (format_seconds(facts[name]) for name in ("time_s", "transfer_s", "math_s"))
     yield Fact(f"tiles of {facts['block']}", f"{total}: copies {copies}, products {math_s}; {facts['bound_by']} binds")
-    tiles, vmem = format_bytes(facts["vmem_bytes"]), format_bytes(facts["vmem_bytes_of_chip"])
-    yield Fact("VMEM", f"two buffers of each tile, and the accumulators: {tiles} of {vmem}")
+    yield Fact("VMEM", f"two buffers of each tile, and the accumulators: {format_bytes(facts['vmem_bytes'])}")
     yield Fact("each array once", f"{format_bytes(facts['arrays_bytes'])}: no tiles move less")
     if (plain := facts["untiled"]) is not None:
         least = format_seconds(max(plain["math_s"], plain["transfer_s"]))
@@ -134,8 +134,8 @@ def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
 
 
 def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
-    """Draws the first steps, those around the first result that leaves, and the last ones."""
-    last, first = loop.num_steps - 1, int(np.flatnonzero(loop.moves[loop.results[0].name])[0])
+    """Draws the first three steps, three from the first complete result on, and the last two."""
+    last, first = loop.num_steps - 1, max(3, int(np.flatnonzero(loop.moves[loop.results[0].name])[0]))
     chosen = sorted({step for step in (0, 1, 2, first, first + 1, first + 2, last - 1, last) if 0 <= step <= last})
     frames = [_frame(loop, row) for row in _steps(loop, unit, chosen)]
     return stream_figure(frames, title=title, subtitle="Bytes and FLOPs so far, when the step ends, and what binds it.")
@@ -143,18 +143,13 @@ def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
 
 def _frame(loop: TiledLoop, row: dict[str, Any]) -> StreamFrame:
     step, arrays = row["step"] - 1, (*loop.operands, *loop.results)
-    gone, leaving = (
-        [name for one in steps for name in loop.titles(loop.results, one, moving=True)]
-        for steps in (range(step - 1), [step - 1])
-    )
-    in_use = loop.titles(loop.operands, step)
+    written = [loop.titles(loop.results, before, moving=True) for before in range(-1, step)]
+    in_use, here = loop.titles(loop.operands, step), loop.titles(arrays, step)
     arriving = [one for one in loop.titles(loop.operands, step + 1, moving=True) if one not in in_use]
     sums = [*loop.titles(loop.results, step), *(one for one in loop.sums if one not in loop.moves)]
-    states = {"in use": in_use, "arriving": arriving, "leaving": leaving, "in HBM": gone}
+    states = {"in use": in_use, "arriving": arriving, "leaving": written[-1], "in HBM": chain(*written[:-1])}
     in_hbm = {name: state for state, names in states.items() for name in names}
-    known_as = dict(
-        zip(loop.moves, [(title, in_hbm.get(title, SUM)) for title in loop.titles(arrays, step)], strict=True)
-    )
+    known_as = {name: (title, in_hbm.get(title, SUM)) for name, title in zip(loop.moves, here, strict=True)}
 
     def grid(one: TiledArray) -> list[list[str]]:
         rest = "in HBM" if one in loop.operands else "not in HBM yet"
@@ -166,6 +161,6 @@ def _frame(loop: TiledLoop, row: dict[str, Any]) -> StreamFrame:
         title=f"step {row['step']:,} of {loop.num_steps:,}",
         note=f"{moved}, {done}, {end}: {row['bound_by']}",
         hbm={one.name: grid(one) for one in arrays},
-        vmem=[(name, in_hbm.get(name, SUM)) for name in (*in_use, *arriving, *sums, *leaving)],
+        vmem=[(name, in_hbm.get(name, SUM)) for name in (*in_use, *arriving, *sums, *written[-1])],
         products=[[known_as.get(name, (name, "in registers alone")) for name in one] for one in loop.products],
     )

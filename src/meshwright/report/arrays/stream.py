@@ -7,16 +7,11 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.canvas import Canvas, cell
 from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, panel, themed
-from meshwright.report.marks import Datum, color_by, ink_on
+from meshwright.report.marks import color_by, ink_on
 
 STATES = {
-    "in HBM": "#CFCFCF",
-    "arriving": PALETTE[4],
-    "in use": PALETTE[0],
-    "accumulating": PALETTE[1],
-    "leaving": PALETTE[2],
-    "in registers alone": PALETTE[3],
-    "not in HBM yet": "#F2F2F2",
+    **{"in HBM": "#CFCFCF", "arriving": PALETTE[4], "in use": PALETTE[0], "accumulating": PALETTE[1]},
+    **{"leaving": PALETTE[2], "in registers alone": PALETTE[3], "not in HBM yet": "#F2F2F2"},
 }
 COLUMNS, MOST_A_SIDE = 4, 16
 ARRAY_PX, GAP_PX, CHIP_PX, LINE_PX = 96, 12, (46, 19), 23
@@ -38,13 +33,12 @@ def stream_figure(frames: Sequence[StreamFrame], *, title: str, subtitle: str = 
     """Draws a panel per frame, four in a row. Raises InputError for an array of more than 16 tiles a side."""
     most = max(max(len(tiles), len(tiles[0])) for tiles in frames[0].hbm.values())
     if most > MOST_A_SIDE:
-        raise InputError(
-            f"{most} tiles a side are too many for a picture. Draw at most {MOST_A_SIDE}: a larger --block."
-        )
-    width = EDGE_PX + sum(_array_px(tiles) + GAP_PX for tiles in frames[0].hbm.values())
-    width = max(width, 4 * CHIP_PX[0] + 2 * EDGE_PX)
-    lines = max(-(-len(frame.vmem) // _chips_a_line(width)) for frame in frames)
-    drawn = [_panel(frame, width, lines) for frame in frames]
+        raise InputError(f"{most} tiles a side are too many to draw. Draw at most {MOST_A_SIDE}: a larger --block.")
+    arrays_px = sum(_array_px(tiles) + GAP_PX for tiles in frames[0].hbm.values())
+    a_line = max(4, (arrays_px + EDGE_PX) // CHIP_PX[0])
+    lines = max(-(-len(frame.vmem) // a_line) for frame in frames)
+    width = max(arrays_px, a_line * CHIP_PX[0] + 7) + EDGE_PX
+    drawn = [_panel(frame, width, a_line, lines) for frame in frames]
     return themed(alt.concat(*drawn, columns=min(COLUMNS, len(frames)), spacing=24), title, subtitle)
 
 
@@ -53,11 +47,7 @@ def _array_px(tiles: Sequence[Sequence[str]]) -> int:
     return (10 if len(tiles) < len(tiles[0]) else 24) if 1 in (len(tiles), len(tiles[0])) else 64
 
 
-def _chips_a_line(width: int) -> int:
-    return (width - EDGE_PX) // CHIP_PX[0]
-
-
-def _panel(frame: StreamFrame, width: int, vmem_lines: int) -> Layer:
+def _panel(frame: StreamFrame, width: int, a_line: int, vmem_lines: int) -> Layer:
     lines = {"HBM": ARRAY_PX + 16, "VMEM": vmem_lines * LINE_PX, "registers": len(frame.products) * LINE_PX}
     bands, names, tops, top, left = [], [], [], 0, EDGE_PX
     for band, height in lines.items():
@@ -70,21 +60,19 @@ def _panel(frame: StreamFrame, width: int, vmem_lines: int) -> Layer:
         upright = states if len(states) > 1 else [[state] for state in states[0]]
         wide, high = _array_px(states) / len(upright[0]), ARRAY_PX / len(upright)
         for row, line in enumerate(upright):
-            tiles += [
-                cell(left + n * wide, tops[0] + row * high, wide, high, kind=kind, text="")
-                for n, kind in enumerate(line)
-            ]
+            y = tops[0] + row * high
+            tiles += [cell(left + n * wide, y, wide, high, kind=kind, text="") for n, kind in enumerate(line)]
         captions.append(cell(left, tops[0] + ARRAY_PX + 9, _array_px(states), 0, text=name))
         left += _array_px(states) + GAP_PX
-    for index, (name, state) in enumerate(frame.vmem):
-        down, place = divmod(index, _chips_a_line(width))
-        tiles.append(_chip(EDGE_PX + place * CHIP_PX[0], tops[1] + down * LINE_PX, name, state))
+    places = [(EDGE_PX + n % a_line * CHIP_PX[0], tops[1] + n // a_line * LINE_PX) for n in range(len(frame.vmem))]
+    chips = list(zip(places, frame.vmem, strict=True))
     for down, operands in enumerate(frame.products):
         signs = ("x", "+=" if operands[2][1] == "accumulating" else "=", "")
-        for place, ((name, state), sign) in enumerate(zip(operands, signs, strict=True)):
+        for place, (operand, sign) in enumerate(zip(operands, signs, strict=True)):
             x, y = EDGE_PX + place * (CHIP_PX[0] + 16), tops[2] + down * LINE_PX
-            tiles.append(_chip(x, y, name, state))
+            chips.append(((x, y), operand))
             captions.append(cell(x + CHIP_PX[0] - 3, y, 19, CHIP_PX[1], text=sign))
+    tiles += [cell(x, y, CHIP_PX[0] - 3, CHIP_PX[1], kind=state, text=name) for (x, y), (name, state) in chips]
     canvas = Canvas((0, width), (0, top))
     color = color_by("kind", STATES, orient="top", symbolSize=140, columns=len(STATES))
     inks = [{**tile, "ink": ink_on(STATES[tile["kind"]])} for tile in tiles if tile["text"]]
@@ -96,7 +84,3 @@ def _panel(frame: StreamFrame, width: int, vmem_lines: int) -> Layer:
         canvas.words(inks, fontSize=10).encode(color=alt.Color("ink:N", scale=None)),
     ]
     return panel(*layers, size=(width, top), title=frame.title, note=frame.note)
-
-
-def _chip(x: float, y: float, text: str, state: str) -> Datum:
-    return cell(x, y, CHIP_PX[0] - 3, CHIP_PX[1], kind=state, text=text)
