@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from meshwright.calculators.chips.stream import tiled_loop
+from meshwright.spec.cluster import parse_cluster
+from meshwright.verify.targets import target_of
 from tests.blocks import read_sections, run_listings, run_section
+from tests.verify.compiled import need_compiler
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "flash.md").read_text(encoding="utf-8")
@@ -130,3 +134,35 @@ def test_the_block_specs_move_the_bytes_that_are_counted(flash_attention, causal
         assert kernel.params["grid_mapping"].grid == (loop.num_steps,)
         counted = [int(loop.moved_bytes(each).sum()) for each in (loop.operands, loop.results)]
         assert specified_bytes(kernel, loop.table()) == counted
+
+
+@pytest.fixture
+def no_cache():
+    """Compiles anew: what libtpu makes cannot be read back from the cache of the tests."""
+    cached = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", cached)
+    reset_cache()
+
+
+@pytest.mark.aot
+@pytest.mark.usefixtures("no_cache")
+def test_the_kernels_compile_for_a_tpu(flash_attention, monkeypatch):
+    """In bf16, with heads added by vmap: one kernel forward, one backward."""
+    from jax.experimental import topologies
+
+    target = target_of(parse_cluster("v5e:2x2"))
+    need_compiler(target)
+    for name, value in target.environment.items():
+        monkeypatch.setenv(name, value)
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
+    chips = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
+    x = jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(chips.devices[0]))
+
+    def both(q, k, v, do):
+        o, pull = jax.vjp(jax.vmap(lambda *args: flash_attention(*args, 128, True)), q, k, v)
+        return o, pull(do)
+
+    assert jax.jit(both).lower(x, x, x, x).compile().as_text().count('custom_call_target="tpu_custom_call"') == 2

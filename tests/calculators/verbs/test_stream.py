@@ -47,9 +47,14 @@ def test_refused(call, args, code, message):
     call("stream", *args).assert_refused(code, message)
 
 
-def test_the_picture_shows_the_loop(call, tmp_path):
-    assert call("stream", "matmul", "--seq", "256", "--on", "v5e", "--png", "x.png").code == 0
+def test_pictures(call, tmp_path):
+    said = call("stream", "flash", "--seq", "256", "--on", "v5e", "--png", "x.png", "--roofline", "y.json")
+    assert said.code == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    roofline = (tmp_path / "y.json").read_text()
+    for point in ("b = 64", "b = 128", "b = 256", "without tiles"):
+        assert f'"{point}"' in roofline
+    assert '"b = 512"' not in roofline
 
 
 def test_tiles_of_a_frame():

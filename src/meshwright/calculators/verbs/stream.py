@@ -15,16 +15,17 @@ import numpy as np
 
 from meshwright.calculators.chips.stream import LoopName, TiledArray, TiledLoop, tiled_loop, untiled_attention
 from meshwright.cli.output import four_digits
-from meshwright.cli.verb import PNG, SEQ, Count, Options, argument, option, verb
+from meshwright.cli.verb import SEQ, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.formulas.roofline import Work, channel_rate, chip_roofline, critical_intensity
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.report.arrays.canvas import shown
 from meshwright.report.arrays.stream import StreamFrame, stream_figure
+from meshwright.report.roofline import RooflinePoint, roofline_figure
 from meshwright.spec.chip import Chip, known, peak
 
-BLOCKS = tuple(2**power for power in range(6, 13))
+BLOCKS = tuple(2**power for power in range(6, 11))
 ROWS = 17
 """Steps that are listed: the first ones and the last two."""
 SUM = "accumulating"
@@ -38,7 +39,8 @@ class Given(Options):
     width: Count | None = option("Head dim of flash [default: 128]; D and F of matmul [default: --seq].")
     on: Chip = option("A TPU of the catalogue, such as v5e.")
     causal: bool = option("Leave out tiles that no query sees.")
-    png: Path | None = PNG
+    png: Path | None = option("Draw the first and last steps to this file (.png or .svg).")
+    roofline: Path | None = option("Draw the tiles' sizes on the chip's roofline.")
 
 
 @verb(Given)
@@ -65,8 +67,8 @@ def command(given: Given) -> Answer:
     }
     tiles = f"tiles of {given.block}{', causal' * given.causal}"
     title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles}, on {unit.name}"
-    raw = [facts["steps"], facts["blocks"]]
-    return Answer(facts, _text(facts, title), {given.png: lambda: _figure(loop, unit, title)}, raw)
+    drawn = {given.png: lambda: _figure(loop, unit, title), given.roofline: lambda: _roofline(facts, unit)}
+    return Answer(facts, _text(facts, title), drawn, [facts["steps"], facts["blocks"]])
 
 
 def _bounds(num_bytes: int, flops: int, unit: Chip) -> dict[str, Any]:
@@ -131,6 +133,18 @@ def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
 
 
 # -- the picture ----------------------------------------------------------------------------------------
+
+
+def _roofline(facts: dict[str, Any], unit: Chip) -> Any:
+    points = [(f"b = {row['block']:,}", row, row["time_s"]) for row in facts["blocks"]]
+    if (plain := facts["untiled"]) is not None:
+        points.append(("without tiles", plain, max(plain["math_s"], plain["transfer_s"])))
+    return roofline_figure(
+        peak_flops_per_s=peak(unit, "bf16"),
+        link_bytes_per_s={"HBM": channel_rate(unit, "hbm")},
+        points=[RooflinePoint(name, row["intensity"], row["flops"] / seconds) for name, row, seconds in points],
+        title=f"{facts['loop']}{', causal' * facts['causal']}: tiles of b rows on the roofline of {unit.name}",
+    )
 
 
 def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
