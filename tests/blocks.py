@@ -2,7 +2,8 @@
 
 A block begins with ```console and holds commands, each after "$ ", and what they print. A command is a call of
 `meshwright`, which may go on behind a backslash and may be piped into grep, sed, head or tail. A block that begins
-with ```json NAME is a file of that name for the blocks of its section. Blocks of one section share a folder.
+with ```json NAME is a file of that name for the blocks of its section. Blocks of one section share a folder. A listing
+is a block ```python, before a block ```text with what it prints.
 """
 
 import io
@@ -20,6 +21,9 @@ from meshwright.cli.main import run
 WIDTH = "80"
 FILTERS = ("grep", "sed", "head", "tail")
 _FENCE = re.compile(r"^```(console|json (?P<name>\S+))\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+_LISTING = re.compile(
+    r"^```python\n(?P<code>(?:(?!```).*\n)*)```\n\n```text\n(?P<said>(?:(?!```).*\n)*)```$", re.MULTILINE
+)
 _HEADING = re.compile(r"^(#{1,6}) (.+)$", re.MULTILINE)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n", re.MULTILINE)
 
@@ -58,6 +62,16 @@ def read_sections(page: str) -> list[Section]:
                 calls.extend(_calls(page, fence.start("text"), fence.end("text")))
         if calls:
             found.append(Section(title=title, calls=tuple(calls), files=files))
+    return found
+
+
+def run_listings(page: str) -> list[tuple[re.Match[str], str]]:
+    """The listings of a page with what they print, run in order in one namespace."""
+    found, names = [], {"__name__": "listing"}
+    for match in _LISTING.finditer(page):
+        with redirect_stdout(io.StringIO()) as out:
+            exec(match.group("code"), names)
+        found.append((match, out.getvalue()))
     return found
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 # The devices and the environment of the tests, before anything starts JAX.
 import tests.conftest  # noqa: F401
-from tests.blocks import read_sections, run_section
+from tests.blocks import read_sections, run_listings, run_section
 
 
 def refreshed(page: str) -> str:
-    """The page with the output of every call replaced by what it prints now."""
+    """The page with the output of every call and listing replaced by what it prints now."""
     parts, done = [], 0
     for section in read_sections(page):
         with tempfile.TemporaryDirectory() as folder:
@@ -19,7 +19,10 @@ def refreshed(page: str) -> str:
             last = page[call.end :].startswith("```")
             parts += [page[done : call.start], output, "\n" if last or not output else "\n\n"]
             done = call.end
-    return "".join([*parts, page[done:]])
+    page = "".join([*parts, page[done:]])
+    for match, output in reversed(run_listings(page)):
+        page = page[: match.start("said")] + output + page[match.end("said") :]
+    return page
 
 
 if __name__ == "__main__":

@@ -1,0 +1,154 @@
+"""Tiled loops: which tiles each step uses, and what moves between HBM and VMEM for it.
+
+One table of steps drives the kernel (`examples/flash_attention.py` makes its block specs of it), the counts and the
+picture. As in a Pallas pipeline on a TPU, a tile is fetched when its number differs from that of the step before, a
+result leaves when its number changes, and both overlap with products. Source: Dao, FlashAttention-2 (2023).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.core.errors import InputError
+
+LoopName = Literal["matmul", "flash", "flash-backward"]
+MAX_STEPS = 300_000
+FP32 = ("lse", "delta", "dq")
+"""Arrays that are stored in 4 bytes; the others are in bf16."""
+
+# The nest of a loop, outermost first; its operands, results and accumulators with their dims: letters of the nest are
+# tiled, T and S are whole, 1 is one number for each query; and its products as (left, right, result).
+_LOOPS: dict[str, tuple[str, str, str, str, str]] = {
+    "matmul": ("tfd", "x:td w:df", "y:tf", "y:tf", "x w y"),
+    "flash": ("ts", "q:tH k:sH v:sH", "o:tH lse:1t", "o:tH m:1t l:1t", "q k P, P v o"),
+    "flash-backward": (
+        *("st", "q:tH k:sH v:sH do:tH lse:1t delta:1t", "dk:sH dv:sH dq:TH", "dk:sH dv:sH"),
+        "q k P, P do dv, do v dS, dS q dk, dS k dq",
+    ),
+}
+
+
+class TiledArray(msgspec.Struct, frozen=True):
+    """An array in HBM and its tiles, numbered along the tiled ones of its dims: those in small letters."""
+
+    name: str
+    dims: str
+    shape: tuple[int, int]
+    tile: tuple[int, int]
+    itemsize: int
+
+    def number(self, step: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Returns the number of the tile of a step; a kernel traces the coordinates."""
+        return tuple(step.get(dim, 0) for dim in self.dims)
+
+    def title(self, number: Iterable[int]) -> str:
+        """Returns the name of a tile, such as ``k1`` or ``x0,2``."""
+        return self.name + ",".join(str(at) for at, dim in zip(number, self.dims, strict=True) if dim.islower())
+
+
+class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The steps of a kernel: coordinate -> its value at each step. A name in ``products`` that is no array is a tile
+    that is in registers alone. ``sums`` are the shapes of the fp32 accumulators in VMEM, of the first result first."""
+
+    operands: tuple[TiledArray, ...]
+    results: tuple[TiledArray, ...]
+    sums: dict[str, tuple[int, int]]
+    num_steps: int
+    steps: dict[str, NDArray[np.int64]]
+    products: tuple[tuple[str, ...], ...]
+    flops_per_step: int
+
+    @property
+    def vmem_bytes(self) -> int:
+        """Two buffers of every tile, as one is filled or emptied while the other is in use, and the accumulators."""
+        tiles = 2 * sum(math.prod(one.tile) * one.itemsize for one in (*self.operands, *self.results))
+        return tiles + 4 * sum(map(math.prod, self.sums.values()))
+
+    @cached_property
+    def moves(self) -> dict[str, NDArray[np.bool_]]:
+        """Array -> for each step, whether its tile is fetched before it, or leaves after it."""
+        found = {}
+        for one in (*self.operands, *self.results):
+            numbers = np.array([self.steps[dim] for dim in one.dims if dim in self.steps]).reshape(-1, self.num_steps)
+            renewed = np.append(True, (np.diff(numbers) != 0).any(axis=0))
+            found[one.name] = np.roll(renewed, -1) if one in self.results else renewed
+        return found
+
+    def moved_bytes(self, arrays: Iterable[TiledArray]) -> NDArray[np.int64]:
+        """Returns the bytes that these arrays move for each step."""
+        return np.sum([self.moves[one.name] * math.prod(one.tile) * one.itemsize for one in arrays], axis=0)
+
+    def titles(self, arrays: Iterable[TiledArray], step: int, *, moving: bool = False) -> list[str]:
+        """Returns the names of the tiles of a step, or of those that move for it; none if there is no such step."""
+        at = {dim: int(each[step]) for dim, each in self.steps.items()} if 0 <= step < self.num_steps else None
+        return [one.title(one.number(at)) for one in arrays if at and (not moving or self.moves[one.name][step])]
+
+    def table(self) -> NDArray[np.int32]:
+        """Returns what a kernel prefetches: a row per coordinate in alphabetical order, then two of 0 or 1: whether the
+        accumulators start at a step, and whether they are complete after it."""
+        complete = self.moves[self.results[0].name]
+        rows = [self.steps[dim] for dim in sorted(self.steps)]
+        return np.array([*rows, np.roll(complete, 1), complete], np.int32)
+
+    def times(self, peak_flops: float, bytes_per_s: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Returns for each step the second at which it ends, and whether compute binds it.
+
+        A step takes the longer of its products and its copies: the next step's operands and the last one's results. The
+        first operands and the last results have nothing to overlap with.
+        """
+        fetch_s, write_s = (self.moved_bytes(each) / bytes_per_s for each in (self.operands, self.results))
+        copy_s, math_s = np.append(fetch_s[1:], 0) + np.append(0, write_s[:-1]), self.flops_per_step / peak_flops
+        steps = np.maximum(math_s, copy_s)
+        steps[0] += fetch_s[0]
+        steps[-1] += write_s[-1]
+        return np.cumsum(steps), math_s >= copy_s
+
+
+def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool = False) -> TiledLoop:
+    """Returns the loop over tiles of ``block``.
+
+    matmul: y[T,F] = x[T,D] w[D,F] with T = ``seq``, D = F = ``width``. flash: o[T,H] of one head of H = ``width``; its
+    backward pass has k's tiles outside and q's inside, and keeps dq whole in VMEM. With ``causal`` tiles above the
+    diagonal are left out. Raises InputError where ``block`` does not divide a tiled size, or steps are too many.
+    """
+    nest, *arrays, products = _LOOPS[name]
+    sizes = {dim: 1 if dim == "1" else seq if dim in "tsT" else width for dim in "1tsTfdH"}
+    tiles = {dim: block if dim in nest else size for dim, size in sizes.items()}
+    counts = [sizes[dim] // block for dim in nest]
+    if any(sizes[dim] % block for dim in nest) or math.prod(counts) > MAX_STEPS:
+        whole = " and ".join(str(size) for size in dict.fromkeys(sizes[dim] for dim in nest))
+        raise InputError(f"tiles of {block} must divide {whole}, in at most {MAX_STEPS:,} steps. Use another --block.")
+    steps = dict(zip(nest, np.indices(counts).reshape(len(nest), -1), strict=True))
+    if causal and "s" in steps:
+        steps = {dim: each[steps["s"] <= steps["t"]] for dim, each in steps.items()}
+
+    def array(name: str, dims: str) -> TiledArray:
+        (high, wide), tile = ([of[dim] for dim in dims] for of in (sizes, tiles))
+        return TiledArray(name, dims, (high, wide), (tile[0], tile[1]), 4 if name in FP32 else 2)
+
+    parts = [[array(*one.split(":")) for one in text.split()] for text in arrays]
+    factors = [tuple(product.split()) for product in products.split(", ")]
+    return TiledLoop(
+        operands=tuple(parts[0]),
+        results=tuple(parts[1]),
+        sums={one.name: one.tile for one in parts[2]},
+        num_steps=len(steps[nest[0]]),
+        steps=steps,
+        products=tuple(factors),
+        flops_per_step=2 * block * block * (block if name == "matmul" else width) * len(factors),
+    )
+
+
+def untiled_attention(name: LoopName, *, seq: int, width: int) -> tuple[int, int]:
+    """Returns (bytes, FLOPs) of one head with fp32 scores in HBM: products and softmax are operations of their own.
+
+    Forward: S and P are written and read. Backward: P is read for dv and dS, dP written and read, dS written, and read
+    for dq and dk. Products read their other operands and write their results in bf16.
+    """
+    passes, arrays, products = (4, 4, 2) if name == "flash" else (7, 8, 4)
+    return 4 * passes * seq * seq + 2 * arrays * seq * width, 2 * products * seq * seq * width

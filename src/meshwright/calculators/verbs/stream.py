@@ -1,0 +1,180 @@
+"""`meshwright stream`: a tiled product or flash attention step by step: what moves, what is computed, what binds.
+
+Sources: How to Scale Your Model, sections 1 and 2; Dao, FlashAttention-2 (2023). docs/flash.md derives the loops.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.calculators.chips.stream import LoopName, TiledArray, TiledLoop, tiled_loop, untiled_attention
+from meshwright.cli.output import four_digits
+from meshwright.cli.verb import SEQ, Count, Options, argument, option, verb
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.cost.formulas.roofline import Work, channel_rate, chip_roofline, critical_intensity
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.arrays.canvas import shown
+from meshwright.report.arrays.stream import StreamFrame, stream_figure
+from meshwright.report.roofline import RooflinePoint, roofline_figure
+from meshwright.spec.chip import Chip, known, peak
+
+BLOCKS = tuple(2**power for power in range(6, 11))
+ROWS = 17
+"""Steps that are listed: the first ones and the last two."""
+SUM = "accumulating"
+FLOPS = partial(format_flops, unit="FLOPs")
+
+
+class Given(Options):
+    loop: LoopName = argument()
+    seq_len: Count = SEQ
+    block: Count = option("Rows and columns of a tile.", default=128)
+    width: Count | None = option("Head dim of flash [default: 128]; D and F of matmul [default: --seq].")
+    on: Chip = option("A TPU of the catalogue, such as v5e.")
+    causal: bool = option("Leave out tiles that no query sees.")
+    png: Path | None = option("Draw the first and last steps to this file (.png or .svg).")
+    roofline: Path | None = option("Draw the tiles' sizes on the chip's roofline.")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """Stream the tiles of one loop through VMEM: matmul (x[T,D] w[D,F]), flash or flash-backward (one head, bf16)."""
+    unit, name, memory = given.on, given.loop, known(given.on, "vmem_bytes")
+    sizes = {"seq": given.seq_len, "width": given.width or (given.seq_len if name == "matmul" else 128)}
+    loops = {given.block: tiled_loop(name, **sizes, block=given.block, causal=given.causal)}
+    loop = loops[given.block]
+    if loop.vmem_bytes > memory:
+        need, has = format_bytes(loop.vmem_bytes), f"{unit.name} has {format_bytes(memory)}"
+        raise CannotRunError(f"tiles of {given.block} need {need} of VMEM, {has}. Use a smaller --block.")
+    for block in BLOCKS:
+        with suppress(InputError):
+            loops[block] = tiled_loop(name, **sizes, block=block, causal=given.causal)
+    facts = {
+        **{"loop": name, "chip": unit.name, **sizes, "causal": given.causal, "num_steps": loop.num_steps},
+        "critical_intensity": critical_intensity(peak(unit, "bf16"), channel_rate(unit, "hbm")),
+        **_totals(loop, given.block, unit),
+        "arrays_bytes": sum(math.prod(one.shape) * one.itemsize for one in (*loop.operands, *loop.results)),
+        "untiled": None if name == "matmul" else _bounds(*untiled_attention(name, **sizes), unit),
+        "steps": _steps(loop, unit, shown(loop.num_steps, ROWS, 2)),
+        "blocks": [_totals(one, block, unit) for block, one in sorted(loops.items()) if one.vmem_bytes <= memory],
+    }
+    tiles = f"tiles of {given.block}{', causal' * given.causal}"
+    title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles}, on {unit.name}"
+    drawn = {given.png: lambda: _figure(loop, unit, title), given.roofline: lambda: _roofline(facts, unit)}
+    return Answer(facts, _text(facts, title), drawn, [facts["steps"], facts["blocks"]])
+
+
+def _bounds(num_bytes: int, flops: int, unit: Chip) -> dict[str, Any]:
+    line = chip_roofline(Work(flops=flops, num_bytes=num_bytes), unit, dtype="bf16")
+    bounds = {"intensity": line.work.intensity, "math_s": line.math_s, "transfer_s": line.transfer_s}
+    return {"hbm_bytes": num_bytes, "flops": flops, **bounds, "bound_by": line.bound_by}
+
+
+def _totals(loop: TiledLoop, block: int, unit: Chip) -> dict[str, Any]:
+    ends, _ = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
+    moved = int(loop.moved_bytes((*loop.operands, *loop.results)).sum())
+    found = _bounds(moved, loop.flops_per_step * loop.num_steps, unit)
+    return {"block": block, **found, "vmem_bytes": loop.vmem_bytes, "time_s": float(ends[-1])}
+
+
+def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[dict[str, Any]]:
+    """Returns the steps of these numbers: what moves for each, and sums at its end."""
+    ends, computes = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
+    moved = np.cumsum(loop.moved_bytes((*loop.operands, *loop.results)))
+    return [
+        {
+            "step": step + 1,
+            "fetched": loop.titles(loop.operands, step, moving=True),
+            "written": loop.titles(loop.results, step, moving=True),
+            "hbm_bytes": int(moved[step]),
+            "flops": loop.flops_per_step * (step + 1),
+            "end_s": float(ends[step]),
+            "bound_by": "compute" if computes[step] else "hbm",
+        }
+        for step in numbers
+        if step is not None
+    ]
+
+
+def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
+    moved, flops = ("hbm_bytes", format_bytes), ("flops", FLOPS)
+    sums: TableColumns = {
+        "HBM so far": moved,
+        "FLOPs so far": flops,
+        "ends at": ("end_s", format_seconds),
+        "bound by": "bound_by",
+    }
+    tiles: TableColumns = {"fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)}
+    yield Table.of(facts["steps"], {"step": "step", **tiles, **sums}, f"{title}: {facts['num_steps']:,} steps")
+    columns: TableColumns = {"block": "block", "HBM": moved, "FLOPs": flops, "FLOPs/byte": "intensity"}
+    times: TableColumns = {
+        "VMEM": ("vmem_bytes", format_bytes),
+        "time": ("time_s", format_seconds),
+        "bound by": "bound_by",
+    }
+    critical = four_digits(facts["critical_intensity"])
+    yield Table.of(facts["blocks"], {**columns, **times}, f"Other tiles; compute binds from {critical} FLOPs/byte")
+    total, copies, math_s = (format_seconds(facts[name]) for name in ("time_s", "transfer_s", "math_s"))
+    yield Fact(f"tiles of {facts['block']}", f"{total}: copies {copies}, products {math_s}; {facts['bound_by']} binds")
+    yield Fact("VMEM", f"two buffers of each tile, and the accumulators: {format_bytes(facts['vmem_bytes'])}")
+    yield Fact("each array once", f"{format_bytes(facts['arrays_bytes'])}: no tiles move less")
+    if (plain := facts["untiled"]) is not None:
+        least = format_seconds(max(plain["math_s"], plain["transfer_s"]))
+        cost = f"{format_bytes(plain['hbm_bytes'])}, {plain['intensity']:.3g} FLOPs/byte, at least {least}"
+        yield Fact("without tiles", f"{cost}: scores in fp32 go through HBM")
+    yield "counted: matrix products at the bf16 peak; exponentials and sums over rows take no time"
+
+
+# -- the picture ----------------------------------------------------------------------------------------
+
+
+def _roofline(facts: dict[str, Any], unit: Chip) -> Any:
+    points = [(f"b = {row['block']:,}", row, row["time_s"]) for row in facts["blocks"]]
+    if (plain := facts["untiled"]) is not None:
+        points.append(("without tiles", plain, max(plain["math_s"], plain["transfer_s"])))
+    return roofline_figure(
+        peak_flops_per_s=peak(unit, "bf16"),
+        link_bytes_per_s={"HBM": channel_rate(unit, "hbm")},
+        points=[RooflinePoint(name, row["intensity"], row["flops"] / seconds) for name, row, seconds in points],
+        title=f"{facts['loop']}{', causal' * facts['causal']}: tiles of b rows on the roofline of {unit.name}",
+    )
+
+
+def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
+    """Draws the first three steps, three from the first complete result on, and the last two."""
+    last, first = loop.num_steps - 1, max(3, int(np.flatnonzero(loop.moves[loop.results[0].name])[0]))
+    chosen = sorted({step for step in (0, 1, 2, first, first + 1, first + 2, last - 1, last) if 0 <= step <= last})
+    frames = [_frame(loop, row) for row in _steps(loop, unit, chosen)]
+    return stream_figure(frames, title=title, subtitle="Bytes and FLOPs so far, when the step ends, and what binds it.")
+
+
+def _frame(loop: TiledLoop, row: dict[str, Any]) -> StreamFrame:
+    step, arrays = row["step"] - 1, (*loop.operands, *loop.results)
+    written = [loop.titles(loop.results, before, moving=True) for before in range(-1, step)]
+    in_use, here = loop.titles(loop.operands, step), loop.titles(arrays, step)
+    arriving = [one for one in loop.titles(loop.operands, step + 1, moving=True) if one not in in_use]
+    sums = [*loop.titles(loop.results, step), *(one for one in loop.sums if one not in loop.moves)]
+    states = {"in use": in_use, "arriving": arriving, "leaving": written[-1], "in HBM": chain(*written[:-1])}
+    in_hbm = {name: state for state, names in states.items() for name in names}
+    known_as = {name: (title, in_hbm.get(title, SUM)) for name, title in zip(loop.moves, here, strict=True)}
+
+    def grid(one: TiledArray) -> list[list[str]]:
+        rest = "in HBM" if one in loop.operands else "not in HBM yet"
+        rows, columns = (size // tile for size, tile in zip(one.shape, one.tile, strict=True))
+        return [[in_hbm.get(one.title((i, j)), rest) for j in range(columns)] for i in range(rows)]
+
+    moved, done, end = format_bytes(row["hbm_bytes"]), FLOPS(row["flops"]), format_seconds(row["end_s"])
+    return StreamFrame(
+        title=f"step {row['step']:,} of {loop.num_steps:,}",
+        note=f"{moved}, {done}, {end}: {row['bound_by']}",
+        hbm={one.name: grid(one) for one in arrays},
+        vmem=[(name, in_hbm.get(name, SUM)) for name in (*in_use, *arriving, *sums, *written[-1])],
+        products=[[known_as.get(name, (name, "in registers alone")) for name in one] for one in loop.products],
+    )
