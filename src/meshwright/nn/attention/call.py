@@ -13,7 +13,7 @@ from meshwright.masks.mods import Mask, noop
 from meshwright.masks.ranges import NoRangesError
 from meshwright.masks.table import FULL, NOTHING, PARTIAL, BlockTable, block_table, in_blocks
 from meshwright.nn.attention.platform import default_platform
-from meshwright.nn.attention.tiles import Mod, TileRule, tile_rule
+from meshwright.nn.attention.tiles import Mod, Tile, TileRule, tile_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,3 +127,64 @@ def _by_points(
     return BlockTable(
         kinds=found.astype(jnp.int8), q_block=block[0], kv_block=block[1], q_len=len(rows), kv_len=len(columns)
     )
+
+
+def prepared(call: AttentionCall, q: Array, k: Array, sizes: tuple[int, int]) -> tuple[TileRule, BlockTable]:
+    """Returns the rule and the table of an attention for blocks of ``sizes`` queries and keys.
+
+    Arrays of the rule are padded to whole blocks, and keys that pad the last block are seen by none.
+    """
+    batch, _, heads = q.shape[:3]
+    num_keys = k.shape[1]
+    rule = call.rule(batch, heads)
+    rows, columns = (padded(x, sizes[0], -1) for x in rule.rows), (padded(x, sizes[1], -1) for x in rule.columns)
+    rule = rule._replace(rows=tuple(rows), columns=tuple(columns))
+    if num_keys % sizes[1]:
+        rule = _within(rule, num_keys, sizes[1])
+    return rule, call.blocks(batch, heads, *sizes)
+
+
+def padded(x: Array, block: int, axis: int) -> Array:
+    """Pads a dim with zeros to whole blocks."""
+    missing = -x.shape[axis] % block
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths)
+
+
+def _within(rule: TileRule, num_keys: int, block: int) -> TileRule:
+    """Returns a rule whose mask leaves out the keys that pad the last block."""
+    real = padded(jnp.ones((1, 1, num_keys), jnp.int32), block, -1)
+    own = rule.mask
+
+    def mask(tile: Tile) -> Array:
+        seen: Array = tile.columns[-1] > 0
+        return seen if own is None else seen & own(tile)
+
+    return rule._replace(columns=(*rule.columns, real), mask=mask)
+
+
+def counted(rule: TileRule, call: AttentionCall, sizes: tuple[int, int]) -> TileRule:
+    """Returns a rule for a kernel that counts rows and columns from 0: indices that are others become values of rows
+    and columns."""
+    sides = ("query", "rows", call.q_idx), ("key", "columns", call.kv_idx)
+    for (name, side, index), block in zip(sides, sizes, strict=True):
+        if not isinstance(index, np.ndarray) or not np.array_equal(index, np.arange(len(index))):
+            rule = _indexed(rule, name, side, padded(jnp.asarray(index), block, -1)[None, None])
+    return rule
+
+
+def _indexed(rule: TileRule, name: str, side: str, index: Array) -> TileRule:
+    """Returns a rule that reads an index of a tile from its last row, or column."""
+
+    def moved(tile: Tile) -> Tile:
+        *values, last = getattr(tile, side)
+        return tile._replace(**{name: last, side: tuple(values)})
+
+    mask, score = rule.mask, rule.score
+    rule = rule._replace(
+        mask=mask and (lambda tile: mask(moved(tile))), score=score and (lambda found, tile: score(found, moved(tile)))
+    )
+    return rule._replace(**{side: (*getattr(rule, side), index)})

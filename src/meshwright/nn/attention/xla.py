@@ -8,9 +8,9 @@ from jaxtyping import Array
 
 from meshwright.masks.table import BlockTable
 from meshwright.nn.attention import blocks, unrolled
-from meshwright.nn.attention.call import AttentionCall
+from meshwright.nn.attention.call import AttentionCall, padded, prepared
 from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, reads, row_products, safe
-from meshwright.nn.attention.tiles import Tile, TileRule
+from meshwright.nn.attention.tiles import Sizes, TileRule
 
 QUERY_ROWS, KEY_ROWS = 512, 512
 """Maximum rows of a block: its scores and their exponentials then fit in a core's cache."""
@@ -37,44 +37,13 @@ def block_sizes(call: AttentionCall, length: int, num_keys: int) -> tuple[int, i
     return block_size(length, QUERY_ROWS), block_size(num_keys, KEY_ROWS)
 
 
-def _prepared(call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockTable, blocks.Sizes]:
-    """Returns the rule, table and sizes of an attention; arrays of the rule are padded to whole blocks."""
-    batch, length, heads = q.shape[:3]
-    num_keys = k.shape[1]
-    sizes = block_sizes(call, length, num_keys)
-    rule = call.rule(batch, heads)
-    rows, columns = (
-        [padded(x, size, -1) for x in arrays] for arrays, size in zip((rule.rows, rule.columns), sizes, strict=True)
-    )
-    rule = rule._replace(rows=tuple(rows), columns=tuple(columns))
-    if num_keys % sizes[1]:
-        rule = _within(rule, num_keys, sizes[1])
-    table = call.blocks(batch, heads, *sizes)
-    in_parts = call.platform == "cpu"
-    q_idx, kv_idx = (padded(jnp.asarray(x), size, -1) for x, size in zip((call.q_idx, call.kv_idx), sizes, strict=True))
-    return rule, table if in_parts else table.reduced(), blocks.Sizes(*sizes, q_idx, kv_idx, call.first_head)
-
-
-def padded(x: Array, block: int, axis: int) -> Array:
-    """Pads a dim with zeros to whole blocks."""
-    missing = -x.shape[axis] % block
-    if not missing:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return jnp.pad(x, widths)
-
-
-def _within(rule: TileRule, num_keys: int, block: int) -> TileRule:
-    """Returns a rule whose mask leaves out the keys that pad the last block."""
-    real = padded(jnp.ones((1, 1, num_keys), jnp.int32), block, -1)
-    own = rule.mask
-
-    def mask(tile: Tile) -> Array:
-        seen: Array = tile.columns[-1] > 0
-        return seen if own is None else seen & own(tile)
-
-    return rule._replace(columns=(*rule.columns, real), mask=mask)
+def _prepared(call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockTable, Sizes]:
+    """Returns the rule, table and sizes of an attention."""
+    sizes = block_sizes(call, q.shape[1], k.shape[1])
+    rule, table = prepared(call, q, k, sizes)
+    index = (padded(jnp.asarray(x), size, -1) for x, size in zip((call.q_idx, call.kv_idx), sizes, strict=True))
+    whole = table if call.platform == "cpu" else table.reduced()
+    return rule, whole, Sizes(*sizes, *index, call.first_head)
 
 
 def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
@@ -91,7 +60,7 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
     dout, o, lse = given
     in_parts = call.platform == "cpu"
 
-    def cotangents(rule: TileRule, table: BlockTable, sizes: blocks.Sizes) -> tuple[Any, ...]:
+    def cotangents(rule: TileRule, table: BlockTable, sizes: Sizes) -> tuple[Any, ...]:
         rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), row_products(dout, o))]
         keys = [padded(x, sizes.kv_block, 1) for x in (k, v)]
         found = blocks.backward(rule, table.lists("keys"), sizes, call.scale, rows, *keys, in_parts=in_parts)
