@@ -33,7 +33,13 @@ MESHES = {
     "tensor": ({"fsdp": 2, "tensor": 2}, {}),
     "pipeline": ({"pipeline": 2, "data": 2}, {"num_microbatches": 2}),
 }
-ALWAYS = {("images", "ring"), ("tree", "gathered"), ("documents", "ulysses"), ("prefix", "pipeline"), ("canvas", "ring")}
+ALWAYS = {
+    ("images", "ring"),
+    ("tree", "gathered"),
+    ("documents", "ulysses"),
+    ("prefix", "pipeline"),
+    ("canvas", "ring"),
+}
 
 
 def model_of(rule):

@@ -30,8 +30,9 @@ SCALE = 0.3
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(unrolled, "TILE_ROWS", 16)
-    monkeypatch.setattr(xla, "QUERY_ROWS", 16)
-    monkeypatch.setattr(xla, "KEY_ROWS", 24)
+    monkeypatch.setattr(xla, "ROWS", 16)
+    monkeypatch.setattr(xla, "LISTED", 8)
+    monkeypatch.setattr(xla, "WIDE", 16)
 
 
 def ours(call, given, *, traced=False):

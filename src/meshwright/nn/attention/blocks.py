@@ -36,22 +36,43 @@ HEADS_AT_ONCE = 4
 after the other. The scores of more heads no longer fit in cache."""
 
 
-def _block(x: Array, index: Any, size: int, axis: int = -1) -> Array:
+class Blocks(NamedTuple):
+    """Blocks that are processed together, by their numbers, and which of them are real; None: all are."""
+
+    numbers: Sequence[Any]
+    real: Array | None = None
+
+
+def _taken(x: Array, blocks: Blocks, size: int, axis: int = -1) -> Array:
+    """Returns blocks of an array, one after the other."""
     if x.shape[axis] == size:
         return x
-    return lax.dynamic_slice_in_dim(x, index * size, size, axis=axis % x.ndim)
+    parts = [lax.dynamic_slice_in_dim(x, number * size, size, axis=axis % x.ndim) for number in blocks.numbers]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-def _tile(sizes: Sizes, head: Head, i: Any, j: Any, *, turned: bool) -> Tile:
+def _one(number: Any) -> Blocks:
+    return Blocks((number,))
+
+
+def _tile(sizes: Sizes, head: Head, rows: Blocks, columns: Blocks, *, turned: bool) -> Tile:
     """Returns the operands of a tile. Without the barrier XLA would read them at an offset for every score."""
 
-    def rows(x: Array, axis: int) -> Array:
-        return lax.optimization_barrier(jnp.expand_dims(_block(x, i, sizes.q_block), axis))
+    def of_rows(x: Array, axis: int) -> Array:
+        return lax.optimization_barrier(jnp.expand_dims(_taken(x, rows, sizes.q_block), axis))
 
-    def columns(x: Array, axis: int) -> Array:
-        return lax.optimization_barrier(jnp.expand_dims(_block(x, j, sizes.kv_block), axis))
+    def of_columns(x: Array, axis: int) -> Array:
+        return lax.optimization_barrier(jnp.expand_dims(_taken(x, columns, sizes.kv_block), axis))
 
-    return head.tile(sizes, rows, columns, turned=turned)
+    return head.tile(sizes, of_rows, of_columns, turned=turned)
+
+
+def _within(rule: TileRule, blocks: Blocks, size: int) -> TileRule:
+    """Returns a rule whose mask leaves out blocks that are not real; they are along the last dim of a tile."""
+    if blocks.real is None:
+        return rule
+    real, own = jnp.repeat(blocks.real, size)[None], rule.mask
+    return rule._replace(mask=lambda tile: real if own is None else real & own(tile))
 
 
 def _put(x: Array, value: Array, index: Any, axis: int) -> Array:
@@ -61,17 +82,41 @@ def _put(x: Array, value: Array, index: Any, axis: int) -> Array:
     return lax.dynamic_update_slice_in_dim(x, value.astype(x.dtype), index * value.shape[axis], axis)
 
 
-def _over(lists: BlockLists, row: Any, step: Callable[[Any, Any, bool], Any], start: Any) -> Any:
-    """Runs ``step(block, carry, is_masked)`` over the blocks of a row; static lists leave out loops that are empty."""
+def _added(x: Array, value: Array, blocks: Blocks, size: int) -> Array:
+    """Adds to the blocks, along the last dim, that `_taken` takes."""
+    for n, number in enumerate(blocks.numbers):
+        part = lax.slice_in_dim(value, n * size, (n + 1) * size, axis=value.ndim - 1)
+        x = _put(x, _taken(x, _one(number), size) + part, number, -1)
+    return x
+
+
+def _over(lists: BlockLists, each: int, row: Any, step: Callable[[Blocks, Any, bool], Any], start: Any) -> Any:
+    """Runs ``step(blocks, carry, is_masked)`` over the blocks of a row, ``each`` together.
+
+    The first ones, of which some need their mask, are filled up with blocks that are not real. Static lists leave out
+    loops that are empty.
+    """
     known = all(isinstance(x, np.ndarray) for x in lists)
     if known and lists.index.shape[-2:] == (1, 1):
         # a single block needs no loop
-        return step(0, start, bool(lists.partial[0])) if lists.total[0] else start
-    partial_end, end, index = (x[row] for x in map(jnp.asarray, lists))
-    if not known or lists.partial.any():
-        start = lax.fori_loop(0, partial_end, lambda n, carry: step(index[n], carry, True), start)
-    if not known or (lists.total > lists.partial).any():
-        start = lax.fori_loop(partial_end, end, lambda n, carry: step(index[n], carry, False), start)
+        return step(_one(0), start, bool(lists.partial[0])) if lists.total[0] else start
+    fill = -lists.total % each
+    masked, steps = (lists.partial + fill + each - 1) // each, (lists.total + fill) // each
+    masked_end, end, missing, index = (jnp.asarray(x)[row] for x in (masked, steps, fill, lists.index))
+
+    def run(is_masked: bool) -> Callable[[Any, Any], Any]:
+        def body(n: Any, carry: Any) -> Any:
+            at = [n * each - missing + number for number in range(each)]
+            numbers = [index[jnp.maximum(x, 0) if is_masked and each > 1 else x] for x in at]
+            real = jnp.stack(at) >= 0 if is_masked and each > 1 else None
+            return step(Blocks(numbers, real), carry, is_masked)
+
+        return body
+
+    if not known or masked.any():
+        start = lax.fori_loop(0, masked_end, run(True), start)
+    if not known or (steps > masked).any():
+        start = lax.fori_loop(masked_end, end, run(False), start)
     return start
 
 
@@ -83,15 +128,15 @@ def _forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Arra
     """Returns the result [T, Hv] and log-sum-exp [T] of one head."""
 
     def one(i: Any, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        block, rest = scaled(_block(q, i, sizes.q_block, -2), scale)
+        block, rest = scaled(_taken(q, _one(i), sizes.q_block, -2), scale)
 
-        def step(j: Any, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
-            keys = _block(k, j, sizes.kv_block, -2), _block(v, j, sizes.kv_block, -2)
-            return attend(
-                running, block, keys, rest, head.rule, _tile(sizes, head, i, j, turned=False), is_masked=is_masked
-            )
+        def step(blocks: Blocks, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
+            keys = _taken(k, blocks, sizes.kv_block, -2), _taken(v, blocks, sizes.kv_block, -2)
+            rule = _within(head.rule, blocks, sizes.kv_block)
+            tile = _tile(sizes, head, _one(i), blocks, turned=False)
+            return attend(running, block, keys, rest, rule, tile, is_masked=is_masked)
 
-        mixed, lse = finish(_over(head.lists, i, step, begin(block, v.shape[-1])))
+        mixed, lse = finish(_over(head.lists, sizes.each, i, step, begin(block, v.shape[-1])))
         return _put(out[0], mixed, i, -2), _put(out[1], lse, i, -1)
 
     start = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
@@ -109,21 +154,28 @@ def _backward(
     tall, rest = scaled(rows[0], scale)
 
     def one(j: Any, out: tuple[Array, Array, Array, Any]) -> tuple[Array, Array, Array, Any]:
-        keys = _block(k, j, sizes.kv_block, -2), _block(v, j, sizes.kv_block, -2)
-        columns_j = _block(columns, j, sizes.kv_block)
+        keys = _taken(k, _one(j), sizes.kv_block, -2), _taken(v, _one(j), sizes.kv_block, -2)
+        columns_j = _taken(columns, _one(j), sizes.kv_block)
 
-        def step(i: Any, before: Any, is_masked: bool) -> Any:
+        def step(blocks: Blocks, before: Any, is_masked: bool) -> Any:
             dq, dk, dv, more = before
-            q, dout = (_block(x, i, sizes.q_block, -2) for x in (tall, rows[1]))
-            lse, delta = (_block(x, i, sizes.q_block) for x in rows[2:])
-            tile = _tile(sizes, head, i, j, turned=True)
-            p, ds, added = score_cotangents((q, dout, lse, delta), keys, rest, head.rule, tile, is_masked=is_masked)
-            part = _block(dq, i, sizes.q_block) + weighted_sums(columns_j, ds.astype(k.dtype))
-            more = _add(sizes, more, added, i, j)
-            return _put(dq, part, i, -1), dk + weighted_sums(ds, q), dv + weighted_sums(p, dout), more
+            q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (tall, rows[1]))
+            lse, delta = (_taken(x, blocks, sizes.q_block) for x in rows[2:])
+            rule = _within(head.rule, blocks, sizes.q_block)
+            tile = _tile(sizes, head, blocks, _one(j), turned=True)
+            p, ds, added = score_cotangents((q, dout, lse, delta), keys, rest, rule, tile, is_masked=is_masked)
+            dq = _added(dq, weighted_sums(columns_j, ds.astype(k.dtype)), blocks, sizes.q_block)
+            ways: dict[str, Any] = {
+                "heads": lambda x, y: x + y.sum(),
+                "rows": lambda x, y: _added(x, y.sum(0), blocks, sizes.q_block),
+                "columns": lambda x, y: _added(x, y.sum(1), _one(j), sizes.kv_block),
+                "tables": jnp.add,
+            }
+            more = {name: jax.tree.map(ways[name], more[name], added[name]) for name in more}
+            return dq, dk + weighted_sums(ds, q), dv + weighted_sums(p, dout), more
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in keys]
-        dq, dk, dv, more = _over(head.lists, j, step, (out[0], *zeros, out[3]))
+        dq, dk, dv, more = _over(head.lists, sizes.each, j, step, (out[0], *zeros, out[3]))
         return dq, _put(out[1], dk * rest, j, -2), _put(out[2], dv, j, -2), more
 
     # The cotangents of queries are columns, see `score_cotangents`.
@@ -137,21 +189,6 @@ def _backward(
     # Without it XLA would transpose a single product instead, and its factors would have the slow layout.
     dq = lax.optimization_barrier(dq)
     return (jnp.swapaxes(dq, -1, -2) * scale).astype(q.dtype), dk, dv, more
-
-
-def _add(sizes: Sizes, sums: Any, added: Any, i: Any, j: Any) -> Any:
-    """Adds the cotangents of a tile's operands to those of whole arrays."""
-
-    def over(axis: int, block: int, index: Any) -> Callable[[Array, Array], Array]:
-        return lambda x, y: _put(x, _block(x, index, block) + y.sum(axis), index, -1)
-
-    ways = {
-        "heads": lambda x, y: x + y.sum(),
-        "rows": over(0, sizes.q_block, i),
-        "columns": over(1, sizes.kv_block, j),
-        "tables": lambda x, y: x + y,
-    }
-    return {name: jax.tree.map(ways[name], sums[name], added[name]) for name in sums}
 
 
 PARTS_PER_STEP = (3, 2)

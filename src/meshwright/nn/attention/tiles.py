@@ -68,13 +68,15 @@ class TileRule(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Queries and keys of a block, the indices of all queries and keys, and the first head."""
+    """Queries and keys of a block, the indices of all queries and keys, the first head, and how many blocks of a list
+    are processed together."""
 
     q_block: int
     kv_block: int
     q_idx: Array
     kv_idx: Array
     first_head: Any = 0
+    each: int = 1
 
 
 class Head(NamedTuple):

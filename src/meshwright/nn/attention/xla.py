@@ -1,19 +1,29 @@
 """Attention by XLA on any platform, for every mask and score rule (`blocks`)."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
-from meshwright.masks.table import BlockTable
+from meshwright.masks.table import BlockLists, BlockTable
 from meshwright.nn.attention import blocks, unrolled
 from meshwright.nn.attention.call import AttentionCall, padded, prepared
 from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, reads, row_products, safe
 from meshwright.nn.attention.tiles import Sizes, TileRule
 
-QUERY_ROWS, KEY_ROWS = 512, 512
-"""Maximum rows of a block: its scores and their exponentials then fit in a core's cache."""
+Side = Literal["queries", "keys"]
+
+ROWS, LISTED = 256, 128
+"""On a CPU: the rows of a block (of queries, or of keys in the backward pass), and of the blocks that it lists."""
+
+TOGETHER = {1: 1.7, 2: 3.1, 4: 4.0, 6: 5.8, 8: 7.6}
+"""Listed blocks that a CPU processes together -> how long that takes, in quarters of the time of 4. XLA's threads share
+products from 16 MFLOP on, so that few small blocks take nearly as long as 4."""
+
+WIDE = 512
+"""Rows of all blocks on other devices."""
 
 
 def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
@@ -30,25 +40,35 @@ def block_size(length: int, most: int) -> int:
     return divisor if 4 * divisor >= most else most
 
 
-def block_sizes(call: AttentionCall, length: int, num_keys: int) -> tuple[int, int]:
-    """Returns the queries and keys of a block."""
-    if call.platform == "cpu" and max(length, num_keys) <= unrolled.LONGEST and call.is_known:
-        return block_size(length, unrolled.tile_rows(length)), block_size(num_keys, unrolled.tile_rows(num_keys))
-    return block_size(length, QUERY_ROWS), block_size(num_keys, KEY_ROWS)
-
-
-def _prepared(call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockTable, Sizes]:
-    """Returns the rule, table and sizes of an attention."""
-    sizes = block_sizes(call, q.shape[1], k.shape[1])
+def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[TileRule, BlockTable, Sizes]:
+    """Returns the rule, table and sizes of a pass whose blocks of ``over`` list the blocks of the other side."""
+    lengths = q.shape[1], k.shape[1]
+    if call.platform == "cpu" and max(lengths) <= unrolled.LONGEST and call.is_known:
+        most = tuple(map(unrolled.tile_rows, lengths))
+    elif call.platform == "cpu":
+        most = (ROWS, LISTED) if over == "queries" else (LISTED, ROWS)
+    else:
+        most = (WIDE, WIDE)
+    sizes = block_size(lengths[0], most[0]), block_size(lengths[1], most[1])
     rule, table = prepared(call, q, k, sizes)
     index = (padded(jnp.asarray(x), size, -1) for x, size in zip((call.q_idx, call.kv_idx), sizes, strict=True))
-    whole = table if call.platform == "cpu" else table.reduced()
-    return rule, whole, Sizes(*sizes, *index, call.first_head)
+    table = table if call.platform == "cpu" else table.reduced()
+    each = _together(table.lists(over)) if LISTED in most else 1
+    return rule, table, Sizes(*sizes, *index, call.first_head, each)
+
+
+def _together(lists: BlockLists) -> int:
+    """Returns how many blocks of a list are processed together: what takes least, or 4 where lists are not known."""
+    most = lists.index.shape[-1]
+    able = [count for count in TOGETHER if count <= most]
+    if not isinstance(lists.total, np.ndarray):
+        return max(count for count in able if count <= 4)
+    return min(able, key=lambda count: float(np.ceil(lists.total / count).sum()) * TOGETHER[count])
 
 
 def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
     """Returns the result and the log-sum-exp in float32."""
-    rule, table, sizes = _prepared(call, q, k)
+    rule, table, sizes = _prepared(call, q, k, over="queries")
     rows, keys = padded(q, sizes.q_block, 1), [padded(x, sizes.kv_block, 1) for x in (k, v)]
     in_parts = call.platform == "cpu"
     o, lse = blocks.forward(rule, table.lists(), sizes, call.scale, rows, *keys, in_parts=in_parts)
@@ -68,14 +88,14 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
         return (dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]), more
 
     if not call.learns or call.score is None:
-        return cotangents(*_prepared(call, q, k))[0]
+        return cotangents(*_prepared(call, q, k, over="keys"))[0]
     arrays = tuple(jnp.asarray(x) for x in call.score.arrays)
 
     def read(arrays: tuple[Array, ...]) -> Any:
         score = call.score._replace(arrays=arrays) if call.score else None
-        return reads(_prepared(call.with_score(score, learns=True), q, k)[0])
+        return reads(_prepared(call.with_score(score, learns=True), q, k, over="keys")[0])
 
     _, pull = jax.vjp(read, arrays)
-    found, more = cotangents(*_prepared(call, q, k))
+    found, more = cotangents(*_prepared(call, q, k, over="keys"))
     (learned,) = pull(more)
     return (*found, *learned)
