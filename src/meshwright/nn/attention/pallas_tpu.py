@@ -29,6 +29,7 @@ from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
 LANES = 128
 _COMPUTED, _MASKED, _FIRST, _LAST = 1, 2, 4, 8
 _COLUMN_SHIFT, _ROW_SHIFT = 4, 17
+_LOG2_E = float(np.log2(np.e))
 _NO_STEP = np.iinfo(np.int32).max
 _COLUMN_AXIS = (((1,), (1,)), ((), ()))
 
@@ -41,13 +42,13 @@ def _steps(lists: BlockLists, heads: int) -> tuple[Int[Array, "B|1 heads|1 steps
     """
     batch, num_lists, rows, columns = lists.index.shape
     group = max(1, num_lists // heads)
-    slot = np.arange(columns)
-    member = np.arange(num_lists)[:, None, None] % group
+    head, row, slot = (lax.broadcasted_iota(jnp.int32, lists.index.shape, dim) for dim in (1, 2, 3))
+    member = head % group
     computed = slot < lists.total[..., None]
     column = jnp.where(computed, lists.index, 0) + member * columns
     flags = computed * _COMPUTED + (slot < lists.partial[..., None]) * _MASKED
-    word = (np.arange(rows)[:, None] << _ROW_SHIFT) + (column << _COLUMN_SHIFT) + flags
-    word = jnp.where(computed | ((slot == 0) & (member == 0)), word, _NO_STEP).astype(jnp.int32)
+    word = (row << _ROW_SHIFT) + (column << _COLUMN_SHIFT) + flags
+    word = jnp.where(computed | ((slot == 0) & (member == 0)), word, _NO_STEP)
     word = jnp.sort(word.reshape(batch, num_lists // group, group * rows * columns))
     exists = word < _NO_STEP
     edge = jnp.diff(word >> _ROW_SHIFT, axis=-1) != 0
@@ -190,10 +191,17 @@ def _repeated(x: Array, width: int) -> Array:
     return jnp.tile(x, (1, pl.cdiv(width, LANES)))[:, :width]
 
 
-def _times(a: Array, b: Array, scale: float = 1.0) -> Array:
-    """Returns the scaled products of every row of ``a`` with every row of ``b``."""
-    found = lax.dot_general(a, b, _COLUMN_AXIS, preferred_element_type=jnp.float32)
-    return found if scale == 1.0 else found * scale
+def _times(a: Array, b: Array) -> Array:
+    """Returns the products of every row of ``a`` with every row of ``b``."""
+    return lax.dot_general(a, b, _COLUMN_AXIS, preferred_element_type=jnp.float32)
+
+
+def _scores(rule: TileRule, tile: Tile, a: Array, b: Array, scale: float) -> tuple[Array, Callable[[Array], Any]]:
+    """Returns the scores times log2(e), as exponents of 2 are an operation of the chip, and the derivative's transpose."""
+    if rule.score is None:
+        return _times(a, b) * (scale * _LOG2_E), lambda ds: (ds,)
+    s, slope = jax.vjp(lambda s: rule.score(s, tile), _times(a, b) * scale)
+    return s * _LOG2_E, slope
 
 
 def _sums(weights: Array, b: Array) -> Array:
@@ -203,13 +211,6 @@ def _sums(weights: Array, b: Array) -> Array:
 
 def _by_head(x: Array) -> Array:
     return jnp.swapaxes(x, 1, 2)
-
-
-def _scaled(q: Array, scale: float) -> tuple[Array, float]:
-    """Scales queries instead of scores if that loses no bits; returns what is left of the scale too."""
-    if q.dtype == jnp.float32 or np.frexp(scale)[0] == 0.5:
-        return q * jnp.asarray(scale, q.dtype), 1.0
-    return q, scale
 
 
 def forward(
@@ -228,21 +229,19 @@ def forward(
     ``blocks`` are the rows of a block of queries and of keys, multiples of 128 that divide T and S. A row that sees
     nothing has the result 0 and the log-sum-exp minus infinity.
     """
-    q, rest = _scaled(_by_head(q), scale)
-    batch, heads, length, _ = q.shape
+    batch, length, heads, _ = q.shape
     width = v.shape[-1]
 
     def add(tile: Tile, seen: Array | None, arrays: Any, sums: Any) -> None:
         q, k, v = arrays
         mixed, peak, total = sums
-        s = _times(q[...], k[...], rest)
-        s = rule.score(s, tile) if rule.score else s
+        s, _ = _scores(rule, tile, q[...], k[...], scale)
         if seen is not None:
             s = jnp.where(seen, s, LOWEST)
         before = peak[...]
         after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-        p = jnp.exp(s - _repeated(after, blocks[1]))
-        fade = jnp.exp(before - after)
+        p = jnp.exp2(s - _repeated(after, blocks[1]))
+        fade = jnp.exp2(before - after)
         peak[...] = after
         total[...] = total[...] * fade + jnp.sum(p, axis=1, keepdims=True)
         mixed[...] = mixed[...] * _repeated(fade, width) + _sums(p, v[...])
@@ -252,13 +251,13 @@ def forward(
         # Masked scores weigh 1 until a row sees its first key, and 0 from then on.
         some = peak > LOWEST
         outs[0][...] = (mixed * _repeated(jnp.where(some, 1.0 / total, 0.0), width)).astype(outs[0].dtype)
-        outs[1][...] = jnp.where(some, peak + jnp.log(total), -jnp.inf).T[:1]
+        outs[1][...] = jnp.where(some, peak / _LOG2_E + jnp.log(total), -jnp.inf).T[:1]
 
     o, lse = _run(
         rule,
         lists,
         blocks,
-        ((q,), (_by_head(k), _by_head(v))),
+        ((_by_head(q),), (_by_head(k), _by_head(v))),
         add=add,
         finish=finish,
         outs=(
@@ -287,10 +286,9 @@ def backward(
 ) -> QkvCotangents:
     """Returns (dq, dk, dv) for (dout, o, lse) of `forward`, with the blocks listed by block of queries and of keys."""
     dout, o, lse = given
-    # weights of a row that sees nothing are exp(LOWEST) = 0
-    values = [_by_head(x) for x in (jnp.where(lse == -jnp.inf, -LOWEST, lse), row_products(dout, o))]
-    q, rest = _scaled(_by_head(q), scale)
-    arrays = (q, _by_head(dout)), (_by_head(k), _by_head(v))
+    # weights of a row that sees nothing are 2 ** LOWEST = 0
+    values = [_by_head(x) for x in (jnp.where(lse == -jnp.inf, -LOWEST, lse * _LOG2_E), row_products(dout, o))]
+    arrays = (_by_head(q), _by_head(dout)), (_by_head(k), _by_head(v))
 
     def cotangents(lists: BlockLists, side: int, factors: tuple[float, ...]) -> Any:
         """Returns the cotangents of the arrays of one side, as many as ``factors``: what each is multiplied by."""
@@ -299,9 +297,8 @@ def backward(
             pairs = [ref[...] for ref in refs[:2]], [ref[...] for ref in refs[2:]]
             major, minor = pairs[side], pairs[1 - side]
             lse, delta = tile.rows[-2:]
-            scaled = _times(major[0], minor[0], rest)
-            s, slope = jax.vjp(lambda s: rule.score(s, tile) if rule.score else s, scaled)
-            p = jnp.exp(s - lse)
+            s, slope = _scores(rule, tile, major[0], minor[0], scale)
+            p = jnp.exp2(s - lse)
             if seen is not None:
                 p = jnp.where(seen, p, 0.0)
             (ds,) = slope(p * (_times(major[1], minor[1]) - delta))
@@ -329,5 +326,5 @@ def backward(
         )
 
     (dq,) = cotangents(by_query, 0, (scale,))
-    dk, dv = cotangents(by_key, 1, (rest, 1.0))
+    dk, dv = cotangents(by_key, 1, (scale, 1.0))
     return _by_head(dq), _by_head(dk), _by_head(dv)
