@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from meshwright.nn.attention import pallas_tpu
 from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
@@ -196,12 +195,20 @@ def test_blocks_outside_the_lists_are_not_read():
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-def test_steps_are_the_blocks_of_the_lists(heads):
+def test_keys_in_spans(monkeypatch):
+    """A core too small for the cotangents of all keys: each span of keys has its own kernel."""
+    monkeypatch.setattr(pallas_tpu, "_KEPT_BYTES", 2**19)
+    kinds = np.random.default_rng(4).integers(0, 3, (1, 1, 4, 3))
+    kinds[0, 0, 1] = [NOTHING, ALL, NOTHING]
+    check(TileRule(mask=lambda tile: tile.key > tile.query), (1, 512, 768, 2, 1, 64, 64), kinds=kinds)
+
+
+def test_steps_are_the_blocks_of_the_lists():
     """One step for each block, and one for a row of blocks without any; all else is left out of the grid."""
-    kinds = np.random.default_rng(1).integers(0, 3, (2, heads, 6, 5))
+    kinds = np.random.default_rng(1).integers(0, 3, (2, 4, 6, 5))
     kinds[0, 0, 2] = NOTHING
-    words, most = pallas_tpu._steps(lists_of(kinds), heads)
-    present = (kinds != NOTHING).sum(-1)
-    assert most == np.maximum(present, 1).sum(-1).max()
-    assert ((words & 1) == 1).sum() == present.sum()
+    for span in (range(5), range(1, 3)):
+        words, most = pallas_tpu._steps(lists_of(kinds), span)
+        present = (kinds[..., span.start : span.stop] != NOTHING).sum(-1)
+        assert most == np.maximum(present, 1).sum(-1).max()
+        assert ((words & 1) == 1).sum() == present.sum()

@@ -1,8 +1,8 @@
 """Runs flash attention on TPUs by Pallas kernels that fetch and compute only the blocks in a list, under any rule.
 
-A step of a kernel computes one tile of scores: the rows of a major block, which stays until its last step, and the
-columns of a minor block. Queries are the major blocks of the forward pass and of dq, keys those of dk and dv, so no
-tile of scores is ever transposed. Source of the running softmax and of its derivative: Dao, FlashAttention-2 (2023).
+A step of a kernel computes one tile of scores, of a block of queries and a block of keys. The backward pass is one
+kernel, which computes scores once: it keeps the cotangents of a head's keys and values on the chip's core while the
+queries pass. Source of the running softmax and of its derivative: Dao, FlashAttention-2 (2023).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,45 +15,57 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from meshwright.nn.attention.scores import (
-    LOWEST,
-    AttentionResult,
-    BackwardInputs,
-    QkvCotangents,
-    row_products,
-)
+from meshwright.nn.attention.platform import default_device, default_platform
+from meshwright.nn.attention.scores import LOWEST, AttentionResult, BackwardInputs, QkvCotangents, row_products
 from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
 
+BLOCKS = 512, 512
+"""Queries and keys of a block: both passes then fit in the cores of all TPUs in bf16 and float32, to heads of 256."""
+
 LANES = 128
+"""Elements in a row of a register: blocks have multiples of it."""
+
+_KEPT_BYTES, _TILE_BYTES = 2**25, 11 * 2**20
+"""Vector memory for what stays on a core, and for the arrays of a step, by `BLOCKS`."""
+
 _COMPUTED, _MASKED, _FIRST, _LAST = 1, 2, 4, 8
 _COLUMN_SHIFT, _ROW_SHIFT = 4, 17
-_LOG2_E = float(np.log2(np.e))
 _NO_STEP = np.iinfo(np.int32).max
-_COLUMN_AXIS = (((1,), (1,)), ((), ()))
+_LOG2_E = float(np.log2(np.e))
+
+_Refs = Sequence[Any]
 
 
-def _steps(lists: BlockLists, heads: int) -> tuple[Int[Array, "B|1 heads|1 steps"], Int[Array, ""]]:
-    """Returns the steps of each grid head as words (block of rows, block of columns, flags), and the most there are.
+def fits(lists: BlockLists) -> bool:
+    """True if the steps, 4 bytes for each place in the lists, fit in scalar memory: 1 MiB, less what Mosaic takes."""
+    batch, heads, rows, columns = lists.index.shape
+    return 4 * batch * heads * -(-rows * columns // LANES) * LANES < 2**20 - 2**14
 
-    Lists of more heads than the grid's are joined: block ``i`` of the columns of a group's head ``g`` is then
-    ``g columns + i``. A row without blocks has a step that computes nothing, and so have the steps after the last.
+
+def _resident_bytes() -> int:
+    """Returns the vector memory for cotangents of keys and values: of 16 MiB of a core of TPU v4, and of at least 64 MiB
+    of later ones."""
+    return _KEPT_BYTES // 8 if default_platform() == "tpu" and default_device().device_kind == "TPU v4" else _KEPT_BYTES
+
+
+def _steps(lists: BlockLists, span: range) -> tuple[Int[Array, "B|1 N|1 steps"], Int[Array, ""]]:
+    """Returns the steps of each list as words (block of queries, block of keys, flags), and the most that a list has.
+
+    ``span`` are the blocks of keys to visit. A row without blocks has a step that computes nothing, and so have the
+    steps after the last, which fetch nothing either.
     """
-    batch, num_lists, rows, columns = lists.index.shape
-    group = max(1, num_lists // heads)
-    head, row, slot = (lax.broadcasted_iota(jnp.int32, lists.index.shape, dim) for dim in (1, 2, 3))
-    member = head % group
-    computed = slot < lists.total[..., None]
-    column = jnp.where(computed, lists.index, 0) + member * columns
+    row, slot = (lax.broadcasted_iota(jnp.int32, lists.index.shape, dim) for dim in (2, 3))
+    computed = (slot < lists.total[..., None]) & (lists.index >= span.start) & (lists.index < span.stop)
     flags = computed * _COMPUTED + (slot < lists.partial[..., None]) * _MASKED
-    word = (row << _ROW_SHIFT) + (column << _COLUMN_SHIFT) + flags
-    word = jnp.where(computed | ((slot == 0) & (member == 0)), word, _NO_STEP)
-    word = jnp.sort(word.reshape(batch, num_lists // group, group * rows * columns))
+    word = (row << _ROW_SHIFT) + (jnp.where(computed, lists.index, span.start) << _COLUMN_SHIFT) + computed * flags
+    # rows in order, and blocks of keys in order within a row
+    empty = (slot == 0) & ~jnp.any(computed, axis=-1, keepdims=True)
+    word = jnp.sort(jnp.where(computed | empty, word, _NO_STEP).reshape(*word.shape[:2], -1))
     exists = word < _NO_STEP
     edge = jnp.diff(word >> _ROW_SHIFT, axis=-1) != 0
-    first = jnp.pad(edge, ((0, 0), (0, 0), (1, 0)), constant_values=True)
-    last = jnp.pad(edge, ((0, 0), (0, 0), (0, 1)), constant_values=True)
+    first, last = (jnp.pad(edge, ((0, 0), (0, 0), at), constant_values=True) for at in ((1, 0), (0, 1)))
     final = jnp.max(jnp.where(exists, word, 0), axis=-1, keepdims=True) >> _COLUMN_SHIFT << _COLUMN_SHIFT
     word = jnp.where(exists, word + first * _FIRST + last * _LAST, final)
     return word, jnp.max(jnp.sum(exists, axis=-1, dtype=jnp.int32))
@@ -61,50 +73,44 @@ def _steps(lists: BlockLists, heads: int) -> tuple[Int[Array, "B|1 heads|1 steps
 
 def _run(
     rule: TileRule,
-    lists: BlockLists,
+    steps: tuple[Array, Array],
     blocks: tuple[int, int],
     arrays: tuple[Sequence[Array], Sequence[Array]],
     *,
-    row_values: Sequence[Array] = (),
-    add: Callable[..., None],
-    finish: Callable[..., None],
+    row_values: Sequence[Float[Array, "B N T"]] = (),
+    add: Callable[[Tile, Array | None, _Refs, _Refs, _Refs, Array], None],
+    finish: Callable[[_Refs, _Refs], None],
     outs: Sequence[jax.ShapeDtypeStruct],
+    resident: Sequence[jax.ShapeDtypeStruct] = (),
     sums: Sequence[tuple[int, float]],
-    by_key: bool = False,
     name: str,
     interpret: Any,
 ) -> Any:
-    """Runs ``add`` on every tile of a major block and ``finish`` after its last.
+    """Runs ``add(tile, mask, arrays, sums, resident, block of keys)`` on every tile of a block of queries, and
+    ``finish(outs, sums)`` after its last.
 
-    ``arrays`` are those of queries, [B, N, T, width], and of keys, [B, K, S, width]. ``row_values`` are [B, N, T], and
-    the last rows of the tile. ``sums`` are the width and initial value of float32 sums over the tiles of a major block.
-    An output is of the major side, [B, heads, rows, width], or has one value per row, [B, heads, 1, rows].
+    ``arrays`` are those of queries, [B, N, T, width], and of keys, [B, K, S, width]; ``row_values`` are the last rows
+    of a tile. ``sums`` are widths and initial values of float32 sums over a block of queries. ``outs`` are [B, N, T,
+    width] or, a value per row, [B, N, 1, T]. ``resident`` outputs, [B, K, blocks, block, width], begin as zeros and
+    stay on the core while all queries of a group of heads pass.
     """
     queries, keys = arrays
-    batch, num_heads = queries[0].shape[:2]
-    group = num_heads // keys[0].shape[1]
-    columns = lists.index.shape[-1]
-    heads = num_heads // group if by_key else num_heads
-    words, num_steps = _steps(lists, heads)
-    per_head = lists.index.shape[1] > 1
-    members = group if by_key and not per_head else 1
-    shape = blocks[::-1] if by_key else blocks
+    batch, kv_heads = keys[0].shape[:2]
+    group = queries[0].shape[1] // kv_heads
+    words, num_steps = steps
     values = [_words(x)[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
-    sides = [0] * (len(rule.rows) + len(row_values)) + [1] * len(rule.columns)
+    num_rows = len(rule.rows) + len(row_values)
     scalars = [_words(x) for x in rule.heads]
 
     def lead(x: Any, b: Any, h: Any) -> tuple[Any, Any]:
         return (b if x.shape[0] > 1 else 0), (h if x.shape[1] > 1 else 0)
 
-    def locate(b: Any, h: Any, step: Any, member: Any, words: Any) -> Any:
+    def locate(b: Any, kv_head: Any, member: Any, step: Any, words: Any) -> tuple[Any, tuple[Any, Any], Any]:
         """Returns the word of a step, its heads and its blocks, each of queries and of keys."""
-        word = words[(*lead(words, b, h), step)]
-        row, column = word >> _ROW_SHIFT, (word >> _COLUMN_SHIFT) & ((1 << _ROW_SHIFT - _COLUMN_SHIFT) - 1)
-        if not by_key:
-            return word, (h, lax.div(h, group)), (row, column)
-        if per_head and group > 1:
-            member, column = lax.div(column, columns), lax.rem(column, columns)
-        return word, (h * group + member, h), (column, row)
+        head = kv_head * group + member
+        word = words[(*lead(words, b, head), step)]
+        column = (word >> _COLUMN_SHIFT) & ((1 << _ROW_SHIFT - _COLUMN_SHIFT) - 1)
+        return word, (head, kv_head), (word >> _ROW_SHIFT, column)
 
     def spec(x: Any, side: int, *, is_value: bool) -> pl.BlockSpec:
         def index(*args: Any) -> Any:
@@ -116,66 +122,64 @@ def _run(
         return pl.BlockSpec((None, None, 1, size) if is_value else (None, None, size, x.shape[-1]), index)
 
     def kernel(words: Any, *refs: Any) -> None:
-        counts = (len(scalars), len(queries) + len(keys), len(values), len(outs), len(sums))
+        counts = (len(scalars), len(queries) + len(keys), len(values), len(outs), len(resident), len(sums), num_rows)
         ends = np.cumsum(counts)
-        scalar_refs, array_refs, value_refs, out_refs, sum_refs, stored = (
-            refs[start:end] for start, end in zip((0, *ends), (*ends, len(refs)), strict=True)
+        scalar_refs, array_refs, value_refs, out_refs, resident_refs, sum_refs, wide = (
+            refs[end - count : end] for end, count in zip(ends, counts, strict=True)
         )
-        stored = list(stored)
-        b, h, step, member = (pl.program_id(axis) for axis in range(4))
-        word, heads, at = locate(b, h, step, member, words)
-        starts = ((word & _FIRST) != 0) & (member == 0)
+        b, kv_head, member, step = (pl.program_id(axis) for axis in range(4))
+        word, heads, at = locate(b, kv_head, member, step, words)
 
-        @pl.when(starts)
+        @pl.when((member == 0) & (step == 0))
+        def _() -> None:
+            for ref in resident_refs:
+                ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+        @pl.when((word & _FIRST) != 0)
         def _() -> None:
             for ref, (_, value) in zip(sum_refs, sums, strict=True):
                 ref[...] = jnp.full(ref.shape, value, jnp.float32)
-
-        wide = [stored.pop(0) if side == by_key else None for side in sides]
-        for x, ref, kept in zip(values, value_refs, wide, strict=True):
-            if kept is not None:
-                # a group's heads may have values of their own for the same keys
-                @pl.when(starts | (by_key and group > 1 and x.shape[1] > 1))
-                def _(ref: Any = ref, kept: Any = kept) -> None:
-                    kept[...] = jnp.broadcast_to(ref[...], (LANES, shape[0])).T
-
-        def tile() -> Tile:
-            whole = [
-                jnp.broadcast_to(ref[...], shape) if kept is None else _repeated(kept[...], shape[1])
-                for ref, kept in zip(value_refs, wide, strict=True)
-            ]
-            index = [blocks[i] * at[i] + lax.broadcasted_iota(jnp.int32, shape, i ^ by_key) for i in (0, 1)]
-            num_rows = len(rule.rows) + len(row_values)
-            given = tuple(ref[lead(ref, b, heads[0])] for ref in scalar_refs)
-            return Tile(*index, given, tuple(whole[:num_rows]), tuple(whole[num_rows:]))
+            for ref, kept in zip(value_refs[:num_rows], wide, strict=True):
+                kept[...] = jnp.broadcast_to(ref[...], kept.shape[::-1]).T
 
         def compute(*, masked: bool) -> None:
-            here = tile()
-            seen = jnp.broadcast_to(rule.mask(here), shape) if masked and rule.mask else None
-            add(here, seen, array_refs, sum_refs)
+            tile = Tile(
+                *(blocks[i] * at[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1)),
+                tuple(ref[lead(ref, b, heads[0])] for ref in scalar_refs),
+                tuple(_repeated(ref[...], blocks[1]) for ref in wide),
+                tuple(jnp.broadcast_to(ref[...], blocks) for ref in value_refs[num_rows:]),
+            )
+            seen = jnp.broadcast_to(rule.mask(tile), blocks) if masked and rule.mask else None
+            add(tile, seen, array_refs, sum_refs, resident_refs, at[1])
 
         kind = word & (_COMPUTED | _MASKED)
         pl.when(kind == _COMPUTED if rule.mask else kind != 0)(partial(compute, masked=False))
         if rule.mask:
             pl.when(kind == _COMPUTED | _MASKED)(partial(compute, masked=True))
-        pl.when(((word & _LAST) != 0) & (member == members - 1))(lambda: finish(out_refs, sum_refs))
+        pl.when((word & _LAST) != 0)(lambda: finish(out_refs, sum_refs))
 
     given = [(x, side, False) for side in (0, 1) for x in arrays[side]]
-    given += [(x, side, True) for x, side in zip(values, sides, strict=True)]
-    kept = [pltpu.VMEM((shape[0], LANES), x.dtype) for x, side in zip(values, sides, strict=True) if side == by_key]
+    given += [(x, int(i >= num_rows), True) for i, x in enumerate(values)]
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(scalars),
-            grid=(batch, heads, num_steps, members),
+            grid=(batch, kv_heads, group, num_steps),
             in_specs=[spec(x, side, is_value=is_value) for x, side, is_value in given],
-            out_specs=[spec(x, int(by_key), is_value=x.shape[2] == 1) for x in outs],
-            scratch_shapes=[*(pltpu.VMEM((shape[0], width), jnp.float32) for width, _ in sums), *kept],
+            out_specs=[
+                *(spec(x, 0, is_value=x.shape[2] == 1) for x in outs),
+                *(pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, *_: (b, h, 0, 0, 0)) for x in resident),
+            ],
+            scratch_shapes=[
+                *(pltpu.VMEM((blocks[0], width), jnp.float32) for width, _ in sums),
+                *(pltpu.VMEM((blocks[0], LANES), x.dtype) for x in values[:num_rows]),
+            ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            dimension_semantics=("parallel", "parallel", "arbitrary" if resident else "parallel", "arbitrary"),
+            vmem_limit_bytes=_resident_bytes() + _TILE_BYTES,
         ),
-        out_shape=list(outs),
+        out_shape=[*outs, *resident],
         name=name,
         interpret=interpret,
     )(words, *scalars, *(x for x, _, _ in given))
@@ -191,22 +195,18 @@ def _repeated(x: Array, width: int) -> Array:
     return jnp.tile(x, (1, pl.cdiv(width, LANES)))[:, :width]
 
 
-def _times(a: Array, b: Array) -> Array:
-    """Returns the products of every row of ``a`` with every row of ``b``."""
-    return lax.dot_general(a, b, _COLUMN_AXIS, preferred_element_type=jnp.float32)
+def _product(a: Array, b: Array, dims: tuple[int, int]) -> Array:
+    """Returns the product over one dim of each, in float32."""
+    return lax.dot_general(a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _scores(rule: TileRule, tile: Tile, a: Array, b: Array, scale: float) -> tuple[Array, Callable[[Array], Any]]:
-    """Returns the scores times log2(e), as exponents of 2 are an operation of the chip, and the derivative's transpose."""
+def _scores(rule: TileRule, tile: Tile, q: Array, k: Array, scale: float) -> tuple[Array, Callable[[Array], Any]]:
+    """Returns the scores times log2(e), since the chip has exponentials of base 2, and the transposed derivative."""
+    products = _product(q, k, (1, 1))
     if rule.score is None:
-        return _times(a, b) * (scale * _LOG2_E), lambda ds: (ds,)
-    s, slope = jax.vjp(lambda s: rule.score(s, tile), _times(a, b) * scale)
+        return products * (scale * _LOG2_E), lambda ds: (ds,)
+    s, slope = jax.vjp(lambda s: rule.score(s, tile), products * scale)
     return s * _LOG2_E, slope
-
-
-def _sums(weights: Array, b: Array) -> Array:
-    """Returns the sums of the rows of ``b`` by weights."""
-    return jnp.dot(weights.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
 def _by_head(x: Array) -> Array:
@@ -218,21 +218,21 @@ def forward(
     lists: BlockLists,
     blocks: tuple[int, int],
     scale: float,
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
     *,
     interpret: Any = False,
 ) -> AttentionResult:
-    """Returns the result [B, T, N, Hv] and the log-sum-exp [B, T, N] in float32 of q [B, T, N, H] on k [B, S, K, H].
+    """Returns the result [B, T, N, Hv] and the log-sum-exp [B, T, N] in float32.
 
-    ``blocks`` are the rows of a block of queries and of keys, multiples of 128 that divide T and S. A row that sees
-    nothing has the result 0 and the log-sum-exp minus infinity.
+    ``blocks`` are the queries and the keys of a block, multiples of 128 that divide T and S. A row that sees nothing
+    has the result 0 and the log-sum-exp minus infinity.
     """
     batch, length, heads, _ = q.shape
     width = v.shape[-1]
 
-    def add(tile: Tile, seen: Array | None, arrays: Any, sums: Any) -> None:
+    def add(tile: Tile, seen: Array | None, arrays: _Refs, sums: _Refs, resident: _Refs, column: Array) -> None:
         q, k, v = arrays
         mixed, peak, total = sums
         s, _ = _scores(rule, tile, q[...], k[...], scale)
@@ -244,18 +244,18 @@ def forward(
         fade = jnp.exp2(before - after)
         peak[...] = after
         total[...] = total[...] * fade + jnp.sum(p, axis=1, keepdims=True)
-        mixed[...] = mixed[...] * _repeated(fade, width) + _sums(p, v[...])
+        mixed[...] = mixed[...] * _repeated(fade, width) + _product(p.astype(v.dtype), v[...], (1, 0))
 
-    def finish(outs: Any, sums: Any) -> None:
+    def finish(outs: _Refs, sums: _Refs) -> None:
         mixed, peak, total = (ref[...] for ref in sums)
-        # Masked scores weigh 1 until a row sees its first key, and 0 from then on.
+        # masked scores weigh 1 until a row sees its first key, and 0 from then on
         some = peak > LOWEST
         outs[0][...] = (mixed * _repeated(jnp.where(some, 1.0 / total, 0.0), width)).astype(outs[0].dtype)
         outs[1][...] = jnp.where(some, peak / _LOG2_E + jnp.log(total), -jnp.inf).T[:1]
 
     o, lse = _run(
         rule,
-        lists,
+        _steps(lists, range(lists.index.shape[-1])),
         blocks,
         ((_by_head(q),), (_by_head(k), _by_head(v))),
         add=add,
@@ -278,53 +278,62 @@ def backward(
     blocks: tuple[int, int],
     scale: float,
     given: BackwardInputs,
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
     *,
     interpret: Any = False,
 ) -> QkvCotangents:
-    """Returns (dq, dk, dv) for (dout, o, lse) of `forward`, with the blocks listed by block of queries and of keys."""
+    """Returns (dq, dk, dv) for (dout, o, lse) of `forward`; ``by_key`` is not read.
+
+    Where dk and dv of one head do not fit on a core, a kernel runs for each span of keys.
+    """
     dout, o, lse = given
     # weights of a row that sees nothing are 2 ** LOWEST = 0
     values = [_by_head(x) for x in (jnp.where(lse == -jnp.inf, -LOWEST, lse * _LOG2_E), row_products(dout, o))]
-    arrays = (_by_head(q), _by_head(dout)), (_by_head(k), _by_head(v))
+    queries, keys = [_by_head(x) for x in (q, dout)], [_by_head(x) for x in (k, v)]
+    num_blocks = keys[0].shape[2] // blocks[1]
+    # two buffers in float32
+    block_bytes = 8 * blocks[1] * sum(pl.cdiv(x.shape[-1], LANES) * LANES for x in keys)
+    span = max(1, _resident_bytes() // block_bytes)
 
-    def cotangents(lists: BlockLists, side: int, factors: tuple[float, ...]) -> Any:
-        """Returns the cotangents of the arrays of one side, as many as ``factors``: what each is multiplied by."""
+    def add(
+        first: int, tile: Tile, seen: Array | None, arrays: _Refs, sums: _Refs, resident: _Refs, column: Array
+    ) -> None:
+        q, dout, k, v = (ref[...] for ref in arrays)
+        lse, delta = tile.rows[-2:]
+        s, slope = _scores(rule, tile, q, k, scale)
+        p = jnp.exp2(s - lse)
+        if seen is not None:
+            p = jnp.where(seen, p, 0.0)
+        (ds,) = slope(p * (_product(dout, v, (1, 1)) - delta))
+        sums[0][...] += _product(ds.astype(k.dtype), k, (1, 0))
+        for ref, weights, x in zip(resident, (ds, p), (q, dout), strict=True):
+            ref[column - first] += _product(weights.astype(x.dtype), x, (0, 0))
 
-        def add(tile: Tile, seen: Array | None, refs: Any, sums: Any) -> None:
-            pairs = [ref[...] for ref in refs[:2]], [ref[...] for ref in refs[2:]]
-            major, minor = pairs[side], pairs[1 - side]
-            lse, delta = tile.rows[-2:]
-            s, slope = _scores(rule, tile, major[0], minor[0], scale)
-            p = jnp.exp2(s - lse)
-            if seen is not None:
-                p = jnp.where(seen, p, 0.0)
-            (ds,) = slope(p * (_times(major[1], minor[1]) - delta))
-            for ref, weights, x in zip(sums, (ds, p), minor, strict=False):
-                ref[...] += _sums(weights, x)
+    def finish(outs: _Refs, sums: _Refs) -> None:
+        outs[0][...] = (sums[0][...] * scale).astype(outs[0].dtype)
 
-        def finish(outs: Any, sums: Any) -> None:
-            for ref, total, factor in zip(outs, sums, factors, strict=True):
-                ref[...] = (total[...] * factor).astype(ref.dtype)
-
-        of = arrays[side][: len(factors)]
-        return _run(
-            rule,
-            lists,
-            blocks,
-            arrays,
-            row_values=values,
-            add=add,
-            finish=finish,
-            outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of],
-            sums=[(x.shape[-1], 0.0) for x in of],
-            by_key=side == 1,
-            name=f"flash_attention_backward_{'keys' if side else 'queries'}",
-            interpret=interpret,
+    parts = []
+    for first in range(0, num_blocks, span):
+        here = range(first, min(first + span, num_blocks))
+        shapes = [(*x.shape[:2], len(here), blocks[1], x.shape[3]) for x in keys]
+        parts.append(
+            _run(
+                rule,
+                _steps(by_query, here),
+                blocks,
+                (queries, keys),
+                row_values=values,
+                add=partial(add, first),
+                finish=finish,
+                outs=[jax.ShapeDtypeStruct(queries[0].shape, q.dtype if span >= num_blocks else jnp.float32)],
+                resident=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+                sums=[(q.shape[-1], 0.0)],
+                name="flash_attention_backward",
+                interpret=interpret,
+            )
         )
-
-    (dq,) = cotangents(by_query, 0, (scale,))
-    dk, dv = cotangents(by_key, 1, (scale, 1.0))
-    return _by_head(dq), _by_head(dk), _by_head(dv)
+    dqs, dks, dvs = zip(*parts, strict=True)
+    dk, dv = (jnp.concatenate(x, axis=2).reshape(y.shape) for x, y in zip((dks, dvs), keys, strict=True))
+    return _by_head(sum(dqs).astype(q.dtype)), _by_head((dk * scale).astype(k.dtype)), _by_head(dv.astype(v.dtype))
