@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from meshwright.nn.attention import pallas_tpu
 from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
@@ -212,3 +213,13 @@ def test_steps_are_the_blocks_of_the_lists():
         present = (kinds[..., span.start : span.stop] != NOTHING).sum(-1)
         assert most == np.maximum(present, 1).sum(-1).max()
         assert ((words & 1) == 1).sum() == present.sum()
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [((4, 8, 64, 64), True), ((8, 7, 64, 64), False), ((3, 1, 256, 256), True), ((4, 1, 256, 256), False)],
+)
+def test_lists_that_fit_in_scalar_memory(shape, fits):
+    """As libtpu compiled them, or refused to; seven heads take the memory of eight."""
+    count = np.zeros(shape[:3], np.int32)
+    assert pallas_tpu.fits(BlockLists(count, count, np.zeros(shape, np.int32))) == fits

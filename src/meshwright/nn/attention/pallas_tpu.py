@@ -41,13 +41,15 @@ _Refs = Sequence[Any]
 def fits(lists: BlockLists) -> bool:
     """True if the steps, 4 bytes for each place in the lists, fit in scalar memory: 1 MiB, less what Mosaic takes."""
     batch, heads, rows, columns = lists.index.shape
-    return 4 * batch * heads * -(-rows * columns // LANES) * LANES < 2**20 - 2**14
+    sublanes = min(8, pl.next_power_of_2(heads))
+    places = batch * -(-heads // sublanes) * sublanes * -(-rows * columns // LANES) * LANES
+    return 4 * places < 2**20 - 2**14
 
 
 def _resident_bytes() -> int:
-    """Returns the vector memory for cotangents of keys and values: of 16 MiB of a core of TPU v4, and of at least 64 MiB
-    of later ones."""
-    return _KEPT_BYTES // 8 if default_platform() == "tpu" and default_device().device_kind == "TPU v4" else _KEPT_BYTES
+    """Returns the vector memory for dk and dv: a core of TPU v4 has 16 MiB, later ones have at least 64 MiB."""
+    small = default_platform() == "tpu" and default_device().device_kind == "TPU v4"
+    return _KEPT_BYTES // 8 if small else _KEPT_BYTES
 
 
 def _steps(lists: BlockLists, span: range) -> tuple[Int[Array, "B|1 N|1 steps"], Int[Array, ""]]:
@@ -143,8 +145,10 @@ def _run(
                 kept[...] = jnp.broadcast_to(ref[...], kept.shape[::-1]).T
 
         def compute(*, masked: bool) -> None:
+            query, key = (blocks[i] * at[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1))
             tile = Tile(
-                *(blocks[i] * at[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1)),
+                query,
+                key,
                 tuple(ref[lead(ref, b, heads[0])] for ref in scalar_refs),
                 tuple(_repeated(ref[...], blocks[1]) for ref in wide),
                 tuple(jnp.broadcast_to(ref[...], blocks) for ref in value_refs[num_rows:]),
@@ -202,10 +206,10 @@ def _product(a: Array, b: Array, dims: tuple[int, int]) -> Array:
 
 def _scores(rule: TileRule, tile: Tile, q: Array, k: Array, scale: float) -> tuple[Array, Callable[[Array], Any]]:
     """Returns the scores times log2(e), since the chip has exponentials of base 2, and the transposed derivative."""
-    products = _product(q, k, (1, 1))
-    if rule.score is None:
+    products, score = _product(q, k, (1, 1)), rule.score
+    if score is None:
         return products * (scale * _LOG2_E), lambda ds: (ds,)
-    s, slope = jax.vjp(lambda s: rule.score(s, tile), products * scale)
+    s, slope = jax.vjp(lambda s: score(s, tile), products * scale)
     return s * _LOG2_E, slope
 
 
