@@ -198,10 +198,10 @@ def test_blocks_outside_the_lists_are_not_read():
 
 def test_keys_in_spans(monkeypatch):
     """A core too small for the cotangents of all keys: each span of keys has its own kernel."""
-    monkeypatch.setattr(pallas_tpu, "_KEPT_BYTES", 2**19)
-    kinds = np.random.default_rng(4).integers(0, 3, (1, 1, 4, 3))
-    kinds[0, 0, 1] = [NOTHING, ALL, NOTHING]
-    check(TileRule(mask=lambda tile: tile.key > tile.query), (1, 512, 768, 2, 1, 64, 64), kinds=kinds)
+    monkeypatch.setattr(pallas_tpu, "_KEPT_BYTES", 2**20)
+    kinds = np.random.default_rng(4).integers(0, 3, (1, 1, 4, 4))
+    kinds[0, 0, 1] = [NOTHING, ALL, NOTHING, NOTHING]
+    check(TileRule(mask=lambda tile: tile.key > tile.query), (1, 512, 1024, 2, 1, 64, 64), kinds=kinds)
 
 
 def test_steps_are_the_blocks_of_the_lists():

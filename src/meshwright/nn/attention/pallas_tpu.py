@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from meshwright.nn.attention.platform import default_device, default_platform
-from meshwright.nn.attention.scores import LOWEST, AttentionResult, BackwardInputs, QkvCotangents, row_products
+from meshwright.nn.attention.scores import LOWEST, AttentionResult, BackwardInputs, QkvCotangents, row_products, safe
 from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
 
 BLOCKS = 512, 512
@@ -293,8 +293,7 @@ def backward(
     Where dk and dv of one head do not fit on a core, a kernel runs for each span of keys.
     """
     dout, o, lse = given
-    # weights of a row that sees nothing are 2 ** LOWEST = 0
-    values = [_by_head(x) for x in (jnp.where(lse == -jnp.inf, -LOWEST, lse * _LOG2_E), row_products(dout, o))]
+    values = [_by_head(x) for x in (safe(lse) * _LOG2_E, row_products(dout, o))]
     queries, keys = [_by_head(x) for x in (q, dout)], [_by_head(x) for x in (k, v)]
     num_blocks = keys[0].shape[2] // blocks[1]
     # two buffers in float32
