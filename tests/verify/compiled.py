@@ -1,11 +1,18 @@
 """Proofs by the real compilers of hardware that is not here; `make test-aot` installs them."""
 
+from contextlib import contextmanager
+
+import jax
 import pytest
+from jax.experimental import topologies
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.sharding import SingleDeviceSharding
 
 from meshwright.algebra.generation import Storage
 from meshwright.api.proving import PROGRAM, ProofOptions, request_of
 from meshwright.cli.asked import job_of_step
 from meshwright.cost.setting import Setting
+from meshwright.nn.attention.platform import traced_for
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -39,3 +46,31 @@ def request_for(
     job = job_of_step(Job(batch_seqs=seqs, seq_len=length), step)
     setting = Setting(given, cluster, job, storage=stored)
     return request_of(setting, strategy, ProofOptions(asked=step, **asked))
+
+
+@contextmanager
+def _no_cache():
+    cached = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", cached)
+    reset_cache()
+
+
+def compiled_for(on, function, *arguments):
+    """A function compiled for the first chip of a cluster; skips where the compiler for it is not installed."""
+    target = target_of(parse_cluster(on))
+    need_compiler(target)
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in target.environment.items():
+            patch.setenv(name, value)
+        device = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
+        device = device.devices[0]
+    given = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=SingleDeviceSharding(device)), arguments
+    )
+    # what these compilers make cannot be read back from the cache of the tests
+    with traced_for(target.platform, device), _no_cache():
+        return jax.jit(function).lower(*given).compile()

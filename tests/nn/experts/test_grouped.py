@@ -2,23 +2,19 @@
 
 import functools
 import re
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from meshwright.nn.attention.platform import traced_for
 from meshwright.nn.experts import grouped
 from meshwright.nn.experts import products as experts_products
 from meshwright.nn.experts.slots import Ragged
-from meshwright.spec.cluster import parse_cluster
-from meshwright.verify.targets import target_of
 from tests.nn.arrays import draw
-from tests.verify.compiled import need_compiler
+from tests.verify.compiled import compiled_for
 
 ROWS, WIDTH, OUT, EXPERTS = 512, 256, 128, 4
 ONE_PIECE, TWO_PIECES = [[100, 0, 150, 60]], [[30, 0, 90, 8], [0, 0, 0, 65]]
@@ -129,34 +125,6 @@ def test_what_kernels_take(platform, device, shape, dtype, taken):
 
 
 # -- compiled for chips -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def _no_cache():
-    cached = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", cached)
-    reset_cache()
-
-
-def compiled_for(on, function, *arguments):
-    from jax.experimental import topologies
-    from jax.sharding import SingleDeviceSharding
-
-    target = target_of(parse_cluster(on))
-    need_compiler(target)
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in target.environment.items():
-            patch.setenv(name, value)
-        device = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
-        device = device.devices[0]
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=SingleDeviceSharding(device)) for a in arguments]
-    # what these compilers make cannot be read back from the cache of the tests
-    with traced_for(target.platform, device), _no_cache():
-        return jax.jit(function).lower(*given).compile()
 
 
 NUM_ROWS, NUM_EXPERTS = 4096, 16

@@ -1,0 +1,342 @@
+"""Runs flash attention on TPUs by Pallas kernels that fetch and compute only the blocks in a list, under any rule.
+
+A step of a kernel computes one tile of scores, of a block of queries and a block of keys. The backward pass is one
+kernel, which computes scores once: it keeps the cotangents of a head's keys and values on the chip's core while the
+queries pass. Source of the running softmax and of its derivative: Dao, FlashAttention-2 (2023).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from meshwright.nn.attention.platform import default_device, default_platform
+from meshwright.nn.attention.scores import LOWEST, AttentionResult, BackwardInputs, QkvCotangents, row_products, safe
+from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
+
+BLOCKS = 512, 512
+"""Queries and keys of a block: both passes then fit in the cores of all TPUs in bf16 and float32, to heads of 256."""
+
+LANES = 128
+"""Elements in a row of a register: blocks have multiples of it."""
+
+_KEPT_BYTES, _TILE_BYTES = 2**25, 11 * 2**20
+"""Vector memory for what stays on a core, and for the arrays of a step, by `BLOCKS`."""
+
+_COMPUTED, _MASKED, _FIRST, _LAST = 1, 2, 4, 8
+_COLUMN_SHIFT, _ROW_SHIFT = 4, 17
+_NO_STEP = np.iinfo(np.int32).max
+_LOG2_E = float(np.log2(np.e))
+
+_Refs = Sequence[Any]
+
+
+def fits(lists: BlockLists) -> bool:
+    """True if the steps, 4 bytes for each place in the lists, fit in scalar memory: 1 MiB, less what Mosaic takes."""
+    batch, heads, rows, columns = lists.index.shape
+    sublanes = min(8, pl.next_power_of_2(heads))
+    places = batch * -(-heads // sublanes) * sublanes * -(-rows * columns // LANES) * LANES
+    return 4 * places < 2**20 - 2**14
+
+
+def _resident_bytes() -> int:
+    """Returns the vector memory for dk and dv: a core of TPU v4 has 16 MiB, later ones have at least 64 MiB."""
+    small = default_platform() == "tpu" and default_device().device_kind == "TPU v4"
+    return _KEPT_BYTES // 8 if small else _KEPT_BYTES
+
+
+def _steps(lists: BlockLists, span: range) -> tuple[Int[Array, "B|1 N|1 steps"], Int[Array, ""]]:
+    """Returns the steps of each list as words (block of queries, block of keys, flags), and the most that a list has.
+
+    ``span`` are the blocks of keys to visit. A row without blocks has a step that computes nothing, and so have the
+    steps after the last, which fetch nothing either.
+    """
+    row, slot = (lax.broadcasted_iota(jnp.int32, lists.index.shape, dim) for dim in (2, 3))
+    computed = (slot < lists.total[..., None]) & (lists.index >= span.start) & (lists.index < span.stop)
+    flags = computed * _COMPUTED + (slot < lists.partial[..., None]) * _MASKED
+    word = (row << _ROW_SHIFT) + (jnp.where(computed, lists.index, span.start) << _COLUMN_SHIFT) + computed * flags
+    # rows in order, and blocks of keys in order within a row
+    empty = (slot == 0) & ~jnp.any(computed, axis=-1, keepdims=True)
+    word = jnp.sort(jnp.where(computed | empty, word, _NO_STEP).reshape(*word.shape[:2], -1))
+    exists = word < _NO_STEP
+    edge = jnp.diff(word >> _ROW_SHIFT, axis=-1) != 0
+    first, last = (jnp.pad(edge, ((0, 0), (0, 0), at), constant_values=True) for at in ((1, 0), (0, 1)))
+    final = jnp.max(jnp.where(exists, word, 0), axis=-1, keepdims=True) >> _COLUMN_SHIFT << _COLUMN_SHIFT
+    word = jnp.where(exists, word + first * _FIRST + last * _LAST, final)
+    return word, jnp.max(jnp.sum(exists, axis=-1, dtype=jnp.int32))
+
+
+def _run(
+    rule: TileRule,
+    steps: tuple[Array, Array],
+    blocks: tuple[int, int],
+    arrays: tuple[Sequence[Array], Sequence[Array]],
+    *,
+    row_values: Sequence[Float[Array, "B N T"]] = (),
+    add: Callable[[Tile, Array | None, _Refs, _Refs, _Refs, Array], None],
+    finish: Callable[[_Refs, _Refs], None],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    resident: Sequence[jax.ShapeDtypeStruct] = (),
+    sums: Sequence[tuple[int, float]],
+    name: str,
+    interpret: Any,
+) -> Any:
+    """Runs ``add(tile, mask, arrays, sums, resident, block of keys)`` on every tile of a block of queries, and
+    ``finish(outs, sums)`` after its last.
+
+    ``arrays`` are those of queries, [B, N, T, width], and of keys, [B, K, S, width]; ``row_values`` are the last rows
+    of a tile. ``sums`` are widths and initial values of float32 sums over a block of queries. ``outs`` are [B, N, T,
+    width] or, a value per row, [B, N, 1, T]. ``resident`` outputs, [B, K, blocks, block, width], begin as zeros and
+    stay on the core while all queries of a group of heads pass.
+    """
+    queries, keys = arrays
+    batch, kv_heads = keys[0].shape[:2]
+    group = queries[0].shape[1] // kv_heads
+    words, num_steps = steps
+    values = [_words(x)[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
+    num_rows = len(rule.rows) + len(row_values)
+    scalars = [_words(x) for x in rule.heads]
+
+    def lead(x: Any, b: Any, h: Any) -> tuple[Any, Any]:
+        return (b if x.shape[0] > 1 else 0), (h if x.shape[1] > 1 else 0)
+
+    def locate(b: Any, kv_head: Any, member: Any, step: Any, words: Any) -> tuple[Any, tuple[Any, Any], Any]:
+        """Returns the word of a step, its heads and its blocks, each of queries and of keys."""
+        head = kv_head * group + member
+        word = words[(*lead(words, b, head), step)]
+        column = (word >> _COLUMN_SHIFT) & ((1 << _ROW_SHIFT - _COLUMN_SHIFT) - 1)
+        return word, (head, kv_head), (word >> _ROW_SHIFT, column)
+
+    def spec(x: Any, side: int, *, is_value: bool) -> pl.BlockSpec:
+        def index(*args: Any) -> Any:
+            _, heads, at = locate(*args[:5])
+            first = lead(x, args[0], heads[0 if is_value else side])
+            return (*first, 0, at[side]) if is_value else (*first, at[side], 0)
+
+        size = blocks[side]
+        return pl.BlockSpec((None, None, 1, size) if is_value else (None, None, size, x.shape[-1]), index)
+
+    def kernel(words: Any, *refs: Any) -> None:
+        counts = (len(scalars), len(queries) + len(keys), len(values), len(outs), len(resident), len(sums), num_rows)
+        ends = np.cumsum(counts)
+        scalar_refs, array_refs, value_refs, out_refs, resident_refs, sum_refs, wide = (
+            refs[end - count : end] for end, count in zip(ends, counts, strict=True)
+        )
+        b, kv_head, member, step = (pl.program_id(axis) for axis in range(4))
+        word, heads, at = locate(b, kv_head, member, step, words)
+
+        @pl.when((member == 0) & (step == 0))
+        def _() -> None:
+            for ref in resident_refs:
+                ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+        @pl.when((word & _FIRST) != 0)
+        def _() -> None:
+            for ref, (_, value) in zip(sum_refs, sums, strict=True):
+                ref[...] = jnp.full(ref.shape, value, jnp.float32)
+            for ref, kept in zip(value_refs[:num_rows], wide, strict=True):
+                kept[...] = jnp.broadcast_to(ref[...], kept.shape[::-1]).T
+
+        def compute(*, masked: bool) -> None:
+            query, key = (blocks[i] * at[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1))
+            tile = Tile(
+                query,
+                key,
+                tuple(ref[lead(ref, b, heads[0])] for ref in scalar_refs),
+                tuple(_repeated(ref[...], blocks[1]) for ref in wide),
+                tuple(jnp.broadcast_to(ref[...], blocks) for ref in value_refs[num_rows:]),
+            )
+            seen = jnp.broadcast_to(rule.mask(tile), blocks) if masked and rule.mask else None
+            add(tile, seen, array_refs, sum_refs, resident_refs, at[1])
+
+        kind = word & (_COMPUTED | _MASKED)
+        pl.when(kind == _COMPUTED if rule.mask else kind != 0)(partial(compute, masked=False))
+        if rule.mask:
+            pl.when(kind == _COMPUTED | _MASKED)(partial(compute, masked=True))
+        pl.when((word & _LAST) != 0)(lambda: finish(out_refs, sum_refs))
+
+    given = [(x, side, False) for side in (0, 1) for x in arrays[side]]
+    given += [(x, int(i >= num_rows), True) for i, x in enumerate(values)]
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1 + len(scalars),
+            grid=(batch, kv_heads, group, num_steps),
+            in_specs=[spec(x, side, is_value=is_value) for x, side, is_value in given],
+            out_specs=[
+                *(spec(x, 0, is_value=x.shape[2] == 1) for x in outs),
+                *(pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, *_: (b, h, 0, 0, 0)) for x in resident),
+            ],
+            scratch_shapes=[
+                *(pltpu.VMEM((blocks[0], width), jnp.float32) for width, _ in sums),
+                *(pltpu.VMEM((blocks[0], LANES), x.dtype) for x in values[:num_rows]),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary" if resident else "parallel", "arbitrary"),
+            vmem_limit_bytes=_resident_bytes() + _TILE_BYTES,
+        ),
+        out_shape=[*outs, *resident],
+        name=name,
+        interpret=interpret,
+    )(words, *scalars, *(x for x, _, _ in given))
+
+
+def _words(x: Array) -> Array:
+    """Converts to 32 bits, which scalar memory and transposes need."""
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+
+
+def _repeated(x: Array, width: int) -> Array:
+    """Widens an array whose lanes are all equal."""
+    return jnp.tile(x, (1, pl.cdiv(width, LANES)))[:, :width]
+
+
+def _product(a: Array, b: Array, dims: tuple[int, int]) -> Array:
+    """Returns the product over one dim of each, in float32."""
+    return lax.dot_general(a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _scores(rule: TileRule, tile: Tile, q: Array, k: Array, scale: float) -> tuple[Array, Callable[[Array], Any]]:
+    """Returns the scores times log2(e), since the chip has exponentials of base 2, and the transposed derivative."""
+    products, score = _product(q, k, (1, 1)), rule.score
+    if score is None:
+        return products * (scale * _LOG2_E), lambda ds: (ds,)
+    s, slope = jax.vjp(lambda s: score(s, tile), products * scale)
+    return s * _LOG2_E, slope
+
+
+def _by_head(x: Array) -> Array:
+    return jnp.swapaxes(x, 1, 2)
+
+
+def forward(
+    rule: TileRule,
+    lists: BlockLists,
+    blocks: tuple[int, int],
+    scale: float,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    interpret: Any = False,
+) -> AttentionResult:
+    """Returns the result [B, T, N, Hv] and the log-sum-exp [B, T, N] in float32.
+
+    ``blocks`` are the queries and the keys of a block, multiples of 128 that divide T and S. A row that sees nothing
+    has the result 0 and the log-sum-exp minus infinity.
+    """
+    batch, length, heads, _ = q.shape
+    width = v.shape[-1]
+
+    def add(tile: Tile, seen: Array | None, arrays: _Refs, sums: _Refs, resident: _Refs, column: Array) -> None:
+        q, k, v = arrays
+        mixed, peak, total = sums
+        s, _ = _scores(rule, tile, q[...], k[...], scale)
+        if seen is not None:
+            s = jnp.where(seen, s, LOWEST)
+        before = peak[...]
+        after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
+        p = jnp.exp2(s - _repeated(after, blocks[1]))
+        fade = jnp.exp2(before - after)
+        peak[...] = after
+        total[...] = total[...] * fade + jnp.sum(p, axis=1, keepdims=True)
+        mixed[...] = mixed[...] * _repeated(fade, width) + _product(p.astype(v.dtype), v[...], (1, 0))
+
+    def finish(outs: _Refs, sums: _Refs) -> None:
+        mixed, peak, total = (ref[...] for ref in sums)
+        # masked scores weigh 1 until a row sees its first key, and 0 from then on
+        some = peak > LOWEST
+        outs[0][...] = (mixed * _repeated(jnp.where(some, 1.0 / total, 0.0), width)).astype(outs[0].dtype)
+        outs[1][...] = jnp.where(some, peak / _LOG2_E + jnp.log(total), -jnp.inf).T[:1]
+
+    o, lse = _run(
+        rule,
+        _steps(lists, range(lists.index.shape[-1])),
+        blocks,
+        ((_by_head(q),), (_by_head(k), _by_head(v))),
+        add=add,
+        finish=finish,
+        outs=(
+            jax.ShapeDtypeStruct((batch, heads, length, width), q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32),
+        ),
+        sums=((width, 0.0), (LANES, LOWEST), (LANES, 0.0)),
+        name="flash_attention_forward",
+        interpret=interpret,
+    )
+    return _by_head(o), _by_head(lse[:, :, 0])
+
+
+def backward(
+    rule: TileRule,
+    by_query: BlockLists,
+    by_key: BlockLists,
+    blocks: tuple[int, int],
+    scale: float,
+    given: BackwardInputs,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    *,
+    interpret: Any = False,
+) -> QkvCotangents:
+    """Returns (dq, dk, dv) for (dout, o, lse) of `forward`; ``by_key`` is not read.
+
+    Where dk and dv of one head do not fit on a core, a kernel runs for each span of keys.
+    """
+    dout, o, lse = given
+    values = [_by_head(x) for x in (safe(lse) * _LOG2_E, row_products(dout, o))]
+    queries, keys = [_by_head(x) for x in (q, dout)], [_by_head(x) for x in (k, v)]
+    num_blocks = keys[0].shape[2] // blocks[1]
+    # two buffers in float32
+    block_bytes = 8 * blocks[1] * sum(pl.cdiv(x.shape[-1], LANES) * LANES for x in keys)
+    span = max(1, _resident_bytes() // block_bytes)
+
+    def add(
+        first: int, tile: Tile, seen: Array | None, arrays: _Refs, sums: _Refs, resident: _Refs, column: Array
+    ) -> None:
+        q, dout, k, v = (ref[...] for ref in arrays)
+        lse, delta = tile.rows[-2:]
+        s, slope = _scores(rule, tile, q, k, scale)
+        p = jnp.exp2(s - lse)
+        if seen is not None:
+            p = jnp.where(seen, p, 0.0)
+        (ds,) = slope(p * (_product(dout, v, (1, 1)) - delta))
+        sums[0][...] += _product(ds.astype(k.dtype), k, (1, 0))
+        for ref, weights, x in zip(resident, (ds, p), (q, dout), strict=True):
+            ref[column - first] += _product(weights.astype(x.dtype), x, (0, 0))
+
+    def finish(outs: _Refs, sums: _Refs) -> None:
+        outs[0][...] = (sums[0][...] * scale).astype(outs[0].dtype)
+
+    parts = []
+    for first in range(0, num_blocks, span):
+        here = range(first, min(first + span, num_blocks))
+        shapes = [(*x.shape[:2], len(here), blocks[1], x.shape[3]) for x in keys]
+        parts.append(
+            _run(
+                rule,
+                _steps(by_query, here),
+                blocks,
+                (queries, keys),
+                row_values=values,
+                add=partial(add, first),
+                finish=finish,
+                outs=[jax.ShapeDtypeStruct(queries[0].shape, q.dtype if span >= num_blocks else jnp.float32)],
+                resident=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+                sums=[(q.shape[-1], 0.0)],
+                name="flash_attention_backward",
+                interpret=interpret,
+            )
+        )
+    dqs, dks, dvs = zip(*parts, strict=True)
+    dk, dv = (jnp.concatenate(x, axis=2).reshape(y.shape) for x, y in zip((dks, dvs), keys, strict=True))
+    return _by_head(sum(dqs).astype(q.dtype)), _by_head((dk * scale).astype(k.dtype)), _by_head(dv.astype(v.dtype))
