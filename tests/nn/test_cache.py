@@ -34,7 +34,7 @@ def test_a_cache_holds_the_last_positions_of_each_row(num_slots):
     rows = values(14)
     cache = write_prompt(empty(num_slots), jnp.asarray(rows[:, :10]), jnp.asarray(LENGTHS - 1))
     for count in range(5):
-        seen = np.asarray(cache.read())
+        seen = np.asarray(cache.entries())
         last = LENGTHS - 1 + count
         for b in range(BATCH):
             for position in range(max(0, last[b] - num_slots + 1), last[b] + 1):

@@ -33,17 +33,15 @@ class LayerCache:
     stack: Array
     layer: Int[Array, ""]
 
-    def read(self, pages: Pages | None = None) -> Array:
-        """Returns the layer, [B, S, ...]; with a page table the slots of each sequence's pages, concatenated."""
-        layer = jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
-        if pages is None:
-            return layer
-        return layer[pages].reshape(pages.shape[0], self.num_slots(pages), *layer.shape[2:])
+    def entries(self, *, paged: bool = False) -> Array:
+        """Returns the layer, [B, S, ...]; of a paged cache the pages of all layers, [L Pg, Pl, ...], without a copy."""
+        if paged:
+            return self.stack.reshape(-1, *self.stack.shape[2:])
+        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
 
-    def num_slots(self, pages: Pages | None = None) -> int:
-        """Returns the slots of one sequence."""
-        each = self.stack.shape[2]
-        return each if pages is None else pages.shape[1] * each
+    def in_pool(self, pages: Pages) -> Pages:
+        """Returns the numbers of this layer's pages among those of all layers."""
+        return pages + self.layer * self.stack.shape[1]
 
 
 def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Layout | None:

@@ -231,7 +231,8 @@ def _rows(call: RaggedCall, tiles: _Tiles, own: Array) -> tuple[Array, Array]:
 
 def _merged(kept: _State, began: Array, num_blocks: int) -> _State:
     """Adds the rows that lanes have of a block that another lane began, ``began``, to those of the blocks."""
-    own, more = (jax.tree.map(lambda x: x[part], kept) for part in (slice(num_blocks), slice(num_blocks, None)))
+    own = jax.tree.map(lambda x: x[:num_blocks], kept)
+    more = jax.tree.map(lambda x: x[num_blocks:], kept)
     peak = own.peak.at[began].max(more.peak)
     fade, further = jnp.exp(own.peak - peak), jnp.exp(more.peak - peak[began])
     total = (own.total * fade).at[began].add(more.total * further)
