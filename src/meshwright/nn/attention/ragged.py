@@ -8,7 +8,7 @@ that queries see, whatever the lengths of sequences are, and no page is copied b
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,12 @@ LANES = {"cpu": 4}
 
 MANY_LANES = 64
 
+LANE = 128
+"""Entries of a row of registers on a TPU."""
+
+UNSEEN = -(2**30)
+"""A distance, from a query to a slot, that no mask admits."""
+
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -41,6 +47,13 @@ class PagedPart(NamedTuple):
 
     queries: Float[Array, "R N H"]
     keys: Array
+    scale: Float[Array, "Pg Pl K"] | None = None
+
+
+class PagedValues(NamedTuple):
+    """Pages of values, and the scale of each slot and head."""
+
+    values: Float[Array, "Pg Pl K Hv"]
     scale: Float[Array, "Pg Pl K"] | None = None
 
 
@@ -74,9 +87,14 @@ def ragged_attention(
     Products are in the dtype of the queries, scores and sums in float32.
     """
     out = jnp.zeros((*parts[0].queries.shape[:2], values.shape[-1]), parts[0].queries.dtype)
+    mixed = PagedValues(values, value_scale)
     for block in (1,) if call.longest == 1 else (1, min(call.longest, QUERY_BLOCK)):
         tiles = _tiles(call, block, out.shape[0], values.shape[1])
-        out = _pass(call, tiles, parts, values, value_scale, out)
+        run = _by_kernel if _kernel_takes(call, tiles, parts, mixed) else _by_lanes
+        found = run(call, tiles, parts, mixed)
+        row, exists = _rows(call, tiles, jnp.arange(len(tiles.starts)))
+        row = jnp.where(exists & (tiles.ends > tiles.starts)[:, None], row, len(out))
+        out = out.at[row].set(found.astype(out.dtype), mode="drop")
     return out
 
 
@@ -114,6 +132,9 @@ def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles
     return _Tiles(sequence, row, chunk, starts, ends, block, num_pages)
 
 
+_Found = Float[Array, "M block N Hv"]
+
+
 class _State(NamedTuple):
     """Running softmax of the queries of blocks: G heads of a block's queries are the rows of one matrix for each of K
     key heads."""
@@ -123,17 +144,10 @@ class _State(NamedTuple):
     mixed: Float[Array, "M K R Hv"]
 
 
-def _pass(
-    call: RaggedCall,
-    tiles: _Tiles,
-    parts: Sequence[PagedPart],
-    values: Array,
-    value_scale: Array | None,
-    out: Array,
-) -> Array:
-    """Returns ``out`` with the rows of the tiles' blocks replaced."""
-    num_blocks, kv_heads, block = len(tiles.starts), values.shape[2], tiles.block
-    lanes, group = LANES.get(call.platform, MANY_LANES), out.shape[1] // kv_heads
+def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> _Found:
+    """Returns the attention of each block by XLA, a tile of every lane at a time."""
+    num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
+    lanes, group = LANES.get(call.platform, MANY_LANES), parts[0].queries.shape[1] // kv_heads
     # each lane has a run of this many tiles
     each = -(-tiles.ends[-1] // lanes)
     lane = jnp.arange(lanes, dtype=jnp.int32)
@@ -141,7 +155,7 @@ def _pass(
 
     def begin(count: int) -> _State:
         zeros = jnp.zeros((count, *rows), jnp.float32)
-        return _State(zeros + LOWEST, zeros, jnp.zeros((count, *rows, values.shape[-1]), jnp.float32))
+        return _State(zeros + LOWEST, zeros, jnp.zeros((count, *rows, width), jnp.float32))
 
     def block_of(tile: Array) -> Array:
         return jnp.minimum(jnp.searchsorted(tiles.ends, tile, side="right"), num_blocks - 1).astype(jnp.int32)
@@ -152,25 +166,23 @@ def _pass(
         own = block_of(tile)
         fresh = (number == 0) | (tile == tiles.starts[own])
         state = jax.tree.map(lambda old, new: jnp.where(_over(fresh, old), new, old), state, begin(lanes))
-        state = _attend(call, tiles, (own, tile), parts, (values, value_scale), state)
+        state = _attend(call, tiles, (own, tile), parts, mixed, state)
         # a block that another lane begins has a row of its own for each further lane
         place = jnp.where(tiles.starts[own] < lane * each, num_blocks + lane, own)
         place = jnp.where(tile < tiles.ends[-1], place, num_blocks + lanes)
         return state, jax.tree.map(lambda all, one: all.at[place].set(one, mode="drop"), kept, state)
 
     _, kept = lax.fori_loop(0, each, step, (begin(lanes), begin(num_blocks + lanes)))
-    peak, total, mixed = _merged(kept, block_of(lane * each), num_blocks)
+    peak, total, sums = _merged(kept, block_of(lane * each), num_blocks)
     if call.sinks is not None:
         sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
         top = jnp.maximum(peak, sinks)
-        mixed = mixed * jnp.exp(peak - top)[..., None]
+        sums = sums * jnp.exp(peak - top)[..., None]
         total = total * jnp.exp(peak - top) + jnp.exp(sinks - top)
-    found = mixed / jnp.where(total > 0, total, 1.0)[..., None]
-    found = jnp.moveaxis(found.reshape(num_blocks, kv_heads, block, group, -1), 2, 1)
-    row, exists = _rows(call, tiles, jnp.arange(num_blocks))
-    exists &= (tiles.ends > tiles.starts)[:, None]
-    row = jnp.where(exists, row, len(out))
-    return out.at[row].set(found.reshape(*row.shape, *out.shape[1:]).astype(out.dtype), mode="drop")
+    found = sums / jnp.where(total > 0, total, 1.0)[..., None]
+    return jnp.moveaxis(found.reshape(num_blocks, kv_heads, block, group, -1), 2, 1).reshape(
+        num_blocks, block, -1, width
+    )
 
 
 def _attend(
@@ -178,7 +190,7 @@ def _attend(
     tiles: _Tiles,
     at: tuple[Array, Array],
     parts: Sequence[PagedPart],
-    mixed: tuple[Array, Array | None],
+    mixed: PagedValues,
     state: _State,
 ) -> _State:
     """Returns the running softmax after one tile of each lane; ``at`` are the lanes' blocks and tiles."""
@@ -242,3 +254,124 @@ def _merged(kept: _State, began: Array, num_blocks: int) -> _State:
 
 def _over(flag: Array, like: Array) -> Array:
     return flag.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+# -- TPU ---------------------------------------------------------------------------------------------------
+
+KERNEL_ROWS = 256
+"""Rows, queries x heads, of a block at most: the kernel multiplies all heads with the keys of all key heads, which
+costs nothing where few rows meet many keys."""
+
+SCALAR_BYTES = 2**18
+"""Bytes of the page table and the list of tiles at most, which scalar memory has."""
+
+
+def _kernel_takes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> bool:
+    """True on TPUs for few rows of 16-bit queries, for widths of whole lanes and tables that fit scalar memory."""
+    rows, table = tiles.block * parts[0].queries.shape[1], call.pages.shape[1]
+    scalars = 4 * (call.pages.size + len(tiles.starts) * -(-table // tiles.num_pages))
+    plain = all(part.scale is None and part.keys.dtype.itemsize > 1 for part in parts)
+    return call.platform == "tpu" and rows <= KERNEL_ROWS and scalars <= SCALAR_BYTES and plain
+
+
+def _by_kernel(
+    call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues, *, interpret: bool = False
+) -> _Found:
+    """Returns the attention of each block by a kernel with a tile in each step of its grid, whose pages are fetched
+    ahead. The columns of its scores are (slot, key head) pairs, as a page has them in memory."""
+    from jax.experimental import pallas as pl  # Pallas takes time to import
+    from jax.experimental.pallas import tpu as pltpu
+
+    page_len, kv_heads, width = mixed.values.shape[1:]
+    num_pages, num_blocks = tiles.num_pages, len(tiles.starts)
+    heads, dtype = parts[0].queries.shape[1], parts[0].queries.dtype
+    rows, slots = tiles.block * heads, num_pages * page_len
+    most = num_blocks * -(-call.pages.shape[1] // num_pages)
+    own = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(most), side="right"), num_blocks - 1)
+    # a tile's last pages may be beyond the table, and entries without a page may be any number
+    table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
+    scalars = [own, tiles.starts, tiles.chunk, (call.lengths - call.counts)[tiles.sequence] + tiles.row]
+    scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * table.shape[1], table.reshape(-1))]
+
+    def page(number: int) -> Any:
+        def index(tile: Array, own: Any, starts: Any, chunk: Any, position: Any, first: Any, table_: Any) -> Any:
+            block = own[tile]
+            at = (chunk[block] + tile - starts[block]) * num_pages + number
+            return table_[first[block] + jnp.minimum(at, table.shape[1] - 1)], 0, 0
+
+        return index
+
+    def of_block(tile: Array, own: Any, *_: Any) -> Any:
+        return own[tile], 0, 0
+
+    def whole(*_: Any) -> Any:
+        return 0, 0
+
+    query, head = np.divmod(np.arange(rows), heads)
+    slot, key_head = np.divmod(np.arange(slots * kv_heads), kv_heads)
+    back = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
+    sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
+    begin = jnp.broadcast_to(jnp.tile(sinks, tiles.block)[:, None], (rows, LANE))
+    index, _ = _rows(call, tiles, jnp.arange(num_blocks))
+    queries = [part.queries.at[index].get(mode="clip").reshape(num_blocks, rows, -1) for part in parts]
+    latent = mixed.values is parts[0].keys
+    pools = [part.keys for part in parts] + ([] if latent else [mixed.values])
+    pools = [pool.reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
+
+    def kernel(own: Any, starts: Any, chunk: Any, position: Any, *refs: Any) -> None:
+        _, _, begin_ref, back_ref, *refs = refs
+        query_refs, refs = refs[: len(parts)], refs[len(parts) :]
+        page_refs, (out_ref, peak_ref, total_ref, sums_ref) = refs[:-4], refs[-4:]
+        tile = pl.program_id(0)
+        block = own[tile]
+
+        @pl.when(tile == starts[block])
+        def _() -> None:
+            peak_ref[...] = begin_ref[...]
+            total_ref[...] = jnp.full((rows, LANE), 0.0 if call.sinks is None else 1.0, jnp.float32)
+            sums_ref[...] = jnp.zeros((rows, width), jnp.float32)
+
+        def read(pool: int) -> Array:
+            pages = [ref[0] for ref in page_refs[pool * num_pages : (pool + 1) * num_pages]]
+            return jnp.concatenate(pages, axis=0).astype(dtype)
+
+        keys = [read(number) for number in range(len(parts))]
+        over_width = (((1,), (1,)), ((), ()))
+        products = (
+            lax.dot_general(ref[0], each, over_width, preferred_element_type=jnp.float32)
+            for ref, each in zip(query_refs, keys, strict=True)
+        )
+        scores = capped(call.scale * sum(products, start=jnp.zeros(back.shape, jnp.float32)), call.softcap)
+        distance = back_ref[...] + (position[block] - (chunk[block] + tile - starts[block]) * slots)
+        seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        before = peak_ref[:, :1]
+        peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        weights, fade = jnp.exp(scores - peak), jnp.exp(before - peak)
+        total = total_ref[:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
+        values = keys[0] if latent else read(len(parts))
+        sums = sums_ref[...] * fade + jnp.dot(weights.astype(dtype), values, preferred_element_type=jnp.float32)
+        peak_ref[...] = jnp.broadcast_to(peak, (rows, LANE))
+        total_ref[...] = jnp.broadcast_to(total, (rows, LANE))
+        sums_ref[...] = sums
+        out_ref[0] = sums / jnp.where(total > 0, total, 1.0)
+
+    running = [pltpu.VMEM((rows, size), jnp.float32) for size in (LANE, LANE, width)]
+    found = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(jnp.maximum(tiles.ends[-1], 1),),
+            in_specs=[
+                pl.BlockSpec((rows, LANE), whole),
+                pl.BlockSpec(back.shape, whole),
+                *(pl.BlockSpec((1, *each.shape[1:]), of_block) for each in queries),
+                *(pl.BlockSpec((1, *pool.shape[1:]), page(number)) for pool in pools for number in range(num_pages)),
+            ],
+            out_specs=pl.BlockSpec((1, rows, width), of_block),
+            scratch_shapes=running,
+        ),
+        out_shape=jax.ShapeDtypeStruct((num_blocks, rows, width), jnp.float32),
+        interpret=interpret,
+    )(*scalars, begin, jnp.asarray(back), *queries, *(pool for pool in pools for _ in range(num_pages)))
+    return jnp.asarray(found).reshape(num_blocks, tiles.block, heads, width)
