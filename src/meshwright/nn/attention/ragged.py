@@ -90,7 +90,7 @@ def ragged_attention(
     mixed = PagedValues(values, value_scale)
     for block in (1,) if call.longest == 1 else (1, min(call.longest, QUERY_BLOCK)):
         tiles = _tiles(call, block, out.shape[0], values.shape[1])
-        run = _by_kernel if _kernel_takes(call, tiles, parts, mixed) else _by_lanes
+        run = _by_kernel if _kernel_takes(call, tiles, out.shape[1]) else _by_lanes
         found = run(call, tiles, parts, mixed)
         row, exists = _rows(call, tiles, jnp.arange(len(tiles.starts)))
         row = jnp.where(exists & (tiles.ends > tiles.starts)[:, None], row, len(out))
@@ -266,12 +266,11 @@ SCALAR_BYTES = 2**18
 """Bytes of the page table and the list of tiles at most, which scalar memory has."""
 
 
-def _kernel_takes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> bool:
-    """True on TPUs for few rows of 16-bit queries, for widths of whole lanes and tables that fit scalar memory."""
-    rows, table = tiles.block * parts[0].queries.shape[1], call.pages.shape[1]
+def _kernel_takes(call: RaggedCall, tiles: _Tiles, num_heads: int) -> bool:
+    """True on TPUs for few rows and for tables that fit scalar memory."""
+    rows, table = tiles.block * num_heads, call.pages.shape[1]
     scalars = 4 * (call.pages.size + len(tiles.starts) * -(-table // tiles.num_pages))
-    plain = all(part.scale is None and part.keys.dtype.itemsize > 1 for part in parts)
-    return call.platform == "tpu" and rows <= KERNEL_ROWS and scalars <= SCALAR_BYTES and plain
+    return call.platform == "tpu" and rows <= KERNEL_ROWS and scalars <= SCALAR_BYTES
 
 
 def _by_kernel(
@@ -315,12 +314,23 @@ def _by_kernel(
     index, _ = _rows(call, tiles, jnp.arange(num_blocks))
     queries = [part.queries.at[index].get(mode="clip").reshape(num_blocks, rows, -1) for part in parts]
     latent = mixed.values is parts[0].keys
+
+    def of_tiles(scale: Array) -> Array:
+        """Returns [tiles, 1, columns], gathered by XLA: a page of scales is not a whole number of registers."""
+        number = (tiles.chunk[own] + jnp.arange(most) - tiles.starts[own])[:, None] * num_pages
+        number = jnp.minimum(number + jnp.arange(num_pages)[None], table.shape[1] - 1)
+        return scale[table[tiles.sequence[own][:, None], number]].reshape(most, 1, -1)
+
+    scales = [each.scale for each in (*parts, mixed)]
+    scaled = mixed.scale is not None
+    gathered = [of_tiles(scale) for scale in scales if scale is not None]
     pools = [part.keys for part in parts] + ([] if latent else [mixed.values])
     pools = [pool.reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
 
     def kernel(own: Any, starts: Any, chunk: Any, position: Any, *refs: Any) -> None:
         _, _, begin_ref, back_ref, *refs = refs
-        query_refs, refs = refs[: len(parts)], refs[len(parts) :]
+        query_refs, scale_refs = refs[: len(parts)], refs[len(parts) :][: len(gathered)]
+        refs = refs[len(parts) + len(gathered) :]
         page_refs, (out_ref, peak_ref, total_ref, sums_ref) = refs[:-4], refs[-4:]
         tile = pl.program_id(0)
         block = own[tile]
@@ -333,7 +343,8 @@ def _by_kernel(
 
         def read(pool: int) -> Array:
             pages = [ref[0] for ref in page_refs[pool * num_pages : (pool + 1) * num_pages]]
-            return jnp.concatenate(pages, axis=0).astype(dtype)
+            # TPUs have casts of bytes to float32 alone
+            return jnp.concatenate([page.astype(jnp.float32) if scaled else page for page in pages]).astype(dtype)
 
         keys = [read(number) for number in range(len(parts))]
         over_width = (((1,), (1,)), ((), ()))
@@ -341,6 +352,8 @@ def _by_kernel(
             lax.dot_general(ref[0], each, over_width, preferred_element_type=jnp.float32)
             for ref, each in zip(query_refs, keys, strict=True)
         )
+        if scaled:
+            products = (each * ref[0] for each, ref in zip(products, scale_refs, strict=False))
         scores = capped(call.scale * sum(products, start=jnp.zeros(back.shape, jnp.float32)), call.softcap)
         distance = back_ref[...] + (position[block] - (chunk[block] + tile - starts[block]) * slots)
         seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
@@ -350,6 +363,7 @@ def _by_kernel(
         weights, fade = jnp.exp(scores - peak), jnp.exp(before - peak)
         total = total_ref[:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
         values = keys[0] if latent else read(len(parts))
+        weights = weights * scale_refs[-1][0] if scaled else weights
         sums = sums_ref[...] * fade + jnp.dot(weights.astype(dtype), values, preferred_element_type=jnp.float32)
         peak_ref[...] = jnp.broadcast_to(peak, (rows, LANE))
         total_ref[...] = jnp.broadcast_to(total, (rows, LANE))
@@ -366,6 +380,7 @@ def _by_kernel(
                 pl.BlockSpec((rows, LANE), whole),
                 pl.BlockSpec(back.shape, whole),
                 *(pl.BlockSpec((1, *each.shape[1:]), of_block) for each in queries),
+                *(pl.BlockSpec((1, *each.shape[1:]), lambda tile, *_: (tile, 0, 0)) for each in gathered),
                 *(pl.BlockSpec((1, *pool.shape[1:]), page(number)) for pool in pools for number in range(num_pages)),
             ],
             out_specs=pl.BlockSpec((1, rows, width), of_block),
@@ -373,5 +388,5 @@ def _by_kernel(
         ),
         out_shape=jax.ShapeDtypeStruct((num_blocks, rows, width), jnp.float32),
         interpret=interpret,
-    )(*scalars, begin, jnp.asarray(back), *queries, *(pool for pool in pools for _ in range(num_pages)))
+    )(*scalars, begin, jnp.asarray(back), *queries, *gathered, *(pool for pool in pools for _ in range(num_pages)))
     return jnp.asarray(found).reshape(num_blocks, tiles.block, heads, width)
