@@ -1,16 +1,23 @@
 """Attention on pages against a softmax written out in float64, for random lengths, chunks and orders of pages."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.nn.attention import ragged
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
+from meshwright.nn.cache import cache_layout
 from meshwright.nn.quantisation import absmax_scale, quantise
+from meshwright.spec.cluster import parse_cluster
+from meshwright.verify.targets import target_of
 from tests.nn.arrays import close
+from tests.nn.experts.test_grouped import compiled_for
 
 DTYPES = {"float32": jnp.float32, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
@@ -117,8 +124,97 @@ def attended(call, *arrays):
     return jax.jit(run)(given, *arrays)
 
 
-@settings(max_examples=40, deadline=None)
-@given(cases())
-def test_pages_are_attended_as_by_a_plain_softmax(case):
+@settings(max_examples=25, deadline=None)
+@given(cases(), st.sampled_from(["cpu", "cuda"]))
+def test_pages_are_attended_as_by_a_plain_softmax(case, platform):
+    """GPUs have other lanes and another order of dims."""
     call, *arrays = drawn(case)
-    close(attended(call, *arrays), plain(case, call, *arrays), 3e-6 if any(c for _, c in case.sequences) else 1)
+    close(attended(dataclasses.replace(call, platform=platform), *arrays), plain(case, call, *arrays), 3e-6)
+
+
+DECODE, CHUNKS = [(300, 1), (7, 1), (0, 0), (129, 1)], [(300, 3), (7, 1), (40, 0), (129, 40)]
+SINKS = {"softcap": 0.7, "sinks": np.linspace(-1, 2, 4).astype(np.float32)}
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(ragged, "_by_kernel", functools.partial(ragged._by_kernel, interpret=True))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "options", "dtype", "latent"),
+    [
+        (DECODE, {}, "float32", False),
+        (DECODE, {"window": 5}, "int8", False),
+        (CHUNKS, SINKS, "float8", False),
+        (CHUNKS, SINKS | {"window": 150}, "int8", True),
+    ],
+)
+def test_the_kernel_of_tpus_attends_so_too(interpreted, sequences, options, dtype, latent):
+    case = Case(sequences, 16, options, dtype, latent, (4, 1) if latent else (4, 2))
+    call, *arrays = drawn(case)
+    call = dataclasses.replace(call, platform="tpu")
+    close(attended(call, *arrays), plain(case, call, *arrays), 3e-6)
+    assert "pallas_call" in str(jax.make_jaxpr(lambda: ragged_attention(call, *arrays))())
+
+
+def test_rows_of_no_sequence_are_zero_and_pages_of_none_are_not_read():
+    case = Case(DECODE, 16, {})
+    call, parts, values, _ = drawn(case)
+    found = np.asarray(attended(call, parts, values, None))
+    own = np.concatenate([int(f) + np.arange(c) for f, c in zip(call.first, call.counts, strict=True)])
+    others = np.setdiff1d(np.arange(len(found)), own)
+    assert others.size
+    np.testing.assert_array_equal(found[others], 0)
+    used = np.concatenate([np.asarray(row)[: -(-n // 16)] for row, (n, _) in zip(call.pages, DECODE, strict=True)])
+    others = np.setdiff1d(np.arange(len(values)), used)
+    parts = [parts[0]._replace(keys=parts[0].keys.at[others].set(1e4))]
+    pages = call.pages.at[:, -1].set(-7)  # no position has this entry
+    again = attended(dataclasses.replace(call, pages=pages), parts, values.at[others].set(1e4), None)
+    np.testing.assert_array_equal(again, found)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, 3 + 1 + 2), (130, 2 + 1 + 2), (44, 1 + 1 + 2)])
+def test_tiles_are_those_that_queries_see(window, expected):
+    """300, 7 and 129 positions in tiles of 128, whatever the page table could hold."""
+    for more in (0, 50):
+        call, *_ = drawn(Case(DECODE, 16, {"window": window}))
+        call = dataclasses.replace(call, pages=jnp.pad(call.pages, ((0, 0), (0, more))))
+        assert int(ragged._tiles(call, 1, 8, 16).ends[-1]) == expected
+
+
+# -- compiled for chips -----------------------------------------------------------------------------------
+
+LAYERS, NUM_PAGES, PAGE_LEN, WIDTH = 4, 256, 128, 128
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("on", ["v5e:2x2", "v6e:2x2", "h100:8x1"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_compiled_programs_copy_no_pool(on, dtype):
+    """Temporary arrays are far smaller than the pool of all layers, in the order of `cache_layout`."""
+    platform = target_of(parse_cluster(on)).platform
+    platform = "cuda" if platform == "gpu" else platform
+
+    def pool(*widths, name):
+        shape = (LAYERS, NUM_PAGES, PAGE_LEN, 8, *widths)
+        layout = cache_layout(platform, ("Pg", "Pl", "K", "H")[: len(shape) - 1], shape, name)
+        return jax.ShapeDtypeStruct(shape, {"fp32": "float32", "bf16": "bfloat16"}.get(name, name)), layout
+
+    pools = [pool(WIDTH, name=dtype)] * 2 + [pool(name="fp32")] * (2 if dtype == "int8" else 0)
+    row = jax.ShapeDtypeStruct((64,), jnp.int32)
+    others = (jax.ShapeDtypeStruct((64, 32, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((64, 16), jnp.int32), row)
+
+    def decode(q, pages, lengths, *caches):
+        k, v, *scales = (each.reshape(-1, *each.shape[2:]) for each in caches)
+        ones = jnp.ones_like(lengths)
+        call = RaggedCall(scale=0.1, first=jnp.arange(64), counts=ones, lengths=lengths, pages=pages, longest=1)
+        key_scale, value_scale = scales or (None, None)
+        return ragged_attention(call, [PagedPart(q, k, key_scale)], v, value_scale)
+
+    found = compiled_for(
+        on, decode, *others, *(one for one, _ in pools), layouts=(None,) * 3 + tuple(x for _, x in pools)
+    )
+    assert ("tpu_custom_call" in found.as_text()) == on.startswith("v")
+    kept = LAYERS * NUM_PAGES * PAGE_LEN * 8 * WIDTH * (1 if dtype == "int8" else 2)
+    assert found.memory_analysis().temp_size_in_bytes < kept / 4

@@ -141,8 +141,10 @@ def _no_cache():
     reset_cache()
 
 
-def compiled_for(on, function, *arguments):
+def compiled_for(on, function, *arguments, layouts=None):
+    """Compiles a function for a chip; ``layouts`` are those of its arguments, None for the compiler's own."""
     from jax.experimental import topologies
+    from jax.experimental.layout import Format
     from jax.sharding import SingleDeviceSharding
 
     target = target_of(parse_cluster(on))
@@ -153,7 +155,11 @@ def compiled_for(on, function, *arguments):
             patch.setenv(name, value)
         device = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
         device = device.devices[0]
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=SingleDeviceSharding(device)) for a in arguments]
+    where = SingleDeviceSharding(device)
+    given = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=Format(layout, where) if layout else where)
+        for a, layout in zip(arguments, layouts or [None] * len(arguments), strict=True)
+    ]
     # what these compilers make cannot be read back from the cache of the tests
     with traced_for(target.platform, device), _no_cache():
         return jax.jit(function).lower(*given).compile()

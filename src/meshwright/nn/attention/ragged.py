@@ -8,6 +8,7 @@ that queries see, whatever the lengths of sequences are, and no page is copied b
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -109,6 +110,7 @@ class _Tiles(NamedTuple):
     ends: Int[Array, " M"]
     block: int
     num_pages: int
+    page_len: int
 
 
 def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles:
@@ -129,7 +131,7 @@ def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles
     chunk = jnp.zeros_like(at) if call.window is None else jnp.maximum(at - call.window + 1, 0) // slots
     ends = jnp.cumsum(jnp.where(exists, last // slots + 1 - chunk, 0))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
-    return _Tiles(sequence, row, chunk, starts, ends, block, num_pages)
+    return _Tiles(sequence, row, chunk, starts, ends, block, num_pages, page_len)
 
 
 _Found = Float[Array, "M block N Hv"]
@@ -148,6 +150,9 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
     """Returns the attention of each block by XLA, a tile of every lane at a time."""
     num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
     lanes, group = LANES.get(call.platform, MANY_LANES), parts[0].queries.shape[1] // kv_heads
+    latent, order = mixed.values is parts[0].keys, partial(_in_memory, call.platform)
+    parts = [PagedPart(part.queries, order(part.keys), order(part.scale)) for part in parts]
+    mixed = PagedValues(parts[0].keys if latent else order(mixed.values), order(mixed.scale))
     # each lane has a run of this many tiles
     each = -(-tiles.ends[-1] // lanes)
     lane = jnp.arange(lanes, dtype=jnp.int32)
@@ -185,6 +190,15 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
     )
 
 
+def _heads_first(platform: str, pool: Array) -> bool:
+    return platform != "cpu" and (platform != "tpu" or pool.ndim == 3)
+
+
+def _in_memory(platform: str, pool: Array | None) -> Array | None:
+    """Returns a pool whose dims are in the order of `nn.cache.cache_layout`: in a loop XLA would copy it to theirs."""
+    return pool if pool is None or not _heads_first(platform, pool) else jnp.swapaxes(pool, 1, 2)
+
+
 def _attend(
     call: RaggedCall,
     tiles: _Tiles,
@@ -195,7 +209,7 @@ def _attend(
 ) -> _State:
     """Returns the running softmax after one tile of each lane; ``at`` are the lanes' blocks and tiles."""
     (own, tile), (values, value_scale) = at, mixed
-    page_len, kv_heads = values.shape[1:3]
+    kv_heads, slots = state.peak.shape[1], tiles.num_pages * tiles.page_len
     group = parts[0].queries.shape[1] // kv_heads
     sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
@@ -203,10 +217,12 @@ def _attend(
 
     def read(pool: Array) -> Array:
         """Returns [lanes, K, slots, ...]."""
-        found = pool.at[page].get(mode="clip")
-        found = jnp.moveaxis(found.reshape(len(page), -1, *found.shape[3:]), 2, 1).astype(dtype)
+        found = jnp.moveaxis(pool.at[page].get(mode="clip"), 2 if _heads_first(call.platform, pool) else 3, 1)
+        found = found.reshape(*found.shape[:2], slots, *found.shape[4:])
+        if pool.ndim == 3:
+            return found[:, :, None]
         # XLA's library for CPUs takes such products from one array in this order, else a slow loop runs
-        return lax.optimization_barrier(found) if call.platform == "cpu" else found
+        return lax.optimization_barrier(found.astype(dtype)) if call.platform == "cpu" else found.astype(dtype)
 
     row, exists = _rows(call, tiles, own)
     scores, dtype, read_keys = 0.0, parts[0].queries.dtype, {}
@@ -215,10 +231,10 @@ def _attend(
         queries = jnp.moveaxis(queries, 2, 1).reshape(len(row), kv_heads, row.shape[1] * group, -1)
         read_keys[id(part.keys)] = keys = read(part.keys)
         product = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
-        scores = scores + (product if part.scale is None else product * read(part.scale)[:, :, None])
+        scores = scores + (product if part.scale is None else product * read(part.scale))
     scores = capped(call.scale * scores, call.softcap)
     # positions of slots, and of queries
-    slot = index[:, None] * page.shape[1] * page_len + jnp.arange(page.shape[1] * page_len)[None]
+    slot = index[:, None] * slots + jnp.arange(slots)[None]
     position = row + (call.lengths - call.counts - call.first)[sequence][:, None]
     back = position[:, :, None] - slot[:, None]
     seen = (back >= 0) & (exists & (tile < tiles.ends[-1])[:, None])[:, :, None]
@@ -228,7 +244,7 @@ def _attend(
     weights, fade = jnp.exp(scores - peak[..., None]), jnp.exp(state.peak - peak)
     total = state.total * fade + weights.sum(axis=-1)
     if value_scale is not None:
-        weights = weights * read(value_scale)[:, :, None].astype(weights.dtype)
+        weights = weights * read(value_scale)
     tiled = read_keys[id(values)] if id(values) in read_keys else read(values)
     product = jnp.einsum("WKRC,WKCH->WKRH", weights.astype(dtype), tiled, preferred_element_type=jnp.float32)
     return _State(peak, total, state.mixed * fade[..., None] + product)
