@@ -26,10 +26,8 @@ TILE_SLOTS = 128
 QUERY_BLOCK = 32
 """Queries of a block of a sequence that has several; those of one query have blocks of one."""
 
-LANES = {"cpu": 4}
-"""Tiles of one iteration; `MANY_LANES` elsewhere, where all processors share its products."""
-
-MANY_LANES = 64
+LANES, CPU_LANES = 64, 4
+"""Tiles of one iteration, in whose products all processors of a chip share."""
 
 LANE = 128
 """Entries of a row of registers on a TPU."""
@@ -149,10 +147,11 @@ class _State(NamedTuple):
 def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> _Found:
     """Returns the attention of each block by XLA, a tile of every lane at a time."""
     num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
-    lanes, group = LANES.get(call.platform, MANY_LANES), parts[0].queries.shape[1] // kv_heads
+    lanes, group = CPU_LANES if call.platform == "cpu" else LANES, parts[0].queries.shape[1] // kv_heads
     latent, order = mixed.values is parts[0].keys, partial(_in_memory, call.platform)
-    parts = [PagedPart(part.queries, order(part.keys), order(part.scale)) for part in parts]
-    mixed = PagedValues(parts[0].keys if latent else order(mixed.values), order(mixed.scale))
+    parts = [part._replace(**jax.tree.map(order, {"keys": part.keys, "scale": part.scale})) for part in parts]
+    mixed = jax.tree.map(order, mixed)
+    mixed = mixed._replace(values=parts[0].keys) if latent else mixed
     # each lane has a run of this many tiles
     each = -(-tiles.ends[-1] // lanes)
     lane = jnp.arange(lanes, dtype=jnp.int32)
@@ -170,7 +169,9 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
         tile = lane * each + number
         own = block_of(tile)
         fresh = (number == 0) | (tile == tiles.starts[own])
-        state = jax.tree.map(lambda old, new: jnp.where(_over(fresh, old), new, old), state, begin(lanes))
+        state = jax.vmap(lambda new, *states: jax.tree.map(partial(jnp.where, new), *states))(
+            fresh, begin(lanes), state
+        )
         state = _attend(call, tiles, (own, tile), parts, mixed, state)
         # a block that another lane begins has a row of its own for each further lane
         place = jnp.where(tiles.starts[own] < lane * each, num_blocks + lane, own)
@@ -185,18 +186,17 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
         sums = sums * jnp.exp(peak - top)[..., None]
         total = total * jnp.exp(peak - top) + jnp.exp(sinks - top)
     found = sums / jnp.where(total > 0, total, 1.0)[..., None]
-    return jnp.moveaxis(found.reshape(num_blocks, kv_heads, block, group, -1), 2, 1).reshape(
-        num_blocks, block, -1, width
-    )
+    found = jnp.moveaxis(found.reshape(num_blocks, kv_heads, block, group, width), 2, 1)
+    return found.reshape(num_blocks, block, -1, width)
 
 
 def _heads_first(platform: str, pool: Array) -> bool:
     return platform != "cpu" and (platform != "tpu" or pool.ndim == 3)
 
 
-def _in_memory(platform: str, pool: Array | None) -> Array | None:
+def _in_memory(platform: str, pool: Array) -> Array:
     """Returns a pool whose dims are in the order of `nn.cache.cache_layout`: in a loop XLA would copy it to theirs."""
-    return pool if pool is None or not _heads_first(platform, pool) else jnp.swapaxes(pool, 1, 2)
+    return jnp.swapaxes(pool, 1, 2) if _heads_first(platform, pool) else pool
 
 
 def _attend(
@@ -225,14 +225,17 @@ def _attend(
         return lax.optimization_barrier(found.astype(dtype)) if call.platform == "cpu" else found.astype(dtype)
 
     row, exists = _rows(call, tiles, own)
-    scores, dtype, read_keys = 0.0, parts[0].queries.dtype, {}
-    for part in parts:
+    dtype = parts[0].queries.dtype
+    read_keys = [read(part.keys) for part in parts]
+
+    def product(part: PagedPart, keys: Array) -> Array:
         queries = part.queries.at[row].get(mode="clip").reshape(*row.shape, kv_heads, group, -1)
         queries = jnp.moveaxis(queries, 2, 1).reshape(len(row), kv_heads, row.shape[1] * group, -1)
-        read_keys[id(part.keys)] = keys = read(part.keys)
-        product = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
-        scores = scores + (product if part.scale is None else product * read(part.scale))
-    scores = capped(call.scale * scores, call.softcap)
+        found = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
+        return found if part.scale is None else found * read(part.scale)
+
+    first, *more = map(product, parts, read_keys)
+    scores = capped(call.scale * sum(more, start=first), call.softcap)
     # positions of slots, and of queries
     slot = index[:, None] * slots + jnp.arange(slots)[None]
     position = row + (call.lengths - call.counts - call.first)[sequence][:, None]
@@ -245,9 +248,9 @@ def _attend(
     total = state.total * fade + weights.sum(axis=-1)
     if value_scale is not None:
         weights = weights * read(value_scale)
-    tiled = read_keys[id(values)] if id(values) in read_keys else read(values)
-    product = jnp.einsum("WKRC,WKCH->WKRH", weights.astype(dtype), tiled, preferred_element_type=jnp.float32)
-    return _State(peak, total, state.mixed * fade[..., None] + product)
+    tiled = read_keys[0] if values is parts[0].keys else read(values)
+    sums = jnp.einsum("WKRC,WKCH->WKRH", weights.astype(dtype), tiled, preferred_element_type=jnp.float32)
+    return _State(peak, total, state.mixed * fade[..., None] + sums)
 
 
 def _rows(call: RaggedCall, tiles: _Tiles, own: Array) -> tuple[Array, Array]:
@@ -268,25 +271,21 @@ def _merged(kept: _State, began: Array, num_blocks: int) -> _State:
     return _State(peak, total, mixed)
 
 
-def _over(flag: Array, like: Array) -> Array:
-    return flag.reshape(-1, *(1,) * (like.ndim - 1))
-
-
 # -- TPU ---------------------------------------------------------------------------------------------------
 
-KERNEL_ROWS = 256
-"""Rows, queries x heads, of a block at most: the kernel multiplies all heads with the keys of all key heads, which
-costs nothing where few rows meet many keys."""
+MOST_ROWS, MOST_PAGES = 256, 16
+"""Rows, queries x heads, of a block, and pages of a tile at most. The kernel multiplies all heads with the keys of all
+key heads, which costs nothing where few rows meet many keys."""
 
 SCALAR_BYTES = 2**18
-"""Bytes of the page table and the list of tiles at most, which scalar memory has."""
+"""Bytes of the page table and the list of tiles at most, so that scalar memory has both."""
 
 
 def _kernel_takes(call: RaggedCall, tiles: _Tiles, num_heads: int) -> bool:
-    """True on TPUs for few rows and for tables that fit scalar memory."""
-    rows, table = tiles.block * num_heads, call.pages.shape[1]
-    scalars = 4 * (call.pages.size + len(tiles.starts) * -(-table // tiles.num_pages))
-    return call.platform == "tpu" and rows <= KERNEL_ROWS and scalars <= SCALAR_BYTES
+    """True on TPUs for few rows, pages that are not tiny and tables that fit scalar memory."""
+    small = tiles.block * num_heads <= MOST_ROWS and tiles.num_pages <= MOST_PAGES
+    scalars = call.pages.size + len(tiles.starts) * -(-call.pages.shape[1] // tiles.num_pages)
+    return call.platform == "tpu" and small and 4 * scalars <= SCALAR_BYTES
 
 
 def _by_kernel(
@@ -309,18 +308,16 @@ def _by_kernel(
     scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * table.shape[1], table.reshape(-1))]
 
     def page(number: int) -> Any:
-        def index(tile: Array, own: Any, starts: Any, chunk: Any, position: Any, first: Any, table_: Any) -> Any:
+        def index(tile: Array, *scalars: Any) -> Any:
+            own, starts, chunk, _, first, entries = scalars
             block = own[tile]
             at = (chunk[block] + tile - starts[block]) * num_pages + number
-            return table_[first[block] + jnp.minimum(at, table.shape[1] - 1)], 0, 0
+            return entries[first[block] + jnp.minimum(at, table.shape[1] - 1)], 0, 0
 
         return index
 
     def of_block(tile: Array, own: Any, *_: Any) -> Any:
         return own[tile], 0, 0
-
-    def whole(*_: Any) -> Any:
-        return 0, 0
 
     query, head = np.divmod(np.arange(rows), heads)
     slot, key_head = np.divmod(np.arange(slots * kv_heads), kv_heads)
@@ -337,22 +334,20 @@ def _by_kernel(
         number = jnp.minimum(number + jnp.arange(num_pages)[None], table.shape[1] - 1)
         return scale[table[tiles.sequence[own][:, None], number]].reshape(most, 1, -1)
 
-    scales = [each.scale for each in (*parts, mixed)]
-    scaled = mixed.scale is not None
+    scaled, scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
     gathered = [of_tiles(scale) for scale in scales if scale is not None]
     pools = [part.keys for part in parts] + ([] if latent else [mixed.values])
     pools = [pool.reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
 
-    def kernel(own: Any, starts: Any, chunk: Any, position: Any, *refs: Any) -> None:
-        _, _, begin_ref, back_ref, *refs = refs
-        query_refs, scale_refs = refs[: len(parts)], refs[len(parts) :][: len(gathered)]
-        refs = refs[len(parts) + len(gathered) :]
-        page_refs, (out_ref, peak_ref, total_ref, sums_ref) = refs[:-4], refs[-4:]
+    def kernel(*refs: Any) -> None:
+        own, starts, chunk, position, _, _, begin_ref, back_ref, *arrays = refs
+        query_refs, scale_refs = arrays[: len(parts)], arrays[len(parts) :][: len(gathered)]
+        *page_refs, out_ref, peak_ref, total_ref, sums_ref = arrays[len(parts) + len(gathered) :]
         tile = pl.program_id(0)
         block = own[tile]
 
         @pl.when(tile == starts[block])
-        def _() -> None:
+        def begin_block() -> None:
             peak_ref[...] = begin_ref[...]
             total_ref[...] = jnp.full((rows, LANE), 0.0 if call.sinks is None else 1.0, jnp.float32)
             sums_ref[...] = jnp.zeros((rows, width), jnp.float32)
@@ -360,7 +355,7 @@ def _by_kernel(
         def read(pool: int) -> Array:
             pages = [ref[0] for ref in page_refs[pool * num_pages : (pool + 1) * num_pages]]
             # TPUs have casts of bytes to float32 alone
-            return jnp.concatenate([page.astype(jnp.float32) if scaled else page for page in pages]).astype(dtype)
+            return jnp.concatenate([x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in pages]).astype(dtype)
 
         keys = [read(number) for number in range(len(parts))]
         over_width = (((1,), (1,)), ((), ()))
@@ -393,8 +388,7 @@ def _by_kernel(
             num_scalar_prefetch=len(scalars),
             grid=(jnp.maximum(tiles.ends[-1], 1),),
             in_specs=[
-                pl.BlockSpec((rows, LANE), whole),
-                pl.BlockSpec(back.shape, whole),
+                *(pl.BlockSpec(each.shape, lambda *_: (0, 0)) for each in (begin, back)),
                 *(pl.BlockSpec((1, *each.shape[1:]), of_block) for each in queries),
                 *(pl.BlockSpec((1, *each.shape[1:]), lambda tile, *_: (tile, 0, 0)) for each in gathered),
                 *(pl.BlockSpec((1, *pool.shape[1:]), page(number)) for pool in pools for number in range(num_pages)),
