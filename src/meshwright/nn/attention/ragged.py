@@ -195,7 +195,12 @@ def _heads_first(platform: str, pool: Array) -> bool:
 
 
 def _in_memory(platform: str, pool: Array) -> Array:
-    """Returns a pool whose dims are in the order of `nn.cache.cache_layout`: in a loop XLA would copy it to theirs."""
+    """Returns a pool with its dims as `nn.cache.cache_layout` has them in memory, and none for one head.
+
+    In any other order, and with a dim of 1, XLA copies the pool before a loop that reads it.
+    """
+    if pool.shape[2] == 1:
+        return pool[:, :, 0]
     return jnp.swapaxes(pool, 1, 2) if _heads_first(platform, pool) else pool
 
 
@@ -216,23 +221,29 @@ def _attend(
     page = call.pages.at[sequence[:, None], number].get(mode="clip")
 
     def read(pool: Array) -> Array:
-        """Returns [lanes, K, slots, ...]."""
-        found = jnp.moveaxis(pool.at[page].get(mode="clip"), 2 if _heads_first(call.platform, pool) else 3, 1)
-        found = found.reshape(*found.shape[:2], slots, *found.shape[4:])
-        if pool.ndim == 3:
-            return found[:, :, None]
-        # XLA's library for CPUs takes such products from one array in this order, else a slow loop runs
-        return lax.optimization_barrier(found.astype(dtype)) if call.platform == "cpu" else found.astype(dtype)
+        """Returns [lanes, K, slots, width]."""
+        found = pool.at[page].get(mode="clip")
+        if kv_heads > 1:
+            found = jnp.moveaxis(found, 2 if _heads_first(call.platform, pool) else 3, 1)
+        return found.reshape(len(page), kv_heads, slots, -1)
+
+    def operand(pool: Array) -> Array:
+        # XLA's library for CPUs takes products from one array in this order, else a slow loop runs
+        found = read(pool).astype(dtype)
+        return lax.optimization_barrier(found) if call.platform == "cpu" else found
+
+    def scaled(array: Array, scale: Array | None) -> Array:
+        return array if scale is None else array * jnp.swapaxes(read(scale), 2, 3)
 
     row, exists = _rows(call, tiles, own)
     dtype = parts[0].queries.dtype
-    read_keys = [read(part.keys) for part in parts]
+    read_keys = [operand(part.keys) for part in parts]
 
     def product(part: PagedPart, keys: Array) -> Array:
         queries = part.queries.at[row].get(mode="clip").reshape(*row.shape, kv_heads, group, -1)
         queries = jnp.moveaxis(queries, 2, 1).reshape(len(row), kv_heads, row.shape[1] * group, -1)
         found = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
-        return found if part.scale is None else found * read(part.scale)
+        return scaled(found, part.scale)
 
     first, *more = map(product, parts, read_keys)
     scores = capped(call.scale * sum(more, start=first), call.softcap)
@@ -246,10 +257,9 @@ def _attend(
     peak = jnp.maximum(state.peak, scores.max(axis=-1))
     weights, fade = jnp.exp(scores - peak[..., None]), jnp.exp(state.peak - peak)
     total = state.total * fade + weights.sum(axis=-1)
-    if value_scale is not None:
-        weights = weights * read(value_scale)
-    tiled = read_keys[0] if values is parts[0].keys else read(values)
-    sums = jnp.einsum("WKRC,WKCH->WKRH", weights.astype(dtype), tiled, preferred_element_type=jnp.float32)
+    tiled = read_keys[0] if values is parts[0].keys else operand(values)
+    weights = scaled(weights, value_scale).astype(dtype)
+    sums = jnp.einsum("WKRC,WKCH->WKRH", weights, tiled, preferred_element_type=jnp.float32)
     return _State(peak, total, state.mixed * fade[..., None] + sums)
 
 
