@@ -4,7 +4,6 @@ python benchmarks/ragged.py > benchmarks/results/ragged-DATE.txt
 """
 
 import os
-import statistics
 import time
 from functools import partial
 
@@ -17,7 +16,7 @@ from meshwright.nn.cache import ScorePart, cached_attention, visible_slots
 
 NUM_SEQS, HEADS, KV_HEADS, WIDTH, MEAN = 64, 16, 4, 64, 512
 PAGE_LENS = (16, 64, 128)
-ROUNDS = 15
+ROUNDS = 60
 
 
 def mixed(random: np.random.Generator, mean: int, num_seqs: int = NUM_SEQS) -> np.ndarray:
@@ -56,44 +55,47 @@ def gathered(q, k, v, pages, lengths):
     return cached_attention([ScorePart(queries=q[:, None], keys=k)], v, seen, scale=WIDTH**-0.5).result[:, 0]
 
 
-def side_by_side(calls: dict) -> dict[str, float]:
-    """Returns the median seconds of each call; one of each runs in turn, so that a busy machine slows all alike."""
+def side_by_side(calls: dict, rounds: int = ROUNDS) -> dict[str, float]:
+    """Returns the least seconds of each call; one of each runs in turn, so that a busy machine slows all alike."""
     for call in calls.values():
         jax.block_until_ready(call())
     found = {name: [] for name in calls}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, call in calls.items():
             start = time.perf_counter()
             jax.block_until_ready(call())
             found[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in found.items()}
+    return {name: min(times) for name, times in found.items()}
 
 
 def main() -> None:
     random = np.random.default_rng(0)
-    print(f"{NUM_SEQS} sequences, {HEADS} heads, {KV_HEADS} kv heads of {WIDTH}, fp32; {os.cpu_count()} cores; ms")
+    print(f"{NUM_SEQS} sequences, {HEADS} heads, {KV_HEADS} kv heads of {WIDTH}, fp32; {os.cpu_count()} cores")
     lengths = {"mixed": mixed(random, MEAN), "same": np.full(NUM_SEQS, MEAN, np.int32)}
     longest = int(lengths["mixed"].max())
     print(f"mixed: {lengths['mixed'].min()} to {longest} positions, {MEAN} in the mean; same: {MEAN}")
+    print(
+        f"ms, the least of {ROUNDS} runs in turn; gathered: all pages of the table, {longest} positions, side by side"
+    )
     for page_len in PAGE_LENS:
-        calls = {}
+        calls, before = {}, {}
         for name, each in lengths.items():
             qkv, pages = arrays(each, page_len, -(-longest // page_len), random)
-            calls[name] = partial(ragged, *qkv, jnp.asarray(pages), jnp.asarray(each))
-            calls[f"{name}, gathered"] = partial(gathered, *qkv, jnp.asarray(pages), jnp.asarray(each))
-        took = side_by_side(calls)
-        words = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in took.items())
+            given = (*qkv, jnp.asarray(pages), jnp.asarray(each))
+            calls[name], before[name] = partial(ragged, *given), partial(gathered, *given)
+        took, once = side_by_side(calls), side_by_side(before, 3)
+        words = ", ".join(f"{name} {1e3 * took[name]:.1f} (gathered {1e3 * once[name]:.1f})" for name in took)
         print(f"page_len {page_len}: {words}; mixed / same {took['mixed'] / took['same']:.2f}", flush=True)
-    print("time against positions, mixed lengths, page_len 16, table of 4,096 positions")
-    sizes, calls = (32, 64, 128, 256, 512), {}
-    for mean in sizes:
+    print("ms against positions, mixed lengths, page_len 16, table of 4,096 positions")
+    calls = {}
+    for mean in (32, 64, 128, 256, 512):
         each = mixed(random, mean)
         qkv, pages = arrays(each, 16, 256, random)
         calls[str(mean * NUM_SEQS)] = partial(ragged, *qkv, jnp.asarray(pages), jnp.asarray(each))
     took = side_by_side(calls)
     slope, start = np.polyfit([int(name) for name in took], list(took.values()), 1)
     print(", ".join(f"{name}: {1e3 * seconds:.2f}" for name, seconds in took.items()))
-    print(f"line: {1e3 * start:.2f} ms + {1e9 * slope:.1f} ns a position")
+    print(f"line: {1e3 * start:.2f} ms + {1e9 * slope:.0f} ns a position")
 
 
 if __name__ == "__main__":
