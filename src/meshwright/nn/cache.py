@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meshwright.algebra.sizes import LANES, SUBLANES
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn.activations import capped
+from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import first_index, own_entries
 
 Pages = Int[Array, "B Bp"]
@@ -110,7 +111,11 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
     num_pages, page_len = cache.stack.shape[1:3]
     page = jnp.take_along_axis(pages, jnp.maximum(positions, 0) // page_len, axis=1)
     page = jnp.where(positions < 0, num_pages, page)
-    at = cache.stack.at[cache.layer, page, positions % page_len]
+    index = [page, positions % page_len]
+    if default_platform() == "tpu" and cache.stack.ndim == 4 and cache.stack.shape[3] < LANES // 2:
+        # scales of heads, whose slots are in the lanes: written head by head, else XLA copies all scales
+        index = [*(each[..., None] for each in index), jnp.arange(cache.stack.shape[3])[None, None]]
+    at = cache.stack.at[cache.layer, *index]
     return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
 
 

@@ -141,8 +141,9 @@ def _no_cache():
     reset_cache()
 
 
-def compiled_for(on, function, *arguments, layouts=None):
-    """Compiles a function for a chip; ``layouts`` are those of its arguments, None for the compiler's own."""
+def compiled_for(on, function, *arguments, layouts=()):
+    """Compiles a function for a chip; ``layouts`` are those of the last arguments, None for the compiler's own, which
+    are donated and returned behind the result."""
     from jax.experimental import topologies
     from jax.experimental.layout import Format
     from jax.sharding import SingleDeviceSharding
@@ -156,13 +157,13 @@ def compiled_for(on, function, *arguments, layouts=None):
         device = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
         device = device.devices[0]
     where = SingleDeviceSharding(device)
-    given = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=Format(layout, where) if layout else where)
-        for a, layout in zip(arguments, layouts or [None] * len(arguments), strict=True)
-    ]
+    first = len(arguments) - len(layouts)
+    formats = [where] * first + [Format(layout, where) if layout else where for layout in layouts]
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=f) for a, f in zip(arguments, formats, strict=True)]
+    more = {"out_shardings": (where, *formats[first:]), "donate_argnums": range(first, len(arguments))}
     # what these compilers make cannot be read back from the cache of the tests
     with traced_for(target.platform, device), _no_cache():
-        return jax.jit(function).lower(*given).compile()
+        return jax.jit(function, **(more if layouts else {})).lower(*given).compile()
 
 
 NUM_ROWS, NUM_EXPERTS = 4096, 16

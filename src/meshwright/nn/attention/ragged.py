@@ -342,7 +342,8 @@ def _by_kernel(
         """Returns [tiles, 1, columns], gathered by XLA: a page of scales is not a whole number of registers."""
         number = (tiles.chunk[own] + jnp.arange(most) - tiles.starts[own])[:, None] * num_pages
         number = jnp.minimum(number + jnp.arange(num_pages)[None], table.shape[1] - 1)
-        return scale[table[tiles.sequence[own][:, None], number]].reshape(most, 1, -1)
+        found = _in_memory("tpu", scale)[table[tiles.sequence[own][:, None], number]]
+        return (found if kv_heads == 1 else jnp.swapaxes(found, 2, 3)).reshape(most, 1, -1)
 
     scaled, scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
     gathered = [of_tiles(scale) for scale in scales if scale is not None]
