@@ -1,9 +1,12 @@
 """Slots of a cache and attention over them, against positions and softmax written out in NumPy."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshwright.algebra.ops.cached_attention import CachedAttention
 from meshwright.nn.cache import (
     LayerCache,
     ScorePart,
@@ -13,6 +16,8 @@ from meshwright.nn.cache import (
     write_position,
     write_prompt,
 )
+from meshwright.nn.ops import cached_attention as ops
+from meshwright.nn.ops.cached_latent_attention import cached_latent_attention
 from meshwright.nn.quantisation import absmax_scale, quantise
 from tests.nn.arrays import close
 
@@ -34,7 +39,7 @@ def test_a_cache_holds_the_last_positions_of_each_row(num_slots):
     rows = values(14)
     cache = write_prompt(empty(num_slots), jnp.asarray(rows[:, :10]), jnp.asarray(LENGTHS - 1))
     for count in range(5):
-        seen = np.asarray(cache.read())
+        seen = np.asarray(cache.entries())
         last = LENGTHS - 1 + count
         for b in range(BATCH):
             for position in range(max(0, last[b] - num_slots + 1), last[b] + 1):
@@ -127,3 +132,26 @@ def test_int8_keys_and_values_are_off_by_no_more_than_their_rounding(arrays):
     whole = [np.asarray(a, np.float32) * np.asarray(s)[..., None] for a, s in ((keys, key_scale), (mixed, value_scale))]
     expected = plain_attention(q, *whole, seen, scale=0.3)
     close(found, expected)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_drafts_are_attended_as_if_they_came_one_by_one(latent):
+    """Up to three new positions of each row, -1 behind the last; pages of a layer that is not the first."""
+    rng = np.random.default_rng(0)
+    context = SimpleNamespace(model=SimpleNamespace(attention_scale=0.3, qk_nope_head_dim=0))
+    step = SimpleNamespace(details=CachedAttention(paged=True, window=9), more=())
+    heads = () if latent else (2,)
+    widths = (6, 3) if latent else (6, 5)
+    caches = [
+        LayerCache(jnp.asarray(rng.normal(size=(LAYERS, 12, 4, *heads, n)), jnp.float32), jnp.int32(1)) for n in widths
+    ]
+    pages = jnp.asarray(rng.permutation(12).reshape(BATCH, 4), jnp.int32)
+    positions = np.array([[6, 7, 8], [0, -1, -1], [13, 14, -1]], np.int32)
+    queries = [jnp.asarray(rng.normal(size=(BATCH, 3, 4, n)), jnp.float32) for n in (widths if latent else widths[:1])]
+    attend = cached_latent_attention if latent else ops.cached_attention
+    together = attend(context, step, *queries, *caches, jnp.asarray(positions), pages)
+    for t in range(3):
+        one = attend(context, step, *(q[:, t : t + 1] for q in queries), *caches, positions[:, t : t + 1], pages)
+        close(together[:, t : t + 1], one)
+        np.testing.assert_array_equal(np.asarray(one)[positions[:, t] < 0], 0)
+        assert np.abs(np.asarray(one)[positions[:, t] >= 0]).min() > 0

@@ -70,3 +70,10 @@ def test_devices_have_the_pages_of_their_own_sequences(axes):
     dims = {**step.model.dims, "B": step.batch_seqs, "T": 1, **step.cache_sizes}
     expected = derived_traffic(step.generate_declared, dims, mesh, num_microbatches=1, width=4)
     assert compiled_traffic(collectives(step.compiled(0).as_text(), mesh), mesh) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_a_decode_step_copies_no_pool(name):
+    step = step_of(FAMILIES[name], {}, page_len=16, max_len=8192)
+    smallest = min(row.num_bytes // row.num_layers for row in step.table)
+    assert step.compiled(0).memory_analysis().temp_size_in_bytes < smallest

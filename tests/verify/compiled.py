@@ -6,6 +6,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
 from meshwright.algebra.generation import Storage
@@ -58,8 +59,12 @@ def _no_cache():
     reset_cache()
 
 
-def compiled_for(on, function, *arguments):
-    """A function compiled for the first chip of a cluster; skips where the compiler for it is not installed."""
+def compiled_for(on, function, *arguments, layouts=()):
+    """A function compiled for the first chip of a cluster; skips where the compiler for it is not installed.
+
+    ``layouts`` are those of the last arguments, None for the compiler's own, which are donated and returned behind the
+    result.
+    """
     target = target_of(parse_cluster(on))
     need_compiler(target)
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
@@ -68,9 +73,14 @@ def compiled_for(on, function, *arguments):
             patch.setenv(name, value)
         device = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
         device = device.devices[0]
-    given = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=SingleDeviceSharding(device)), arguments
-    )
+    where, first = SingleDeviceSharding(device), len(arguments) - len(layouts)
+    formats = [Format(layout, where) if layout else where for layout in layouts]
+
+    def shaped(a, sharding=where):
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    given = [*jax.tree.map(shaped, arguments[:first]), *map(shaped, arguments[first:], formats)]
+    more = {"out_shardings": (where, *formats), "donate_argnums": range(first, len(arguments))}
     # what these compilers make cannot be read back from the cache of the tests
     with traced_for(target.platform, device), _no_cache():
-        return jax.jit(function).lower(*given).compile()
+        return jax.jit(function, **(more if layouts else {})).lower(*given).compile()

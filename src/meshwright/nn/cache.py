@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meshwright.algebra.sizes import LANES, SUBLANES
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn.activations import capped
+from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import first_index, own_entries
 
 Pages = Int[Array, "B Bp"]
@@ -33,17 +34,15 @@ class LayerCache:
     stack: Array
     layer: Int[Array, ""]
 
-    def read(self, pages: Pages | None = None) -> Array:
-        """Returns the layer, [B, S, ...]; with a page table the slots of each sequence's pages, concatenated."""
-        layer = jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
-        if pages is None:
-            return layer
-        return layer[pages].reshape(pages.shape[0], self.num_slots(pages), *layer.shape[2:])
+    def entries(self, *, paged: bool = False) -> Array:
+        """Returns the layer, [B, S, ...]; of a paged cache the pages of all layers, [L Pg, Pl, ...], without a copy."""
+        if paged:
+            return self.stack.reshape(-1, *self.stack.shape[2:])
+        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
 
-    def num_slots(self, pages: Pages | None = None) -> int:
-        """Returns the slots of one sequence."""
-        each = self.stack.shape[2]
-        return each if pages is None else pages.shape[1] * each
+    def in_pool(self, pages: Pages) -> Pages:
+        """Returns the numbers of this layer's pages among those of all layers."""
+        return pages + self.layer * self.stack.shape[1]
 
 
 def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Layout | None:
@@ -112,7 +111,11 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
     num_pages, page_len = cache.stack.shape[1:3]
     page = jnp.take_along_axis(pages, jnp.maximum(positions, 0) // page_len, axis=1)
     page = jnp.where(positions < 0, num_pages, page)
-    at = cache.stack.at[cache.layer, page, positions % page_len]
+    index = [page, positions % page_len]
+    if default_platform() == "tpu" and cache.stack.ndim == 4 and cache.stack.shape[3] < LANES // 2:
+        # scales of heads, whose slots are in the lanes: written head by head, else XLA copies all scales
+        index = [*(each[..., None] for each in index), jnp.arange(cache.stack.shape[3])[None, None]]
+    at = cache.stack.at[cache.layer, *index]
     return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
 
 

@@ -126,7 +126,6 @@ def test_what_kernels_take(platform, device, shape, dtype, taken):
 
 # -- compiled for chips -----------------------------------------------------------------------------------
 
-
 NUM_ROWS, NUM_EXPERTS = 4096, 16
 
 

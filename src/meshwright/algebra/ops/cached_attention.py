@@ -100,13 +100,13 @@ def flops(step: Step, sizes: OpSizes) -> Number:
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts every input, read, and the result, written once; of a cache, all slots of these sequences.
 
-    Pages of the sequences are gathered first: read, written side by side, and read again. Other pages are not read.
+    Pages of other sequences are not read, and no page is copied.
     """
     caches = [array for array in step.inputs if array.dims[1:2] in (("S",), ("Pl",))]
     slots = sizes.local(step.inputs[0])["B"] * slots_met(step, sizes)
     # bytes of one slot: the bytes of a cache over the elements of its first two dims
     each = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
-    return stream(step, sizes) - sizes.total(*caches) + (3 if step.details.paged else 1) * slots * each
+    return stream(step, sizes) - sizes.total(*caches) + slots * each
 
 
 OP = OpKind(

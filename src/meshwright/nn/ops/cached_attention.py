@@ -1,38 +1,60 @@
 """Attention of new positions on the keys and values of a cache."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
 from meshwright.nn import cache
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
 from meshwright.nn.cache import LayerCache, OwnAttention, OwnSlots, ScorePart
 from meshwright.nn.context import Context
 from meshwright.nn.ops import of_arrays
 
 
-def cache_facts(
-    context: Context, step: Step, positions: Array, cached: LayerCache, pages: Array | None
-) -> dict[str, Any]:
-    """Returns the visible slots, the scale and the cap of attention on a cache."""
+def cache_facts(context: Context, step: Step, positions: Array, cached: LayerCache) -> dict[str, Any]:
+    """Returns the visible slots, the scale and the cap of attention on a cache without pages."""
+    slots, window = OwnSlots.of(cached, split_slots(step)), step.details.window
     return {
-        "seen": cache.visible_slots(
-            positions[:, 0],
-            cached.num_slots(pages),
-            window=step.details.window,
-            slots=OwnSlots.of(cached, split_slots(step)) if pages is None else None,
-        ),
+        "seen": cache.visible_slots(positions[:, 0], cached.stack.shape[2], window=window, slots=slots),
         "scale": context.model.attention_scale,
         "softcap": step.details.softcap,
     }
 
 
+def paged_call(context: Context, step: Step, positions: Array, cached: LayerCache, pages: Array) -> RaggedCall:
+    """Returns the parameters of attention of positions[B, T], rising by one in each row; negative ones, at the end of a
+    row, are no queries."""
+    batch, longest = positions.shape
+    return RaggedCall(
+        scale=context.model.attention_scale,
+        window=step.details.window,
+        softcap=step.details.softcap,
+        first=longest * jnp.arange(batch, dtype=jnp.int32),
+        counts=jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
+        lengths=jnp.max(positions, axis=1) + 1,
+        pages=cached.in_pool(pages),
+        longest=longest,
+    )
+
+
 def table_of(step: Step, others: tuple[Any, ...]) -> tuple[Array | None, tuple[Any, ...]]:
     """Returns the page table, None if the cache has no pages, and the inputs after it."""
     return (others[0], others[1:]) if step.details.paged else (None, others)
+
+
+def paged_attention(
+    call: RaggedCall, parts: Sequence[ScorePart], values: Array, value_scale: Array | None
+) -> Float[Array, "B T N Hv"]:
+    """Returns attention on the pages of all layers, of which the call names those of one; see `LayerCache.entries`."""
+    packed = [PagedPart(part.queries.reshape(-1, *part.queries.shape[2:]), part.keys, part.scale) for part in parts]
+    found = ragged_attention(call, packed, values, value_scale)
+    return found.reshape(*parts[0].queries.shape[:2], *found.shape[1:])
 
 
 def results_of(step: Step, found: OwnAttention) -> Array | OwnAttention:
@@ -48,18 +70,25 @@ def scale_by_share(own: Array, share: Array, whole: Array) -> Array:
 def cached_attention(
     context: Context, step: Step, q: Array, k: LayerCache, v: LayerCache, positions: Array, *others: Any
 ) -> Array | OwnAttention:
-    """Returns attention of one position on the layer's keys and values; ``others`` are their scales, then sinks."""
+    """Returns attention on the layer's keys and values, of one position of each row, or several if the cache has pages.
+
+    ``others`` are the page table of a paged cache, then scales, then sinks.
+    """
     pages, others = table_of(step, others)
-    found = [other.read(pages) for other in others if isinstance(other, LayerCache)]
+    keys, values, *scales = (
+        each.entries(paged=step.details.paged) for each in (k, v, *others) if isinstance(each, LayerCache)
+    )
     sinks = next((other for other in others if not isinstance(other, LayerCache)), None)
-    key_scale, value_scale = found or (None, None)
-    facts = cache_facts(context, step, positions, k, pages)
+    key_scale, value_scale = scales or (None, None)
+    parts = [ScorePart(queries=q, keys=keys, scale=key_scale)]
+    if pages is not None:
+        call = replace(paged_call(context, step, positions, k, pages), sinks=sinks)
+        return paged_attention(call, parts, values, value_scale)
     if sinks is not None and step.more:
         # sinks count once
         sinks = jnp.where(lax.axis_index(split_slots(step)) == 0, sinks, -jnp.inf)
-    part = ScorePart(queries=q, keys=k.read(pages), scale=key_scale)
-    attended = cache.cached_attention([part], v.read(pages), value_scale=value_scale, sinks=sinks, **facts)
-    return results_of(step, attended)
+    facts = cache_facts(context, step, positions, k)
+    return results_of(step, cache.cached_attention(parts, values, value_scale=value_scale, sinks=sinks, **facts))
 
 
 STEPS = {"cached_attention": cached_attention, "scale_by_share": of_arrays(scale_by_share)}

@@ -8,7 +8,7 @@ from meshwright.algebra.steps import Step
 from meshwright.nn import cache
 from meshwright.nn.cache import LayerCache, OwnAttention, ScorePart
 from meshwright.nn.context import Context
-from meshwright.nn.ops.cached_attention import cache_facts, results_of, table_of
+from meshwright.nn.ops.cached_attention import cache_facts, paged_attention, paged_call, results_of, table_of
 
 
 def cached_latent_attention(
@@ -23,16 +23,18 @@ def cached_latent_attention(
 ) -> Array | OwnAttention:
     """Returns weighted latents; scores are absorbed queries ``ql`` x latents + rotated parts of ``q`` x shared keys."""
     pages, others = table_of(step, others)
-    facts = cache_facts(context, step, positions, latent, pages)
-    one_head = latent.read(pages)[:, :, None]
-    latent_scale, shared_scale = (other.read(pages)[:, :, None] for other in others) if others else (None, None)
+    # one head: all heads of queries share the latents
+    caches = (latent, shared, *others)
+    latents, keys, *scales = (each.entries(paged=step.details.paged)[:, :, None] for each in caches)
+    latent_scale, shared_scale = scales or (None, None)
     parts = [
-        ScorePart(queries=ql, keys=one_head, scale=latent_scale),
-        ScorePart(
-            queries=q[..., context.model.qk_nope_head_dim :], keys=shared.read(pages)[:, :, None], scale=shared_scale
-        ),
+        ScorePart(queries=ql, keys=latents, scale=latent_scale),
+        ScorePart(queries=q[..., context.model.qk_nope_head_dim :], keys=keys, scale=shared_scale),
     ]
-    return results_of(step, cache.cached_attention(parts, one_head, value_scale=latent_scale, **facts))
+    if pages is not None:
+        return paged_attention(paged_call(context, step, positions, latent, pages), parts, latents, latent_scale)
+    facts = cache_facts(context, step, positions, latent)
+    return results_of(step, cache.cached_attention(parts, latents, value_scale=latent_scale, **facts))
 
 
 STEPS = {"cached_latent_attention": cached_latent_attention}

@@ -1,0 +1,413 @@
+"""Attention of packed queries on a cache in pages: sequences have queries and positions of any number.
+
+A tile is a block of queries of one sequence and a few of its pages. The tiles of a call form one list, which is split
+over lanes in equal runs, as in flash-decoding: a lane carries the running softmax of its block from tile to tile, and
+a block of several lanes is merged by its largest scores and sums. So the number of iterations follows the positions
+that queries see, whatever the lengths of sequences are, and no page is copied but those of the tiles at work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshwright.nn.activations import capped
+from meshwright.nn.attention.platform import default_platform
+
+TILE_SLOTS = 128
+"""Slots of a tile at least, where the page table has as many: pages are not split."""
+
+QUERY_BLOCK = 32
+"""Queries of a block of a sequence that has several; those of one query have blocks of one."""
+
+LANES, CPU_LANES = 64, 4
+"""Tiles of one iteration, in whose products all processors of a chip share."""
+
+LANE = 128
+"""Entries of a row of registers on a TPU."""
+
+UNSEEN = -(2**30)
+"""A distance, from a query to a slot, that no mask admits."""
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+class PagedPart(NamedTuple):
+    """Part of the scores: queries of N heads, and pages of the keys' width that they are multiplied with.
+
+    Keys have K heads, N = K * G, in any dtype; with a ``scale`` each slot and head of them is multiplied by its own.
+    """
+
+    queries: Float[Array, "R N H"]
+    keys: Array
+    scale: Float[Array, "Pg Pl K"] | None = None
+
+
+class PagedValues(NamedTuple):
+    """Pages of values, and the scale of each slot and head."""
+
+    values: Float[Array, "Pg Pl K Hv"]
+    scale: Float[Array, "Pg Pl K"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedCall:
+    """Parameters of one attention on pages.
+
+    Sequence b has ``lengths[b]`` positions, p in slot p mod Pl of page ``pages[b, p // Pl]``. Its queries are the rows
+    ``first[b]`` to ``first[b] + counts[b] - 1`` and have its last positions. A query sees positions that are not later
+    and, with a window, fewer than ``window`` back. ``longest`` is at least the largest count. ``sinks`` are an
+    additional logit per head.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float[Array, " N"] | None = None
+    first: Int[Array, " B"]
+    counts: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    pages: Int[Array, "B Bp"]
+    longest: int
+    platform: str = field(default_factory=default_platform)
+
+
+def ragged_attention(
+    call: RaggedCall, parts: Sequence[PagedPart], values: Array, value_scale: Float[Array, "Pg Pl K"] | None = None
+) -> Float[Array, "R N Hv"]:
+    """Returns the values[Pg, Pl, K, Hv], weighted by the softmax of the sum of the parts; 0 in rows of no sequence.
+
+    Products are in the dtype of the queries, scores and sums in float32.
+    """
+    out = jnp.zeros((*parts[0].queries.shape[:2], values.shape[-1]), parts[0].queries.dtype)
+    mixed = PagedValues(values, value_scale)
+    for block in (1,) if call.longest == 1 else (1, min(call.longest, QUERY_BLOCK)):
+        tiles = _tiles(call, block, out.shape[0], values.shape[1])
+        run = _by_kernel if _kernel_takes(call, tiles, out.shape[1]) else _by_lanes
+        found = run(call, tiles, parts, mixed)
+        row, exists = _rows(call, tiles, jnp.arange(len(tiles.starts)))
+        row = jnp.where(exists & (tiles.ends > tiles.starts)[:, None], row, len(out))
+        out = out.at[row].set(found.astype(out.dtype), mode="drop")
+    return out
+
+
+class _Tiles(NamedTuple):
+    """The list of tiles: block i has tiles ``starts[i]`` to ``ends[i] - 1``, on chunks of pages from ``chunk[i]`` on,
+    and the rows of its sequence from ``row[i]`` on."""
+
+    sequence: Int[Array, " M"]
+    row: Int[Array, " M"]
+    chunk: Int[Array, " M"]
+    starts: Int[Array, " M"]
+    ends: Int[Array, " M"]
+    block: int
+    num_pages: int
+    page_len: int
+
+
+def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles:
+    """Lists the tiles of sequences with one query for a block of 1, and of those with several for others."""
+    num_seqs, table = call.pages.shape
+    num_pages = min(table, -(-TILE_SLOTS // page_len))
+    slots = num_pages * page_len
+    counts = jnp.where((call.counts == 1) == (block == 1), call.counts, 0)
+    until = jnp.cumsum(-(-counts // block))
+    own = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
+    own = own[: num_seqs * -(-call.longest // block)]
+    exists = own < until[-1]
+    sequence = jnp.minimum(jnp.searchsorted(until, own, side="right").astype(jnp.int32), num_seqs - 1)
+    row = block * (own - (until - (-(-counts // block)))[sequence])
+    length = call.lengths[sequence]
+    at = length - counts[sequence] + row
+    last = jnp.minimum(at + block, length) - 1
+    chunk = jnp.zeros_like(at) if call.window is None else jnp.maximum(at - call.window + 1, 0) // slots
+    ends = jnp.cumsum(jnp.where(exists, last // slots + 1 - chunk, 0))
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
+    return _Tiles(sequence, row, chunk, starts, ends, block, num_pages, page_len)
+
+
+_Found = Float[Array, "M block N Hv"]
+
+
+class _State(NamedTuple):
+    """Running softmax of the queries of blocks: G heads of a block's queries are the rows of one matrix for each of K
+    key heads."""
+
+    peak: Float[Array, "M K R"]
+    total: Float[Array, "M K R"]
+    mixed: Float[Array, "M K R Hv"]
+
+
+def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> _Found:
+    """Returns the attention of each block by XLA, a tile of every lane at a time."""
+    num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
+    lanes, group = CPU_LANES if call.platform == "cpu" else LANES, parts[0].queries.shape[1] // kv_heads
+    latent, order = mixed.values is parts[0].keys, partial(_in_memory, call.platform)
+    parts = [part._replace(**jax.tree.map(order, {"keys": part.keys, "scale": part.scale})) for part in parts]
+    mixed = jax.tree.map(order, mixed)
+    mixed = mixed._replace(values=parts[0].keys) if latent else mixed
+    # each lane has a run of this many tiles
+    each = -(-tiles.ends[-1] // lanes)
+    lane = jnp.arange(lanes, dtype=jnp.int32)
+    rows = (kv_heads, block * group)
+
+    def begin(count: int) -> _State:
+        zeros = jnp.zeros((count, *rows), jnp.float32)
+        return _State(zeros + LOWEST, zeros, jnp.zeros((count, *rows, width), jnp.float32))
+
+    def block_of(tile: Array) -> Array:
+        return jnp.minimum(jnp.searchsorted(tiles.ends, tile, side="right"), num_blocks - 1).astype(jnp.int32)
+
+    def step(number: Array, carry: tuple[_State, _State]) -> tuple[_State, _State]:
+        state, kept = carry
+        tile = lane * each + number
+        own = block_of(tile)
+        fresh = (number == 0) | (tile == tiles.starts[own])
+        state = jax.vmap(lambda new, *states: jax.tree.map(partial(jnp.where, new), *states))(
+            fresh, begin(lanes), state
+        )
+        state = _attend(call, tiles, (own, tile), parts, mixed, state)
+        # a block that another lane begins has a row of its own for each further lane
+        place = jnp.where(tiles.starts[own] < lane * each, num_blocks + lane, own)
+        place = jnp.where(tile < tiles.ends[-1], place, num_blocks + lanes)
+        return state, jax.tree.map(lambda all, one: all.at[place].set(one, mode="drop"), kept, state)
+
+    _, kept = lax.fori_loop(0, each, step, (begin(lanes), begin(num_blocks + lanes)))
+    peak, total, sums = _merged(kept, block_of(lane * each), num_blocks)
+    if call.sinks is not None:
+        sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
+        top = jnp.maximum(peak, sinks)
+        sums = sums * jnp.exp(peak - top)[..., None]
+        total = total * jnp.exp(peak - top) + jnp.exp(sinks - top)
+    found = sums / jnp.where(total > 0, total, 1.0)[..., None]
+    found = jnp.moveaxis(found.reshape(num_blocks, kv_heads, block, group, width), 2, 1)
+    return found.reshape(num_blocks, block, -1, width)
+
+
+def _heads_first(platform: str, pool: Array) -> bool:
+    return platform != "cpu" and (platform != "tpu" or pool.ndim == 3)
+
+
+def _in_memory(platform: str, pool: Array) -> Array:
+    """Returns a pool with its dims as `nn.cache.cache_layout` has them in memory, and none for one head.
+
+    In any other order, and with a dim of 1, XLA copies the pool before a loop that reads it.
+    """
+    if pool.shape[2] == 1:
+        return pool[:, :, 0]
+    return jnp.swapaxes(pool, 1, 2) if _heads_first(platform, pool) else pool
+
+
+def _attend(
+    call: RaggedCall,
+    tiles: _Tiles,
+    at: tuple[Array, Array],
+    parts: Sequence[PagedPart],
+    mixed: PagedValues,
+    state: _State,
+) -> _State:
+    """Returns the running softmax after one tile of each lane; ``at`` are the lanes' blocks and tiles."""
+    (own, tile), (values, value_scale) = at, mixed
+    kv_heads, slots = state.peak.shape[1], tiles.num_pages * tiles.page_len
+    group = parts[0].queries.shape[1] // kv_heads
+    sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
+    number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
+    page = call.pages.at[sequence[:, None], number].get(mode="clip")
+
+    def read(pool: Array) -> Array:
+        """Returns [lanes, K, slots, width]."""
+        found = pool.at[page].get(mode="clip")
+        if kv_heads > 1:
+            found = jnp.moveaxis(found, 2 if _heads_first(call.platform, pool) else 3, 1)
+        return found.reshape(len(page), kv_heads, slots, -1)
+
+    def operand(pool: Array) -> Array:
+        # XLA's library for CPUs takes products from one array in this order, else a slow loop runs
+        found = read(pool).astype(dtype)
+        return lax.optimization_barrier(found) if call.platform == "cpu" else found
+
+    def scaled(array: Array, scale: Array | None) -> Array:
+        return array if scale is None else array * jnp.swapaxes(read(scale), 2, 3)
+
+    row, exists = _rows(call, tiles, own)
+    dtype = parts[0].queries.dtype
+    read_keys = [operand(part.keys) for part in parts]
+
+    def product(part: PagedPart, keys: Array) -> Array:
+        queries = part.queries.at[row].get(mode="clip").reshape(*row.shape, kv_heads, group, -1)
+        queries = jnp.moveaxis(queries, 2, 1).reshape(len(row), kv_heads, row.shape[1] * group, -1)
+        found = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
+        return scaled(found, part.scale)
+
+    first, *more = map(product, parts, read_keys)
+    scores = capped(call.scale * sum(more, start=first), call.softcap)
+    # positions of slots, and of queries
+    slot = index[:, None] * slots + jnp.arange(slots)[None]
+    position = row + (call.lengths - call.counts - call.first)[sequence][:, None]
+    back = position[:, :, None] - slot[:, None]
+    seen = (back >= 0) & (exists & (tile < tiles.ends[-1])[:, None])[:, :, None]
+    seen = seen if call.window is None else seen & (back < call.window)
+    scores = jnp.where(jnp.repeat(seen, group, axis=1)[:, None], scores, -jnp.inf)
+    peak = jnp.maximum(state.peak, scores.max(axis=-1))
+    weights, fade = jnp.exp(scores - peak[..., None]), jnp.exp(state.peak - peak)
+    total = state.total * fade + weights.sum(axis=-1)
+    tiled = read_keys[0] if values is parts[0].keys else operand(values)
+    weights = scaled(weights, value_scale).astype(dtype)
+    sums = jnp.einsum("WKRC,WKCH->WKRH", weights, tiled, preferred_element_type=jnp.float32)
+    return _State(peak, total, state.mixed * fade[..., None] + sums)
+
+
+def _rows(call: RaggedCall, tiles: _Tiles, own: Array) -> tuple[Array, Array]:
+    """Returns the rows [M, block] of queries of blocks, and which of them the sequences have."""
+    sequence = tiles.sequence[own]
+    row = tiles.row[own][:, None] + jnp.arange(tiles.block, dtype=jnp.int32)[None]
+    return call.first[sequence][:, None] + row, row < call.counts[sequence][:, None]
+
+
+def _merged(kept: _State, began: Array, num_blocks: int) -> _State:
+    """Adds the rows that lanes have of a block that another lane began, ``began``, to those of the blocks."""
+    own = jax.tree.map(lambda x: x[:num_blocks], kept)
+    more = jax.tree.map(lambda x: x[num_blocks:], kept)
+    peak = own.peak.at[began].max(more.peak)
+    fade, further = jnp.exp(own.peak - peak), jnp.exp(more.peak - peak[began])
+    total = (own.total * fade).at[began].add(more.total * further)
+    mixed = (own.mixed * fade[..., None]).at[began].add(more.mixed * further[..., None])
+    return _State(peak, total, mixed)
+
+
+# -- TPU ---------------------------------------------------------------------------------------------------
+
+MOST_ROWS, MOST_PAGES = 256, 16
+"""Rows, queries x heads, of a block, and pages of a tile at most. The kernel multiplies all heads with the keys of all
+key heads, which costs nothing where few rows meet many keys."""
+
+SCALAR_BYTES = 2**18
+"""Bytes of the page table and the list of tiles at most, so that scalar memory has both."""
+
+
+def _kernel_takes(call: RaggedCall, tiles: _Tiles, num_heads: int) -> bool:
+    """True on TPUs for few rows, pages that are not tiny and tables that fit scalar memory."""
+    small = tiles.block * num_heads <= MOST_ROWS and tiles.num_pages <= MOST_PAGES
+    scalars = call.pages.size + len(tiles.starts) * -(-call.pages.shape[1] // tiles.num_pages)
+    return call.platform == "tpu" and small and 4 * scalars <= SCALAR_BYTES
+
+
+def _by_kernel(
+    call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues, *, interpret: bool = False
+) -> _Found:
+    """Returns the attention of each block by a kernel with a tile in each step of its grid, whose pages are fetched
+    ahead. The columns of its scores are (slot, key head) pairs, as a page has them in memory."""
+    from jax.experimental import pallas as pl  # Pallas takes time to import
+    from jax.experimental.pallas import tpu as pltpu
+
+    page_len, kv_heads, width = mixed.values.shape[1:]
+    num_pages, num_blocks = tiles.num_pages, len(tiles.starts)
+    heads, dtype = parts[0].queries.shape[1], parts[0].queries.dtype
+    rows, slots = tiles.block * heads, num_pages * page_len
+    most = num_blocks * -(-call.pages.shape[1] // num_pages)
+    own = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(most), side="right"), num_blocks - 1)
+    # a tile's last pages may be beyond the table, and entries without a page may be any number
+    table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
+    scalars = [own, tiles.starts, tiles.chunk, (call.lengths - call.counts)[tiles.sequence] + tiles.row]
+    scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * table.shape[1], table.reshape(-1))]
+
+    def page(number: int) -> Any:
+        def index(tile: Array, *scalars: Any) -> Any:
+            own, starts, chunk, _, first, entries = scalars
+            block = own[tile]
+            at = (chunk[block] + tile - starts[block]) * num_pages + number
+            return entries[first[block] + jnp.minimum(at, table.shape[1] - 1)], 0, 0
+
+        return index
+
+    def of_block(tile: Array, own: Any, *_: Any) -> Any:
+        return own[tile], 0, 0
+
+    query, head = np.divmod(np.arange(rows), heads)
+    slot, key_head = np.divmod(np.arange(slots * kv_heads), kv_heads)
+    back = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
+    sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
+    begin = jnp.broadcast_to(jnp.tile(sinks, tiles.block)[:, None], (rows, LANE))
+    index, _ = _rows(call, tiles, jnp.arange(num_blocks))
+    queries = [part.queries.at[index].get(mode="clip").reshape(num_blocks, rows, -1) for part in parts]
+    latent = mixed.values is parts[0].keys
+
+    def of_tiles(scale: Array) -> Array:
+        """Returns [tiles, 1, columns], gathered by XLA: a page of scales is not a whole number of registers."""
+        number = (tiles.chunk[own] + jnp.arange(most) - tiles.starts[own])[:, None] * num_pages
+        number = jnp.minimum(number + jnp.arange(num_pages)[None], table.shape[1] - 1)
+        found = _in_memory("tpu", scale)[table[tiles.sequence[own][:, None], number]]
+        return (found if kv_heads == 1 else jnp.swapaxes(found, 2, 3)).reshape(most, 1, -1)
+
+    scaled, scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
+    gathered = [of_tiles(scale) for scale in scales if scale is not None]
+    pools = [part.keys for part in parts] + ([] if latent else [mixed.values])
+    pools = [pool.reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
+
+    def kernel(*refs: Any) -> None:
+        own, starts, chunk, position, _, _, begin_ref, back_ref, *arrays = refs
+        query_refs, scale_refs = arrays[: len(parts)], arrays[len(parts) :][: len(gathered)]
+        *page_refs, out_ref, peak_ref, total_ref, sums_ref = arrays[len(parts) + len(gathered) :]
+        tile = pl.program_id(0)
+        block = own[tile]
+
+        @pl.when(tile == starts[block])
+        def begin_block() -> None:
+            peak_ref[...] = begin_ref[...]
+            total_ref[...] = jnp.full((rows, LANE), 0.0 if call.sinks is None else 1.0, jnp.float32)
+            sums_ref[...] = jnp.zeros((rows, width), jnp.float32)
+
+        def read(pool: int) -> Array:
+            pages = [ref[0] for ref in page_refs[pool * num_pages : (pool + 1) * num_pages]]
+            # TPUs have casts of bytes to float32 alone
+            return jnp.concatenate([x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in pages]).astype(dtype)
+
+        keys = [read(number) for number in range(len(parts))]
+        over_width = (((1,), (1,)), ((), ()))
+        products = (
+            lax.dot_general(ref[0], each, over_width, preferred_element_type=jnp.float32)
+            for ref, each in zip(query_refs, keys, strict=True)
+        )
+        if scaled:
+            products = (each * ref[0] for each, ref in zip(products, scale_refs, strict=False))
+        scores = capped(call.scale * sum(products, start=jnp.zeros(back.shape, jnp.float32)), call.softcap)
+        distance = back_ref[...] + (position[block] - (chunk[block] + tile - starts[block]) * slots)
+        seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        before = peak_ref[:, :1]
+        peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        weights, fade = jnp.exp(scores - peak), jnp.exp(before - peak)
+        total = total_ref[:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
+        values = keys[0] if latent else read(len(parts))
+        weights = weights * scale_refs[-1][0] if scaled else weights
+        sums = sums_ref[...] * fade + jnp.dot(weights.astype(dtype), values, preferred_element_type=jnp.float32)
+        peak_ref[...] = jnp.broadcast_to(peak, (rows, LANE))
+        total_ref[...] = jnp.broadcast_to(total, (rows, LANE))
+        sums_ref[...] = sums
+        out_ref[0] = sums / jnp.where(total > 0, total, 1.0)
+
+    running = [pltpu.VMEM((rows, size), jnp.float32) for size in (LANE, LANE, width)]
+    found = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(jnp.maximum(tiles.ends[-1], 1),),
+            in_specs=[
+                *(pl.BlockSpec(each.shape, lambda *_: (0, 0)) for each in (begin, back)),
+                *(pl.BlockSpec((1, *each.shape[1:]), of_block) for each in queries),
+                *(pl.BlockSpec((1, *each.shape[1:]), lambda tile, *_: (tile, 0, 0)) for each in gathered),
+                *(pl.BlockSpec((1, *pool.shape[1:]), page(number)) for pool in pools for number in range(num_pages)),
+            ],
+            out_specs=pl.BlockSpec((1, rows, width), of_block),
+            scratch_shapes=running,
+        ),
+        out_shape=jax.ShapeDtypeStruct((num_blocks, rows, width), jnp.float32),
+        interpret=interpret,
+    )(*scalars, begin, jnp.asarray(back), *queries, *gathered, *(pool for pool in pools for _ in range(num_pages)))
+    return jnp.asarray(found).reshape(num_blocks, tiles.block, heads, width)

@@ -1,0 +1,236 @@
+"""Attention on pages against a softmax written out in float64, for random lengths, chunks and orders of pages."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.nn.attention import ragged
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
+from meshwright.nn.cache import LayerCache, cache_layout, write_pages
+from meshwright.nn.quantisation import absmax_scale, quantise
+from meshwright.spec.cluster import parse_cluster
+from meshwright.verify.targets import target_of
+from tests.nn.arrays import close
+from tests.verify.compiled import compiled_for
+
+DTYPES = {"float32": jnp.float32, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+
+
+@dataclasses.dataclass
+class Case:
+    """Sequences as (length, queries), and what differs between calls."""
+
+    sequences: list[tuple[int, int]]
+    page_len: int
+    options: dict
+    dtype: str = "float32"
+    latent: bool = False
+    heads: tuple[int, int] = (4, 2)
+
+
+@st.composite
+def cases(draw):
+    sequences = []
+    for _ in range(draw(st.integers(1, 5))):
+        length = draw(st.sampled_from([0, 1, 7, 40, 129, 300]))
+        sequences.append((length, min(length, draw(st.sampled_from([0, 1, 1, 3, 40])))))
+    options = {"window": draw(st.sampled_from([None, 1, 5, 150])), "softcap": draw(st.sampled_from([None, 0.7]))}
+    if draw(st.booleans()):
+        options["sinks"] = np.linspace(-1, 2, 4).astype(np.float32)
+    latent = draw(st.booleans())
+    return Case(
+        sequences, draw(st.sampled_from([1, 5, 16, 64])), options, draw(st.sampled_from(list(DTYPES))), latent,
+        (4, 1) if latent else draw(st.sampled_from([(4, 1), (4, 2), (4, 4)])),
+    )  # fmt: skip
+
+
+def drawn(case, seed=0):
+    """Returns the call, its parts and values, the values' scale, and the position and sequence of each row."""
+    rng = np.random.default_rng(seed)
+    heads, kv_heads = case.heads
+    each = max(1, *(-(-length // case.page_len) for length, _ in case.sequences)) + 1
+    num_pages = each * len(case.sequences) + 2
+    table = rng.permutation(num_pages)[: each * len(case.sequences)].reshape(-1, each)
+    counts = np.array([count for _, count in case.sequences], np.int32)
+    # rows of no sequence are before, between and behind those of sequences
+    first = np.cumsum(counts + 1) - counts
+    rows = int(first[-1] + counts[-1]) + 1
+    sinks = case.options.get("sinks")
+    call = RaggedCall(
+        scale=0.4,
+        **{**case.options, "sinks": None if sinks is None else jnp.asarray(sinks)},
+        first=jnp.asarray(first, jnp.int32),
+        counts=jnp.asarray(counts),
+        lengths=jnp.asarray([length for length, _ in case.sequences], jnp.int32),
+        pages=jnp.asarray(table, jnp.int32),
+        longest=max(1, int(counts.max())),
+        platform="cpu",
+    )
+
+    def pool(width):
+        array = jnp.asarray(rng.normal(size=(num_pages, case.page_len, kv_heads, width)), jnp.float32)
+        if case.dtype == "float32":
+            return array, None
+        scale = absmax_scale(array, (3,))
+        return (quantise(array, scale, (3,)) if case.dtype == "int8" else (array / scale[..., None]).astype(
+            DTYPES[case.dtype])), scale  # fmt: skip
+
+    parts = [
+        PagedPart(jnp.asarray(rng.normal(size=(rows, heads, width)), jnp.float32), *pool(width))
+        for width in ((6, 3) if case.latent else (6,))
+    ]
+    values = (parts[0].keys, parts[0].scale) if case.latent else pool(5)
+    return call, parts, *values
+
+
+def plain(case, call, parts, values, value_scale):
+    """Row by row and head by head in float64."""
+    heads, kv_heads = case.heads
+    wide = [np.asarray(p.keys, np.float64) * (1 if p.scale is None else np.asarray(p.scale)[..., None]) for p in parts]
+    mixed = np.asarray(values, np.float64) * (1 if value_scale is None else np.asarray(value_scale)[..., None])
+    out = np.zeros((parts[0].queries.shape[0], heads, values.shape[-1]))
+    for b, (length, count) in enumerate(case.sequences):
+        at = np.arange(length)
+        where = np.asarray(call.pages)[b, at // case.page_len], at % case.page_len
+        for i, n in np.ndindex(count, heads):
+            row, position = int(call.first[b]) + i, length - count + i
+            scores = sum(
+                0.4 * w[where][:, n * kv_heads // heads] @ np.asarray(p.queries, np.float64)[row, n]
+                for w, p in zip(wide, parts, strict=True)
+            )
+            scores = call.softcap * np.tanh(scores / call.softcap) if call.softcap else scores
+            seen = (at <= position) & (at > position - (call.window or length + 1))
+            weights = np.where(seen, np.exp(scores), 0)
+            total = weights.sum() + (np.exp(np.float64(call.sinks[n])) if call.sinks is not None else 0)
+            out[row, n] = weights / total @ mixed[where][:, n * kv_heads // heads]
+    return out
+
+
+def attended(call, *arrays):
+    """Compiled, with everything but Python's numbers as inputs."""
+    given = {name: getattr(call, name) for name in ("first", "counts", "lengths", "pages", "sinks")}
+    latent = arrays[1] is arrays[0][0].keys
+
+    def run(given, parts, values, value_scale):
+        values = parts[0].keys if latent else values
+        return ragged_attention(dataclasses.replace(call, **given), parts, values, value_scale)
+
+    return jax.jit(run)(given, *arrays)
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases(), st.sampled_from(["cpu", "cuda"]))
+def test_pages_are_attended_as_by_a_plain_softmax(case, platform):
+    """GPUs have other lanes and another order of dims."""
+    call, *arrays = drawn(case)
+    close(attended(dataclasses.replace(call, platform=platform), *arrays), plain(case, call, *arrays), 3e-6)
+
+
+DECODE, CHUNKS = [(300, 1), (7, 1), (0, 0), (129, 1)], [(300, 3), (7, 1), (40, 0), (129, 40)]
+SINKS = {"softcap": 0.7, "sinks": np.linspace(-1, 2, 4).astype(np.float32)}
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(ragged, "_by_kernel", functools.partial(ragged._by_kernel, interpret=True))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "options", "dtype", "latent"),
+    [
+        (DECODE, {}, "float32", False),
+        (DECODE, {"window": 5}, "int8", False),
+        (CHUNKS, SINKS, "float8", False),
+        (CHUNKS, SINKS | {"window": 150}, "int8", True),
+    ],
+)
+def test_the_kernel_of_tpus_attends_so_too(interpreted, sequences, options, dtype, latent):
+    case = Case(sequences, 16, options, dtype, latent, (4, 1) if latent else (4, 2))
+    call, *arrays = drawn(case)
+    call = dataclasses.replace(call, platform="tpu")
+    close(attended(call, *arrays), plain(case, call, *arrays), 3e-6)
+    assert "pallas_call" in str(jax.make_jaxpr(lambda: ragged_attention(call, *arrays))())
+
+
+def test_rows_of_no_sequence_are_zero_and_pages_of_none_are_not_read():
+    case = Case(DECODE, 16, {})
+    call, parts, values, _ = drawn(case)
+    found = np.asarray(attended(call, parts, values, None))
+    own = np.concatenate([int(f) + np.arange(c) for f, c in zip(call.first, call.counts, strict=True)])
+    others = np.setdiff1d(np.arange(len(found)), own)
+    assert others.size
+    np.testing.assert_array_equal(found[others], 0)
+    used = np.concatenate([np.asarray(row)[: -(-n // 16)] for row, (n, _) in zip(call.pages, DECODE, strict=True)])
+    others = np.setdiff1d(np.arange(len(values)), used)
+    parts = [parts[0]._replace(keys=parts[0].keys.at[others].set(1e4))]
+    pages = call.pages.at[:, -1].set(-7)  # no position has this entry
+    again = attended(dataclasses.replace(call, pages=pages), parts, values.at[others].set(1e4), None)
+    np.testing.assert_array_equal(again, found)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, 3 + 1 + 2), (130, 2 + 1 + 2), (44, 1 + 1 + 2)])
+def test_tiles_are_those_that_queries_see(window, expected):
+    """300, 7 and 129 positions in tiles of 128, whatever the page table could hold."""
+    for more in (0, 50):
+        call, *_ = drawn(Case(DECODE, 16, {"window": window}))
+        call = dataclasses.replace(call, pages=jnp.pad(call.pages, ((0, 0), (0, more))))
+        assert int(ragged._tiles(call, 1, 8, 16).ends[-1]) == expected
+
+
+# -- compiled for chips -----------------------------------------------------------------------------------
+
+LAYERS, NUM_PAGES, PAGE_LEN, WIDTH = 4, 256, 128, 128
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("on", ["v5e:2x2", "v6e:2x2", "h100:8x1"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_compiled_programs_copy_no_pool(on, dtype):
+    """Layers write pages and read them in a scan: temporary arrays are smaller than a pool, in `cache_layout`."""
+    platform = target_of(parse_cluster(on)).platform
+    platform = "cuda" if platform == "gpu" else platform
+
+    def pool(*widths, name):
+        shape = (LAYERS, NUM_PAGES, PAGE_LEN, 8, *widths)
+        layout = cache_layout(platform, ("Pg", "Pl", "K", "H")[: len(shape) - 1], shape, name)
+        return jax.ShapeDtypeStruct(shape, {"fp32": "float32", "bf16": "bfloat16"}.get(name, name)), layout
+
+    pools = [pool(WIDTH, name=dtype)] * 2 + [pool(name="fp32")] * (2 if dtype == "int8" else 0)
+    others = (jax.ShapeDtypeStruct((64, 32, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((64, 16), jnp.int32))
+
+    def layer(q, pages, positions, stacks, number):
+        caches = [LayerCache(stack, number) for stack in stacks]
+        new = [jnp.full((64, 1, *stack.shape[3:]), q[0, 0, 0]) for stack in stacks]
+        caches = [write_pages(one, x, positions[:, None], pages) for one, x in zip(caches, new, strict=True)]
+        k, v, *scales = (one.entries(paged=True) for one in caches)
+        key_scale, value_scale = scales or (None, None)
+        ones = jnp.ones_like(positions)
+        call = RaggedCall(
+            scale=0.1,
+            first=jnp.arange(64),
+            counts=ones,
+            lengths=positions + 1,
+            pages=caches[0].in_pool(pages),
+            longest=1,
+        )
+        return ragged_attention(call, [PagedPart(q, k, key_scale)], v, value_scale), [one.stack for one in caches]
+
+    def decode(q, pages, positions, *stacks):
+        def step(carry, number):
+            return layer(carry[0], pages, positions, carry[1], number), None
+
+        (out, stacks), _ = jax.lax.scan(step, (q, list(stacks)), jnp.arange(LAYERS))
+        return out, *stacks
+
+    positions = jax.ShapeDtypeStruct((64,), jnp.int32)
+    arrays, layouts = zip(*pools, strict=True)
+    found = compiled_for(on, decode, *others, positions, *arrays, layouts=layouts)
+    assert ("tpu_custom_call" in found.as_text()) == on.startswith("v")
+    kept = LAYERS * NUM_PAGES * PAGE_LEN * 8 * WIDTH * (1 if dtype == "int8" else 2)
+    assert found.memory_analysis().temp_size_in_bytes < kept / 3
