@@ -157,10 +157,10 @@ def padded(x: Array, block: int, axis: int) -> Array:
 def _within(rule: TileRule, num_keys: int, block: int) -> TileRule:
     """Returns a rule whose mask leaves out the keys that pad the last block."""
     real = padded(jnp.ones((1, 1, num_keys), jnp.int32), block, -1)
-    own = rule.mask
+    own, place = rule.mask, len(rule.columns)
 
     def mask(tile: Tile) -> Array:
-        seen: Array = tile.columns[-1] > 0
+        seen: Array = tile.columns[place] > 0
         return seen if own is None else seen & own(tile)
 
     return rule._replace(columns=(*rule.columns, real), mask=mask)
@@ -177,13 +177,12 @@ def counted(rule: TileRule, call: AttentionCall, sizes: tuple[int, int]) -> Tile
 
 
 def _indexed(rule: TileRule, name: str, side: str, index: Array) -> TileRule:
-    """Returns a rule that reads an index of a tile from its last row, or column."""
+    """Returns a rule that reads an index of a tile from one more of its rows, or columns."""
+    mask, score, place = rule.mask, rule.score, len(getattr(rule, side))
 
     def moved(tile: Tile) -> Tile:
-        *values, last = getattr(tile, side)
-        return tile._replace(**{name: last, side: tuple(values)})
+        return tile._replace(**{name: getattr(tile, side)[place]})
 
-    mask, score = rule.mask, rule.score
     rule = rule._replace(
         mask=mask and (lambda tile: mask(moved(tile))), score=score and (lambda found, tile: score(found, moved(tile)))
     )

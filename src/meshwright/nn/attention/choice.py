@@ -4,13 +4,14 @@ Queries and keys are [B, T, N, H] and [B, S, K, H], values [B, S, K, Hv]; query 
 head k. The backward pass gets the result and log-sum-exp of the forward pass, and recomputes the weights from these.
 """
 
-from types import ModuleType
+from typing import Any
 
 from jaxtyping import Array
 
 from meshwright.core.errors import InputError
 from meshwright.nn.attention import cudnn, xla
 from meshwright.nn.attention.call import AttentionCall
+from meshwright.nn.attention.fused import PALLAS
 from meshwright.nn.attention.scores import (
     AttentionResult,
     BackwardInputs,
@@ -21,11 +22,11 @@ from meshwright.nn.attention.scores import (
     with_sinks,
 )
 
-KERNELS = {"cudnn": cudnn, "xla": xla}
-"""The platforms' fused kernels, then XLA. Each module has ``takes``, ``forward`` and ``backward``."""
+KERNELS: dict[str, Any] = {"cudnn": cudnn, "pallas": PALLAS, "xla": xla}
+"""The platforms' fused kernels, then XLA. Each has ``takes``, ``forward`` and ``backward``."""
 
 
-def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> ModuleType:
+def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> Any:
     """Returns the kernel that is forced, or the first one that takes the call.
 
     Raises:
