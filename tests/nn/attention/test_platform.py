@@ -1,7 +1,7 @@
 """The choice of a kernel, and the fused kernels as far as a machine without them can tell."""
 
-import functools
 import re
+from functools import partialmethod
 from types import SimpleNamespace
 
 import jax
@@ -9,51 +9,62 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.nn.attention import splash as attention_splash
+from meshwright.core.errors import InputError
+from meshwright.nn.attention import choice, fused, pallas_tpu
+from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward, kernel_of
 from meshwright.nn.attention.platform import traced_for
-from meshwright.nn.attention.visibility import AttentionCall, TokenPositions
-from tests.nn.arrays import close
+from tests.nn.attention import rules
 
 CASE = {"dtype": "bfloat16", "T": 4096, "S": 4096, "H": 128, "Hv": 128}
+
+
+def call_of(platform, length, *, mask="causal", score=None, **facts):
+    made = None if mask is None else rules.mask_of(mask, length)
+    own = score and (rules.distance_bias(2) if score == "distance" else rules.score_of(score, length))
+    return AttentionCall(scale=1.0, mask=made, score=own, platform=platform, **facts)
 
 
 @pytest.mark.parametrize(
     ("platform", "changes", "way"),
     [
         ("cuda", {}, "cudnn"),
-        ("cuda", {"dtype": "float16", "H": 64, "Hv": 64, "window": 40}, "cudnn"),
-        ("cuda", {"order": "all", "S": 512}, "cudnn"),
-        ("cuda", {"order": "positions"}, "blocks"),
-        ("cuda", {"dtype": "float32"}, "blocks"),
-        ("cuda", {"softcap": 2.0}, "blocks"),
-        ("cuda", {"sinks": True}, "blocks"),
-        ("cuda", {"documents": True}, "blocks"),
-        ("cuda", {"H": 192}, "blocks"),
-        ("cuda", {"H": 256, "Hv": 256}, "blocks"),
-        ("cuda", {"dtype": "float32", "T": 512}, "staircase"),
-        ("rocm", {}, "blocks"),
-        ("tpu", {}, "splash"),
-        ("tpu", {"softcap": 2.0, "sinks": True, "documents": True, "window": 40, "dtype": "float32"}, "splash"),
-        ("tpu", {"T": 4000}, "blocks"),
-        ("tpu", {"order": "positions"}, "blocks"),
-        ("cpu", {}, "blocks"),
-        ("cpu", {"T": 2048}, "staircase"),
-        ("cpu", {"T": 2048, "order": "all"}, "blocks"),
+        ("cuda", {"dtype": "float16", "H": 64, "Hv": 64, "mask": "sliding_window(40)"}, "cudnn"),
+        ("cuda", {"mask": None, "S": 512}, "cudnn"),
+        ("cuda", {"q_idx": np.arange(4096)[::-1]}, "xla"),
+        ("cuda", {"dtype": "float32"}, "xla"),
+        ("cuda", {"score": "softcap(2)"}, "xla"),
+        ("cuda", {"mask": "causal & document"}, "xla"),
+        ("cuda", {"H": 192}, "xla"),
+        ("cuda", {"H": 256, "Hv": 256}, "xla"),
+        ("rocm", {}, "xla"),
+        ("tpu", {}, "pallas"),
+        ("tpu", {"score": "softcap(2)", "mask": "sliding_window(40) & document", "dtype": "float32"}, "pallas"),
+        ("tpu", {"T": 4000, "S": 4000}, "pallas"),
+        ("tpu", {"q_idx": np.arange(4096)[::-1], "H": 192}, "pallas"),
+        ("tpu", {"score": "distance"}, "xla"),
+        ("tpu", {"score": "alibi", "learns": True}, "xla"),
+        ("tpu", {"T": 64, "S": 64}, "xla"),
+        ("cpu", {}, "xla"),
     ],
 )
-def test_the_way_of_each_case(platform, changes, way):
+def test_the_kernel_of_each_case(platform, changes, way):
     sizes = {name: {**CASE, **changes}[name] for name in CASE}
-    rule = {name: value for name, value in changes.items() if name in ("window", "softcap")}
-    rows = jnp.zeros((1, 1)) if changes.get("documents") else None
-    sinks = jnp.zeros(2) if changes.get("sinks") else None
-    order = changes.get("order", "rows")
-    call = AttentionCall(
-        scale=1.0, **rule, query=TokenPositions(rows, rows), sinks=sinks, mask=order, platform=platform
-    )
-    shapes = ((1, sizes["T"], 2, sizes["H"]), (1, sizes["S"], 2, sizes["H"]), (1, sizes["S"], 2, sizes["Hv"]))
+    others = {name: value for name, value in changes.items() if name not in CASE}
+    call = call_of(platform, max(sizes["T"], sizes["S"]), **others)
+    shapes = ((2, sizes["T"], 4, sizes["H"]), (2, sizes["S"], 4, sizes["H"]), (2, sizes["S"], 4, sizes["Hv"]))
     qkv = [jax.ShapeDtypeStruct(shape, sizes["dtype"]) for shape in shapes]
-    assert kernel_of(call, *qkv).__name__ == f"meshwright.nn.attention.{way}"
+    placed = call.placed(sizes["T"], sizes["S"])
+    assert kernel_of(placed, *qkv) is choice.KERNELS[way]
+
+
+def test_a_kernel_can_be_forced():
+    call = call_of("cuda", 256, kernel="xla").placed(256, 256)
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+    assert kernel_of(call, q, q, q) is choice.KERNELS["xla"]
+    wide = jax.ShapeDtypeStruct((1, 256, 2, 64), "float32")
+    with pytest.raises(InputError, match="'cudnn' on cuda: use xla"):
+        kernel_of(call_of("cuda", 256, kernel="cudnn").placed(256, 256), wide, wide, wide)
 
 
 @pytest.mark.parametrize(
@@ -61,16 +72,15 @@ def test_the_way_of_each_case(platform, changes, way):
     [
         ("9.0", (192, 128), "cudnn"),
         ("10.0", (192, 128), "cudnn"),
-        ("8.0", (192, 128), "staircase"),
-        ("9.0", (128, 192), "staircase"),
+        ("8.0", (192, 128), "xla"),
+        ("9.0", (128, 192), "xla"),
     ],
 )
 def test_latent_attention_is_fused_from_hopper_on(capability, widths, way):
     """One kernel each way for DeepSeek's heads of 192, with values of 128, though the GPU is absent."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    _, places = inputs(1, 256, 2, 2, 8, jnp.bfloat16)
-    call = AttentionCall(scale=0.1, query=places, key=places, mask="rows", platform="cuda")
+    call = call_of("cuda", 256)
     q, k, v, dout, o = (
         jax.ShapeDtypeStruct((1, 256, 2, width), jnp.bfloat16)
         for width in (widths[0], widths[0], widths[1], widths[1], widths[1])
@@ -83,18 +93,11 @@ def test_latent_attention_is_fused_from_hopper_on(capability, widths, way):
 
     with traced_for("cuda", SimpleNamespace(compute_capability=capability)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-        assert kernel_of(call, q, k, v).__name__ == f"meshwright.nn.attention.{way}"
+        assert kernel_of(call.placed(256, 256), q, k, v) is choice.KERNELS[way]
         if way == "cudnn":
             assert kernels(lambda *qkv: attention(call, *qkv), q, k, v) == ["__cudnn$fmhaSoftmax"]
             backward = kernels(lambda *given: attention_backward(call, given[:3], *given[3:]), dout, o, lse, q, k, v)
             assert backward == ["__cudnn$fmhaSoftmaxBackward"]
-
-
-def inputs(B, T, N, K, H, dtype):
-    rng = np.random.default_rng(0)
-    shapes = {"dout": (B, T, N, H), "q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, H)}
-    arrays = {n: jnp.asarray(rng.normal(size=s), dtype) for n, s in shapes.items()}
-    return arrays, TokenPositions(jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T)))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -103,8 +106,8 @@ def test_cudnn_runs_one_kernel_each_way(monkeypatch, window):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-    arrays, places = inputs(2, 128, 4, 2, 64, jnp.bfloat16)
-    call = AttentionCall(scale=0.125, window=window, query=places, key=places, mask="rows", platform="cuda")
+    arrays = {n: jnp.asarray(x, jnp.bfloat16) for n, x in rules.arrays(T=128, H=64).items()}
+    call = call_of("cuda", 128, mask="causal" if window is None else f"sliding_window({window})")
     qkv = [arrays[n] for n in "qkv"]
 
     def kernels(function, *given):
@@ -121,38 +124,43 @@ def test_cudnn_runs_one_kernel_each_way(monkeypatch, window):
 
 
 @pytest.mark.parametrize(
-    ("rule", "documents", "sinks"),
+    ("mask", "score"),
     [
-        pytest.param({}, False, None, marks=pytest.mark.slow),
-        ({"window": 50, "softcap": 3.0}, True, (0.5, -1.0)),
+        ("documents", "softcap(3)"),
+        ("tree", "relative(0.1)"),
+        *(pytest.param(mask, None, marks=pytest.mark.slow) for mask in rules.MASKS),
     ],
-    ids=["causal", "all"],
 )
-def test_splash_gives_what_the_own_form_gives(monkeypatch, rule, documents, sinks):
-    """The kernel is interpreted, which shows that it is told the right things; it says nothing of a TPU."""
+def test_kernels_of_tpus_give_what_dense_attention_gives(monkeypatch, mask, score):
+    """Interpreted: lengths that no block divides, rows in another order, sinks."""
+    monkeypatch.setattr(pallas_tpu, "BLOCKS", (128, 128))
     for name in ("forward", "backward"):
-        interpreted = functools.partial(getattr(attention_splash, name), interpret=True)
-        monkeypatch.setattr(attention_splash, name, interpreted)
-    arrays, places = inputs(1, 256, 2, 1, 128, jnp.float32)
-    if documents:
-        places = places._replace(document=(places.position >= 100).astype(jnp.int32))
-    facts = {"scale": 0.2, **rule, "sinks": None if sinks is None else jnp.array(sinks)}
+        monkeypatch.setattr(fused.Fused, name, partialmethod(getattr(fused.Fused, name), interpret=True))
+    length = 300
+    given = rules.arrays(T=length, N=2, K=1, H=16)
+    made, _ = rules.rule_of(mask, None, length)
+    own = score and rules.score_of(score, length)
+    sinks = np.array([0.5, -1.0], np.float32)
+    wanted = rules.expected(0.3, made, own, sinks, given)
+    order = np.random.default_rng(0).permutation(length).astype(np.int32)
+    for index in (None, order):
+        call = AttentionCall(
+            scale=0.3, mask=made, score=own, sinks=sinks, q_idx=index, kv_idx=index, platform="tpu", kernel="pallas"
+        )
+        moved = {n: jnp.asarray(x if index is None else x[:, order]) for n, x in given.items()}
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(platform, dout, *qkv):
-        call = AttentionCall(**facts, query=places, key=places, mask="rows", platform=platform)
-        o, lse = attention(call, *qkv)
-        return o, lse, *attention_backward(call, (dout, o, lse), *qkv)
+        @jax.jit
+        def both(given, call=call):
+            qkv = [given[n] for n in "qkv"]
+            o, lse = attention(call, *qkv)
+            return o, lse, *attention_backward(call, (given["dout"], o, lse), *qkv)
 
-    given = [arrays[n] for n in ("dout", "q", "k", "v")]
-    for found, expected in zip(both("tpu", *given), both("cpu", *given), strict=True):
-        close(found, expected)
+        for number, (value, one) in enumerate(zip(both(moved), wanted, strict=True)):
+            rules.close(value, one if index is None or number > 4 else one[:, order], f"result {number}")
 
 
 def test_private_parts_of_jax_are_where_they_are_looked_for():
-    """Both fused kernels' backward rules are reached by private names, which a new version of JAX may move."""
+    """cuDNN's backward rule is reached by a private name, which a new version of JAX may move."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     assert callable(cudnn._dot_product_attention_bwd_rule)
-    assert callable(splash._splash_attention_bwd)
