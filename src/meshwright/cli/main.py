@@ -33,6 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "compare": ("calculators", "Models side by side: sizes, memory, chips that hold them."),
     "formats": ("calculators", "Number formats: range, rounding, cost of a dot product."),
     "systolic": ("calculators", "A systolic array, cycle by cycle."),
+    "mask": ("calculators", "An attention mask: its blocks, their predicted time, a measurement."),
     "bench": ("cli", "Measure the devices at hand: rates, knees, a calibration to plan with."),
     "accuracy": ("cli", "Predictions beside published measurements."),
     "verify": ("cli", "Compile the real step of a plan for hardware that is not there."),

@@ -64,12 +64,18 @@ class Rule(NamedTuple):
     """A parsed mask or score rule: ``make(*arrays)`` returns its function, for the arrays that ``data`` names.
 
     ``terms`` are its masks, name to parameters, where all of them have to allow a pair; empty where | joins any.
+    ``page_len`` is that of `paged`, 0 without.
     """
 
     text: str
     data: tuple[str, ...]
     make: Callable[..., Any]
     terms: dict[str, tuple[Any, ...]]
+    page_len: int = 0
+
+
+MOST_TERMS = 32
+"""Names in one expression."""
 
 
 def mask_named(text: str) -> Rule:
@@ -91,6 +97,8 @@ def _rule(text: str, entries: Mapping[str, Entry], what: str, joins: Mapping[Any
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.") from error
+    if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) >= MOST_TERMS:
+        raise InputError(f"{what} {text!r} has more than {MOST_TERMS} names. Use fewer, or a function of your own.")
     data: dict[str, None] = {}
     terms: dict[str, tuple[Any, ...]] = {}
     repeated: set[str] = set()
@@ -107,11 +115,12 @@ def _rule(text: str, entries: Mapping[str, Entry], what: str, joins: Mapping[Any
         return lambda arrays: entry.make(*(arrays[x] for x in entry.data), **given)
 
     build, names = made(tree), tuple(data)
+    page_len = terms.get("paged", (0,))[0]
     if repeated or any(isinstance(node, ast.BitOr) for node in ast.walk(tree)):
         terms = {}
     elif "sliding_window" in terms:
         terms |= {"causal": (), "window": terms.pop("sliding_window")}
-    return Rule(text, names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms)
+    return Rule(text, names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms, page_len)
 
 
 def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, Entry]) -> tuple[str, dict[str, Any]]:
@@ -121,15 +130,16 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, Entry]) -> 
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.")
     name = head.id
     if name not in entries:
-        raise InputError(f"{what} {text!r} has {name!r}.{nearest(name, entries)} Use {', '.join(entries)}.")
+        raise InputError(f"{what} {text!r} has {name!r}.{nearest(name, entries)} `meshwright mask` lists all.")
     parameters = entries[name].parameters
     values = [*node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
     keys = list(parameters[: len(node.args)]) if isinstance(node, ast.Call) else []
     keys += [word.arg or "**" for word in node.keywords] if isinstance(node, ast.Call) else []
     required = set(parameters) - {"slope", "tile"}
     usage = f"{name}({', '.join(parameters)})" if parameters else name
+    counted = f"{len(parameters)} parameter{'s' * (len(parameters) > 1)}" if parameters else "no parameters"
     if len(values) != len(keys) or len(set(keys)) < len(keys) or not required <= set(keys) <= set(parameters):
-        raise InputError(f"{what} {text!r}: {name} needs its parameters. Write {usage}, each a number.")
+        raise InputError(f"{what} {text!r}: {name} takes {counted}. Write {usage}.")
     given = {}
     for key, value in zip(keys, values, strict=True):
         number = _number(value)
@@ -146,7 +156,7 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, Entry]) -> 
 def _number(node: ast.AST) -> float | None:
     try:
         value = ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -168,7 +178,7 @@ def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, see
         made["starts"] = np.stack([np.searchsorted(row, numbers) for row in made["documents"]]).astype(np.int32)
         made["prefix_of"] = np.broadcast_to(numbers[:-1] // 4 * 4, (batch, len(numbers) - 1)).astype(np.int32)
     if "owner" in made:
-        pages = -(-length // rule.terms.get("paged", (1,))[0])
+        pages = -(-length // rule.page_len)
         made["owner"] = np.stack([rng.permutation(pages) for _ in range(batch)])
     return tuple(made[name] for name in rule.data)
 
@@ -197,9 +207,10 @@ _EXAMPLES: dict[str, Callable[[np.random.Generator, int, int, int], np.ndarray]]
     ),
     "enter": lambda rng, batch, length, heads: np.zeros(0),
     "leave": lambda rng, batch, length, heads: np.zeros(0),
-    "distances": lambda rng, batch, length, heads: np.minimum(
-        abs(np.arange(length)[:, None] - np.arange(length)) * np.ones((batch, 1, 1), np.int32), 7
-    ).astype(np.int32),
+    "distances": lambda rng, batch, length, heads: np.broadcast_to(
+        np.minimum(abs(np.arange(length, dtype=np.int32)[:, None] - np.arange(length, dtype=np.int32)), 7),
+        (batch, length, length),
+    ),
     "starts": lambda rng, batch, length, heads: np.zeros((batch, _MOST_DOCUMENTS + 1), np.int32),
     "prefix_of": lambda rng, batch, length, heads: np.zeros(0),
     "spans": _spans,
@@ -208,7 +219,7 @@ _EXAMPLES: dict[str, Callable[[np.random.Generator, int, int, int], np.ndarray]]
     "bias": lambda rng, batch, length, heads: rng.normal(size=heads).astype(np.float32),
     "table": lambda rng, batch, length, heads: rng.normal(size=(heads, 8)).astype(np.float32),
     "edge_table": lambda rng, batch, length, heads: rng.normal(size=(heads, 3, 4)).astype(np.float32),
-    "kinds": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length, 3)),
-    "counts": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length)),
+    "kinds": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length, 3), np.int32),
+    "counts": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length), np.int32),
 }
 """How example arrays are drawn; trees and prefixes are made from several."""

@@ -1,0 +1,201 @@
+"""`meshwright mask`: the blocks of scores that an attention mask leaves, what they cost, and what they take here."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.verb import PNG, Count, Options, argument, option, verb
+from meshwright.core.errors import CannotRunError
+from meshwright.core.units import format_count, format_flops, format_seconds
+from meshwright.cost.work.kernels import chip_rates
+from meshwright.cost.work.masked_attention import Pass, masked_attention_s
+from meshwright.masks.names import MASKS, SCORES, Rule, example_data, mask_named, score_named
+from meshwright.masks.table import FULL, NOTHING, PARTIAL, CountedTable, counted_table
+from meshwright.masks.user import load_user, table_of_user
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.spec.calibration import datasheet_calibration
+from meshwright.spec.chip import Chip, compute_dtype
+from meshwright.spec.efficiency import fitted_calibration
+
+RUNS: tuple[Pass, ...] = ("forward", "forward + backward")
+MEASURE_S = 60.0
+
+
+class Given(Options):
+    name: str | None = argument(metavar="[NAME | module:function]")
+    seq_len: Count = option("Queries and keys.", "--seq", default=8192)
+    block: Count = option("Queries and keys of a block.", default=128)
+    score: str | None = option("A score rule, such as 'alibi + softcap(30)', for --run.", needs={"run": "--run"})
+    num_heads: Count = option("Heads, of queries and of keys.", "--heads", default=16)
+    head_dim: Count = option("Width of a head.", default=128)
+    on: Chip = option("A chip, to predict for.", default="h100")
+    run: bool = option("Measure on this machine too (needs JAX).")
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """Show the blocks of an attention mask NAME, such as "causal & document", and predict its time on a chip.
+
+    Without NAME, list the catalogue. module:function is your own mask_mod(b, h, q_idx, kv_idx), from the current
+    folder too. Arrays that a mask of the catalogue reads are drawn at random.
+    """
+    if given.name is None:
+        return _catalogue()
+    rule, arrays = None, ()
+    score = None if given.score is None else score_named(given.score)
+    sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
+    if ":" in given.name:
+        counted = table_of_user(given.name, **sizes)
+    else:
+        rule = mask_named(given.name)
+        arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
+        counted = counted_table(rule.make(*arrays), **sizes)
+    facts = {**_facts(given, counted), **_predicted(given, counted), "measured": None}
+    if given.run:
+        facts |= _measured(given, rule, arrays, score)
+    rows = [{"where": where, **row} for where in ("predicted", "measured") for row in facts[where] or ()]
+    return Answer(facts, _text(facts, counted), {given.png: lambda: _figure(given.name, counted)}, [rows, [facts]])
+
+
+def _catalogue() -> Answer:
+    rows = [
+        {"kind": kind, "name": name, "parameters": list(one.parameters), "arrays": list(one.data), "is": one.summary}
+        for kind, entries in (("mask", MASKS), ("score", SCORES))
+        for name, one in entries.items()
+    ]
+    columns: Any = {"name": _usage, "reads": lambda row: " ".join(row["arrays"]), "": "is"}
+    titles = {"mask": "masks, joined by & and |", "score": "score rules, joined by + from left to right"}
+    tables = [Table.of([row for row in rows if row["kind"] == kind], columns, title) for kind, title in titles.items()]
+    return Answer({"catalogue": rows}, tables, raw=[rows])
+
+
+def _usage(row: dict[str, Any]) -> str:
+    return row["name"] + (f"({', '.join(row['parameters'])})" if row["parameters"] else "")
+
+
+def _facts(given: Given, counted: CountedTable) -> dict[str, Any]:
+    table, most = counted.table, given.seq_len**2
+    return {
+        "mask": given.name,
+        "score": given.score,
+        "seq_len": given.seq_len,
+        "block": given.block,
+        "num_heads": given.num_heads,
+        "head_dim": given.head_dim,
+        "sparsity": table.sparsity(),
+        "full_blocks": table.count(FULL),
+        "partial_blocks": table.count(PARTIAL),
+        "empty_blocks": table.count(NOTHING),
+        "visible_pairs": counted.visible_pairs,
+        "pairs_in_blocks": table.pairs(),
+        "pairs": most,
+        "table_s": counted.table_s,
+    }
+
+
+def _predicted(given: Given, counted: CountedTable) -> dict[str, Any]:
+    """Returns the seconds of one layer's attention of one sequence in bf16, over all pairs and over existing blocks."""
+    rates = fitted_calibration(given.on) or datasheet_calibration(given.on)
+    dtype = compute_dtype(given.on, "bf16")
+    at = chip_rates(given.on, rates, dtype=dtype, state_dtype=dtype)
+    sizes = {"length": given.seq_len, "heads": given.num_heads, "head_dim": given.head_dim}
+    rows = [
+        _row(run, *(float(masked_attention_s(at, run, pairs=pairs, **sizes))
+                    for pairs in (given.seq_len**2, counted.table.pairs())))
+        for run in RUNS
+    ]  # fmt: skip
+    return {"chip": given.on.name, "attention_flops_per_s": float(at.attention_flops_per_s), "predicted": rows}
+
+
+def _row(run: str, dense_s: float, blocks_s: float) -> dict[str, Any]:
+    return {"pass": run, "dense_s": dense_s, "blocks_s": blocks_s, "ratio": blocks_s / dense_s}
+
+
+def _measured(given: Given, rule: Rule | None, arrays: tuple[Any, ...], score: Rule | None) -> dict[str, Any]:
+    """Returns the medians of runs on this machine, in float32 on a CPU and in bf16 elsewhere."""
+    import jax
+    import jax.numpy as jnp
+
+    from meshwright.bench.timing import Call, budget_of, time_together
+    from meshwright.nn.attention.call import AttentionCall
+    from meshwright.nn.attention.choice import attention, attention_backward
+    from meshwright.nn.attention.scores import BackwardInputs
+    from meshwright.nn.attention.tiles import Mod
+    from meshwright.nn.attention.xla import KEY_ROWS, QUERY_ROWS, block_size
+
+    length = given.seq_len
+    mask = Mod(rule.make, arrays, rule.terms) if rule else Mod(lambda: load_user(given.name or ""))
+    if score is not None:
+        score = Mod(score.make, example_data(score, length=length, heads=given.num_heads), score.terms)
+    calls = {
+        name: AttentionCall(scale=given.head_dim**-0.5, mask=own, score=score)
+        for name, own in (("dense_s", None), ("blocks_s", mask))
+    }
+    kind = jnp.float32 if calls["dense_s"].platform == "cpu" else jnp.bfloat16
+    shape = (1, length, given.num_heads, given.head_dim)
+    given_arrays = [jax.random.normal(key, shape, kind) for key in jax.random.split(jax.random.key(0), 4)]
+
+    def program(call: AttentionCall, run: Pass) -> Any:
+        def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+            o, lse = attention(call, q, k, v)
+            return o if run == "forward" else attention_backward(call, BackwardInputs(dout, o, lse), q, k, v)
+
+        return Call(run=jax.jit(both), arguments=lambda repeat: tuple(given_arrays))
+
+    programs = {(run, name): program(call, run) for run in RUNS for name, call in calls.items()}
+    found, why_not = time_together(programs, budget_of(MEASURE_S), max_repeats=5)
+    if why_not:
+        raise CannotRunError(f"--run: {next(iter(why_not.values()))}. Use a smaller --seq, --heads or --head-dim.")
+    rows = [_row(run, *(found[run, name].median_s for name in calls)) for run in RUNS]
+    own = calls["blocks_s"].placed(length, length)
+    blocks = [block_size(length, most) for most in (QUERY_ROWS, KEY_ROWS)]
+    share = 1 - own.blocks(1, given.num_heads, *blocks).sparsity()
+    return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}
+
+
+SECONDS: dict[str, Any] = {
+    "pass": "pass",
+    "dense": ("dense_s", format_seconds),
+    "blocks": ("blocks_s", format_seconds),
+    "ratio": ("ratio", "{:.3f}".format),
+}
+
+
+def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
+    length, block = facts["seq_len"], facts["block"]
+    yield Paragraph(f"{facts['mask']}: {length:,} queries and keys, blocks of {block} x {block} (█ all, ░ part, · nothing)")
+    yield Paragraph(counted.table.text(), None)
+    yield ""
+    kinds = counted.table.kinds.shape[:2]
+    over = "" if math.prod(kinds) == 1 else f", over {kinds[1]} heads; heads differ, the picture is the first"
+    yield Fact("sparsity", f"{facts['sparsity']:.1%} of blocks are empty")
+    yield Fact(
+        "blocks",
+        f"{facts['full_blocks']:,} all, {facts['partial_blocks']:,} part, {facts['empty_blocks']:,} nothing{over}",
+    )
+    share = facts["visible_pairs"] / facts["pairs"]
+    yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({share:.1%})")
+    yield Fact("table", f"made in {format_seconds(facts['table_s'])}")
+    heads = f"one sequence, {facts['num_heads']} heads of {facts['head_dim']}"
+    yield Table.of(facts["predicted"], SECONDS, f"Predicted for {facts['chip']}: attention of one layer, {heads}")
+    rate = format_flops(facts["attention_flops_per_s"])
+    yield Fact(
+        "a prediction",
+        f"FLOPs of existing blocks (4 N H a pair forward, 10 N H backward) over the chip's rate of attention, {rate}; "
+        f"masks of partial blocks cost nothing in it",
+    )
+    if facts["measured"]:
+        size = " x ".join(map(str, facts["kernel_blocks"]))
+        yield Table.of(facts["measured"], SECONDS, f"Measured here ({facts['device']}): the same, medians")
+        yield Fact(
+            "1 - sparsity",
+            f"{1 - facts['sparsity']:.3f}; in XLA's blocks of {size} it is {facts['kernel_share']:.3f}",
+        )
+
+
+def _figure(name: str | None, counted: CountedTable) -> Any:
+    from meshwright.report.arrays.mask import mask_figure
+
+    return mask_figure(counted, title=f"Attention mask {name}")

@@ -1,0 +1,59 @@
+"""The picture of an attention mask: its blocks of queries and keys, and for short sequences its pairs."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from meshwright.masks.table import FULL, NOTHING, PARTIAL, CountedTable
+from meshwright.report.arrays.canvas import Canvas, cell
+from meshwright.report.figure import MUTED, PALETTE, Figure, alt, panel, themed
+from meshwright.report.marks import Datum, color_by
+
+MOST_BLOCKS = 64
+"""Blocks along a side that are drawn; of more several are one."""
+SIDE_PX = 460
+WORDS = {FULL: "all pairs", PARTIAL: "a part", NOTHING: "nothing"}
+COLORS = {"all pairs": PALETTE[0], "a part": "#F4C766", "nothing": "#F0F0F0"}
+PAIR = "a pair in a part"
+
+
+def mask_figure(counted: CountedTable, *, title: str) -> Figure:
+    """Draws the blocks of the first sequence and head, and the pairs within partial blocks where they are known."""
+    first = counted.table.of(0, 0)
+    each = -(-max(first.kinds.shape[2:]) // MOST_BLOCKS)
+    shown = first.resized(first.q_block * each, first.kv_block * each)
+    rows, columns = (
+        np.append(np.arange(0, length, block), length)
+        for length, block in ((shown.q_len, shown.q_block), (shown.kv_len, shown.kv_block))
+    )
+    blocks = [
+        cell(x, y, x2 - x, y2 - y, kind=WORDS[int(kind)])
+        for kinds, (y, y2) in zip(shown.kinds[0, 0], pairwise(map(int, rows)), strict=True)
+        for kind, (x, x2) in zip(kinds, pairwise(map(int, columns)), strict=True)
+    ]
+    pairs = [] if counted.points is None else _runs(counted.points & _partial(shown.kinds[0, 0], rows, columns))
+    style = {"grid": False, "domain": False, "tickColor": MUTED, "format": ",d", "tickCount": 8}
+    canvas = Canvas(
+        (0, shown.kv_len), (0, shown.q_len), alt.Axis(title="keys", orient="top", **style), alt.Axis(title="queries", **style)
+    )
+    colors = COLORS | ({PAIR: PALETTE[5]} if pairs else {})
+    edge = max(0.4, min(1.5, 40 / len(blocks) ** 0.5))
+    layers = [canvas.boxes(blocks).encode(color=color_by("kind", colors, orient="bottom", symbolSize=140))]
+    if pairs:
+        layers.append(canvas.boxes(pairs, color=PALETTE[5]))
+    layers.append(canvas.boxes(blocks, filled=False, stroke="white", strokeWidth=edge))
+    several = f", {each} x {each} of them drawn as one" if each > 1 else ""
+    note = f"{first.sparsity():.1%} of blocks of {first.q_block} x {first.kv_block} are empty{several}"
+    height = SIDE_PX * min(1.0, max(0.1, shown.q_len / shown.kv_len))
+    return themed(panel(*layers, size=(SIDE_PX, height)), title, note)
+
+
+def _partial(kinds: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    return np.repeat(np.repeat(kinds == PARTIAL, np.diff(rows), axis=0), np.diff(columns), axis=1)
+
+
+def _runs(points: np.ndarray) -> list[Datum]:
+    """Returns boxes that cover the pairs, each a run of keys of one query."""
+    steps = np.diff(np.pad(points.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+    starts, ends = np.argwhere(steps == 1), np.argwhere(steps == -1)
+    return [cell(int(x), int(y), int(x2 - x), 1, kind=PAIR) for (y, x), (_, x2) in zip(starts, ends, strict=True)]
