@@ -169,8 +169,7 @@ def transfusion(spans: Any) -> Mask:
     Source: Zhou et al., Transfusion (2024).
     """
     same = document(spans)
-    image = or_masks(causal(), and_masks(same, lambda b, h, q_idx, kv_idx: take(spans, b, q_idx) > 0))
-    return image
+    return or_masks(causal(), and_masks(same, lambda b, h, q_idx, kv_idx: take(spans, b, q_idx) > 0))
 
 
 def paged(mask: Mask, owner: Any, page_len: int) -> Mask:

@@ -208,9 +208,7 @@ def _by_points(mask: Mask, b: Any, h: Any, rows: Any, columns: Any, kinds: Any) 
     return xp.asarray(kinds)
 
 
-def _partial_pairs(
-    mask: Mask, rows: Any, columns: Any, kinds: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _partial_pairs(mask: Mask, rows: Any, columns: Any, kinds: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields (indices in ``kinds``, pairs) of partial blocks, many at once."""
     xp, partial = namespace(rows), np.argwhere(kinds == PARTIAL)
     size = max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))
@@ -244,9 +242,7 @@ def counted_table(mask: Mask, *, q_len: int, kv_len: int, **sizes: Any) -> Count
     visible = float(((table.kinds == FULL) * lengths[0][:, None] * lengths[1]).sum())
     blocks = in_blocks(rows, table.q_block), in_blocks(columns, table.kv_block)
     for at, pairs in _partial_pairs(mask, *blocks, table.kinds):
-        inside = [
-            np.arange(pairs.shape[dim + 1]) < own[at[:, dim + 2], None] for dim, own in enumerate(lengths)
-        ]
+        inside = [np.arange(pairs.shape[dim + 1]) < own[at[:, dim + 2], None] for dim, own in enumerate(lengths)]
         visible += float((pairs & inside[0][:, :, None] & inside[1][:, None]).sum())
     points, zero = None, np.zeros((1, 1), np.int32)
     if max(q_len, kv_len) <= MOST_POINTS:

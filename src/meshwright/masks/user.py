@@ -64,8 +64,7 @@ def table_of_user(
             raise InputError(f"{spec} ended its process with exit code {code}. Return Booleans instead.")
         with np.load(found) as held:
             table = BlockTable(kinds=held["kinds"], q_block=block, kv_block=block, q_len=q_len, kv_len=kv_len)
-            points = held["points"] if "points" in held else None
-            return CountedTable(table, float(held["visible_pairs"]), float(held["table_s"]), points)
+            return CountedTable(table, float(held["visible_pairs"]), float(held["table_s"]), held.get("points"))
 
 
 def load_user(spec: str) -> Mask:
@@ -107,8 +106,12 @@ def checked(mask: Mask, spec: str) -> Mask:
         found, wanted = np.asarray(found), np.broadcast_shapes(*(x.shape for x in at))
         if found.dtype != bool:
             raise InputError(f"{spec} returns {found.dtype}, not Booleans. Compare indices, such as q_idx >= kv_idx.")
-        if found.ndim > len(wanted) or any(a not in (1, b) for a, b in zip(found.shape[::-1], wanted[::-1])):
-            raise InputError(f"{spec} returns the shape {found.shape} for indices of {wanted}. Return one Boolean a pair.")
+        if found.ndim > len(wanted) or any(
+            a not in (1, b) for a, b in zip(found.shape[::-1], wanted[::-1], strict=False)
+        ):
+            raise InputError(
+                f"{spec} returns the shape {found.shape} for indices of {wanted}. Return one Boolean a pair."
+            )
         return found.reshape((1,) * (len(wanted) - found.ndim) + found.shape)
 
     return of
@@ -118,7 +121,9 @@ def words_of(error: BaseException, spec: str) -> str:
     """Returns one sentence on what a user's function raised, and where."""
     if isinstance(error, InputError):
         return str(error)
-    places = [at for at in traceback.extract_tb(error.__traceback__) if Path(at.filename).parent != Path(__file__).parent]
+    places = [
+        at for at in traceback.extract_tb(error.__traceback__) if Path(at.filename).parent != Path(__file__).parent
+    ]
     inside = [at for at in places if not {"importlib", "site-packages"} & set(Path(at.filename).parts)]
     at = f" ({Path(inside[-1].filename).name}:{inside[-1].lineno})" if inside else ""
     hint = " Indices are arrays: use &, | and where for and, or and if." if "truth value" in str(error) else ""

@@ -1,13 +1,15 @@
 """`meshwright mask`: the blocks of scores that an attention mask leaves, what they cost, and what they take here."""
 
 import math
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.verb import PNG, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError
-from meshwright.core.units import format_count, format_flops, format_seconds
+from meshwright.core.units import format_flops, format_seconds
 from meshwright.cost.work.kernels import chip_rates
 from meshwright.cost.work.masked_attention import Pass, masked_attention_s
 from meshwright.masks.names import MASKS, SCORES, Rule, example_data, mask_named, score_named
@@ -43,7 +45,8 @@ def command(given: Given) -> Answer:
     """
     if given.name is None:
         return _catalogue()
-    rule, arrays = None, ()
+    rule: Rule | None = None
+    arrays: tuple[Any, ...] = ()
     score = None if given.score is None else score_named(given.score)
     sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
     if ":" in given.name:
@@ -53,10 +56,16 @@ def command(given: Given) -> Answer:
         arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
         counted = counted_table(rule.make(*arrays), **sizes)
     facts = {**_facts(given, counted), **_predicted(given, counted), "measured": None}
+    error = None
     if given.run:
-        facts |= _measured(given, rule, arrays, score)
+        try:
+            facts |= _measured(given, rule, arrays, score)
+        except CannotRunError as found:
+            error = found
     rows = [{"where": where, **row} for where in ("predicted", "measured") for row in facts[where] or ()]
-    return Answer(facts, _text(facts, counted), {given.png: lambda: _figure(given.name, counted)}, [rows, [facts]])
+    return Answer(
+        facts, _text(facts, counted), {given.png: lambda: _figure(given.name, counted)}, [rows, [facts]], error
+    )
 
 
 def _catalogue() -> Answer:
@@ -118,19 +127,18 @@ def _measured(given: Given, rule: Rule | None, arrays: tuple[Any, ...], score: R
     import jax
     import jax.numpy as jnp
 
-    from meshwright.bench.timing import Call, budget_of, time_together
+    from meshwright.bench.timing import NO_TIME, Call, budget_of, time_together
     from meshwright.nn.attention.call import AttentionCall
     from meshwright.nn.attention.choice import attention, attention_backward
-    from meshwright.nn.attention.scores import BackwardInputs
     from meshwright.nn.attention.tiles import Mod
     from meshwright.nn.attention.xla import KEY_ROWS, QUERY_ROWS, block_size
 
     length = given.seq_len
     mask = Mod(rule.make, arrays, rule.terms) if rule else Mod(lambda: load_user(given.name or ""))
-    if score is not None:
-        score = Mod(score.make, example_data(score, length=length, heads=given.num_heads), score.terms)
+    score_data = () if score is None else example_data(score, length=length, heads=given.num_heads)
+    score_mod = None if score is None else Mod(score.make, score_data, score.terms)
     calls = {
-        name: AttentionCall(scale=given.head_dim**-0.5, mask=own, score=score)
+        name: AttentionCall(scale=given.head_dim**-0.5, mask=own, score=score_mod)
         for name, own in (("dense_s", None), ("blocks_s", mask))
     }
     kind = jnp.float32 if calls["dense_s"].platform == "cpu" else jnp.bfloat16
@@ -140,14 +148,18 @@ def _measured(given: Given, rule: Rule | None, arrays: tuple[Any, ...], score: R
     def program(call: AttentionCall, run: Pass) -> Any:
         def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
             o, lse = attention(call, q, k, v)
-            return o if run == "forward" else attention_backward(call, BackwardInputs(dout, o, lse), q, k, v)
+            return o if run == "forward" else attention_backward(call, (dout, o, lse), q, k, v)
 
         return Call(run=jax.jit(both), arguments=lambda repeat: tuple(given_arrays))
 
     programs = {(run, name): program(call, run) for run in RUNS for name, call in calls.items()}
-    found, why_not = time_together(programs, budget_of(MEASURE_S), max_repeats=5)
+    # a user's module may print, while the answer goes to standard output
+    with redirect_stdout(sys.stderr):
+        found, why_not = time_together(programs, budget_of(MEASURE_S), max_repeats=5)
     if why_not:
-        raise CannotRunError(f"--run: {next(iter(why_not.values()))}. Use a smaller --seq, --heads or --head-dim.")
+        why = next(iter(why_not.values()))
+        hint = "a smaller --seq, --heads or --head-dim" if why == NO_TIME else "operators and jax.numpy in the mask"
+        raise CannotRunError(f"not measured: {why}. Use {hint}.")
     rows = [_row(run, *(found[run, name].median_s for name in calls)) for run in RUNS]
     own = calls["blocks_s"].placed(length, length)
     blocks = [block_size(length, most) for most in (QUERY_ROWS, KEY_ROWS)]
@@ -165,7 +177,9 @@ SECONDS: dict[str, Any] = {
 
 def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
     length, block = facts["seq_len"], facts["block"]
-    yield Paragraph(f"{facts['mask']}: {length:,} queries and keys, blocks of {block} x {block} (█ all, ░ part, · nothing)")
+    yield Paragraph(
+        f"{facts['mask']}: {length:,} queries and keys, blocks of {block} x {block} (█ full, ░ partial, · empty)"
+    )
     yield Paragraph(counted.table.text(), None)
     yield ""
     kinds = counted.table.kinds.shape[:2]
@@ -173,7 +187,7 @@ def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
     yield Fact("sparsity", f"{facts['sparsity']:.1%} of blocks are empty")
     yield Fact(
         "blocks",
-        f"{facts['full_blocks']:,} all, {facts['partial_blocks']:,} part, {facts['empty_blocks']:,} nothing{over}",
+        f"{facts['full_blocks']:,} full, {facts['partial_blocks']:,} partial, {facts['empty_blocks']:,} empty{over}",
     )
     share = facts["visible_pairs"] / facts["pairs"]
     yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({share:.1%})")

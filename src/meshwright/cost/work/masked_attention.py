@@ -10,9 +10,7 @@ from meshwright.cost.work.kernels import ChipRates, partly_hidden
 Pass = Literal["forward", "forward + backward"]
 
 
-def masked_attention_s(
-    rates: ChipRates, run: Pass, *, length: int, pairs: Number, heads: int, head_dim: int
-) -> Number:
+def masked_attention_s(rates: ChipRates, run: Pass, *, length: int, pairs: Number, heads: int, head_dim: int) -> Number:
     """Returns the predicted seconds of one sequence of ``length`` positions; ``pairs`` are those in existing blocks.
 
     4 N H FLOPs a pair, 10 N H more backward, over the rate of attention, beside the traffic of queries, keys, values,

@@ -12,9 +12,9 @@ from meshwright.report.marks import Datum, color_by
 MOST_BLOCKS = 64
 """Blocks along a side that are drawn; of more several are one."""
 SIDE_PX = 460
-WORDS = {FULL: "all pairs", PARTIAL: "a part", NOTHING: "nothing"}
-COLORS = {"all pairs": PALETTE[0], "a part": "#F4C766", "nothing": "#F0F0F0"}
-PAIR = "a pair in a part"
+WORDS = {FULL: "full", PARTIAL: "partial", NOTHING: "empty"}
+COLORS = {"full": PALETTE[0], "partial": "#F4C766", "empty": "#F0F0F0"}
+PAIR = "visible pair of a partial block"
 
 
 def mask_figure(counted: CountedTable, *, title: str) -> Figure:
@@ -32,10 +32,10 @@ def mask_figure(counted: CountedTable, *, title: str) -> Figure:
         for kind, (x, x2) in zip(kinds, pairwise(map(int, columns)), strict=True)
     ]
     pairs = [] if counted.points is None else _runs(counted.points & _partial(shown.kinds[0, 0], rows, columns))
-    style = {"grid": False, "domain": False, "tickColor": MUTED, "format": ",d", "tickCount": 8}
-    canvas = Canvas(
-        (0, shown.kv_len), (0, shown.q_len), alt.Axis(title="keys", orient="top", **style), alt.Axis(title="queries", **style)
-    )
+    style = {"grid": False, "domain": False, "tickColor": MUTED, "format": ",d"}
+    across = alt.Axis(title="keys", orient="top", values=_ticks(columns), **style)
+    down = alt.Axis(title="queries", values=_ticks(rows), **style)
+    canvas = Canvas((0, shown.kv_len), (0, shown.q_len), across, down)
     colors = COLORS | ({PAIR: PALETTE[5]} if pairs else {})
     edge = max(0.4, min(1.5, 40 / len(blocks) ** 0.5))
     layers = [canvas.boxes(blocks).encode(color=color_by("kind", colors, orient="bottom", symbolSize=140))]
@@ -44,8 +44,14 @@ def mask_figure(counted: CountedTable, *, title: str) -> Figure:
     layers.append(canvas.boxes(blocks, filled=False, stroke="white", strokeWidth=edge))
     several = f", {each} x {each} of them drawn as one" if each > 1 else ""
     note = f"{first.sparsity():.1%} of blocks of {first.q_block} x {first.kv_block} are empty{several}"
-    height = SIDE_PX * min(1.0, max(0.1, shown.q_len / shown.kv_len))
-    return themed(panel(*layers, size=(SIDE_PX, height)), title, note)
+    # a pair is a whole number of pixels of a picture at scale 2, or pairs would have seams
+    side = SIDE_PX if counted.points is None else shown.kv_len * max(1, round(2 * SIDE_PX / shown.kv_len)) / 2
+    return themed(panel(*layers, size=(side, side * shown.q_len / shown.kv_len)), title, note)
+
+
+def _ticks(edges: np.ndarray) -> list[int]:
+    """Returns at most nine edges of blocks, evenly spaced."""
+    return [int(edge) for edge in edges[:: -(-(len(edges) - 1) // 8)]]
 
 
 def _partial(kinds: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
