@@ -171,8 +171,8 @@ def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, see
     rng = np.random.default_rng(seed)
     made = {name: _EXAMPLES[name](rng, batch, length, heads) for name in rule.data}
     if {"enter", "leave"} <= made.keys():
-        parents = np.stack([[-1, *(rng.integers(max(0, at - 8), at) for at in range(1, length))] for _ in range(batch)])
-        made["enter"], made["leave"] = mods.tree_walk(parents)
+        before = rng.integers(1, 8, (batch, length), endpoint=True)
+        made["enter"], made["leave"] = mods.tree_walk(np.maximum(np.arange(length) - before, -1))
     if "starts" in made:
         numbers = np.arange(made["starts"].shape[1])
         made["starts"] = np.stack([np.searchsorted(row, numbers) for row in made["documents"]]).astype(np.int32)

@@ -222,13 +222,13 @@ def _points(function: Callable[[Any, Any], Any], one: Ranges, two: Ranges) -> An
     if len(held) != 1:
         return None
     other = two if held[0] is one else one
-    if getattr(other.low, "ndim", 0) or other.low is not other.high:
+    if np.ndim(other.low) or other.low is not other.high:
         return None
     return function(*(x.low if x.points is None else x.points for x in (one, two)))
 
 
 def _positive(value: Any) -> Any:
-    if isinstance(value, Ranges) or getattr(value, "ndim", 0) or not value > 0:
+    if isinstance(value, Ranges) or np.ndim(value) or not value > 0:
         raise NoRangesError("division has a rule for positive numbers alone.")
     return value
 

@@ -173,7 +173,7 @@ def block_table(
     if exact:
         kinds = _by_points(mask, b, h, rows, columns, kinds)
     if sizes["kv_len"] % kv_block:
-        last = xp.arange(columns.shape[0]) == columns.shape[0] - 1
+        last = (xp.arange(columns.shape[0]) == columns.shape[0] - 1)[None, None, None]
         kinds = xp.where(last & (kinds == FULL), PARTIAL, kinds)
     return BlockTable(kinds=kinds.astype(np.int8), **sizes)
 

@@ -137,8 +137,9 @@ def main(spec: str, sizes: str, folder: str) -> None:
     except BaseException as error:
         (Path(folder) / "failed.txt").write_text(words_of(error, spec))
         return
-    held = {"kinds": found.table.kinds, "visible_pairs": found.visible_pairs, "table_s": found.table_s}
-    np.savez(Path(folder) / "found.npz", **held, **({} if found.points is None else {"points": found.points}))
+    points = {} if found.points is None else {"points": found.points}
+    counts = {"visible_pairs": np.float64(found.visible_pairs), "table_s": np.float64(found.table_s)}
+    np.savez(Path(folder) / "found.npz", allow_pickle=False, kinds=found.table.kinds, **counts, **points)
 
 
 if __name__ == "__main__":
