@@ -113,8 +113,17 @@ def test_a_mask_allows_the_pairs_of_its_definition(name):
 
 def test_arrays_of_jax_give_the_same_pairs():
     rows = jnp.arange(LENGTH)
-    at = jnp.arange(BATCH)[:, None, None, None], jnp.zeros((1, 1, 1, 1), int), rows[None, None, :, None], rows[None, None, None]
-    for mask in (mods.document(DOCUMENTS), mods.shared_prefix(SHARED, STARTS, PREFIX_OF), mods.neighbourhood(LENGTH, 7)):
+    at = (
+        jnp.arange(BATCH)[:, None, None, None],
+        jnp.zeros((1, 1, 1, 1), int),
+        rows[None, None, :, None],
+        rows[None, None, None],
+    )
+    for mask in (
+        mods.document(DOCUMENTS),
+        mods.shared_prefix(SHARED, STARTS, PREFIX_OF),
+        mods.neighbourhood(LENGTH, 7),
+    ):
         assert np.array_equal(np.broadcast_to(mask(*at), (BATCH, 1, LENGTH, LENGTH))[:, 0], pairs_of(mask))
 
 

@@ -145,7 +145,7 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, Entry]) -> 
         number = _number(value)
         whole = key not in ("slope", "cap")
         if number is None or not abs(number) < 2**31 or (whole and (number != int(number) or number < (key != "tile"))):
-            kind = "a whole number of at least 1" if whole else "a number"
+            kind = f"a whole number of at least {int(key != 'tile')}" if whole else "a number"
             raise InputError(f"{what} {text!r}: {key} must be {kind}. Write {usage}.")
         if key == "cap" and not number > 0:
             raise InputError(f"{what} {text!r}: cap={number:g} must be above 0.")

@@ -177,9 +177,7 @@ SECONDS: dict[str, Any] = {
 
 def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
     length, block = facts["seq_len"], facts["block"]
-    yield Paragraph(
-        f"{facts['mask']}: {length:,} queries and keys, blocks of {block} x {block} (█ full, ░ partial, · empty)"
-    )
+    yield f"{facts['mask']}: {length:,} queries and keys, in blocks of {block} x {block}"
     yield Paragraph(counted.table.text(), None)
     yield ""
     kinds = counted.table.kinds.shape[:2]
@@ -187,7 +185,7 @@ def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
     yield Fact("sparsity", f"{facts['sparsity']:.1%} of blocks are empty")
     yield Fact(
         "blocks",
-        f"{facts['full_blocks']:,} full, {facts['partial_blocks']:,} partial, {facts['empty_blocks']:,} empty{over}",
+        f"{facts['full_blocks']:,} full █, {facts['partial_blocks']:,} partial ░, {facts['empty_blocks']:,} empty ·{over}",
     )
     share = facts["visible_pairs"] / facts["pairs"]
     yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({share:.1%})")
