@@ -78,11 +78,6 @@ def exits(b, h, q_idx, kv_idx):
 def long(b, h, q_idx, kv_idx):
     raise RuntimeError("many\\nlines " * 9999)
 
-
-class Masks:
-    @staticmethod
-    def causal(b, h, q_idx, kv_idx):
-        return q_idx >= kv_idx
 """
 SIZES = {"q_len": 50, "kv_len": 50, "block": 16}
 
@@ -103,7 +98,6 @@ EXPECTED = {
     "by_head": lambda b, h, q, k: (h == 1) & (q >= 0) & (k >= 0),
     "always": lambda b, h, q, k: (q >= 0) & (k >= 0),
     "of_jax": lambda b, h, q, k: np.where(q > 5, q >= k, k < 10),
-    "Masks.causal": lambda b, h, q, k: q >= k,
 }
 
 
@@ -125,15 +119,15 @@ def test_the_blocks_of_a_mask(module, capfd, name):
     ("spec", "message"),
     [
         ("mine:numbers", r"mine:numbers returns int32, not Booleans. Compare indices, such as q_idx >= kv_idx\."),
-        ("mine:square", r"returns the shape \(3, 3\) for indices of \(1, 1, 1, 1\). Return one Boolean a pair"),
+        ("mine:square", r"returns shape \(3, 3\) for indices of \(1, 1, 1, 1\). Return a Boolean a pair"),
         ("mine:branches", r"raised ValueError: The truth value .* \(mine.py:\d+\). Indices are arrays: use &, \|"),
         ("mine:of_two", r"raised TypeError: of_two\(\) takes 2 positional arguments but 4 were given"),
         ("mine:outside", r"raised IndexError: index 50 is out of bounds .*mine.py:\d+"),
         ("mine:leaves", r"ended its process with exit code 3"),
         ("mine:exits", r"raised SystemExit: enough \(mine.py:\d+\)"),
         ("mine:long", r"raised RuntimeError: many lines many"),
-        ("mine:dilate", r"mine:dilate: there is no 'dilate'. Did you mean 'dilated'\?"),
-        ("mine:text", r"mine:text is str, not a function of \(b, h, q_idx, kv_idx\)"),
+        ("mine:dilate", r"mine:dilate: there is no function 'dilate'. Did you mean 'dilated'\?"),
+        ("mine:text", r"mine:text: there is no function 'text'"),
         ("mime:dilated", r"there is no module 'mime' in this folder"),
         ("broken:mask", r"raised SyntaxError.*broken.py"),
         ("needs:mask", r"raised ModuleNotFoundError: No module named 'nothing_like_it' \(needs.py:1\)"),
@@ -157,7 +151,7 @@ def test_what_is_wrong_is_one_line(module, capfd, spec, message):
 
 def test_an_endless_loop_is_ended(module):
     begin = time.monotonic()
-    with pytest.raises(InputError, match=r"mine:endless took more than 2 s for 50 x 50 pairs. Use a shorter sequence."):
+    with pytest.raises(InputError, match=r"mine:endless took more than 2 s. Use a shorter sequence."):
         table_of_user("mine:endless", **SIZES, timeout_s=2)
     assert time.monotonic() - begin < 30
 

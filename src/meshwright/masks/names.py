@@ -6,7 +6,7 @@ and |. Scores are joined by +, applied left to right: ``alibi + softcap(30)``. A
 """
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,21 +136,25 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, Entry]) -> 
     keys = list(parameters[: len(node.args)]) if isinstance(node, ast.Call) else []
     keys += [word.arg or "**" for word in node.keywords] if isinstance(node, ast.Call) else []
     required = set(parameters) - {"slope", "tile"}
-    usage = f"{name}({', '.join(parameters)})" if parameters else name
     counted = f"{len(parameters)} parameter{'s' * (len(parameters) > 1)}" if parameters else "no parameters"
     if len(values) != len(keys) or len(set(keys)) < len(keys) or not required <= set(keys) <= set(parameters):
-        raise InputError(f"{what} {text!r}: {name} takes {counted}. Write {usage}.")
+        raise InputError(f"{what} {text!r}: {name} takes {counted}. Write {usage(name, parameters)}.")
     given = {}
     for key, value in zip(keys, values, strict=True):
         number = _number(value)
         whole = key not in ("slope", "cap")
         if number is None or not abs(number) < 2**31 or (whole and (number != int(number) or number < (key != "tile"))):
             kind = f"a whole number of at least {int(key != 'tile')}" if whole else "a number"
-            raise InputError(f"{what} {text!r}: {key} must be {kind}. Write {usage}.")
+            raise InputError(f"{what} {text!r}: {key} must be {kind}. Write {usage(name, parameters)}.")
         if key == "cap" and not number > 0:
             raise InputError(f"{what} {text!r}: cap={number:g} must be above 0.")
         given[key] = int(number) if whole else float(number)
     return name, given
+
+
+def usage(name: str, parameters: Sequence[str]) -> str:
+    """Returns how a name is written: ``local(radius)``."""
+    return f"{name}({', '.join(parameters)})" if parameters else name
 
 
 def _number(node: ast.AST) -> float | None:

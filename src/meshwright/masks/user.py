@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -19,52 +20,37 @@ import numpy as np
 from meshwright.core.errors import InputError, nearest
 from meshwright.masks.mods import Mask
 from meshwright.masks.ranges import Ranges
-from meshwright.masks.table import BlockTable, CountedTable, counted_table
-
-TIMEOUT_S = 120.0
+from meshwright.masks.table import CountedTable, counted_table
 
 
-def table_of_user(
-    spec: str,
-    *,
-    q_len: int,
-    kv_len: int,
-    batch: int = 1,
-    heads: int = 1,
-    block: int = 128,
-    timeout_s: float = TIMEOUT_S,
-) -> CountedTable:
+def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> CountedTable:
     """Returns the blocks and pairs of the mask_mod ``module:function`` of (b, h, q_idx, kv_idx), which may be in the
-    current folder.
+    current folder; ``sizes`` are those of `counted_table`.
 
     Raises:
         InputError: there is no such function, it fails, returns anything but Booleans of the indices' shape, ends the
             process, or takes longer than ``timeout_s`` seconds.
     """
-    sizes = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "block": block}
     with TemporaryDirectory() as folder:
-        found, failed = Path(folder) / "found.npz", Path(folder) / "failed.txt"
+        path = Path(folder) / "found"
         # -P: a json.py of the user is not the child's
-        command = [sys.executable, "-P", "-m", __name__, spec, json.dumps(sizes), folder]
+        command = [sys.executable, "-P", "-m", __name__, spec, json.dumps(sizes), str(path)]
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         child = subprocess.Popen(command, env={"JAX_PLATFORMS": "cpu", **os.environ}, start_new_session=True, **quiet)
         try:
             code = child.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise InputError(
-                f"{spec} took more than {timeout_s:g} s for {q_len} x {kv_len} pairs. Use a shorter sequence."
-            ) from None
+            raise InputError(f"{spec} took more than {timeout_s:g} s. Use a shorter sequence.") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        if failed.exists():
-            raise InputError(failed.read_text())
-        if not found.exists():
+        if not path.exists():
             raise InputError(f"{spec} ended its process with exit code {code}. Return Booleans instead.")
-        with np.load(found) as held:
-            table = BlockTable(kinds=held["kinds"], q_block=block, kv_block=block, q_len=q_len, kv_len=kv_len)
-            return CountedTable(table, float(held["visible_pairs"]), float(held["table_s"]), held.get("points"))
+        found = pickle.loads(path.read_bytes())
+    if isinstance(found, CountedTable):
+        return found
+    raise InputError(found)
 
 
 def load_user(spec: str) -> Mask:
@@ -73,25 +59,20 @@ def load_user(spec: str) -> Mask:
     Raises:
         InputError: the text is of another form, or there is no such module or function.
     """
-    name, _, attribute = spec.partition(":")
-    if not all(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", part) for part in (name, attribute)):
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", spec):
         raise InputError(f"{spec!r} is not module:function. Write for example my_masks:dilated for my_masks.py.")
+    name, attribute = spec.split(":")
     sys.path.insert(0, os.getcwd())
     try:
-        importlib.invalidate_caches()
-        found = importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        if not f"{name}.".startswith(f"{error.name}."):
             raise
         raise InputError(f"{spec}: there is no module {error.name!r} in this folder or the environment.") from None
-    finally:
-        sys.path.remove(os.getcwd())
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise InputError(f"{spec}: there is no {part!r}.{nearest(part, vars(found))}")
-        found = getattr(found, part)
+    found = getattr(module, attribute, None)
     if not callable(found):
-        raise InputError(f"{spec} is {type(found).__name__}, not a function of (b, h, q_idx, kv_idx).")
+        known = nearest(attribute, (name for name, one in vars(module).items() if callable(one)))
+        raise InputError(f"{spec}: there is no function {attribute!r}.{known}")
     return found
 
 
@@ -106,13 +87,10 @@ def checked(mask: Mask, spec: str) -> Mask:
         found, wanted = np.asarray(found), np.broadcast_shapes(*(x.shape for x in at))
         if found.dtype != bool:
             raise InputError(f"{spec} returns {found.dtype}, not Booleans. Compare indices, such as q_idx >= kv_idx.")
-        if found.ndim > len(wanted) or any(
-            a not in (1, b) for a, b in zip(found.shape[::-1], wanted[::-1], strict=False)
-        ):
-            raise InputError(
-                f"{spec} returns the shape {found.shape} for indices of {wanted}. Return one Boolean a pair."
-            )
-        return found.reshape((1,) * (len(wanted) - found.ndim) + found.shape)
+        shape = (1,) * (len(wanted) - found.ndim) + found.shape
+        if len(shape) != len(wanted) or any(size not in (1, most) for size, most in zip(shape, wanted, strict=True)):
+            raise InputError(f"{spec} returns shape {found.shape} for indices of {wanted}. Return a Boolean a pair.")
+        return found.reshape(shape)
 
     return of
 
@@ -121,25 +99,21 @@ def words_of(error: BaseException, spec: str) -> str:
     """Returns one sentence on what a user's function raised, and where."""
     if isinstance(error, InputError):
         return str(error)
-    places = [
-        at for at in traceback.extract_tb(error.__traceback__) if Path(at.filename).parent != Path(__file__).parent
-    ]
-    inside = [at for at in places if not {"importlib", "site-packages"} & set(Path(at.filename).parts)]
-    at = f" ({Path(inside[-1].filename).name}:{inside[-1].lineno})" if inside else ""
+    ours = {"importlib", "site-packages", Path(__file__).parent.name}
+    lines = [at for at in traceback.extract_tb(error.__traceback__) if not ours & set(Path(at.filename).parts)]
+    at = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
     hint = " Indices are arrays: use &, | and where for and, or and if." if "truth value" in str(error) else ""
-    return f"{spec} raised {type(error).__name__}{': ' * bool(str(error))}{error}{at}.{hint}"
+    return f"{spec} raised {type(error).__name__}: {error}{at}.{hint}"
 
 
-def main(spec: str, sizes: str, folder: str) -> None:
-    """Counts the blocks of a mask and writes them, or why that failed, to a folder."""
+def main(spec: str, sizes: str, path: str) -> None:
+    """Counts the blocks of a mask and writes them, or why that failed, to a file."""
+    found: CountedTable | str
     try:
         found = counted_table(checked(load_user(spec), spec), **json.loads(sizes))
     except BaseException as error:
-        (Path(folder) / "failed.txt").write_text(words_of(error, spec))
-        return
-    points = {} if found.points is None else {"points": found.points}
-    counts = {"visible_pairs": np.float64(found.visible_pairs), "table_s": np.float64(found.table_s)}
-    np.savez(Path(folder) / "found.npz", allow_pickle=False, kinds=found.table.kinds, **counts, **points)
+        found = words_of(error, spec)
+    Path(path).write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":

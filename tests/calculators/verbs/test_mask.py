@@ -56,8 +56,8 @@ def test_text_has_the_picture_and_says_what_is_predicted(call):
         "░░··············", "░░░░············", "░░░░░░··········", "··░░░░░░········",
         "····░░░░░░······", "······░░░░░░····", "········░░░░░░··", "··········░░░░░░",
     ]  # fmt: skip
-    for fact in ("sparsity 67.2% of blocks are empty", "blocks 0 full █, 21 partial ░, 43 empty ·",
-                 "visible pairs 46,250 of 262,144 (17.6%)", "Predicted for h100", "a prediction FLOPs of existing"):  # fmt: skip
+    for fact in ("sparsity 67.2% of blocks are empty", "blocks 43 empty ·, 21 partial ░, 0 full █",
+                 "Predicted for h100", "visible pairs 46,250 of 262,144 (17.6%)", "a prediction FLOPs of existing"):  # fmt: skip
         assert fact in said.words
 
 
@@ -100,14 +100,14 @@ def test_a_measurement_stands_beside_the_share_of_blocks(call):
 
 def test_a_mask_of_ones_own(call, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "print('noise')\ndef dilated(b, h, q_idx, kv_idx):\n    return (q_idx >= kv_idx) & ((q_idx - kv_idx) % 2 == 0)\n"
+        "print('noise')\n\ndef dilated(b, h, q, kv):\n    return (q >= kv) & ((q - kv) % 2 == 0)\n"
     )
     found = call("mask", "mine:dilated", *SHORT, "--run", "--json").json
     assert found["visible_pairs"] == sum(n // 2 + 1 for n in range(512))
     assert len(found["measured"]) == 2
     said = call("mask", "mine:diluted", *SHORT)
     assert (said.code, said.out) == (2, "")
-    assert "mine:diluted: there is no 'diluted'. Did you mean 'dilated'?" in said.err
+    assert "mine:diluted: there is no function 'diluted'. Did you mean 'dilated'?" in said.err
 
 
 def drawn(call, tmp_path, *args):

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.cost.work.kernels import chip_rates
 from meshwright.cost.work.masked_attention import Pass, masked_attention_s
-from meshwright.masks.names import MASKS, SCORES, Rule, example_data, mask_named, score_named
-from meshwright.masks.table import FULL, NOTHING, PARTIAL, CountedTable, counted_table
+from meshwright.masks.names import MASKS, SCORES, Rule, example_data, mask_named, score_named, usage
+from meshwright.masks.table import MARKS, CountedTable, counted_table
 from meshwright.masks.user import load_user, table_of_user
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.report.arrays.mask import mask_figure
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.chip import Chip, compute_dtype
 from meshwright.spec.efficiency import fitted_calibration
 
 RUNS: tuple[Pass, ...] = ("forward", "forward + backward")
 MEASURE_S = 60.0
+MARKED = dict(zip(("empty", "partial", "full"), MARKS, strict=True))
+"""Kind of block -> its mark."""
 
 
 class Given(Options):
@@ -45,27 +49,24 @@ def command(given: Given) -> Answer:
     """
     if given.name is None:
         return _catalogue()
-    rule: Rule | None = None
-    arrays: tuple[Any, ...] = ()
+    rule = None if ":" in given.name else mask_named(given.name)
     score = None if given.score is None else score_named(given.score)
     sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
-    if ":" in given.name:
-        counted = table_of_user(given.name, **sizes)
+    mask: tuple[Any, ...]
+    if rule is None:
+        counted, mask = table_of_user(given.name, **sizes), (partial(load_user, given.name),)
     else:
-        rule = mask_named(given.name)
         arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
-        counted = counted_table(rule.make(*arrays), **sizes)
-    facts = {**_facts(given, counted), **_predicted(given, counted), "measured": None}
-    error = None
+        counted, mask = counted_table(rule.make(*arrays), **sizes), (rule.make, arrays, rule.terms)
+    facts, error = {**_facts(given, counted), "measured": None}, None
     if given.run:
         try:
-            facts |= _measured(given, rule, arrays, score)
+            facts |= _measured(given, mask, score)
         except CannotRunError as found:
             error = found
     rows = [{"where": where, **row} for where in ("predicted", "measured") for row in facts[where] or ()]
-    return Answer(
-        facts, _text(facts, counted), {given.png: lambda: _figure(given.name, counted)}, [rows, [facts]], error
-    )
+    pictures = {given.png: lambda: mask_figure(counted, title=f"Attention mask {given.name}")}
+    return Answer(facts, _text(facts, counted), pictures, [rows, [facts]], error)
 
 
 def _catalogue() -> Answer:
@@ -74,55 +75,47 @@ def _catalogue() -> Answer:
         for kind, entries in (("mask", MASKS), ("score", SCORES))
         for name, one in entries.items()
     ]
-    columns: Any = {"name": _usage, "reads": lambda row: " ".join(row["arrays"]), "": "is"}
+    columns: Any = {
+        "name": lambda row: usage(row["name"], row["parameters"]),
+        "reads": lambda row: " ".join(row["arrays"]),
+        "": "is",
+    }
     titles = {"mask": "masks, joined by & and |", "score": "score rules, joined by + from left to right"}
     tables = [Table.of([row for row in rows if row["kind"] == kind], columns, title) for kind, title in titles.items()]
     return Answer({"catalogue": rows}, tables, raw=[rows])
 
 
-def _usage(row: dict[str, Any]) -> str:
-    return row["name"] + (f"({', '.join(row['parameters'])})" if row["parameters"] else "")
-
-
 def _facts(given: Given, counted: CountedTable) -> dict[str, Any]:
-    table, most = counted.table, given.seq_len**2
+    """Returns what is counted, and the predicted seconds of one layer's attention of one sequence in bf16, over all
+    pairs and over those in existing blocks."""
+    table, chip, all_pairs = counted.table, given.on, given.seq_len**2
+    dtype = compute_dtype(chip, "bf16")
+    rates = fitted_calibration(chip) or datasheet_calibration(chip)
+    at = chip_rates(chip, rates, dtype=dtype, state_dtype=dtype)
+    sizes = {"length": given.seq_len, "heads": given.num_heads, "head_dim": given.head_dim}
     return {
         "mask": given.name,
-        "score": given.score,
-        "seq_len": given.seq_len,
-        "block": given.block,
-        "num_heads": given.num_heads,
-        "head_dim": given.head_dim,
+        **{name: getattr(given, name) for name in ("score", "seq_len", "block", "num_heads", "head_dim")},
         "sparsity": table.sparsity(),
-        "full_blocks": table.count(FULL),
-        "partial_blocks": table.count(PARTIAL),
-        "empty_blocks": table.count(NOTHING),
+        **{f"{name}_blocks": table.count(kind) for kind, name in enumerate(MARKED)},
         "visible_pairs": counted.visible_pairs,
         "pairs_in_blocks": table.pairs(),
-        "pairs": most,
+        "pairs": all_pairs,
         "table_s": counted.table_s,
+        "chip": chip.name,
+        "attention_flops_per_s": float(at.attention_flops_per_s),
+        "predicted": [
+            _row(run, *(float(masked_attention_s(at, run, pairs=n, **sizes)) for n in (all_pairs, table.pairs())))
+            for run in RUNS
+        ],
     }
-
-
-def _predicted(given: Given, counted: CountedTable) -> dict[str, Any]:
-    """Returns the seconds of one layer's attention of one sequence in bf16, over all pairs and over existing blocks."""
-    rates = fitted_calibration(given.on) or datasheet_calibration(given.on)
-    dtype = compute_dtype(given.on, "bf16")
-    at = chip_rates(given.on, rates, dtype=dtype, state_dtype=dtype)
-    sizes = {"length": given.seq_len, "heads": given.num_heads, "head_dim": given.head_dim}
-    rows = [
-        _row(run, *(float(masked_attention_s(at, run, pairs=pairs, **sizes))
-                    for pairs in (given.seq_len**2, counted.table.pairs())))
-        for run in RUNS
-    ]  # fmt: skip
-    return {"chip": given.on.name, "attention_flops_per_s": float(at.attention_flops_per_s), "predicted": rows}
 
 
 def _row(run: str, dense_s: float, blocks_s: float) -> dict[str, Any]:
     return {"pass": run, "dense_s": dense_s, "blocks_s": blocks_s, "ratio": blocks_s / dense_s}
 
 
-def _measured(given: Given, rule: Rule | None, arrays: tuple[Any, ...], score: Rule | None) -> dict[str, Any]:
+def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> dict[str, Any]:
     """Returns the medians of runs on this machine, in float32 on a CPU and in bf16 elsewhere."""
     import jax
     import jax.numpy as jnp
@@ -134,23 +127,22 @@ def _measured(given: Given, rule: Rule | None, arrays: tuple[Any, ...], score: R
     from meshwright.nn.attention.xla import KEY_ROWS, QUERY_ROWS, block_size
 
     length = given.seq_len
-    mask = Mod(rule.make, arrays, rule.terms) if rule else Mod(lambda: load_user(given.name or ""))
     score_data = () if score is None else example_data(score, length=length, heads=given.num_heads)
-    score_mod = None if score is None else Mod(score.make, score_data, score.terms)
-    calls = {
-        name: AttentionCall(scale=given.head_dim**-0.5, mask=own, score=score_mod)
-        for name, own in (("dense_s", None), ("blocks_s", mask))
+    shared: dict[str, Any] = {
+        "scale": given.head_dim**-0.5,
+        "score": None if score is None else Mod(score.make, score_data, score.terms),
     }
+    calls = {"dense_s": AttentionCall(**shared), "blocks_s": AttentionCall(**shared, mask=Mod(*mask))}
     kind = jnp.float32 if calls["dense_s"].platform == "cpu" else jnp.bfloat16
     shape = (1, length, given.num_heads, given.head_dim)
-    given_arrays = [jax.random.normal(key, shape, kind) for key in jax.random.split(jax.random.key(0), 4)]
+    operands = [jax.random.normal(key, shape, kind) for key in jax.random.split(jax.random.key(0), 4)]
 
     def program(call: AttentionCall, run: Pass) -> Any:
         def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
             o, lse = attention(call, q, k, v)
             return o if run == "forward" else attention_backward(call, (dout, o, lse), q, k, v)
 
-        return Call(run=jax.jit(both), arguments=lambda repeat: tuple(given_arrays))
+        return Call(run=jax.jit(both), arguments=lambda repeat: tuple(operands))
 
     programs = {(run, name): program(call, run) for run in RUNS for name, call in calls.items()}
     # a user's module may print, while the answer goes to standard output
@@ -176,17 +168,14 @@ SECONDS: dict[str, Any] = {
 
 
 def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
-    length, block = facts["seq_len"], facts["block"]
+    length, block, kinds = facts["seq_len"], facts["block"], counted.table.kinds.shape[:2]
     yield f"{facts['mask']}: {length:,} queries and keys, in blocks of {block} x {block}"
     yield Paragraph(counted.table.text(), None)
     yield ""
-    kinds = counted.table.kinds.shape[:2]
     over = "" if math.prod(kinds) == 1 else f", over {kinds[1]} heads; heads differ, the picture is the first"
     yield Fact("sparsity", f"{facts['sparsity']:.1%} of blocks are empty")
-    yield Fact(
-        "blocks",
-        f"{facts['full_blocks']:,} full █, {facts['partial_blocks']:,} partial ░, {facts['empty_blocks']:,} empty ·{over}",
-    )
+    counts = (f"{facts[f'{kind}_blocks']:,} {kind} {mark}" for kind, mark in MARKED.items())
+    yield Fact("blocks", ", ".join(counts) + over)
     share = facts["visible_pairs"] / facts["pairs"]
     yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({share:.1%})")
     yield Fact("table", f"made in {format_seconds(facts['table_s'])}")
@@ -199,15 +188,6 @@ def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
         f"masks of partial blocks cost nothing in it",
     )
     if facts["measured"]:
-        size = " x ".join(map(str, facts["kernel_blocks"]))
         yield Table.of(facts["measured"], SECONDS, f"Measured here ({facts['device']}): the same, medians")
-        yield Fact(
-            "1 - sparsity",
-            f"{1 - facts['sparsity']:.3f}; in XLA's blocks of {size} it is {facts['kernel_share']:.3f}",
-        )
-
-
-def _figure(name: str | None, counted: CountedTable) -> Any:
-    from meshwright.report.arrays.mask import mask_figure
-
-    return mask_figure(counted, title=f"Attention mask {name}")
+        size, share = " x ".join(map(str, facts["kernel_blocks"])), facts["kernel_share"]
+        yield Fact("1 - sparsity", f"{1 - facts['sparsity']:.3f}; in XLA's blocks of {size} it is {share:.3f}")
