@@ -94,10 +94,8 @@ def graph(distances: Any, reach: int) -> Mask:
 def neighbourhood(length: int, kernel: int) -> Mask:
     """Returns NATTEN's mask in one dim: the ``kernel`` keys around a query, shifted inward at both ends.
 
-    Source: Hassani et al., Neighborhood Attention Transformer (2022).
-
-    Raises:
-        InputError: the kernel is even, or longer than the sequence.
+    Raises InputError for an even kernel, or a longer one. Source: Hassani et al., Neighborhood Attention Transformer
+    (2022).
     """
     _check_kernel(kernel, length)
 
@@ -111,10 +109,7 @@ def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mas
     """Returns NATTEN's mask on a canvas of ``width`` x ``height``, for a window of ``kernel`` x ``kernel``.
 
     Tokens are in rows of the canvas; with ``tile`` in square tiles of that side, tile after tile, so that neighbours
-    share blocks.
-
-    Raises:
-        InputError: the kernel is even or larger than the canvas, or tiles do not divide it.
+    share blocks. Raises InputError for an even kernel, or one or a tile that does not fit the canvas.
     """
     _check_kernel(kernel, min(width, height))
     if tile and (width % tile or height % tile):

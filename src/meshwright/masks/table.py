@@ -17,8 +17,8 @@ NOTHING, PARTIAL, FULL = 0, 1, 2
 POINTS_AT_ONCE = 2**22
 """Pairs that are evaluated together."""
 
-MARKS = "·░█"
-"""A block of each kind, as text."""
+MARKS = {"empty": "·", "partial": "░", "full": "█"}
+"""The kinds of blocks by name, in order of their numbers, and their marks in a text."""
 
 
 class BlockLists(NamedTuple):
@@ -91,7 +91,8 @@ class BlockTable:
         most = max(self.kinds.shape[-2:])
         repeat, each = (2, 1) if 2 * most <= width else (1, -(-most // width))
         kinds = self.of(sequence, head).resized(self.q_block * each * 2 // repeat, self.kv_block * each).kinds[0, 0]
-        return "\n".join("".join(MARKS[int(kind)] * repeat for kind in row) for row in kinds)
+        marks = np.repeat(np.array([*MARKS.values()])[kinds], repeat, axis=1)
+        return "\n".join(map("".join, marks))
 
     def of(self, sequence: int, head: int) -> "BlockTable":
         """Returns the table of one sequence and head, in NumPy's arrays."""
@@ -101,8 +102,7 @@ class BlockTable:
     def pairs(self) -> float:
         """Returns the pairs in blocks that exist, of one sequence and head in the mean."""
         rows, columns = (_lengths(*of) for of in ((self.q_len, self.q_block), (self.kv_len, self.kv_block)))
-        exists = np.asarray(self.kinds) != NOTHING
-        return float((exists * rows[:, None] * columns).sum((2, 3)).mean())
+        return float(((np.asarray(self.kinds) != NOTHING) * rows[:, None] * columns).sum((2, 3)).mean())
 
 
 def _lengths(length: int, block: int) -> np.ndarray:
@@ -218,13 +218,9 @@ def _partial_pairs(mask: Mask, rows: Any, columns: Any, kinds: np.ndarray) -> It
         yield at, np.asarray(xp.broadcast_to(pairs, (len(at), rows.shape[1], columns.shape[1])))
 
 
-MOST_POINTS = 512
-"""Positions up to which `counted_table` keeps every pair."""
-
-
 class CountedTable(NamedTuple):
     """An exact table, the pairs that its mask allows (of one sequence and head, in the mean), the seconds it took to
-    make, and the pairs of the first sequence and head, [T, S], if there are few."""
+    make, and the pairs of the first sequence and head, [T, S], if neither is above 512."""
 
     table: BlockTable
     visible_pairs: float
@@ -245,6 +241,6 @@ def counted_table(mask: Mask, *, q_len: int, kv_len: int, **sizes: Any) -> Count
         inside = [np.arange(pairs.shape[dim + 1]) < own[at[:, dim + 2], None] for dim, own in enumerate(lengths)]
         visible += float((pairs & inside[0][:, :, None] & inside[1][:, None]).sum())
     points, zero = None, np.zeros((1, 1), np.int32)
-    if max(q_len, kv_len) <= MOST_POINTS:
+    if max(q_len, kv_len) <= 512:
         points = np.broadcast_to(np.asarray(mask(zero, zero, rows[:, None], columns[None])), (q_len, kv_len))
     return CountedTable(table, visible / (table.kinds.shape[0] * table.kinds.shape[1]), table_s, points)

@@ -12,7 +12,7 @@ from meshwright.cli.verb import PNG, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.cost.work.kernels import chip_rates
-from meshwright.cost.work.masked_attention import Pass, masked_attention_s
+from meshwright.cost.work.masked_attention import masked_attention_s
 from meshwright.masks.names import MASKS, SCORES, Rule, example_data, mask_named, score_named, usage
 from meshwright.masks.table import MARKS, CountedTable, counted_table
 from meshwright.masks.user import load_user, table_of_user
@@ -22,10 +22,8 @@ from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.chip import Chip, compute_dtype
 from meshwright.spec.efficiency import fitted_calibration
 
-RUNS: tuple[Pass, ...] = ("forward", "forward + backward")
+RUNS = ("forward", "forward + backward")
 MEASURE_S = 60.0
-MARKED = dict(zip(("empty", "partial", "full"), MARKS, strict=True))
-"""Kind of block -> its mark."""
 
 
 class Given(Options):
@@ -58,28 +56,19 @@ def command(given: Given) -> Answer:
     else:
         arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
         counted, mask = counted_table(rule.make(*arrays), **sizes), (rule.make, arrays, rule.terms)
-    facts, error = {**_facts(given, counted), "measured": None}, None
-    if given.run:
-        try:
-            facts |= _measured(given, mask, score)
-        except CannotRunError as found:
-            error = found
+    facts = {**_facts(given, counted), **(_measured(given, mask, score) if given.run else {"measured": None})}
     rows = [{"where": where, **row} for where in ("predicted", "measured") for row in facts[where] or ()]
     pictures = {given.png: lambda: mask_figure(counted, title=f"Attention mask {given.name}")}
-    return Answer(facts, _text(facts, counted), pictures, [rows, [facts]], error)
+    return Answer(facts, _text(facts, counted), pictures, [rows, [facts]])
 
 
 def _catalogue() -> Answer:
     rows = [
-        {"kind": kind, "name": name, "parameters": list(one.parameters), "arrays": list(one.data), "is": one.summary}
+        {"kind": kind, "name": name, "usage": usage(name, one.parameters), "arrays": one.data, "is": one.summary}
         for kind, entries in (("mask", MASKS), ("score", SCORES))
         for name, one in entries.items()
     ]
-    columns: Any = {
-        "name": lambda row: usage(row["name"], row["parameters"]),
-        "reads": lambda row: " ".join(row["arrays"]),
-        "": "is",
-    }
+    columns: Any = {"name": "usage", "reads": ("arrays", " ".join), "": "is"}
     titles = {"mask": "masks, joined by & and |", "score": "score rules, joined by + from left to right"}
     tables = [Table.of([row for row in rows if row["kind"] == kind], columns, title) for kind, title in titles.items()]
     return Answer({"catalogue": rows}, tables, raw=[rows])
@@ -97,7 +86,7 @@ def _facts(given: Given, counted: CountedTable) -> dict[str, Any]:
         "mask": given.name,
         **{name: getattr(given, name) for name in ("score", "seq_len", "block", "num_heads", "head_dim")},
         "sparsity": table.sparsity(),
-        **{f"{name}_blocks": table.count(kind) for kind, name in enumerate(MARKED)},
+        **{f"{name}_blocks": table.count(kind) for kind, name in enumerate(MARKS)},
         "visible_pairs": counted.visible_pairs,
         "pairs_in_blocks": table.pairs(),
         "pairs": all_pairs,
@@ -126,18 +115,14 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> dict[s
     from meshwright.nn.attention.tiles import Mod
     from meshwright.nn.attention.xla import KEY_ROWS, QUERY_ROWS, block_size
 
-    length = given.seq_len
-    score_data = () if score is None else example_data(score, length=length, heads=given.num_heads)
-    shared: dict[str, Any] = {
-        "scale": given.head_dim**-0.5,
-        "score": None if score is None else Mod(score.make, score_data, score.terms),
-    }
-    calls = {"dense_s": AttentionCall(**shared), "blocks_s": AttentionCall(**shared, mask=Mod(*mask))}
+    length, heads = given.seq_len, given.num_heads
+    rule = score and Mod(score.make, example_data(score, length=length, heads=heads), score.terms)
+    call = partial(AttentionCall, scale=given.head_dim**-0.5, score=rule)
+    calls = {"dense_s": call(), "blocks_s": call(mask=Mod(*mask))}
     kind = jnp.float32 if calls["dense_s"].platform == "cpu" else jnp.bfloat16
-    shape = (1, length, given.num_heads, given.head_dim)
-    operands = [jax.random.normal(key, shape, kind) for key in jax.random.split(jax.random.key(0), 4)]
+    operands = jax.random.normal(jax.random.key(0), (4, 1, length, heads, given.head_dim), kind)
 
-    def program(call: AttentionCall, run: Pass) -> Any:
+    def program(call: AttentionCall, run: str) -> Any:
         def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
             o, lse = attention(call, q, k, v)
             return o if run == "forward" else attention_backward(call, (dout, o, lse), q, k, v)
@@ -149,13 +134,13 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> dict[s
     with redirect_stdout(sys.stderr):
         found, why_not = time_together(programs, budget_of(MEASURE_S), max_repeats=5)
     if why_not:
-        why = next(iter(why_not.values()))
-        hint = "a smaller --seq, --heads or --head-dim" if why == NO_TIME else "operators and jax.numpy in the mask"
-        raise CannotRunError(f"not measured: {why}. Use {hint}.")
+        hint = (
+            "a smaller --seq or fewer --heads" if NO_TIME in why_not.values() else "operators and jax.numpy in a mask"
+        )
+        raise CannotRunError(f"not measured: {next(iter(why_not.values()))}. Use {hint}.")
     rows = [_row(run, *(found[run, name].median_s for name in calls)) for run in RUNS]
-    own = calls["blocks_s"].placed(length, length)
     blocks = [block_size(length, most) for most in (QUERY_ROWS, KEY_ROWS)]
-    share = 1 - own.blocks(1, given.num_heads, *blocks).sparsity()
+    share = 1 - calls["blocks_s"].placed(length, length).blocks(1, heads, *blocks).sparsity()
     return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}
 
 
@@ -174,7 +159,7 @@ def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
     yield ""
     over = "" if math.prod(kinds) == 1 else f", over {kinds[1]} heads; heads differ, the picture is the first"
     yield Fact("sparsity", f"{facts['sparsity']:.1%} of blocks are empty")
-    counts = (f"{facts[f'{kind}_blocks']:,} {kind} {mark}" for kind, mark in MARKED.items())
+    counts = (f"{facts[f'{kind}_blocks']:,} {kind} {mark}" for kind, mark in MARKS.items())
     yield Fact("blocks", ", ".join(counts) + over)
     share = facts["visible_pairs"] / facts["pairs"]
     yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({share:.1%})")

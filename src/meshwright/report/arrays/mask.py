@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from meshwright.masks.table import FULL, NOTHING, PARTIAL, CountedTable
+from meshwright.masks.table import PARTIAL, CountedTable
 from meshwright.report.arrays.canvas import Canvas, cell
 from meshwright.report.figure import MUTED, PALETTE, Figure, alt, panel, themed
 from meshwright.report.marks import Datum, color_by
@@ -12,8 +12,7 @@ from meshwright.report.marks import Datum, color_by
 MOST_BLOCKS = 64
 """Blocks along a side that are drawn; of more several are one."""
 SIDE_PX = 460
-WORDS = {FULL: "full", PARTIAL: "partial", NOTHING: "empty"}
-COLORS = {"full": PALETTE[0], "partial": "#F4C766", "empty": "#F0F0F0"}
+COLORS = {"empty": "#F0F0F0", "partial": "#F4C766", "full": PALETTE[0]}
 PAIR = "visible pair of a partial block"
 
 
@@ -27,14 +26,16 @@ def mask_figure(counted: CountedTable, *, title: str) -> Figure:
         for length, block in ((shown.q_len, shown.q_block), (shown.kv_len, shown.kv_block))
     )
     blocks = [
-        cell(x, y, x2 - x, y2 - y, kind=WORDS[int(kind)])
-        for kinds, (y, y2) in zip(shown.kinds[0, 0], pairwise(map(int, rows)), strict=True)
-        for kind, (x, x2) in zip(kinds, pairwise(map(int, columns)), strict=True)
+        cell(x, y, x2 - x, y2 - y, kind=[*COLORS][kind])
+        for kinds, (y, y2) in zip(shown.kinds[0, 0], pairwise(rows.tolist()), strict=True)
+        for kind, (x, x2) in zip(kinds, pairwise(columns.tolist()), strict=True)
     ]
-    pairs = [] if counted.points is None else _runs(counted.points & _partial(shown.kinds[0, 0], rows, columns))
+    partial = (shown.kinds[0, 0] == PARTIAL).repeat(np.diff(rows), 0).repeat(np.diff(columns), 1)
+    pairs = [] if counted.points is None else _runs(counted.points & partial)
+    every = -(-max(shown.kinds.shape) // 8)
     style = {"grid": False, "domain": False, "tickColor": MUTED, "format": ",d"}
-    across = alt.Axis(title="keys", orient="top", values=_ticks(columns), **style)
-    down = alt.Axis(title="queries", values=_ticks(rows), **style)
+    across = alt.Axis(title="keys", orient="top", values=columns[::every].tolist(), **style)
+    down = alt.Axis(title="queries", values=rows[::every].tolist(), **style)
     canvas = Canvas((0, shown.kv_len), (0, shown.q_len), across, down)
     colors = COLORS | ({PAIR: PALETTE[5]} if pairs else {})
     edge = max(0.4, min(1.5, 40 / len(blocks) ** 0.5))
@@ -47,15 +48,6 @@ def mask_figure(counted: CountedTable, *, title: str) -> Figure:
     # a pair is a whole number of pixels of a picture at scale 2, or pairs would have seams
     side = SIDE_PX if counted.points is None else shown.kv_len * max(1, round(2 * SIDE_PX / shown.kv_len)) / 2
     return themed(panel(*layers, size=(side, side * shown.q_len / shown.kv_len)), title, note)
-
-
-def _ticks(edges: np.ndarray) -> list[int]:
-    """Returns at most nine edges of blocks, evenly spaced."""
-    return [int(edge) for edge in edges[:: -(-(len(edges) - 1) // 8)]]
-
-
-def _partial(kinds: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    return np.repeat(np.repeat(kinds == PARTIAL, np.diff(rows), axis=0), np.diff(columns), axis=1)
 
 
 def _runs(points: np.ndarray) -> list[Datum]:
