@@ -108,9 +108,8 @@ def words_of(error: BaseException, spec: str) -> str:
 
 def main(spec: str, sizes: str, path: str) -> None:
     """Counts the blocks of a mask and writes them, or why that failed, to a file."""
-    found: CountedTable | str
     try:
-        found = counted_table(checked(load_user(spec), spec), **json.loads(sizes))
+        found: CountedTable | str = counted_table(checked(load_user(spec), spec), **json.loads(sizes))
     except BaseException as error:
         found = words_of(error, spec)
     Path(path).write_bytes(pickle.dumps(found))

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import sys
 
 import pytest
 
@@ -98,16 +99,17 @@ def test_a_measurement_stands_beside_the_share_of_blocks(call):
     assert found["kernel_share"] == 1.0
 
 
-def test_a_mask_of_ones_own(call, tmp_path):
-    (tmp_path / "mine.py").write_text(
+def test_a_mask_of_ones_own(call, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "own_masks.py").write_text(
         "print('noise')\n\ndef dilated(b, h, q, kv):\n    return (q >= kv) & ((q - kv) % 2 == 0)\n"
     )
-    found = call("mask", "mine:dilated", *SHORT, "--run", "--json").json
+    found = call("mask", "own_masks:dilated", *SHORT, "--run", "--json").json
     assert found["visible_pairs"] == sum(n // 2 + 1 for n in range(512))
     assert len(found["measured"]) == 2
-    said = call("mask", "mine:diluted", *SHORT)
+    said = call("mask", "own_masks:diluted", *SHORT)
     assert (said.code, said.out) == (2, "")
-    assert "mine:diluted: there is no function 'diluted'. Did you mean 'dilated'?" in said.err
+    assert "own_masks:diluted: there is no function 'diluted'. Did you mean 'dilated'?" in said.err
 
 
 def drawn(call, tmp_path, *args):
@@ -149,7 +151,7 @@ def test_a_picture_is_written(call, tmp_path):
     ("args", "message"),
     [
         (("causl",), "a mask 'causl' has 'causl'. Did you mean 'causal'?"),
-        (("local",), "local takes 1 parameter. Write local(radius)."),
+        (("local",), "local has other parameters. Write local(radius)."),
         (("neighbourhood(64, 8)",), "kernel=8 must be odd"),
         (("causal", "--seq", "0"), "--seq '0' is below 1"),
         (("causal", "--on", "h1000"), "unknown chip 'h1000'"),

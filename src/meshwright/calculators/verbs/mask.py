@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.verb import PNG, Count, Options, argument, option, verb
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.cost.work.kernels import chip_rates
@@ -23,19 +23,19 @@ from meshwright.spec.chip import Chip, compute_dtype
 from meshwright.spec.efficiency import fitted_calibration
 
 RUNS = ("forward", "forward + backward")
-MEASURE_S = 60.0
+NAMED = {"name": "a mask"}
 
 
 class Given(Options):
     name: str | None = argument(metavar="[NAME | module:function]")
-    seq_len: Count = option("Queries and keys.", "--seq", default=8192)
-    block: Count = option("Queries and keys of a block.", default=128)
+    seq_len: Count = option("Queries and keys.", "--seq", default=8192, needs=NAMED)
+    block: Count = option("Queries and keys of a block.", default=128, needs=NAMED)
     score: str | None = option("A score rule, such as 'alibi + softcap(30)', for --run.", needs={"run": "--run"})
-    num_heads: Count = option("Heads, of queries and of keys.", "--heads", default=16)
-    head_dim: Count = option("Width of a head.", default=128)
-    on: Chip = option("A chip, to predict for.", default="h100")
-    run: bool = option("Measure on this machine too (needs JAX).")
-    png: Path | None = PNG
+    num_heads: Count = option("Heads, of queries and of keys.", "--heads", default=16, needs=NAMED)
+    head_dim: Count = option("Width of a head.", default=128, needs=NAMED)
+    on: Chip = option("A chip, to predict for.", default="h100", needs=NAMED)
+    run: bool = option("Measure on this machine too (needs JAX).", needs=NAMED)
+    png: Path | None = option("Draw the blocks to this file (.png or .svg).", needs=NAMED)
 
 
 @verb(Given)
@@ -79,8 +79,7 @@ def _facts(given: Given, counted: CountedTable) -> dict[str, Any]:
     pairs and over those in existing blocks."""
     table, chip, all_pairs = counted.table, given.on, given.seq_len**2
     dtype = compute_dtype(chip, "bf16")
-    rates = fitted_calibration(chip) or datasheet_calibration(chip)
-    at = chip_rates(chip, rates, dtype=dtype, state_dtype=dtype)
+    at = chip_rates(chip, fitted_calibration(chip) or datasheet_calibration(chip), dtype=dtype, state_dtype=dtype)
     sizes = {"length": given.seq_len, "heads": given.num_heads, "head_dim": given.head_dim}
     return {
         "mask": given.name,
@@ -132,7 +131,7 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> dict[s
     programs = {(run, name): program(call, run) for run in RUNS for name, call in calls.items()}
     # a user's module may print, while the answer goes to standard output
     with redirect_stdout(sys.stderr):
-        found, why_not = time_together(programs, budget_of(MEASURE_S), max_repeats=5)
+        found, why_not = time_together(programs, budget_of(60.0), max_repeats=5)
     if why_not:
         hint = (
             "a smaller --seq or fewer --heads" if NO_TIME in why_not.values() else "operators and jax.numpy in a mask"

@@ -43,8 +43,8 @@ def mask_figure(counted: CountedTable, *, title: str) -> Figure:
     if pairs:
         layers.append(canvas.boxes(pairs, color=PALETTE[5]))
     layers.append(canvas.boxes(blocks, filled=False, stroke="white", strokeWidth=edge))
-    several = f", {each} x {each} of them drawn as one" if each > 1 else ""
-    note = f"{first.sparsity():.1%} of blocks of {first.q_block} x {first.kv_block} are empty{several}"
+    note = f"{first.sparsity():.1%} of blocks of {first.q_block} x {first.kv_block} are empty"
+    note += f", {each} x {each} of them drawn as one" * (each > 1)
     # a pair is a whole number of pixels of a picture at scale 2, or pairs would have seams
     side = SIDE_PX if counted.points is None else shown.kv_len * max(1, round(2 * SIDE_PX / shown.kv_len)) / 2
     return themed(panel(*layers, size=(side, side * shown.q_len / shown.kv_len)), title, note)
