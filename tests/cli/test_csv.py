@@ -48,6 +48,8 @@ COMMANDS = [
     ("formats",), ("formats", "fp8", "--bits", "0x7e"), ("formats", "--value", "0.1", "--value", "6e4"),
     ("formats", "bf16", "--dot", "4096"),
     ("systolic", "8x8", "--input", "16"),
+    ("mask", "causal", "--seq", "1024"),
+    ("mask",),
     ("serving", "llama3-8b", "--on", "v5e:4x4", "--contexts", "2Ki,8Ki", "--accept", "0.8", "--prefixes", "100"),
     ("serving", "deepseek-v3", "--on", "h200:8x2", "--batch", "1..64"),
     ("accuracy", "FILE", "--worst", "2", "--datasheet"),

@@ -32,7 +32,7 @@ def test_the_prediction_is_flops_of_blocks_over_the_rate(call):
     assert forward["ratio"] == pytest.approx(share, rel=0.01)
     assert both["ratio"] == pytest.approx(share, rel=0.01)
     assert both["dense_s"] / forward["dense_s"] == pytest.approx(3.5, rel=0.01)
-    work = attention_work(queries=32768, keys=32768, heads=16, kv_heads=16, head_dim=128)
+    work = attention_work(queries=32768, keys=32768, heads=4, kv_heads=4, head_dim=128)
     rates = fitted_calibration(chip("h100")).efficiency
     rate = chip("h100").peak_flops["bf16"] * rates.attention
     assert found["attention_flops_per_s"] == pytest.approx(rate)

@@ -31,7 +31,7 @@ class Given(Options):
     seq_len: Count = option("Queries and keys.", "--seq", default=8192, needs=NAMED)
     block: Count = option("Queries and keys of a block.", default=128, needs=NAMED)
     score: str | None = option("A score rule, such as 'alibi + softcap(30)', for --run.", needs={"run": "--run"})
-    num_heads: Count = option("Heads, of queries and of keys.", "--heads", default=16, needs=NAMED)
+    num_heads: Count = option("Heads, of queries and of keys.", "--heads", default=4, needs=NAMED)
     head_dim: Count = option("Width of a head.", default=128, needs=NAMED)
     on: Chip = option("A chip, to predict for.", default="h100", needs=NAMED)
     run: bool = option("Measure on this machine too (needs JAX).", needs=NAMED)
