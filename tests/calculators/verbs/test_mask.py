@@ -45,7 +45,7 @@ def test_the_chip_and_the_shape_change_the_prediction(call):
 
     base = seconds("--heads", "16")
     assert seconds("--heads", "32") == pytest.approx(2 * base, rel=0.05)
-    assert seconds("--on", "v5e") > 2 * base
+    assert seconds("--heads", "16", "--on", "v5e") > 2 * base
     assert call("mask", "causal", "--on", "v5e", "--json").json["chip"] == "v5e"
 
 
@@ -85,7 +85,7 @@ def test_without_a_name_the_catalogue_is_listed(call):
 def test_csv_has_a_row_for_each_prediction(call):
     tables = call("mask", "causal", *SHORT, "--format", "csv").out.split("\n\n")
     rows = list(csv.DictReader(io.StringIO(tables[0])))
-    assert [(row["where"], row["pass"]) for row in rows] == [
+    assert [(row["source"], row["pass"]) for row in rows] == [
         ("predicted", "forward"),
         ("predicted", "forward + backward"),
     ]

@@ -57,7 +57,7 @@ def command(given: Given) -> Answer:
         arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
         counted, mask = counted_table(rule.make(*arrays), **sizes), (rule.make, arrays, rule.terms)
     facts = {**_facts(given, counted), **(_measured(given, mask, score) if given.run else {"measured": None})}
-    rows = [{"where": where, **row} for where in ("predicted", "measured") for row in facts[where] or ()]
+    rows = [{"source": one, **row} for one in ("predicted", "measured") for row in facts[one] or ()]
     pictures = {given.png: lambda: mask_figure(counted, title=f"Attention mask {given.name}")}
     return Answer(facts, _text(facts, counted), pictures, [rows, [facts]])
 
