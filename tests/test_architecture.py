@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "meshwright"
 SOURCE = ROOT / "src" / PACKAGE
 
-PLANNING = ("core", "spec", "algebra", "cost", "plan", "batching")
+PLANNING = ("core", "masks", "spec", "algebra", "cost", "plan", "batching")
 RUNTIME = ("nn", "parallel")
 PRODUCTS = ("train", "serve", "verify", "profile", "accuracy")
 LAYERS: tuple[tuple[str, ...], ...] = (

@@ -49,6 +49,8 @@ COMMANDS = [
     ("formats", "bf16", "--dot", "4096"),
     ("systolic", "8x8", "--input", "16"),
     ("stream", "flash-backward", "--seq", "512", "--causal", "--on", "v5e"),
+    ("mask", "causal", "--seq", "1024"),
+    ("mask",),
     ("serving", "llama3-8b", "--on", "v5e:4x4", "--contexts", "2Ki,8Ki", "--accept", "0.8", "--prefixes", "100"),
     ("serving", "deepseek-v3", "--on", "h200:8x2", "--batch", "1..64"),
     ("accuracy", "FILE", "--worst", "2", "--datasheet"),

@@ -34,6 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "formats": ("calculators", "Number formats: range, rounding, cost of a dot product."),
     "systolic": ("calculators", "A systolic array, cycle by cycle."),
     "stream": ("calculators", "Tiles of a product or of flash attention, from HBM to registers."),
+    "mask": ("calculators", "An attention mask: its blocks, their predicted time, a measurement."),
     "bench": ("cli", "Measure the devices at hand: rates, knees, a calibration to plan with."),
     "accuracy": ("cli", "Predictions beside published measurements."),
     "verify": ("cli", "Compile the real step of a plan for hardware that is not there."),

@@ -95,8 +95,10 @@ def graph(distances: Any, reach: int) -> Mask:
 def neighbourhood(length: int, kernel: int) -> Mask:
     """Returns NATTEN's mask in one dim: the ``kernel`` keys around a query, shifted inward at both ends.
 
-    Source: Hassani et al., Neighborhood Attention Transformer (2022).
+    Raises InputError for an even kernel, or a longer one. Source: Hassani et al., Neighborhood Attention Transformer
+    (2022).
     """
+    _check_kernel(kernel, length)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return abs(_inside(q_idx, length, kernel) - kv_idx) <= kernel // 2
@@ -108,8 +110,11 @@ def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mas
     """Returns NATTEN's mask on a canvas of ``width`` x ``height``, for a window of ``kernel`` x ``kernel``.
 
     Tokens are in rows of the canvas; with ``tile`` in square tiles of that side, tile after tile, so that neighbours
-    share blocks.
+    share blocks. Raises InputError for an even kernel, or one or a tile that does not fit the canvas.
     """
+    _check_kernel(kernel, min(width, height))
+    if tile and (width % tile or height % tile):
+        raise InputError(f"tile={tile} does not divide a canvas of {width} x {height}. Use a common divisor, or 0.")
 
     def places(index: Any) -> tuple[Any, Any]:
         if not tile:
@@ -124,6 +129,11 @@ def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mas
         return near & (abs(_inside(column, width, kernel) - other_column) <= kernel // 2)
 
     return mask
+
+
+def _check_kernel(kernel: int, length: int) -> None:
+    if kernel % 2 == 0 or kernel > length:
+        raise InputError(f"kernel={kernel} must be odd and at most {length}: as many keys on both sides of a query.")
 
 
 def _inside(index: Any, length: int, kernel: int) -> Any:

@@ -6,7 +6,7 @@ and |. Scores are joined by +, applied left to right: ``alibi + softcap(30)``. A
 """
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.masks import mods
 
 
-class Entry(NamedTuple):
+class CatalogueEntry(NamedTuple):
     """A mask or a score rule of the catalogue: its function, the arrays that it reads, by name, and what it is."""
 
     make: Callable[..., Any]
@@ -24,11 +24,11 @@ class Entry(NamedTuple):
     summary: str
 
 
-def _entry(make: Callable[..., Any], data: str = "", parameters: str = "", summary: str = "") -> Entry:
-    return Entry(make, tuple(data.split()), tuple(parameters.split()), summary)
+def _entry(make: Callable[..., Any], data: str = "", parameters: str = "", summary: str = "") -> CatalogueEntry:
+    return CatalogueEntry(make, tuple(data.split()), tuple(parameters.split()), summary)
 
 
-MASKS: dict[str, Entry] = {
+MASKS: dict[str, CatalogueEntry] = {
     "noop": _entry(mods.noop, summary="all pairs"),
     "causal": _entry(mods.causal, summary="keys not later than the query"),
     "sliding_window": _entry(mods.sliding_window, "", "size", "causal, the last SIZE keys"),
@@ -50,7 +50,7 @@ MASKS: dict[str, Entry] = {
     ),
 }
 
-SCORES: dict[str, Entry] = {
+SCORES: dict[str, CatalogueEntry] = {
     "relative": _entry(mods.relative, "", "slope", "plus SLOPE times the distance"),
     "alibi": _entry(mods.alibi, "slopes", "", "minus a slope of each head times the distance"),
     "softcap": _entry(mods.softcap, "", "cap", "CAP tanh(score / CAP)"),
@@ -64,12 +64,18 @@ class Rule(NamedTuple):
     """A parsed mask or score rule: ``make(*arrays)`` returns its function, for the arrays that ``data`` names.
 
     ``terms`` are its masks, name to parameters, where all of them have to allow a pair; empty where | joins any.
+    ``page_len`` is that of `paged`, 0 without.
     """
 
     text: str
     data: tuple[str, ...]
     make: Callable[..., Any]
     terms: dict[str, tuple[Any, ...]]
+    page_len: int = 0
+
+
+MOST_TERMS = 32
+"""Names in one expression."""
 
 
 def mask_named(text: str) -> Rule:
@@ -86,11 +92,13 @@ def score_named(text: str) -> Rule:
     return _rule(text, SCORES, "a score rule", {ast.Add: mods.then})
 
 
-def _rule(text: str, entries: Mapping[str, Entry], what: str, joins: Mapping[Any, Callable[..., Any]]) -> Rule:
+def _rule(text: str, entries: Mapping[str, CatalogueEntry], what: str, joins: Mapping[Any, Callable[..., Any]]) -> Rule:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.") from error
+    if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) >= MOST_TERMS:
+        raise InputError(f"{what} {text!r} has more than {MOST_TERMS} names. Use fewer, or a function of your own.")
     data: dict[str, None] = {}
     terms: dict[str, tuple[Any, ...]] = {}
     repeated: set[str] = set()
@@ -107,51 +115,56 @@ def _rule(text: str, entries: Mapping[str, Entry], what: str, joins: Mapping[Any
         return lambda arrays: entry.make(*(arrays[x] for x in entry.data), **given)
 
     build, names = made(tree), tuple(data)
+    page_len = terms.get("paged", (0,))[0]
     if repeated or any(isinstance(node, ast.BitOr) for node in ast.walk(tree)):
         terms = {}
     elif "sliding_window" in terms:
         terms |= {"causal": (), "window": terms.pop("sliding_window")}
-    return Rule(text, names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms)
+    return Rule(text, names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms, page_len)
 
 
-def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, Entry]) -> tuple[str, dict[str, Any]]:
+def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, CatalogueEntry]) -> tuple[str, dict[str, Any]]:
     """Returns the name and the parameters of one term."""
     head = node.func if isinstance(node, ast.Call) else node
     if not isinstance(head, ast.Name):
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.")
     name = head.id
     if name not in entries:
-        raise InputError(f"{what} {text!r} has {name!r}.{nearest(name, entries)} Use {', '.join(entries)}.")
+        raise InputError(f"{what} {text!r} has {name!r}.{nearest(name, entries)} `meshwright mask` lists all.")
     parameters = entries[name].parameters
     values = [*node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
     keys = list(parameters[: len(node.args)]) if isinstance(node, ast.Call) else []
     keys += [word.arg or "**" for word in node.keywords] if isinstance(node, ast.Call) else []
     required = set(parameters) - {"slope", "tile"}
-    usage = f"{name}({', '.join(parameters)})" if parameters else name
     if len(values) != len(keys) or len(set(keys)) < len(keys) or not required <= set(keys) <= set(parameters):
-        raise InputError(f"{what} {text!r}: {name} needs its parameters. Write {usage}, each a number.")
+        raise InputError(f"{what} {text!r}: {name} has other parameters. Write {usage(name, parameters)}.")
     given = {}
     for key, value in zip(keys, values, strict=True):
         number = _number(value)
         whole = key not in ("slope", "cap")
         if number is None or not abs(number) < 2**31 or (whole and (number != int(number) or number < (key != "tile"))):
-            kind = "a whole number of at least 1" if whole else "a number"
-            raise InputError(f"{what} {text!r}: {key} must be {kind}. Write {usage}.")
+            kind = f"a whole number of at least {int(key != 'tile')}" if whole else "a number"
+            raise InputError(f"{what} {text!r}: {key} must be {kind}. Write {usage(name, parameters)}.")
         if key == "cap" and not number > 0:
             raise InputError(f"{what} {text!r}: cap={number:g} must be above 0.")
         given[key] = int(number) if whole else float(number)
     return name, given
 
 
+def usage(name: str, parameters: Sequence[str]) -> str:
+    """Returns how a name is written: ``local(radius)``."""
+    return f"{name}({', '.join(parameters)})" if parameters else name
+
+
 def _number(node: ast.AST) -> float | None:
     try:
         value = ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _example(entries: Mapping[str, Entry]) -> str:
+def _example(entries: Mapping[str, CatalogueEntry]) -> str:
     return "'causal & document' or 'sliding_window(1024)'" if entries is MASKS else "'alibi + softcap(30)'"
 
 
@@ -161,14 +174,14 @@ def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, see
     rng = np.random.default_rng(seed)
     made = {name: _EXAMPLES[name](rng, batch, length, heads) for name in rule.data}
     if {"enter", "leave"} <= made.keys():
-        parents = np.stack([[-1, *(rng.integers(max(0, at - 8), at) for at in range(1, length))] for _ in range(batch)])
-        made["enter"], made["leave"] = mods.tree_walk(parents)
+        before = rng.integers(1, 8, (batch, length), endpoint=True)
+        made["enter"], made["leave"] = mods.tree_walk(np.maximum(np.arange(length) - before, -1))
     if "starts" in made:
         numbers = np.arange(made["starts"].shape[1])
         made["starts"] = np.stack([np.searchsorted(row, numbers) for row in made["documents"]]).astype(np.int32)
         made["prefix_of"] = np.broadcast_to(numbers[:-1] // 4 * 4, (batch, len(numbers) - 1)).astype(np.int32)
     if "owner" in made:
-        pages = -(-length // rule.terms.get("paged", (1,))[0])
+        pages = -(-length // rule.page_len)
         made["owner"] = np.stack([rng.permutation(pages) for _ in range(batch)])
     return tuple(made[name] for name in rule.data)
 
@@ -197,9 +210,10 @@ _EXAMPLES: dict[str, Callable[[np.random.Generator, int, int, int], np.ndarray]]
     ),
     "enter": lambda rng, batch, length, heads: np.zeros(0),
     "leave": lambda rng, batch, length, heads: np.zeros(0),
-    "distances": lambda rng, batch, length, heads: np.minimum(
-        abs(np.arange(length)[:, None] - np.arange(length)) * np.ones((batch, 1, 1), np.int32), 7
-    ).astype(np.int32),
+    "distances": lambda rng, batch, length, heads: np.broadcast_to(
+        np.minimum(abs(np.arange(length, dtype=np.int32)[:, None] - np.arange(length, dtype=np.int32)), 7),
+        (batch, length, length),
+    ),
     "starts": lambda rng, batch, length, heads: np.zeros((batch, _MOST_DOCUMENTS + 1), np.int32),
     "prefix_of": lambda rng, batch, length, heads: np.zeros(0),
     "spans": _spans,
@@ -208,7 +222,7 @@ _EXAMPLES: dict[str, Callable[[np.random.Generator, int, int, int], np.ndarray]]
     "bias": lambda rng, batch, length, heads: rng.normal(size=heads).astype(np.float32),
     "table": lambda rng, batch, length, heads: rng.normal(size=(heads, 8)).astype(np.float32),
     "edge_table": lambda rng, batch, length, heads: rng.normal(size=(heads, 3, 4)).astype(np.float32),
-    "kinds": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length, 3)),
-    "counts": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length)),
+    "kinds": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length, 3), np.int32),
+    "counts": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length), np.int32),
 }
 """How example arrays are drawn; trees and prefixes are made from several."""

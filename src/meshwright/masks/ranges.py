@@ -45,7 +45,10 @@ class Ranges:
         return self.low.dtype
 
     def astype(self, dtype: Any) -> "Ranges":
-        """Returns values of another type; conversions keep the order."""
+        """Returns values of another type, to which conversion keeps the order: a float or a wide integer."""
+        kind = np.dtype(dtype)
+        if dtype != self.dtype and (kind.kind not in "fi" or kind.itemsize < 4):
+            raise NoRangesError(f"conversion to {kind} has no rule.")
         return _mapped(lambda x: x.astype(dtype), self)
 
     def __array_namespace__(self, **_: Any) -> Any:
@@ -63,6 +66,8 @@ class Ranges:
         return _ranges(other) + -self
 
     def __neg__(self) -> "Ranges":
+        if self.dtype.kind == "u":
+            raise NoRangesError("unsigned numbers wrap around.")
         return Ranges(-self.high, -self.low, None if self.points is None else -self.points)
 
     def __mul__(self, other: Any) -> "Ranges":
@@ -88,7 +93,8 @@ class Ranges:
             return Ranges.of(self.points % by)
         xp = namespace(self.low)
         within = self.low // by == self.high // by
-        return Ranges(xp.where(within, self.low % by, 0), xp.where(within, self.high % by, by - 1))
+        most = by - 1 if (self.low % by).dtype.kind in "iu" else by
+        return Ranges(xp.where(within, self.low % by, 0), xp.where(within, self.high % by, most))
 
     def __abs__(self) -> "Ranges":
         xp = namespace(self.low)
@@ -152,7 +158,7 @@ class Functions:
     def where(condition: Any, one: Any, two: Any) -> Ranges:
         """Returns one value where the condition holds for all pairs, the other where for none, else the range of
         both."""
-        held, one, two = (_ranges(x) for x in (condition, one, two))
+        held, one, two = _boolean(_ranges(condition)), _ranges(one), _ranges(two)
         xp = namespace(held.low)
         low = xp.where(held.low, one.low, xp.where(held.high, xp.minimum(one.low, two.low), two.low))
         high = xp.where(held.low, one.high, xp.where(held.high, xp.maximum(one.high, two.high), two.high))
@@ -216,13 +222,13 @@ def _points(function: Callable[[Any, Any], Any], one: Ranges, two: Ranges) -> An
     if len(held) != 1:
         return None
     other = two if held[0] is one else one
-    if getattr(other.low, "ndim", 0) or other.low is not other.high:
+    if np.ndim(other.low) or other.low is not other.high:
         return None
     return function(*(x.low if x.points is None else x.points for x in (one, two)))
 
 
 def _positive(value: Any) -> Any:
-    if isinstance(value, Ranges) or getattr(value, "ndim", 0) or not value > 0:
+    if isinstance(value, Ranges) or np.ndim(value) or not value > 0:
         raise NoRangesError("division has a rule for positive numbers alone.")
     return value
 

@@ -1,5 +1,6 @@
 """Which blocks of scores a mask leaves: nothing, a part or all of each."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -16,8 +17,8 @@ NOTHING, PARTIAL, FULL = 0, 1, 2
 POINTS_AT_ONCE = 2**22
 """Pairs that are evaluated together."""
 
-MARKS = " ░█"
-"""A block of each kind, as text."""
+MARKS = {"empty": "·", "partial": "░", "full": "█"}
+"""The kinds of blocks by name, in order of their numbers, and their marks in a text."""
 
 
 class BlockLists(NamedTuple):
@@ -84,13 +85,29 @@ class BlockTable:
     def text(self, *, sequence: int = 0, head: int = 0, width: int = 64) -> str:
         """Returns the blocks of one sequence and head as lines of `MARKS`, at most ``width`` wide.
 
-        A mark stands for several blocks where there are more: full or empty if all of them are.
+        A block is two marks, as letters are twice as high as wide; of a larger table a mark is a block, or several, and
+        as many in the next row: full or empty if all of them are.
         """
-        kinds = np.asarray(self.kinds)
-        kinds = kinds[min(sequence, len(kinds) - 1), min(head, kinds.shape[1] - 1)]
-        each = -(-max(kinds.shape) // width)
-        rows = (kinds[i : i + each] for i in range(0, len(kinds), each))
-        return "\n".join("".join(_mark(row[:, j : j + each]) for j in range(0, kinds.shape[1], each)) for row in rows)
+        most = max(self.kinds.shape[-2:])
+        repeat, each = (2, 1) if 2 * most <= width else (1, -(-most // width))
+        kinds = self.of(sequence, head).resized(self.q_block * each * 2 // repeat, self.kv_block * each).kinds[0, 0]
+        marks = np.repeat(np.array([*MARKS.values()])[kinds], repeat, axis=1)
+        return "\n".join(map("".join, marks))
+
+    def of(self, sequence: int, head: int) -> "BlockTable":
+        """Returns the table of one sequence and head, in NumPy's arrays."""
+        at = (min(index, size - 1) for index, size in zip((sequence, head), self.kinds.shape[:2], strict=True))
+        return replace(self, kinds=np.asarray(self.kinds)[tuple(slice(x, x + 1) for x in at)])
+
+    def pairs(self) -> float:
+        """Returns the pairs in blocks that exist, of one sequence and head in the mean."""
+        rows, columns = (_lengths(*of) for of in ((self.q_len, self.q_block), (self.kv_len, self.kv_block)))
+        return float(((np.asarray(self.kinds) != NOTHING) * rows[:, None] * columns).sum((2, 3)).mean())
+
+
+def _lengths(length: int, block: int) -> np.ndarray:
+    """Returns the positions in each block; the last one may have fewer."""
+    return np.minimum(block, length - np.arange(0, length, block))
 
 
 def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
@@ -113,11 +130,6 @@ def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
     )
     low, high = xp.min(parts, axis=0), xp.max(parts, axis=0)
     return xp.where(low == high, low, PARTIAL).astype(kinds.dtype)
-
-
-def _mark(kinds: np.ndarray) -> str:
-    low, high = kinds.min(), kinds.max()
-    return MARKS[int(low) if low == high else PARTIAL]
 
 
 def block_table(
@@ -154,14 +166,14 @@ def block_table(
     b, h = xp.arange(batch).reshape(-1, 1, 1, 1), xp.arange(heads).reshape(1, -1, 1, 1)
     try:
         kinds = _by_ranges(mask, b, h, rows, columns)
-    except (NoRangesError, TypeError, IndexError) as error:
+    except (NoRangesError, TypeError, ValueError, IndexError, AttributeError) as error:
         if not exact:
             raise NoRangesError(str(error)) from error
         kinds = None
     if exact:
         kinds = _by_points(mask, b, h, rows, columns, kinds)
     if sizes["kv_len"] % kv_block:
-        last = (xp.arange(columns.shape[0]) == columns.shape[0] - 1).reshape(1, 1, 1, -1)
+        last = (xp.arange(columns.shape[0]) == columns.shape[0] - 1)[None, None, None]
         kinds = xp.where(last & (kinds == FULL), PARTIAL, kinds)
     return BlockTable(kinds=kinds.astype(np.int8), **sizes)
 
@@ -190,14 +202,45 @@ def _by_points(mask: Mask, b: Any, h: Any, rows: Any, columns: Any, kinds: Any) 
         apart = mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1]).shape
         kinds = np.full((*apart[:2], len(rows), len(columns)), PARTIAL)
     kinds = np.array(kinds)
-    for at in _parts(np.argwhere(kinds == PARTIAL), max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))):
-        sequence, head, i, j = (xp.asarray(index).reshape(-1, 1, 1) for index in at.T)
-        pairs = mask(sequence, head, rows[i[:, 0, 0]][:, :, None], columns[j[:, 0, 0]][:, None])
-        pairs = np.asarray(xp.broadcast_to(pairs, (len(at), rows.shape[1], columns.shape[1])))
+    for at, pairs in _partial_pairs(mask, rows, columns, kinds):
         every, some = pairs.all((1, 2)), pairs.any((1, 2))
         kinds[tuple(at.T)] = np.where(every, FULL, np.where(some, PARTIAL, NOTHING))
     return xp.asarray(kinds)
 
 
-def _parts(index: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    return (index[first : first + size] for first in range(0, len(index), size))
+def _partial_pairs(mask: Mask, rows: Any, columns: Any, kinds: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields (indices in ``kinds``, pairs) of partial blocks, many at once."""
+    xp, partial = namespace(rows), np.argwhere(kinds == PARTIAL)
+    size = max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))
+    for at in (partial[first : first + size] for first in range(0, len(partial), size)):
+        sequence, head, i, j = (xp.asarray(index).reshape(-1, 1, 1) for index in at.T)
+        pairs = mask(sequence, head, rows[i[:, 0, 0]][:, :, None], columns[j[:, 0, 0]][:, None])
+        yield at, np.asarray(xp.broadcast_to(pairs, (len(at), rows.shape[1], columns.shape[1])))
+
+
+class CountedTable(NamedTuple):
+    """An exact table, the pairs that its mask allows (of one sequence and head, in the mean), the seconds it took to
+    make, and the pairs of the first sequence and head, [T, S], if neither is above 512."""
+
+    table: BlockTable
+    visible_pairs: float
+    table_s: float
+    points: np.ndarray | None
+
+
+def counted_table(mask: Mask, *, q_len: int, kv_len: int, **sizes: Any) -> CountedTable:
+    """Returns a mask's table and its pairs counted one by one; ``sizes`` and errors are those of `block_table`."""
+    begin = time.perf_counter()
+    table = block_table(mask, q_len=q_len, kv_len=kv_len, **sizes)
+    table_s = time.perf_counter() - begin
+    rows, columns = np.arange(q_len, dtype=np.int32), np.arange(kv_len, dtype=np.int32)
+    lengths = _lengths(q_len, table.q_block), _lengths(kv_len, table.kv_block)
+    visible = float(((table.kinds == FULL) * lengths[0][:, None] * lengths[1]).sum())
+    blocks = in_blocks(rows, table.q_block), in_blocks(columns, table.kv_block)
+    for at, pairs in _partial_pairs(mask, *blocks, table.kinds):
+        inside = [np.arange(pairs.shape[dim + 1]) < own[at[:, dim + 2], None] for dim, own in enumerate(lengths)]
+        visible += float((pairs & inside[0][:, :, None] & inside[1][:, None]).sum())
+    points, zero = None, np.zeros((1, 1), np.int32)
+    if max(q_len, kv_len) <= 512:
+        points = np.broadcast_to(np.asarray(mask(zero, zero, rows[:, None], columns[None])), (q_len, kv_len))
+    return CountedTable(table, visible / (table.kinds.shape[0] * table.kinds.shape[1]), table_s, points)

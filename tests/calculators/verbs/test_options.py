@@ -25,6 +25,7 @@ VALUES = {
         "--params 1M", "--kv-per-token 1kB", "--mfu 0.3", "--price 3", "--set num_kv_heads=1", "--contexts 64,128",
         "--accept 0.5", "--draft-cost 0.2", "--prefixes 10000000", "--cache 1GB", "--zipf 1",
     ],
+    "mask": ["--seq 256", "--block 64", "--heads 2", "--head-dim 64", "--on v5e", "--score alibi", "--png x.png"],
     "sweep": ["--seq 512", "--remat block", "--step"],
 }  # fmt: skip
 CALLS = [
@@ -37,6 +38,7 @@ CALLS = [
     "formats", "formats fp8-e4m3", "formats fp8-e4m3 --value 3 --dot 32",
     "roofline --attention tiny --on v5e",
     "systolic 8x8 --input 4",
+    "mask", "mask causal --seq 512",
     "limits llama3-8b --on v5p:4x4x4 --batch 4Mi --seq 4096",
     "serving tiny --on v5e:2x2 --output 64", "serving tiny --on v5e:2x2 --accept 0.8 --prefixes 100000",
     "sweep batch mlp:512x2048 --on v5p:4x4x4 --batches 256Ki..512Ki",

@@ -1,0 +1,177 @@
+"""`meshwright mask`: the blocks of scores that an attention mask leaves, what they cost, and what they take here."""
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.verb import Count, Options, argument, option, verb
+from meshwright.core.errors import CannotRunError
+from meshwright.core.units import format_flops, format_seconds
+from meshwright.cost.work.kernels import chip_rates
+from meshwright.cost.work.masked_attention import masked_attention_s
+from meshwright.masks.names import MASKS, SCORES, Rule, example_data, mask_named, score_named, usage
+from meshwright.masks.table import MARKS, CountedTable, counted_table
+from meshwright.masks.user import load_user, table_of_user
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.report.arrays.mask import mask_figure
+from meshwright.spec.calibration import datasheet_calibration
+from meshwright.spec.chip import Chip, compute_dtype
+from meshwright.spec.efficiency import fitted_calibration
+
+RUNS = ("forward", "forward + backward")
+NAMED = {"name": "a mask"}
+
+
+class Given(Options):
+    name: str | None = argument(metavar="[NAME | module:function]")
+    seq_len: Count = option("Queries and keys.", "--seq", default=8192, needs=NAMED)
+    block: Count = option("Queries and keys of a block.", default=128, needs=NAMED)
+    score: str | None = option("A score rule, such as 'alibi + softcap(30)', for --run.", needs={"run": "--run"})
+    num_heads: Count = option("Heads, of queries and of keys.", "--heads", default=4, needs=NAMED)
+    head_dim: Count = option("Width of a head.", default=128, needs=NAMED)
+    on: Chip = option("A chip, to predict for.", default="h100", needs=NAMED)
+    run: bool = option("Measure on this machine too (needs JAX).", needs=NAMED)
+    png: Path | None = option("Draw the blocks to this file (.png or .svg).", needs=NAMED)
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """Show the blocks of an attention mask NAME, such as "causal & document", and predict its time on a chip.
+
+    Without NAME, list the catalogue. module:function is your own mask_mod(b, h, q_idx, kv_idx), from the current
+    folder too. Arrays that a mask of the catalogue reads are drawn at random.
+    """
+    if given.name is None:
+        return _catalogue()
+    rule = None if ":" in given.name else mask_named(given.name)
+    score = None if given.score is None else score_named(given.score)
+    sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
+    mask: tuple[Any, ...]
+    if rule is None:
+        counted, mask = table_of_user(given.name, **sizes), (partial(load_user, given.name),)
+    else:
+        arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
+        counted, mask = counted_table(rule.make(*arrays), **sizes), (rule.make, arrays, rule.terms)
+    facts = {**_facts(given, counted), **(_measured(given, mask, score) if given.run else {"measured": None})}
+    rows = [{"source": one, **row} for one in ("predicted", "measured") for row in facts[one] or ()]
+    pictures = {given.png: lambda: mask_figure(counted, title=f"Attention mask {given.name}")}
+    return Answer(facts, _text(facts, counted), pictures, [rows, [facts]])
+
+
+def _catalogue() -> Answer:
+    rows = [
+        {"kind": kind, "name": name, "usage": usage(name, one.parameters), "arrays": one.data, "is": one.summary}
+        for kind, entries in (("mask", MASKS), ("score", SCORES))
+        for name, one in entries.items()
+    ]
+    columns: Any = {"name": "usage", "reads": ("arrays", " ".join), "": "is"}
+    titles = {"mask": "masks, joined by & and |", "score": "score rules, joined by + from left to right"}
+    tables = [Table.of([row for row in rows if row["kind"] == kind], columns, title) for kind, title in titles.items()]
+    return Answer({"catalogue": rows}, tables, raw=[rows])
+
+
+def _facts(given: Given, counted: CountedTable) -> dict[str, Any]:
+    """Returns what is counted, and the predicted seconds of one layer's attention of one sequence in bf16, over all
+    pairs and over those in existing blocks."""
+    table, chip, all_pairs = counted.table, given.on, given.seq_len**2
+    dtype = compute_dtype(chip, "bf16")
+    at = chip_rates(chip, fitted_calibration(chip) or datasheet_calibration(chip), dtype=dtype, state_dtype=dtype)
+    sizes = {"length": given.seq_len, "heads": given.num_heads, "head_dim": given.head_dim}
+    return {
+        "mask": given.name,
+        **{name: getattr(given, name) for name in ("score", "seq_len", "block", "num_heads", "head_dim")},
+        "sparsity": table.sparsity(),
+        **{f"{name}_blocks": table.count(kind) for kind, name in enumerate(MARKS)},
+        "visible_pairs": counted.visible_pairs,
+        "pairs_in_blocks": table.pairs(),
+        "pairs": all_pairs,
+        "table_s": counted.table_s,
+        "chip": chip.name,
+        "attention_flops_per_s": float(at.attention_flops_per_s),
+        "predicted": [
+            _row(run, *(float(masked_attention_s(at, run, pairs=n, **sizes)) for n in (all_pairs, table.pairs())))
+            for run in RUNS
+        ],
+    }
+
+
+def _row(run: str, dense_s: float, blocks_s: float) -> dict[str, Any]:
+    return {"pass": run, "dense_s": dense_s, "blocks_s": blocks_s, "ratio": blocks_s / dense_s}
+
+
+def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> dict[str, Any]:
+    """Returns the medians of runs on this machine, in float32 on a CPU and in bf16 elsewhere."""
+    import jax
+    import jax.numpy as jnp
+
+    from meshwright.bench.timing import NO_TIME, Call, budget_of, time_together
+    from meshwright.nn.attention.call import AttentionCall
+    from meshwright.nn.attention.choice import attention, attention_backward
+    from meshwright.nn.attention.tiles import Mod
+    from meshwright.nn.attention.xla import KEY_ROWS, QUERY_ROWS, block_size
+
+    length, heads = given.seq_len, given.num_heads
+    rule = score and Mod(score.make, example_data(score, length=length, heads=heads), score.terms)
+    call = partial(AttentionCall, scale=given.head_dim**-0.5, score=rule)
+    calls = {"dense_s": call(), "blocks_s": call(mask=Mod(*mask))}
+    kind = jnp.float32 if calls["dense_s"].platform == "cpu" else jnp.bfloat16
+    operands = jax.random.normal(jax.random.key(0), (4, 1, length, heads, given.head_dim), kind)
+
+    def program(call: AttentionCall, run: str) -> Any:
+        def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+            o, lse = attention(call, q, k, v)
+            return o if run == "forward" else attention_backward(call, (dout, o, lse), q, k, v)
+
+        return Call(run=jax.jit(both), arguments=lambda repeat: tuple(operands))
+
+    programs = {(run, name): program(call, run) for run in RUNS for name, call in calls.items()}
+    # a user's module may print, while the answer goes to standard output
+    with redirect_stdout(sys.stderr):
+        found, why_not = time_together(programs, budget_of(60.0), max_repeats=5)
+    if why_not:
+        hint = (
+            "a smaller --seq or fewer --heads" if NO_TIME in why_not.values() else "operators and jax.numpy in a mask"
+        )
+        raise CannotRunError(f"not measured: {next(iter(why_not.values()))}. Use {hint}.")
+    rows = [_row(run, *(found[run, name].median_s for name in calls)) for run in RUNS]
+    blocks = [block_size(length, most) for most in (QUERY_ROWS, KEY_ROWS)]
+    share = 1 - calls["blocks_s"].placed(length, length).blocks(1, heads, *blocks).sparsity()
+    return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}
+
+
+SECONDS: dict[str, Any] = {
+    "pass": "pass",
+    "dense": ("dense_s", format_seconds),
+    "blocks": ("blocks_s", format_seconds),
+    "ratio": ("ratio", "{:.3f}".format),
+}
+
+
+def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
+    length, block, kinds = facts["seq_len"], facts["block"], counted.table.kinds.shape[:2]
+    yield f"{facts['mask']}: {length:,} queries and keys, in blocks of {block} x {block}"
+    yield Paragraph(counted.table.text(), None)
+    yield ""
+    over = "" if math.prod(kinds) == 1 else f", over {kinds[1]} heads; heads differ, the picture is the first"
+    yield Fact("sparsity", f"{facts['sparsity']:.1%} of blocks are empty")
+    counts = (f"{facts[f'{kind}_blocks']:,} {kind} {mark}" for kind, mark in MARKS.items())
+    yield Fact("blocks", ", ".join(counts) + over)
+    share = facts["visible_pairs"] / facts["pairs"]
+    yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({share:.1%})")
+    yield Fact("table", f"made in {format_seconds(facts['table_s'])}")
+    heads = f"one sequence, {facts['num_heads']} heads of {facts['head_dim']}"
+    yield Table.of(facts["predicted"], SECONDS, f"Predicted for {facts['chip']}: attention of one layer, {heads}")
+    rate = format_flops(facts["attention_flops_per_s"])
+    yield Fact(
+        "a prediction",
+        f"FLOPs of existing blocks (4 N H a pair forward, 10 N H backward) over the chip's rate of attention, {rate}; "
+        f"masks of partial blocks cost nothing in it",
+    )
+    if facts["measured"]:
+        yield Table.of(facts["measured"], SECONDS, f"Measured here ({facts['device']}): the same, medians")
+        size, share = " x ".join(map(str, facts["kernel_blocks"])), facts["kernel_share"]
+        yield Fact("1 - sparsity", f"{1 - facts['sparsity']:.3f}; in XLA's blocks of {size} it is {share:.3f}")

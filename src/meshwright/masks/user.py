@@ -1,0 +1,119 @@
+"""Masks that a user wrote, ``module:function``: their blocks are counted in a child process, so that this one imports
+neither their code nor what it needs, and outlives what it does."""
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.masks.mods import Mask
+from meshwright.masks.ranges import Ranges
+from meshwright.masks.table import CountedTable, counted_table
+
+
+def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> CountedTable:
+    """Returns the blocks and pairs of the mask_mod ``module:function`` of (b, h, q_idx, kv_idx), which may be in the
+    current folder; ``sizes`` are those of `counted_table`.
+
+    Raises:
+        InputError: there is no such function, it fails, returns anything but Booleans of the indices' shape, ends the
+            process, or takes longer than ``timeout_s`` seconds.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "found"
+        # -P: a json.py of the user is not the child's
+        command = [sys.executable, "-P", "-m", __name__, spec, json.dumps(sizes), str(path)]
+        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        child = subprocess.Popen(command, env={"JAX_PLATFORMS": "cpu", **os.environ}, start_new_session=True, **quiet)
+        try:
+            code = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise InputError(f"{spec} took more than {timeout_s:g} s. Use a shorter sequence.") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        if not path.exists():
+            raise InputError(f"{spec} ended its process with exit code {code}. Return Booleans instead.")
+        found = pickle.loads(path.read_bytes())
+    if isinstance(found, CountedTable):
+        return found
+    raise InputError(found)
+
+
+def load_user(spec: str) -> Mask:
+    """Imports ``module:function``, the current folder first.
+
+    Raises:
+        InputError: the text is of another form, or there is no such module or function.
+    """
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", spec):
+        raise InputError(f"{spec!r} is not module:function. Write for example my_masks:dilated for my_masks.py.")
+    name, attribute = spec.split(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise InputError(f"{spec}: there is no module {error.name!r} in this folder or the environment.") from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        known = nearest(attribute, (name for name, one in vars(module).items() if callable(one)))
+        raise InputError(f"{spec}: there is no function {attribute!r}.{known}")
+    return found
+
+
+def checked(mask: Mask, spec: str) -> Mask:
+    """Returns a mask of NumPy's arrays that raises InputError unless ``mask`` returns Booleans that broadcast to the
+    shape of its indices."""
+
+    def of(*at: Any) -> Any:
+        found = mask(*at)
+        if any(isinstance(x, Ranges) for x in (*at, found)):
+            return found
+        found, wanted = np.asarray(found), np.broadcast_shapes(*(x.shape for x in at))
+        if found.dtype != bool:
+            raise InputError(f"{spec} returns {found.dtype}, not Booleans. Compare indices, such as q_idx >= kv_idx.")
+        shape = (1,) * (len(wanted) - found.ndim) + found.shape
+        if len(shape) != len(wanted) or any(size not in (1, most) for size, most in zip(shape, wanted, strict=True)):
+            raise InputError(f"{spec} returns shape {found.shape} for indices of {wanted}. Return a Boolean a pair.")
+        return found.reshape(shape)
+
+    return of
+
+
+def words_of(error: BaseException, spec: str) -> str:
+    """Returns one sentence on what a user's function raised, and where."""
+    if isinstance(error, InputError):
+        return str(error)
+    ours = {"importlib", "site-packages", Path(__file__).parent.name}
+    lines = [at for at in traceback.extract_tb(error.__traceback__) if not ours & set(Path(at.filename).parts)]
+    at = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
+    hint = " Indices are arrays: use &, | and where for and, or and if." if "truth value" in str(error) else ""
+    return f"{spec} raised {type(error).__name__}: {error}{at}.{hint}"
+
+
+def main(spec: str, sizes: str, path: str) -> None:
+    """Counts the blocks of a mask and writes them, or why that failed, to a file."""
+    try:
+        found: CountedTable | str = counted_table(checked(load_user(spec), spec), **json.loads(sizes))
+    except BaseException as error:
+        found = words_of(error, spec)
+    Path(path).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
