@@ -51,10 +51,9 @@ class _Program(NamedTuple):
     vectors: tuple[Any, ...]
     loop: Callable[[Callable[[_Step, Any], Any], Any], Any]
     """Runs a body over the tiles of all blocks that exist."""
-    turn: Callable[[], None]
-    """Passes the tensor cores to the other warpgroup and waits until they are passed back."""
-    yield_turn: Callable[[], None]
-    await_turn: Callable[[], None]
+    warpgroup: Any
+    turns: Any
+    """Barrier at which the warpgroups pass the tensor cores to each other."""
 
 
 class _Arrays(NamedTuple):
@@ -84,10 +83,14 @@ def forward(
     def compute(program: _Program, o_ref: Any, lse_ref: Any) -> None:
         (q_s,), (lse_s,) = program.held, program.vectors[:1]
 
+        def take_turn() -> None:
+            plgpu.barrier_arrive(program.turns)
+            plgpu.barrier_wait(program.turns)
+
         def body(step: _Step, carry: Any) -> Any:
             acc, top, norm = carry
             k_s, v_s = step.tiles
-            scores = _product(q_s, k_s, interpret, program.turn)
+            scores = _product(q_s, k_s, interpret, take_turn)
             scores, factor = _scored(rule, step, scores, scale)
             if step.seen:
                 scores = jnp.where(step.seen(step.tile()), scores, -jnp.inf)
@@ -101,9 +104,9 @@ def forward(
             if H <= 128:
                 norm += p.sum(axis=1)
                 acc, norm, new, half = lax.optimization_barrier((acc, norm, new, half))
-            program.yield_turn()
+            plgpu.barrier_arrive(program.turns)
             step.wait(1)
-            program.await_turn()
+            plgpu.barrier_wait(program.turns)
             if H > 128:  # the sum overlaps the product: fewer registers are live
                 norm += p.sum(axis=1)
             acc = _added(acc, half, v_s, interpret, step.wait_next)
@@ -112,7 +115,9 @@ def forward(
 
         rows = q_s.shape[0]
         start = jnp.zeros((rows, H)), jnp.full((rows,), _LOWEST), jnp.zeros((rows,))
+        pl.when(program.warpgroup == 1)(take_turn)
         acc, top, norm = program.loop(body, tuple(_laid(x, interpret) for x in start))
+        pl.when(program.warpgroup == 0)(take_turn)
         lse_s[...] = (top + jnp.log(norm) * _LOG2E) * (1 / _LOG2E)
         inverse = 1 / jnp.where(norm > 0, norm, 1.0)
         q_s[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q.dtype)
@@ -296,28 +301,14 @@ def _sweep(
                     return body(step, carry)
 
                 pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(filled[0].at[0]))
-                pl.when(warpgroup == 1)(take_turn)
                 done: Any = 0
                 if rule.mask:
                     done = some[...] * split
                     carry = lax.fori_loop(0, done, partial(run, masked=True), carry)
-                carry = lax.fori_loop(done, num_steps, partial(run, masked=False), carry)
-                pl.when(warpgroup == 0)(take_turn)
-                return carry
-
-            def yield_turn() -> None:
-                plgpu.barrier_arrive(turns.at[0])
-
-            def await_turn() -> None:
-                plgpu.barrier_wait(turns.at[0])
-
-            def take_turn() -> None:
-                yield_turn()
-                await_turn()
+                return lax.fori_loop(done, num_steps, partial(run, masked=False), carry)
 
             at = pl.ds(first, own)
-            program = _Program((b, at, n), (b, n, at), mine, my_vectors, loop, take_turn, yield_turn, await_turn)
-            compute(program, *outs)
+            compute(_Program((b, at, n), (b, n, at), mine, my_vectors, loop, warpgroup, turns.at[0]), *outs)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
@@ -333,6 +324,11 @@ def _sweep(
                         for vector, place in zip(column_refs.vectors, passing_vectors, strict=True):
                             part = _of(vector, b, n).at[pl.ds(start, tile)]
                             plgpu.copy_gmem_to_smem(part, place.at[slot], filled[0].at[slot])
+
+            @pl.loop(jnp.maximum(num_steps - stages, 0), num_steps)
+            def _(number: Any) -> None:
+                for barrier in freed:
+                    plgpu.barrier_wait(barrier.at[slot_of(number)])
 
     def entry(*refs: Any) -> None:
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch), *scratch, collective_axes="warpgroup")
