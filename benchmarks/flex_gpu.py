@@ -1,4 +1,4 @@
-"""Times the attention kernels of Mosaic GPU beside cuDNN: `PYTHONPATH=src python benchmarks/flex_gpu.py` on a Hopper GPU.
+"""Times the attention kernels of Mosaic GPU beside cuDNN: `PYTHONPATH=src python benchmarks/flex_gpu.py`.
 
 Checks every variant against a dense reference first. TFLOP/s count visible pairs only, the backward pass as 2.5 times
 the forward one. The grid is that of attention-gym's benchmarks/flex_perf.py. `--tiny` checks in an interpreter.
@@ -152,7 +152,8 @@ def check(args: argparse.Namespace, blocks: tuple[int, int]) -> None:
             pairs = {"o": (got, want), "lse": (jnp.swapaxes(lse, 1, 2), want_lse)}
             if args.backward:
                 slopes = pull((dout.astype(jnp.float32), jnp.zeros_like(want_lse)))
-                pairs |= dict(zip(("dq", "dk", "dv"), zip(jax.jit(case.both)(q, k, v, dout), slopes), strict=True))
+                found = zip(jax.jit(case.both)(q, k, v, dout), slopes, strict=True)
+                pairs |= dict(zip(("dq", "dk", "dv"), found, strict=True))
             errors = " ".join(f"{key} {_error(*pair):.1e}" for key, pair in pairs.items())
             print(f"check {name} D {H} blocks {blocks}: {errors}", flush=True)
 

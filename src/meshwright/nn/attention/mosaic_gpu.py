@@ -156,6 +156,7 @@ def backward(
         """The probabilities of a tile, and what turns a cotangent of scores into one of scaled products."""
         scores, factor, pull = raw, scale * _LOG2E, lambda x: x
         if rule.score:
+            _lower_sums_of_cotangents()
             here = step.tile()
             scores, pulled = jax.vjp(lambda x: rule.score(x, here), raw * scale)
             factor, pull = _LOG2E, lambda x: pulled(x)[0]
@@ -213,6 +214,16 @@ def backward(
             x.reshape(*k.shape[:3], N // K, H).sum(3, dtype=jnp.float32).astype(k.dtype) for x in (dk, dv)
         )  # fmt: skip
     return dq, dk, dv
+
+
+def _lower_sums_of_cotangents() -> None:
+    """Lowers the sums that derivatives of a score rule bring, which JAX 0.11 does not, as it lowers other sums."""
+    from jax._src.ad_util import add_any_p
+    from jax._src.pallas.mosaic_gpu.lowering import mosaic_lowering_rules
+
+    for rules in mosaic_lowering_rules.values():
+        if lax.add_p in rules:
+            rules.setdefault(add_any_p, rules[lax.add_p])
 
 
 def _scored(rule: TileRule, step: _Step, products: Array, scale: float) -> tuple[Array, float]:
