@@ -44,7 +44,7 @@ def lists_of(sees, whole) -> BlockLists:
 
 def whole_tile(rule: TileRule) -> Tile:
     """The operands of the tile of all scores [B, N, T, S]."""
-    indices = np.arange(T)[:, None], np.arange(T)[None, :]
+    indices = (np.arange(T, dtype=np.int32).reshape(shape) for shape in ((1, 1, T, 1), (1, 1, 1, T)))
     return Tile(
         *indices, tuple(x[..., None, None] for x in rule.heads), tuple(x[..., :, None] for x in rule.rows),
         tuple(x[..., None, :] for x in rule.columns),
