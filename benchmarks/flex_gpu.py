@@ -116,6 +116,7 @@ class Case(NamedTuple):
     by_key: BlockLists
     blocks: tuple[int, int]
     stages: int
+    tiles: tuple[int, int]
     interpret: bool
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,13 +129,13 @@ class Case(NamedTuple):
         o, lse = self.forward(q, k, v)
         return mosaic_gpu.backward(
             self.variant.rule, self.by_query, self.by_key, self.blocks, q.shape[-1] ** -0.5, (dout, o, lse), q, k, v,
-            interpret=self.interpret,
+            tiles=self.tiles, interpret=self.interpret,
         )  # fmt: skip
 
 
 def case_of(variant: Variant, T: int, args: argparse.Namespace, blocks: tuple[int, int]) -> tuple[Case, int]:
     some, whole, pairs = tables(variant, T, blocks)
-    given = variant, lists(some, whole), lists(some.T, whole.T), blocks, args.stages, args.tiny
+    given = variant, lists(some, whole), lists(some.T, whole.T), blocks, args.stages, args.tiles, args.tiny
     return Case(*given), pairs
 
 
@@ -221,7 +222,7 @@ def measure(args: argparse.Namespace, blocks: tuple[int, int], started: float) -
                     found.append(f"{what} {took * 1e3:.3f} ms {flops * times / took / 1e12:.0f} TFLOP/s")
                 except Exception as error:
                     found.append(f"{what} failed: {str(error)[-300:]}")
-            sizes = f"T {T} D {H} heads {heads[0]}/{heads[1]} blocks {blocks} stages {args.stages}"
+            sizes = f"T {T} D {H} heads {heads[0]}/{heads[1]} blocks {blocks} stages {args.stages} tiles {args.tiles}"
             print(f"{name} {sizes}: " + "; ".join(found), flush=True)
 
 
@@ -234,7 +235,8 @@ def main() -> None:
     parser.add_argument("--widths", type=numbers, default=(128, 64))
     parser.add_argument("--heads", type=numbers, nargs="*", default=[(16, 16), (16, 4)], help="16,16 16,4")
     parser.add_argument("--blocks", type=numbers, nargs="*", default=[(128, 128)], help="queries,keys, several")
-    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=2, help="of the forward kernel")
+    parser.add_argument("--tiles", type=numbers, default=(64, 64), help="queries,keys of the backward kernels")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--only", nargs="*", help="variants by name")
     parser.add_argument("--seconds", type=float, default=200, help="starts no case after this time")

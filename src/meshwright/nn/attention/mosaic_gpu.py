@@ -366,7 +366,9 @@ def _sweep(
     run = plgpu.kernel(
         entry, out_type=tuple(out), grid=grid, grid_names=("batch", "head", "block"), num_threads=WARPGROUPS + 1,
         thread_name="warpgroup", interpret=params,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=1024, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
     )  # fmt: skip
     return run(rows, columns, rule.heads, tuple(lists))
 
