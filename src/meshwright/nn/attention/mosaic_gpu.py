@@ -75,8 +75,8 @@ def forward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:  # fmt: skip
     """Returns the result and the log-sum-exp of each row in float32; 0 and -inf for a row that sees no key.
 
-    T and S are multiples of the ``blocks`` of queries and keys, ``scale`` is positive. ``stages`` tiles of ``tile``
-    keys (0: a block of them) are in flight.
+    T and S are multiples of the ``blocks`` of queries and keys, ``scale`` is positive, H a multiple of 64. A block has
+    a multiple of 128 queries. ``stages`` tiles of ``tile`` keys (0: a block of them) are in flight.
     """
     (B, T, N, H), rule = q.shape, _widened(rule)
 
@@ -142,8 +142,8 @@ def backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:  # fmt: skip
     """Returns (dq, dk, dv) from ``given``: the cotangent of the result, the result and the log-sum-exp.
 
-    One kernel recomputes the scores for dq, another one for dk and dv, so that no sum depends on the order of
-    programs. ``tiles`` are the queries of a tile of the second and the keys of one of the first.
+    A block has a multiple of 128 queries and of 128 keys; H is at most 128, as dk and dv fill the registers. One kernel
+    recomputes the scores for dq, another one for dk and dv, so that no sum depends on the order of programs. ``tiles`` are the queries of a tile of the second and the keys of one of the first.
     """
     (_, _, N, H), K, rule = q.shape, k.shape[2], _widened(rule)
     dout, o, lse = given
@@ -158,7 +158,8 @@ def backward(
         if rule.score:
             _lower_sums_of_cotangents()
             here = step.tile()
-            scores, pulled = jax.vjp(lambda x: rule.score(x, here), raw * scale)
+            score = rule.score
+            scores, pulled = jax.vjp(lambda x: score(x, here), raw * scale)
             factor, pull = _LOG2E, lambda x: pulled(x)[0]
         p = jnp.exp2(scores * factor - _across(tops_ref, raw.shape, dim, interpret))
         return (jnp.where(step.seen(step.tile()), p, 0.0) if step.seen else p), pull
@@ -425,7 +426,7 @@ def _laid(x: Array, interpret: bool, dim: int = 0) -> Array:
     return x if interpret else plgpu.layout_cast(x, layout)
 
 
-def _across(ref: Any, shape: tuple[int, int], dim: int, interpret: bool) -> Array:
+def _across(ref: Any, shape: tuple[int, ...], dim: int, interpret: bool) -> Array:
     """Loads a vector along a dim of a tile and repeats it over the other one."""
     return lax.broadcast_in_dim(_laid(ref[...], interpret, dim), shape, [dim])
 
