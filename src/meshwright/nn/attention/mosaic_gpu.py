@@ -143,7 +143,8 @@ def backward(
     """Returns (dq, dk, dv) from ``given``: the cotangent of the result, the result and the log-sum-exp.
 
     A block has a multiple of 128 queries and of 128 keys; H is at most 128, as dk and dv fill the registers. One kernel
-    recomputes the scores for dq, another one for dk and dv, so that no sum depends on the order of programs. ``tiles`` are the queries of a tile of the second and the keys of one of the first.
+    recomputes the scores for dq, another one for dk and dv: no sum depends on the order of programs. ``tiles`` are the
+    queries of a tile of the second and the keys of one of the first, both divide their block.
     """
     (_, _, N, H), K, rule = q.shape, k.shape[2], _widened(rule)
     dout, o, lse = given
