@@ -1,0 +1,442 @@
+"""Flash attention for Hopper GPUs as Pallas kernels for Mosaic GPU, over the blocks that a mask leaves.
+
+A program holds one block of rows of one head: two warpgroups compute half of it each, a third one brings tiles of the
+columns through shared memory. Rows are queries, except in the kernel for the gradients of keys and values.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
+
+WARPGROUPS = 2
+"""Warpgroups that compute; each takes half of the rows of a block, a multiple of 64."""
+
+_LOG2E = math.log2(math.e)
+_LOWEST = -1e30
+"""Start of a row's running maximum: finite, so that rows without a key yet stay free of NaN."""
+
+
+class _Step(NamedTuple):
+    """One tile of columns in shared memory, as a warpgroup sees it."""
+
+    tiles: tuple[Any, ...]
+    vectors: tuple[Any, ...]
+    seen: Callable[[Tile], Array] | None
+    tile: Callable[[], Tile]
+    wait: Callable[[int], None]
+    """Waits for array i of the tile."""
+    wait_next: Callable[[], None]
+    """Waits for the first array of the next tile."""
+    release: Callable[[int], None]
+
+
+class _Program(NamedTuple):
+    """Rows of one warpgroup in shared memory."""
+
+    at: Any
+    """Index of the rows in an array [B, L, N, ...]."""
+    vector_at: Any
+    """Index of the rows in an array [B, N, L]."""
+    held: tuple[Any, ...]
+    vectors: tuple[Any, ...]
+    loop: Callable[[Callable[[_Step, Any], Any], Any], Any]
+    """Runs a body over the tiles of all blocks that exist."""
+    warpgroup: Any
+    turns: Any
+    """Barrier at which the warpgroups pass the tensor cores to each other."""
+
+
+class _Arrays(NamedTuple):
+    """Operands along rows or along columns: tiles of [B, L, heads, H], vectors of [B | 1, N | 1, L]."""
+
+    tiles: tuple[Any, ...]
+    own: tuple[Any, ...] = ()
+    of_rule: tuple[Any, ...] = ()
+
+    @property
+    def vectors(self) -> tuple[Any, ...]:
+        return self.own + self.of_rule
+
+
+def forward(
+    rule: TileRule, lists: BlockLists, blocks: tuple[int, int], scale: float,
+    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"],
+    *, tile: int = 0, stages: int = 2, interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:  # fmt: skip
+    """Returns the result and the log-sum-exp of each row in float32; 0 and -inf for a row that sees no key.
+
+    T and S are multiples of the ``blocks`` of queries and keys, ``scale`` is positive, H a multiple of 64. A block has
+    a multiple of 128 queries. ``stages`` tiles of ``tile`` keys (0: a block of them) are in flight.
+    """
+    (B, T, N, H), rule = q.shape, _widened(rule)
+
+    def compute(program: _Program, o_ref: Any, lse_ref: Any) -> None:
+        (q_s,), (lse_s,) = program.held, program.vectors[:1]
+
+        def take_turn() -> None:
+            plgpu.barrier_arrive(program.turns)
+            plgpu.barrier_wait(program.turns)
+
+        def body(step: _Step, carry: Any) -> Any:
+            acc, top, norm = carry
+            k_s, v_s = step.tiles
+            scores = _product(q_s, k_s, interpret, take_turn)
+            scores, factor = _scored(rule, step, scores, scale)
+            if step.seen:
+                scores = jnp.where(step.seen(step.tile()), scores, -jnp.inf)
+            step.release(0)
+            new = jnp.maximum(top, scores.max(axis=1) * factor)
+            p = jnp.exp2(scores * factor - lax.broadcast_in_dim(new, scores.shape, [0]))
+            shrink = jnp.exp2(top - new)
+            acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
+            norm *= shrink
+            half = p.astype(v.dtype)
+            if H <= 128:
+                norm += p.sum(axis=1)
+                acc, norm, new, half = lax.optimization_barrier((acc, norm, new, half))
+            plgpu.barrier_arrive(program.turns)
+            step.wait(1)
+            plgpu.barrier_wait(program.turns)
+            if H > 128:  # the sum overlaps the product: fewer registers are live
+                norm += p.sum(axis=1)
+            acc = _added(acc, half, v_s, interpret, step.wait_next)
+            step.release(1)
+            return acc, new, norm
+
+        rows = q_s.shape[0]
+        start = jnp.zeros((rows, H)), jnp.full((rows,), _LOWEST), jnp.zeros((rows,))
+        pl.when(program.warpgroup == 1)(take_turn)
+        acc, top, norm = program.loop(body, tuple(_laid(x, interpret) for x in start))
+        pl.when(program.warpgroup == 0)(take_turn)
+        lse_s[...] = (top + jnp.log(norm) * _LOG2E) * (1 / _LOG2E)
+        inverse = 1 / jnp.where(norm > 0, norm, 1.0)
+        q_s[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_s, o_ref.at[program.at])
+        plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[program.vector_at])
+        plgpu.wait_smem_to_gmem(0)
+
+    # the kernel writes its log-sum-exp through the place of a vector of zeros
+    rows = _Arrays((q,), (jnp.zeros((1, 1, T), jnp.float32),), rule.rows)
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    sizes = *blocks, tile or blocks[1]
+    o, lse = _sweep(rule, lists, sizes, rows, _Arrays((k, v), (), rule.columns), compute, out, stages, interpret)
+    return o, jnp.swapaxes(lse, 1, 2)
+
+
+def backward(
+    rule: TileRule, by_query: BlockLists, by_key: BlockLists, blocks: tuple[int, int], scale: float,
+    given: tuple[Array, Array, Array],
+    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"],
+    *, tiles: tuple[int, int] = (64, 64), stages: int = 2, interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:  # fmt: skip
+    """Returns (dq, dk, dv) from ``given``: the cotangent of the result, the result and the log-sum-exp.
+
+    A block has a multiple of 128 queries and of 128 keys; H is at most 128, as dk and dv fill the registers. One kernel
+    recomputes the scores for dq, another one for dk and dv: no sum depends on the order of programs. ``tiles`` are the
+    queries of a tile of the second and the keys of one of the first, both divide their block.
+    """
+    (_, _, N, H), K, rule = q.shape, k.shape[2], _widened(rule)
+    dout, o, lse = given
+    dout = dout.astype(q.dtype)
+    delta = jnp.einsum("btnh,btnh->bnt", dout, o, preferred_element_type=jnp.float32)
+    # exp2 of a score less this is 0 in rows that see no key
+    tops = jnp.swapaxes(jnp.where(jnp.isneginf(lse), -_LOWEST, lse * _LOG2E), 1, 2)
+
+    def probabilities(step: _Step, raw: Array, tops_ref: Any, dim: int) -> tuple[Array, Callable[[Array], Array]]:
+        """The probabilities of a tile, and what turns a cotangent of scores into one of scaled products."""
+        scores, factor, pull = raw, scale * _LOG2E, lambda x: x
+        if rule.score:
+            _lower_sums_of_cotangents()
+            here = step.tile()
+            score = rule.score
+            scores, pulled = jax.vjp(lambda x: score(x, here), raw * scale)
+            factor, pull = _LOG2E, lambda x: pulled(x)[0]
+        p = jnp.exp2(scores * factor - _across(tops_ref, raw.shape, dim, interpret))
+        return (jnp.where(step.seen(step.tile()), p, 0.0) if step.seen else p), pull
+
+    def compute_dq(program: _Program, dq_ref: Any) -> None:
+        (q_s, dout_s), (tops_s, delta_s) = program.held, program.vectors[:2]
+
+        def body(step: _Step, dq: Array) -> Array:
+            k_s, v_s = step.tiles
+            raw = _product(q_s, k_s, interpret)
+            p, pull = probabilities(step, raw, tops_s, 0)
+            step.wait(1)
+            dp = _product(dout_s, v_s, interpret)
+            step.release(1)
+            ds = pull(p * (dp - _across(delta_s, p.shape, 0, interpret)))
+            dq = _added(dq, ds.astype(q.dtype), k_s, interpret, step.wait_next)
+            step.release(0)
+            return dq
+
+        dq = program.loop(body, _laid(jnp.zeros(q_s.shape), interpret))
+        _write(program, [(dq * scale, q_s, dq_ref)])
+
+    def compute_dkv(program: _Program, dk_ref: Any, dv_ref: Any) -> None:
+        k_s, v_s = program.held
+
+        def body(step: _Step, carry: Any) -> Any:
+            dk, dv = carry
+            (q_s, dout_s), (tops_s, delta_s) = step.tiles, step.vectors[:2]
+            raw = _product(k_s, q_s, interpret)
+            p, pull = probabilities(step, raw, tops_s, 1)
+            step.wait(1)
+            dv = _added(dv, p.astype(q.dtype), dout_s, interpret)
+            dp = _product(v_s, dout_s, interpret)
+            step.release(1)
+            ds = pull(p * (dp - _across(delta_s, p.shape, 1, interpret)))
+            dk = _added(dk, ds.astype(q.dtype), q_s, interpret, step.wait_next)
+            step.release(0)
+            return dk, dv
+
+        zeros = _laid(jnp.zeros(k_s.shape), interpret)
+        dk, dv = program.loop(body, (zeros, zeros))
+        _write(program, [(dk * scale, k_s, dk_ref), (dv, v_s, dv_ref)])
+
+    queries = _Arrays((q, dout), (tops, delta), rule.rows)
+    keys = _Arrays((k, v), (), rule.columns)
+    like = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], N, H), x.dtype)  # noqa: E731
+    run = partial(_sweep, rule, stages=stages, interpret=interpret)
+    (dq,) = run(by_query, (*blocks, min(tiles[1], blocks[1])), queries, keys, compute_dq, (like(q),))
+    sizes = *blocks[::-1], min(tiles[0], blocks[0])
+    dk, dv = run(by_key, sizes, keys, queries, compute_dkv, (like(k), like(v)), by_query=False)
+    if N != K:
+        dk, dv = (
+            x.reshape(*k.shape[:3], N // K, H).sum(3, dtype=jnp.float32).astype(k.dtype) for x in (dk, dv)
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _lower_sums_of_cotangents() -> None:
+    """Lowers the sums that derivatives of a score rule bring, which JAX 0.11 does not, as it lowers other sums."""
+    from jax._src.ad_util import add_any_p
+    from jax._src.pallas.mosaic_gpu.lowering import mosaic_lowering_rules
+
+    for rules in mosaic_lowering_rules.values():
+        if lax.add_p in rules:
+            rules.setdefault(add_any_p, rules[lax.add_p])
+
+
+def _scored(rule: TileRule, step: _Step, products: Array, scale: float) -> tuple[Array, float]:
+    """Scores up to a factor, which makes powers of 2 of them."""
+    if rule.score:
+        return rule.score(products * scale, step.tile()), _LOG2E
+    return products, scale * _LOG2E
+
+
+def _sweep(
+    rule: TileRule, lists: BlockLists, sizes: tuple[int, int, int], rows: _Arrays, columns: _Arrays,
+    compute: Callable[..., None], out: Sequence[Any], stages: int, interpret: bool, *, by_query: bool = True,
+) -> Any:  # fmt: skip
+    """Runs a kernel over (batch, head, block of rows); ``sizes`` are rows and columns of a block, columns of a tile.
+
+    Blocks of one head run side by side, so that they share its tiles in the cache; the last queries, which a causal
+    mask shows most keys, start first.
+    """
+    block, width, tile = sizes
+    own, split = block // WARPGROUPS, width // tile
+    B, L = rows.tiles[0].shape[:2]
+    N = max(x.shape[2] for x in rows.tiles + columns.tiles)
+    stages = min(stages, columns.tiles[0].shape[1] // tile)
+    grid = B, N, L // block
+    query_dim = 0 if by_query else 1
+
+    def kernel(row_refs: Any, column_refs: Any, heads: Any, list_refs: Any, *rest: Any) -> None:
+        *outs, scratch = rest
+        held, held_vectors, passing, passing_vectors, arrived, filled, freed, turns = scratch
+        b, n, i = (lax.axis_index(name) for name in ("batch", "head", "block"))
+        warpgroup = lax.axis_index("warpgroup")
+        if by_query:
+            i = grid[2] - 1 - i
+        some, total, index = (_of(ref, b, n).at[i] for ref in list_refs)
+        num_steps = total[...] * split
+        slot_of = lambda step: lax.rem(step, jnp.int32(stages))  # noqa: E731
+
+        def start_of(step: Any) -> Any:
+            if split == 1:
+                return index[step] * width
+            return index[lax.div(step, jnp.int32(split))] * width + lax.rem(step, jnp.int32(split)) * tile
+
+        def tile_at(ref: Any, start: Any, size: int) -> Any:
+            head = n if ref.shape[2] == N else lax.div(n, jnp.int32(N // ref.shape[2]))
+            return ref.at[b, pl.ds(start, size), head]
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            first = i * block + warpgroup * own
+            here = arrived.at[warpgroup]
+            mine, my_vectors = (tuple(x.at[warpgroup] for x in refs) for refs in (held, held_vectors))
+            for ref, into in zip(row_refs.tiles, mine, strict=True):
+                plgpu.copy_gmem_to_smem(tile_at(ref, first, own), into, here)
+            for ref, into in zip(row_refs.vectors, my_vectors, strict=True):
+                plgpu.copy_gmem_to_smem(_of(ref, b, n).at[pl.ds(first, own)], into, here)
+            plgpu.barrier_wait(here)
+            scalars = tuple(_of(ref, b, n)[...] for ref in heads)
+
+            def loop(body: Callable[[_Step, Any], Any], carry: Any) -> Any:
+                def run(number: Any, carry: Any, *, masked: bool) -> Any:
+                    slot = slot_of(number)
+                    vectors = tuple(x.at[slot] for x in passing_vectors)
+
+                    def make_tile() -> Tile:
+                        shape = own, tile
+                        iota = [_laid(lax.broadcasted_iota(jnp.int32, shape, d), interpret) for d in (0, 1)]
+                        indices = iota[0] + first, iota[1] + start_of(number)
+                        values = [
+                            tuple(_across(ref, shape, dim, interpret) for ref in refs)
+                            for dim, refs in enumerate(
+                                (my_vectors[len(rows.own) :], vectors[len(columns.own) :])
+                            )
+                        ]  # fmt: skip
+                        q, k = query_dim, 1 - query_dim
+                        return Tile(indices[q], indices[k], scalars, values[q], values[k])
+
+                    step = _Step(
+                        tuple(x.at[slot] for x in passing), vectors, rule.mask if masked else None, make_tile,
+                        lambda j: plgpu.barrier_wait(filled[j].at[slot]),
+                        lambda: pl.when(number + 1 < num_steps)(
+                            lambda: plgpu.barrier_wait(filled[0].at[slot_of(number + 1)])
+                        ),
+                        lambda j: plgpu.barrier_arrive(freed[j].at[slot]),
+                    )  # fmt: skip
+                    return body(step, carry)
+
+                pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(filled[0].at[0]))
+                done: Any = 0
+                if rule.mask:
+                    done = some[...] * split
+                    carry = lax.fori_loop(0, done, partial(run, masked=True), carry)
+                return lax.fori_loop(done, num_steps, partial(run, masked=False), carry)
+
+            at = pl.ds(first, own)
+            compute(_Program((b, at, n), (b, n, at), mine, my_vectors, loop, warpgroup, turns.at[0]), *outs)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+
+            @pl.loop(0, num_steps)
+            def _(number: Any) -> None:
+                slot, start = slot_of(number), start_of(number)
+                for j, (ref, into) in enumerate(zip(column_refs.tiles, passing, strict=True)):
+                    pl.when(number >= stages)(partial(plgpu.barrier_wait, freed[j].at[slot]))
+                    plgpu.copy_gmem_to_smem(tile_at(ref, start, tile), into.at[slot], filled[j].at[slot])
+                    if j == 0:
+                        for vector, place in zip(column_refs.vectors, passing_vectors, strict=True):
+                            part = _of(vector, b, n).at[pl.ds(start, tile)]
+                            plgpu.copy_gmem_to_smem(part, place.at[slot], filled[0].at[slot])
+
+            @pl.loop(jnp.maximum(num_steps - stages, 0), num_steps)
+            def _(number: Any) -> None:
+                for barrier in freed:
+                    plgpu.barrier_wait(barrier.at[slot_of(number)])
+
+    def entry(*refs: Any) -> None:
+        pl.run_scoped(lambda *scratch: kernel(*refs, scratch), *scratch, collective_axes="warpgroup")
+
+    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    place = lambda count, size, x: plgpu.SMEM((count, size, x.shape[3]), x.dtype, transforms=transforms)  # noqa: E731
+    vector = lambda count, size, x: plgpu.SMEM((count, size), x.dtype)  # noqa: E731
+    arrivals = 1 + len(columns.vectors), *[1] * (len(columns.tiles) - 1)
+    scratch = (
+        tuple(place(WARPGROUPS, own, x) for x in rows.tiles),
+        tuple(vector(WARPGROUPS, own, x) for x in rows.vectors),
+        tuple(place(stages, tile, x) for x in columns.tiles),
+        tuple(vector(stages, tile, x) for x in columns.vectors),
+        plgpu.Barrier(num_arrivals=len(rows.tiles + rows.vectors), num_barriers=WARPGROUPS),
+        tuple(plgpu.Barrier(num_arrivals=count, num_barriers=stages) for count in arrivals),
+        tuple(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages) for _ in arrivals),
+        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=1),
+    )
+    params: Any = None
+    if interpret:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        params = InterpretGPUParams()
+    run = plgpu.kernel(
+        entry, out_type=tuple(out), grid=grid, grid_names=("batch", "head", "block"), num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup", interpret=params,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=1024, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )  # fmt: skip
+    return run(rows, columns, rule.heads, tuple(lists))
+
+
+def _write(program: _Program, results: Sequence[tuple[Array, Any, Any]]) -> None:
+    """Writes accumulators to global memory through the places of the rows that they have replaced."""
+    for value, place, _ in results:
+        place[...] = value.astype(place.dtype)
+    plgpu.commit_smem()
+    for _, place, ref in results:
+        plgpu.copy_smem_to_gmem(place, ref.at[program.at])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _product(lhs: Any, rhs: Any, interpret: bool, meanwhile: Callable[[], None] = _nothing) -> Array:
+    """lhs rhs' in float32; ``meanwhile`` runs while the tensor cores do."""
+    if interpret:  # the interpreter knows neither transposed references nor accumulators that start with a value
+        meanwhile()
+        return jnp.dot(lhs[...], rhs[...].T, preferred_element_type=jnp.float32)
+
+    def multiply(ref: Any) -> Array:
+        plgpu.wgmma(ref, lhs, rhs.transpose((1, 0)))
+        meanwhile()
+        return ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((lhs.shape[0], rhs.shape[0]), jnp.float32))
+
+
+def _added(acc: Array, lhs: Array, rhs: Any, interpret: bool, meanwhile: Callable[[], None] = _nothing) -> Array:
+    """acc + lhs rhs; ``meanwhile`` runs while the tensor cores do."""
+    if interpret:
+        meanwhile()
+        return acc + jnp.dot(lhs, rhs[...], preferred_element_type=jnp.float32)
+
+    def multiply(ref: Any) -> None:
+        plgpu.wgmma(ref, lhs, rhs)
+        meanwhile()
+
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+def _of(ref: Any, b: Any, n: Any) -> Any:
+    """The part of an array [B | 1, N | 1, ...] for one sequence and head."""
+    return ref.at[b if ref.shape[0] > 1 else 0, n if ref.shape[1] > 1 else 0]
+
+
+def _laid(x: Array, interpret: bool, dim: int = 0) -> Array:
+    """Gives a tile, or a vector along a dim of one, the layout of accumulators."""
+    layout = plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1 - dim)
+    return x if interpret else plgpu.layout_cast(x, layout)
+
+
+def _across(ref: Any, shape: tuple[int, ...], dim: int, interpret: bool) -> Array:
+    """Loads a vector along a dim of a tile and repeats it over the other one."""
+    return lax.broadcast_in_dim(_laid(ref[...], interpret, dim), shape, [dim])
+
+
+def _widened(rule: TileRule) -> TileRule:
+    """The rule with operands of 32 bits, the smallest that registers of a tile hold."""
+
+    def widen(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        kinds = (jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32 for x in arrays)
+        return tuple(x.astype(kind) for x, kind in zip(arrays, kinds, strict=True))
+
+    return rule._replace(heads=widen(rule.heads), rows=widen(rule.rows), columns=widen(rule.columns))
