@@ -27,9 +27,9 @@ import numpy as np
 from meshwright.masks import mods
 from meshwright.masks.names import mask_named
 from meshwright.masks.table import block_table
-from meshwright.nn.attention import unrolled, xla
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.kernels import unrolled, xla
 from meshwright.nn.attention.tiles import Mod
 
 HEADS, WIDTH = 8, 64
@@ -221,7 +221,9 @@ def main() -> None:
                 whole[kind] = dense(variant.score, given, args.repeats)
             live = 1.0
             if variant.mask is not None:
-                live -= block_table(variant.mask, q_len=length, kv_len=length, block=128).sparsity()
+                live -= block_table(
+                    variant.mask.make(*variant.mask.arrays), q_len=length, kv_len=length, block=128
+                ).sparsity()
             ahead, both = ours(variant, given, args.repeats)
             line = both / (whole[kind][1] * live)
             lines.append((line, name, length))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.nn.attention import mosaic_gpu
+from meshwright.nn.attention.kernels import mosaic_gpu
 from meshwright.nn.attention.tiles import BlockLists, TileRule
 
 
@@ -160,8 +160,8 @@ def check(args: argparse.Namespace, blocks: tuple[int, int]) -> None:
 
 
 def _error(got: jax.Array, want: jax.Array) -> float:
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    return float(np.abs(got - want).max() / np.abs(want).max())
+    found, wanted = (np.asarray(x, np.float32) for x in (got, want))
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
 
 def seconds(run: Callable[..., Any], *arrays: jax.Array) -> float:

@@ -3,6 +3,8 @@
 python benchmarks/ragged.py > benchmarks/results/ragged-DATE.txt
 """
 
+# mypy: disable-error-code="no-untyped-def, var-annotated"
+
 import os
 import time
 from functools import partial

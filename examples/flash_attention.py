@@ -3,6 +3,8 @@
 Which tiles a step multiplies is no loop here: `tiled_loop` has the table that `meshwright stream` counts and draws.
 """
 
+# mypy: disable-error-code="no-untyped-def, var-annotated"
+
 from functools import partial
 
 import jax

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright.nn.attention import pallas_tpu
+from meshwright.nn.attention.kernels import pallas_tpu
 from meshwright.nn.attention.tiles import BlockLists, TileRule
 from tests.verify.compiled import compiled_for
 

@@ -249,8 +249,8 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
         given = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
         lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=_data(model, options) + given, x1="x1")
     else:
-        kind = {"sliding": sliding, "data": _data(model, options), "rotates": rotates}
-        lines = _attention(model, "x0" if model.encoder else "x1", **kind)
+        result, data = "x0" if model.encoder else "x1", _data(model, options)
+        lines = _attention(model, result, sliding=sliding, data=data, rotates=rotates)
     if model.encoder:
         given = given_attributes(sees_all=True, softcap=model.attention_softcap)
         lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=given)

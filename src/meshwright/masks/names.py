@@ -15,7 +15,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.masks import mods
 
 
-class CatalogueEntry(NamedTuple):
+class NamedMask(NamedTuple):
     """A mask or a score rule of the catalogue: its function, the arrays that it reads, by name, and what it is."""
 
     make: Callable[..., Any]
@@ -24,11 +24,11 @@ class CatalogueEntry(NamedTuple):
     summary: str
 
 
-def _entry(make: Callable[..., Any], data: str = "", parameters: str = "", summary: str = "") -> CatalogueEntry:
-    return CatalogueEntry(make, tuple(data.split()), tuple(parameters.split()), summary)
+def _entry(make: Callable[..., Any], data: str = "", parameters: str = "", summary: str = "") -> NamedMask:
+    return NamedMask(make, tuple(data.split()), tuple(parameters.split()), summary)
 
 
-MASKS: dict[str, CatalogueEntry] = {
+MASKS: dict[str, NamedMask] = {
     "noop": _entry(mods.noop, summary="all pairs"),
     "causal": _entry(mods.causal, summary="keys not later than the query"),
     "sliding_window": _entry(mods.sliding_window, "", "size", "causal, the last SIZE keys"),
@@ -50,7 +50,7 @@ MASKS: dict[str, CatalogueEntry] = {
     ),
 }
 
-SCORES: dict[str, CatalogueEntry] = {
+SCORES: dict[str, NamedMask] = {
     "relative": _entry(mods.relative, "", "slope", "plus SLOPE times the distance"),
     "alibi": _entry(mods.alibi, "slopes", "", "minus a slope of each head times the distance"),
     "softcap": _entry(mods.softcap, "", "cap", "CAP tanh(score / CAP)"),
@@ -92,7 +92,7 @@ def score_named(text: str) -> Rule:
     return _rule(text, SCORES, "a score rule", {ast.Add: mods.then})
 
 
-def _rule(text: str, entries: Mapping[str, CatalogueEntry], what: str, joins: Mapping[Any, Callable[..., Any]]) -> Rule:
+def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping[Any, Callable[..., Any]]) -> Rule:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -123,7 +123,7 @@ def _rule(text: str, entries: Mapping[str, CatalogueEntry], what: str, joins: Ma
     return Rule(text, names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms, page_len)
 
 
-def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, CatalogueEntry]) -> tuple[str, dict[str, Any]]:
+def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask]) -> tuple[str, dict[str, Any]]:
     """Returns the name and the parameters of one term."""
     head = node.func if isinstance(node, ast.Call) else node
     if not isinstance(head, ast.Name):
@@ -164,7 +164,7 @@ def _number(node: ast.AST) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _example(entries: Mapping[str, CatalogueEntry]) -> str:
+def _example(entries: Mapping[str, NamedMask]) -> str:
     return "'causal & document' or 'sliding_window(1024)'" if entries is MASKS else "'alibi + softcap(30)'"
 
 

@@ -284,8 +284,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.encoder and (self.latent_attention or min(self.encoder.num_layers, self.encoder.length) < 1):
             raise InputError(f"{self.name}: an encoder needs at least 1 layer and 1 position, and kv_lora_rank=0.")
         for what, rule, able in (("mask", self.mask_rule, MASK_DATA), ("score", self.score_rule, ("slopes",))):
-            unknown = [] if rule is None else [name for name in rule.data if name not in able]
-            if unknown:
+            unknown = [name for name in rule.data if name not in able] if rule else []
+            if rule and unknown:
                 raise InputError(
                     f"{self.name}: attention_{what}={rule.text!r} reads {unknown[0]}, which no batch has. Use another."
                 )

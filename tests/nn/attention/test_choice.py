@@ -16,10 +16,10 @@ from hypothesis import strategies
 from meshwright.core.errors import InputError
 from meshwright.masks import mods
 from meshwright.masks.table import block_table
-from meshwright.nn.attention import unrolled, xla
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.nn.attention.flex import flex_attention
+from meshwright.nn.attention.kernels import unrolled, xla
 from meshwright.nn.attention.tiles import Mod
 from tests.nn.attention import rules
 from tests.nn.attention.rules import arrays, close, dense, expected, rule_of

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
-from meshwright.nn.attention import mosaic_gpu
+from meshwright.nn.attention.kernels import mosaic_gpu
 from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
 from meshwright.spec.cluster import parse_cluster
 from meshwright.verify.targets import is_installed, target_of

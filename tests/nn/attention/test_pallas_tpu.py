@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.nn.attention import pallas_tpu
+from meshwright.nn.attention.kernels import pallas_tpu
 from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
 from tests.nn.arrays import close, draw
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.nn.attention import choice, fused, pallas_tpu
+from meshwright.nn.attention import choice
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward, kernel_of
+from meshwright.nn.attention.kernels import fused, pallas_tpu
 from meshwright.nn.attention.platform import traced_for
 from tests.nn.attention import rules
 

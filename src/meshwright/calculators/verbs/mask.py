@@ -111,8 +111,8 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> dict[s
     from meshwright.bench.timing import NO_TIME, Call, budget_of, time_together
     from meshwright.nn.attention.call import AttentionCall
     from meshwright.nn.attention.choice import attention, attention_backward
+    from meshwright.nn.attention.kernels.xla import LISTED, ROWS, block_size
     from meshwright.nn.attention.tiles import Mod
-    from meshwright.nn.attention.xla import KEY_ROWS, QUERY_ROWS, block_size
 
     length, heads = given.seq_len, given.num_heads
     rule = score and Mod(score.make, example_data(score, length=length, heads=heads), score.terms)
@@ -138,7 +138,7 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> dict[s
         )
         raise CannotRunError(f"not measured: {next(iter(why_not.values()))}. Use {hint}.")
     rows = [_row(run, *(found[run, name].median_s for name in calls)) for run in RUNS]
-    blocks = [block_size(length, most) for most in (QUERY_ROWS, KEY_ROWS)]
+    blocks = [block_size(length, most) for most in (ROWS, LISTED)]
     share = 1 - calls["blocks_s"].placed(length, length).blocks(1, heads, *blocks).sparsity()
     return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}
 

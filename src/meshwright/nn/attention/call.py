@@ -186,4 +186,6 @@ def _indexed(rule: TileRule, name: str, side: str, index: Array) -> TileRule:
     rule = rule._replace(
         mask=mask and (lambda tile: mask(moved(tile))), score=score and (lambda found, tile: score(found, moved(tile)))
     )
-    return rule._replace(**{side: (*getattr(rule, side), index)})
+    if side == "rows":
+        return rule._replace(rows=(*rule.rows, index))
+    return rule._replace(columns=(*rule.columns, index))

@@ -9,10 +9,10 @@ from typing import Any
 from jaxtyping import Array
 
 from meshwright.core.errors import InputError
-from meshwright.nn.attention import cudnn, xla
 from meshwright.nn.attention.call import AttentionCall
-from meshwright.nn.attention.fused import PALLAS
-from meshwright.nn.attention.scores import (
+from meshwright.nn.attention.kernels import cudnn, xla
+from meshwright.nn.attention.kernels.fused import MOSAIC, PALLAS
+from meshwright.nn.attention.kernels.scores import (
     AttentionResult,
     BackwardInputs,
     HeadKeys,
@@ -22,7 +22,7 @@ from meshwright.nn.attention.scores import (
     with_sinks,
 )
 
-KERNELS: dict[str, Any] = {"cudnn": cudnn, "pallas": PALLAS, "xla": xla}
+KERNELS: dict[str, Any] = {"cudnn": cudnn, "mosaic": MOSAIC, "pallas": PALLAS, "xla": xla}
 """The platforms' fused kernels, then XLA. Each has ``takes``, ``forward`` and ``backward``."""
 
 

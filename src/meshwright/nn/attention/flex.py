@@ -15,8 +15,8 @@ from meshwright.masks.ranges import NoRangesError, Ranges
 from meshwright.masks.table import BlockTable
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.kernels.scores import HeadKeys, HeadQueries, HeadValues, KeyValues
 from meshwright.nn.attention.platform import default_platform
-from meshwright.nn.attention.scores import HeadKeys, HeadQueries, HeadValues, KeyValues
 from meshwright.nn.attention.tiles import Mod
 
 

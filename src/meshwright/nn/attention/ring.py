@@ -18,8 +18,7 @@ from jaxtyping import Array
 from meshwright.masks.table import NOTHING
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.order import IN_ORDER, SequenceOrder
-from meshwright.nn.attention.scores import (
+from meshwright.nn.attention.kernels.scores import (
     AttentionResult,
     BackwardInputs,
     HeadKeys,
@@ -27,6 +26,7 @@ from meshwright.nn.attention.scores import (
     KeyValues,
     safe,
 )
+from meshwright.nn.attention.order import IN_ORDER, SequenceOrder
 from meshwright.nn.collectives import Ring
 
 COARSE_BLOCKS = 8

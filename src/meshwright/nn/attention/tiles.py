@@ -67,7 +67,7 @@ class TileRule(NamedTuple):
     learns: bool = False
 
 
-class Sizes(NamedTuple):
+class TileSizes(NamedTuple):
     """Queries and keys of a block, the indices of all queries and keys, the first head, and how many blocks of a list
     are processed together."""
 
@@ -86,7 +86,9 @@ class Head(NamedTuple):
     lists: BlockLists
     place: tuple[Any, Any]
 
-    def tile(self, sizes: Sizes, rows: Callable[..., Array], columns: Callable[..., Array], *, turned: bool) -> Tile:
+    def tile(
+        self, sizes: TileSizes, rows: Callable[..., Array], columns: Callable[..., Array], *, turned: bool
+    ) -> Tile:
         """Returns the operands of a tile from functions that take its part of an array of queries, or of keys, and add
         a dim; the keys of a ``turned`` tile are its rows."""
         row, column = (0, 1) if turned else (1, 0)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from meshwright.nn.attention.call import AttentionCall
+from meshwright.nn.attention.kernels.scores import AttentionResult, BackwardInputs, QkvCotangents
 from meshwright.nn.attention.platform import compute_capability
-from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvCotangents
 
 HALVES = ("bfloat16", "float16")
 LATENT_WIDTHS = 192, 128

@@ -17,8 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from meshwright.nn.attention.kernels.scores import (
+    LOWEST,
+    AttentionResult,
+    BackwardInputs,
+    QkvCotangents,
+    row_products,
+    safe,
+)
 from meshwright.nn.attention.platform import default_device, default_platform
-from meshwright.nn.attention.scores import LOWEST, AttentionResult, BackwardInputs, QkvCotangents, row_products, safe
 from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
 
 BLOCKS = 512, 512

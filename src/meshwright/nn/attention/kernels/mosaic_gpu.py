@@ -18,6 +18,9 @@ from jaxtyping import Array, Float
 
 from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
 
+BLOCKS = 128, 128
+"""Queries and keys of a block: the fastest on an H200 (benchmarks/results/flex_gpu-2026-11-27.txt)."""
+
 WARPGROUPS = 2
 """Warpgroups that compute; each takes half of the rows of a block, a multiple of 64."""
 

@@ -10,7 +10,8 @@ from jaxtyping import Array
 
 from meshwright.masks.table import BlockLists, BlockTable
 from meshwright.nn.attention.call import AttentionCall, counted, padded, prepared
-from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvCotangents
+from meshwright.nn.attention.kernels.scores import AttentionResult, BackwardInputs, QkvCotangents
+from meshwright.nn.attention.platform import compute_capability
 from meshwright.nn.attention.tiles import TileRule
 
 LEAST = 128
@@ -74,9 +75,15 @@ def _lists(table: BlockTable, over: Any) -> BlockLists:
 
 
 def _tpu() -> ModuleType:
-    from meshwright.nn.attention import pallas_tpu
+    from meshwright.nn.attention.kernels import pallas_tpu
 
     return pallas_tpu
+
+
+def _gpu() -> ModuleType:
+    from meshwright.nn.attention.kernels import mosaic_gpu
+
+    return mosaic_gpu
 
 
 PALLAS = Fused(
@@ -86,3 +93,15 @@ PALLAS = Fused(
     ),
 )
 """Our kernels for TPUs: heads of a multiple of 8, in bf16 and float32."""
+
+MOSAIC = Fused(
+    _gpu,
+    lambda call, q, k, v: (
+        call.platform == "cuda"
+        and int(compute_capability()) == 9
+        and q.dtype.name in ("bfloat16", "float16")
+        and q.shape[3] == v.shape[3]
+        and q.shape[3] in (64, 128)
+    ),
+)
+"""Our kernels for Hopper: heads of 64 or 128, in bf16 and fp16. Blackwell's matrix units need others."""

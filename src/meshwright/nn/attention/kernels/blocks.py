@@ -17,8 +17,8 @@ from jax import lax
 from jaxtyping import Array
 
 from meshwright.masks.table import BlockLists
-from meshwright.nn.attention import unrolled
-from meshwright.nn.attention.scores import (
+from meshwright.nn.attention.kernels import unrolled
+from meshwright.nn.attention.kernels.scores import (
     RunningSoftmax,
     attend,
     begin,
@@ -29,21 +29,21 @@ from meshwright.nn.attention.scores import (
     transposed,
     weighted_sums,
 )
-from meshwright.nn.attention.tiles import Head, Sizes, Tile, TileRule
+from meshwright.nn.attention.tiles import Head, Tile, TileRule, TileSizes
 
 HEADS_AT_ONCE = 4
 """Most heads that a CPU processes together: XLA's threads share the elements of one operation, and run one operation
 after the other. The scores of more heads no longer fit in cache."""
 
 
-class Blocks(NamedTuple):
-    """Blocks that are processed together, by their numbers, and which of them are real; None: all are."""
+class TogetherBlocks(NamedTuple):
+    """TogetherBlocks that are processed together, by their numbers, and which of them are real; None: all are."""
 
     numbers: Sequence[Any]
     real: Array | None = None
 
 
-def _taken(x: Array, blocks: Blocks, size: int, axis: int = -1) -> Array:
+def _taken(x: Array, blocks: TogetherBlocks, size: int, axis: int = -1) -> Array:
     """Returns blocks of an array, one after the other."""
     if x.shape[axis] == size:
         return x
@@ -51,11 +51,11 @@ def _taken(x: Array, blocks: Blocks, size: int, axis: int = -1) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-def _one(number: Any) -> Blocks:
-    return Blocks((number,))
+def _one(number: Any) -> TogetherBlocks:
+    return TogetherBlocks((number,))
 
 
-def _tile(sizes: Sizes, head: Head, rows: Blocks, columns: Blocks, *, turned: bool) -> Tile:
+def _tile(sizes: TileSizes, head: Head, rows: TogetherBlocks, columns: TogetherBlocks, *, turned: bool) -> Tile:
     """Returns the operands of a tile. Without the barrier XLA would read them at an offset for every score."""
 
     def of_rows(x: Array, axis: int) -> Array:
@@ -67,7 +67,7 @@ def _tile(sizes: Sizes, head: Head, rows: Blocks, columns: Blocks, *, turned: bo
     return head.tile(sizes, of_rows, of_columns, turned=turned)
 
 
-def _within(rule: TileRule, blocks: Blocks, size: int) -> TileRule:
+def _within(rule: TileRule, blocks: TogetherBlocks, size: int) -> TileRule:
     """Returns a rule whose mask leaves out blocks that are not real; they are along the last dim of a tile."""
     if blocks.real is None:
         return rule
@@ -82,7 +82,7 @@ def _put(x: Array, value: Array, index: Any, axis: int) -> Array:
     return lax.dynamic_update_slice_in_dim(x, value.astype(x.dtype), index * value.shape[axis], axis)
 
 
-def _added(x: Array, value: Array, blocks: Blocks, size: int) -> Array:
+def _added(x: Array, value: Array, blocks: TogetherBlocks, size: int) -> Array:
     """Adds to the blocks, along the last dim, that `_taken` takes."""
     for n, number in enumerate(blocks.numbers):
         part = lax.slice_in_dim(value, n * size, (n + 1) * size, axis=value.ndim - 1)
@@ -90,7 +90,7 @@ def _added(x: Array, value: Array, blocks: Blocks, size: int) -> Array:
     return x
 
 
-def _over(lists: BlockLists, each: int, row: Any, step: Callable[[Blocks, Any, bool], Any], start: Any) -> Any:
+def _over(lists: BlockLists, each: int, row: Any, step: Callable[[TogetherBlocks, Any, bool], Any], start: Any) -> Any:
     """Runs ``step(blocks, carry, is_masked)`` over the blocks of a row, ``each`` together.
 
     The first ones, of which some need their mask, are filled up with blocks that are not real. Static lists leave out
@@ -109,7 +109,7 @@ def _over(lists: BlockLists, each: int, row: Any, step: Callable[[Blocks, Any, b
             at = [n * each - missing + number for number in range(each)]
             numbers = [index[jnp.maximum(x, 0) if is_masked and each > 1 else x] for x in at]
             real = jnp.stack(at) >= 0 if is_masked and each > 1 else None
-            return step(Blocks(numbers, real), carry, is_masked)
+            return step(TogetherBlocks(numbers, real), carry, is_masked)
 
         return body
 
@@ -124,13 +124,13 @@ def _rows(count: int, body: Callable[[Any, Any], Any], start: Any) -> Any:
     return body(0, start) if count == 1 else lax.fori_loop(0, count, body, start)
 
 
-def _forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def _forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Returns the result [T, Hv] and log-sum-exp [T] of one head."""
 
     def one(i: Any, out: tuple[Array, Array]) -> tuple[Array, Array]:
         block, rest = scaled(_taken(q, _one(i), sizes.q_block, -2), scale)
 
-        def step(blocks: Blocks, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
+        def step(blocks: TogetherBlocks, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
             keys = _taken(k, blocks, sizes.kv_block, -2), _taken(v, blocks, sizes.kv_block, -2)
             rule = _within(head.rule, blocks, sizes.kv_block)
             tile = _tile(sizes, head, _one(i), blocks, turned=False)
@@ -144,7 +144,7 @@ def _forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Arra
 
 
 def _backward(
-    sizes: Sizes, scale: float, head: Head, rows: Sequence[Array], k: Array, v: Array
+    sizes: TileSizes, scale: float, head: Head, rows: Sequence[Array], k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
     """Returns (dq [T, H], dk [S, H], dv [S, Hv], cotangents of what the score rule reads) of one head; float32 but dq.
 
@@ -157,7 +157,7 @@ def _backward(
         keys = _taken(k, _one(j), sizes.kv_block, -2), _taken(v, _one(j), sizes.kv_block, -2)
         columns_j = _taken(columns, _one(j), sizes.kv_block)
 
-        def step(blocks: Blocks, before: Any, is_masked: bool) -> Any:
+        def step(blocks: TogetherBlocks, before: Any, is_masked: bool) -> Any:
             dq, dk, dv, more = before
             q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (tall, rows[1]))
             lse, delta = (_taken(x, blocks, sizes.q_block) for x in rows[2:])
@@ -196,7 +196,7 @@ PARTS_PER_STEP = (3, 2)
 their number, else 1. The scores of more no longer fit in cache."""
 
 
-class Part(NamedTuple):
+class HeadPart(NamedTuple):
     """A sequence and a few of its heads, from ``head`` on: what a CPU processes together."""
 
     sequence: Array
@@ -244,7 +244,7 @@ _BY_HEAD = "heads", "rows", "columns"
 
 
 def forward(
-    rule: TileRule, lists: BlockLists, sizes: Sizes, scale: float, q: Array, k: Array, v: Array, *, in_parts: bool
+    rule: TileRule, lists: BlockLists, sizes: TileSizes, scale: float, q: Array, k: Array, v: Array, *, in_parts: bool
 ) -> tuple[Array, Array]:
     """Returns the result [B, T, N, Hv] and the log-sum-exp [B, T, N] in float32 of q [B, T, N, H], k [B, S, K, H] and
     v [B, S, K, Hv]; T and S are whole blocks. A query that sees no key gets zeros and minus infinity.
@@ -256,7 +256,7 @@ def forward(
         o, lse = _together(run, rule, lists, (q,), k, v)
         return _heads_back(o), _heads_back(lse)
 
-    def step(part: Part, out: tuple[Array, Array]) -> tuple[Array, Array]:
+    def step(part: HeadPart, out: tuple[Array, Array]) -> tuple[Array, Array]:
         keys = [part.rows(x, is_keys=True) for x in (k, v)]
         own_lists = BlockLists(*map(part.own, lists))
         found = _together(run, part.rule(rule), own_lists, (part.rows(q),), keys[0], keys[1], part)
@@ -270,7 +270,7 @@ def forward(
 def backward(
     rule: TileRule,
     lists: BlockLists,
-    sizes: Sizes,
+    sizes: TileSizes,
     scale: float,
     rows: Sequence[Array],
     k: Array,
@@ -294,7 +294,7 @@ def backward(
         dq, dk, dv, more = together(rule, lists, rows, k, v)
         return dq, dk.astype(k.dtype), dv.astype(v.dtype), more
 
-    def step(part: Part, out: Any) -> Any:
+    def step(part: HeadPart, out: Any) -> Any:
         keys = (part.rows(x, is_keys=True) for x in (k, v))
         own = part.rule(rule), BlockLists(*map(part.own, lists)), [part.rows(x) for x in rows]
         dq, *dkeys, more = together(*own, *keys, part)
@@ -313,13 +313,15 @@ def _zeros(rule: TileRule) -> Any:
     return jax.tree.map(jnp.zeros_like, reads(rule))
 
 
-def _is_unrolled(lists: BlockLists, sizes: Sizes) -> bool:
+def _is_unrolled(lists: BlockLists, sizes: TileSizes) -> bool:
     """True if the blocks are known, and the tiles of a sequence few and small enough for an operation each."""
     known = isinstance(lists.index, np.ndarray) and lists.index.shape[:2] == (1, 1)
     return known and max(len(sizes.q_idx), len(sizes.kv_idx)) <= unrolled.LONGEST
 
 
-def _in_parts(q: Array, k: Array, lists: BlockLists, sizes: Sizes, step: Callable[[Part, Any], Any], start: Any) -> Any:
+def _in_parts(
+    q: Array, k: Array, lists: BlockLists, sizes: TileSizes, step: Callable[[HeadPart, Any], Any], start: Any
+) -> Any:
     """Runs ``step`` for all sequences and heads, `HEADS_AT_ONCE` together where their blocks are the same; where tiles
     are unrolled, the heads that share a key head."""
     batch, _, heads = q.shape[:3]
@@ -333,7 +335,7 @@ def _in_parts(q: Array, k: Array, lists: BlockLists, sizes: Sizes, step: Callabl
 
     def sequence(b: Any, out: Any) -> Any:
         def one(n: Any, out: Any) -> Any:
-            return step(Part(b, n * counts[-1], counts[-1], group), out)
+            return step(HeadPart(b, n * counts[-1], counts[-1], group), out)
 
         return one(0, out) if parts == 1 else lax.fori_loop(0, parts, one, out, unroll=unroll)
 
@@ -347,7 +349,7 @@ def _together(
     rows: Sequence[Array],
     k: Array,
     v: Array,
-    part: Part | None = None,
+    part: HeadPart | None = None,
 ) -> Any:
     """Runs a pass on all heads at once, over the blocks of the first; its results get the dims [B, K, G]."""
     batch, _, heads = rows[0].shape[:3]

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from meshwright.masks.table import BlockLists
-from meshwright.nn.attention.scores import (
+from meshwright.nn.attention.kernels.scores import (
     attend,
     finish,
     reads,
@@ -23,7 +23,7 @@ from meshwright.nn.attention.scores import (
     transposed,
     weighted_sums,
 )
-from meshwright.nn.attention.tiles import Head, Sizes, Tile
+from meshwright.nn.attention.tiles import Head, Tile, TileSizes
 
 LONGEST, MOST_TILES, TILE_ROWS = 2048, 8, 128
 """Maximum positions, whose scores fit in cache; tiles of a sequence, at most, of a multiple of so many rows."""
@@ -54,7 +54,7 @@ def _taken(x: Array, blocks: Sequence[int], size: int, axis: int = -1) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-def _tile(sizes: Sizes, head: Head, rows: Sequence[int], columns: Sequence[int], *, turned: bool) -> Tile:
+def _tile(sizes: TileSizes, head: Head, rows: Sequence[int], columns: Sequence[int], *, turned: bool) -> Tile:
     def of_rows(x: Array, axis: int) -> Array:
         return jnp.expand_dims(_taken(x, rows, sizes.q_block), axis)
 
@@ -64,7 +64,7 @@ def _tile(sizes: Sizes, head: Head, rows: Sequence[int], columns: Sequence[int],
     return head.tile(sizes, of_rows, of_columns, turned=turned)
 
 
-def forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Returns the result [T, Hv] and log-sum-exp [T] of one head."""
     outs, sums = [], []
     for i, blocks, is_masked in _tiles(head.lists):
@@ -82,7 +82,7 @@ def forward(sizes: Sizes, scale: float, head: Head, q: Array, k: Array, v: Array
 
 
 def backward(
-    sizes: Sizes, scale: float, head: Head, rows: Sequence[Array], k: Array, v: Array
+    sizes: TileSizes, scale: float, head: Head, rows: Sequence[Array], k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
     """Returns (dq, dk, dv, cotangents of what the score rule reads) of one head, as `blocks` does."""
     tall, rest = scaled(rows[0], scale)

@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Array
 
 from meshwright.masks.table import BlockLists, BlockTable
-from meshwright.nn.attention import blocks, unrolled
 from meshwright.nn.attention.call import AttentionCall, padded, prepared
-from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, reads, row_products, safe
-from meshwright.nn.attention.tiles import Sizes, TileRule
+from meshwright.nn.attention.kernels import blocks, unrolled
+from meshwright.nn.attention.kernels.scores import AttentionResult, BackwardInputs, reads, row_products, safe
+from meshwright.nn.attention.tiles import TileRule, TileSizes
 
 Side = Literal["queries", "keys"]
 
@@ -40,7 +40,7 @@ def block_size(length: int, most: int) -> int:
     return divisor if 4 * divisor >= most else most
 
 
-def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[TileRule, BlockTable, Sizes]:
+def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[TileRule, BlockTable, TileSizes]:
     """Returns the rule, table and sizes of a pass whose blocks of ``over`` list the blocks of the other side."""
     lengths = q.shape[1], k.shape[1]
     if call.platform == "cpu" and max(lengths) <= unrolled.LONGEST and call.is_known:
@@ -51,10 +51,10 @@ def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[T
         most = (WIDE, WIDE)
     sizes = block_size(lengths[0], most[0]), block_size(lengths[1], most[1])
     rule, table = prepared(call, q, k, sizes)
-    index = (padded(jnp.asarray(x), size, -1) for x, size in zip((call.q_idx, call.kv_idx), sizes, strict=True))
+    q_idx, kv_idx = padded(jnp.asarray(call.q_idx), sizes[0], -1), padded(jnp.asarray(call.kv_idx), sizes[1], -1)
     table = table if call.platform == "cpu" else table.reduced()
     each = _together(table.lists(over)) if LISTED in most else 1
-    return rule, table, Sizes(*sizes, *index, call.first_head, each)
+    return rule, table, TileSizes(*sizes, q_idx, kv_idx, call.first_head, each)
 
 
 def _together(lists: BlockLists) -> int:
@@ -80,7 +80,7 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
     dout, o, lse = given
     in_parts = call.platform == "cpu"
 
-    def cotangents(rule: TileRule, table: BlockTable, sizes: Sizes) -> tuple[Any, ...]:
+    def cotangents(rule: TileRule, table: BlockTable, sizes: TileSizes) -> tuple[Any, ...]:
         rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), row_products(dout, o))]
         keys = [padded(x, sizes.kv_block, 1) for x in (k, v)]
         found = blocks.backward(rule, table.lists("keys"), sizes, call.scale, rows, *keys, in_parts=in_parts)
