@@ -16,6 +16,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "meshwright.api.running": ("TextOptions", "generate_text", "run_training"),
     "meshwright.cost.setting": ("Setting", "setting_of"),
     "meshwright.cost.train_step": ("price_strategy",),
+    "meshwright.masks.table": ("block_table",),
+    "meshwright.nn.attention.flex": ("flex_attention",),
     "meshwright.parallel.generate_step": ("GenerateStep",),
     "meshwright.parallel.train_step": ("TrainStep",),
     "meshwright.plan.planner": ("rank_plans",),

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 import meshwright as mw
@@ -14,6 +15,7 @@ SETTING = mw.make_setting(MODEL, CLUSTER, batch="64seq", seq_len=512)
 WHOLE = mw.Strategy(mesh=mw.make_mesh({"fsdp": 8}))
 ALONE = mw.Strategy(mesh=mw.make_mesh({}), state="fp32")
 PLAN = mw.rank_plans(SETTING, axes={"fsdp": 8}, overrides={"remat": "block"}, top=1).plan()
+QKV = np.zeros((1, 4, 2, 8), np.float32)
 SIZES = {"num_layers": 1, "d_model": 8, "d_ff": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "vocab_size": 8}
 
 
@@ -50,6 +52,26 @@ CALLS = {
     ],
     "load_model": [(lambda: mw.load_model(None), "name is None"), (lambda: mw.load_model("/tmp/no"), "cannot be read")],
     "parse_cluster": [(lambda: mw.parse_cluster(8), "text is 8"), (lambda: mw.parse_cluster("h100:0x8"), "below 1")],
+    "flex_attention": [
+        (lambda: mw.flex_attention("q", QKV, QKV), "q is no array"),
+        (lambda: mw.flex_attention(QKV.astype(np.int32), QKV, QKV), "q is an array of int32"),
+        (lambda: mw.flex_attention(QKV, QKV[:, :, :1], QKV), "give [B, T, N, H], [B, S, K, H] and [B, S, K, Hv]"),
+        (lambda: mw.flex_attention(QKV, QKV[:, :0], QKV[:, :0]), "every dim must be at least 1"),
+        (lambda: mw.flex_attention(QKV, QKV, QKV, mask_mod="causal"), "mask_mod is 'causal'. Give a function"),
+        (lambda: mw.flex_attention(QKV, QKV, QKV, mask_mod=lambda b, q: q), "mask_mod fails: TypeError"),
+        (lambda: mw.flex_attention(QKV, QKV, QKV, mask_mod=lambda b, h, q, k: q - k), "mask_mod returns int32"),
+        (lambda: mw.flex_attention(QKV, QKV, QKV, score_mod=lambda s, b, h, q, k: s[None]), "score_mod returns"),
+        (lambda: mw.flex_attention(QKV, QKV, QKV, scale="x"), "scale is 'x'"),
+        (lambda: mw.flex_attention(QKV, QKV, QKV, sinks=QKV[0, 0, 0]), "one number for each of 2 heads"),
+        (lambda: mw.flex_attention(QKV, QKV, QKV, kernel="x"), "attention by 'x' on cpu: use xla"),
+    ],
+    "block_table": [
+        (lambda: mw.block_table("causal", q_len=8, kv_len=8), "mask is 'causal'. Give a function."),
+        (lambda: mw.block_table(lambda b, h, q, k: k <= q, q_len=0, kv_len=8), "q_len=0 must be at least 1"),
+        (lambda: mw.block_table(lambda b, h, q, k: k <= q, q_len=8, kv_len=8, block=(3,)), "block=(3,)"),
+        (lambda: mw.block_table(lambda b, h, q, k: 3, q_len=8, kv_len=8), "the mask returns int. Return Booleans"),
+        (lambda: mw.block_table(lambda b, h, q, k: q - k, q_len=8, kv_len=8), "Return Booleans"),
+    ],
     "make_mesh": [
         (lambda: mw.make_mesh({"fsdp": 0}), "fsdp=0 must be at least 1"),
         (lambda: mw.make_mesh("fsdp=8"), "axes is 'fsdp=8'. Give a table {text: a whole number}."),

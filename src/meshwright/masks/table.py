@@ -154,7 +154,10 @@ def block_table(
         NoRangesError: the mask has no ranges and ``exact`` is False.
         InputError: a size below 1.
     """
-    q_block, kv_block = (block, block) if isinstance(block, int) else block
+    blocks = (block, block) if isinstance(block, int) else tuple(block)
+    if len(blocks) != 2:
+        raise InputError(f"block={block!r}: give the positions of a block, or two numbers, of queries and of keys.")
+    q_block, kv_block = blocks
     q_idx = np.arange(q_len, dtype=np.int32) if q_idx is None else q_idx
     kv_idx = np.arange(kv_len, dtype=np.int32) if kv_idx is None else kv_idx
     sizes = {"q_block": q_block, "kv_block": kv_block, "q_len": q_idx.shape[0], "kv_len": kv_idx.shape[0]}
@@ -190,6 +193,7 @@ def _by_ranges(mask: Mask, b: Any, h: Any, rows: Any, columns: Any) -> Any:
     found = mask(b, h, Ranges.of(rows[None, None, :, None]), Ranges.of(columns[None, None, None]))
     if not isinstance(found, Ranges):
         raise NoRangesError("the mask did not return ranges.")
+    _booleans(found)
     kinds = xp.where(found.low, FULL, xp.where(found.high, PARTIAL, NOTHING))
     return xp.broadcast_to(kinds, (*kinds.shape[:2], len(rows), len(columns)))
 
@@ -199,13 +203,21 @@ def _by_points(mask: Mask, b: Any, h: Any, rows: Any, columns: Any, kinds: Any) 
     xp = namespace(rows)
     if kinds is None:
         # one pair of indices says which of sequences and heads the mask tells apart
-        apart = mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1]).shape
+        apart = _booleans(mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1])).shape
         kinds = np.full((*apart[:2], len(rows), len(columns)), PARTIAL)
     kinds = np.array(kinds)
     for at, pairs in _partial_pairs(mask, rows, columns, kinds):
         every, some = pairs.all((1, 2)), pairs.any((1, 2))
         kinds[tuple(at.T)] = np.where(every, FULL, np.where(some, PARTIAL, NOTHING))
     return xp.asarray(kinds)
+
+
+def _booleans(found: Any) -> Any:
+    """Returns what a mask gave; raises InputError unless it is Boolean."""
+    kind = getattr(found, "dtype", type(found).__name__)
+    if kind != np.dtype(bool):
+        raise InputError(f"the mask returns {kind}. Return Booleans, one for each pair of indices.")
+    return found
 
 
 def _partial_pairs(mask: Mask, rows: Any, columns: Any, kinds: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

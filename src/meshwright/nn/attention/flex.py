@@ -9,27 +9,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, first_line
 from meshwright.masks.mods import Mask, Score
 from meshwright.masks.ranges import NoRangesError, Ranges
 from meshwright.masks.table import BlockTable
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.kernels.scores import HeadKeys, HeadQueries, HeadValues, KeyValues
+from meshwright.nn.attention.kernels.scores import HeadValues
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.attention.tiles import Mod
 
 
 def flex_attention(
-    q: HeadQueries,
-    k: HeadKeys,
-    v: KeyValues,
+    q: Any,
+    k: Any,
+    v: Any,
     score_mod: Score | None = None,
     mask_mod: Mask | None = None,
     *,
     block_table: BlockTable | None = None,
     scale: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
+    sinks: Any = None,
     return_lse: bool = False,
     kernel: str = "",
 ) -> HeadValues | tuple[HeadValues, Float[Array, "B T N"]]:
@@ -45,10 +45,16 @@ def flex_attention(
     Raises:
         InputError: shapes do not fit, or the kernel does not take the case.
     """
+    q, k, v = (_floats(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    sinks = None if sinks is None else _floats("sinks", sinks)
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}: give [B, T, N, H], [B, S, K, H] and [B, S, K, Hv].")
     if q.shape[0] != k.shape[0] or q.shape[2] % k.shape[2]:
         raise InputError(f"q {q.shape}, k {k.shape}: sequences must be as many, and {k.shape[2]} key heads divide N.")
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise InputError(f"sinks {sinks.shape}: give one number for each of {q.shape[2]} heads.")
+    if not min(*q.shape, *k.shape, *v.shape):
+        raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}: every dim must be at least 1.")
     call = AttentionCall(
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         mask=None if mask_mod is None else _hoisted(mask_mod, has_score=False),
@@ -63,6 +69,17 @@ def flex_attention(
     return (o, jax.lax.stop_gradient(lse)) if return_lse else o
 
 
+def _floats(name: str, value: Any) -> Array:
+    """Returns an argument as an array; raises InputError unless it is one of floating-point numbers."""
+    try:
+        found = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} is no array ({type(value).__name__}). Give one of floating-point numbers.") from error
+    if not jnp.issubdtype(found.dtype, jnp.floating):
+        raise InputError(f"{name} is an array of {found.dtype}. Give one of floating-point numbers.")
+    return found
+
+
 def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
     """Returns a function of indices with the arrays that it captures as arguments."""
 
@@ -70,7 +87,17 @@ def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
         return jax.make_jaxpr(mod)(*at)
 
     index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (2, 1), (1, 2))]
-    consts = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index).consts
+    name, kind = ("score_mod", jnp.floating) if has_score else ("mask_mod", jnp.bool)
+    try:
+        first = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index)
+        found = first.out_avals[0]
+        shape = jnp.broadcast_shapes(found.shape, (2, 2))
+    except Exception as error:
+        raise InputError(f"{name} fails: {type(error).__name__}: {first_line(error)}") from error
+    if shape != (2, 2) or not jnp.issubdtype(found.dtype, kind):
+        wanted = "scores in float32" if has_score else "Booleans"
+        raise InputError(f"{name} returns {found.dtype} of shape {found.shape} for 2 x 2 pairs. Return {wanted}.")
+    consts = first.consts
     arrays = [number for number, x in enumerate(consts) if isinstance(x, jax.Array)]
 
     def make(*given: Any) -> Callable[..., Any]:
