@@ -71,13 +71,11 @@ def flex_attention(
 
 def _floats(name: str, value: Any) -> Array:
     """Returns an argument as an array; raises InputError unless it is one of floating-point numbers."""
-    try:
-        found = jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name} is no array ({type(value).__name__}). Give one of floating-point numbers.") from error
-    if not jnp.issubdtype(found.dtype, jnp.floating):
-        raise InputError(f"{name} is an array of {found.dtype}. Give one of floating-point numbers.")
-    return found
+    if not hasattr(value, "dtype"):
+        raise InputError(f"{name} is no array ({type(value).__name__}). Give one of floating-point numbers.")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise InputError(f"{name} is an array of {value.dtype}. Give one of floating-point numbers.")
+    return jnp.asarray(value)
 
 
 def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
