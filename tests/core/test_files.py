@@ -49,6 +49,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name_and_the_name_after(tmp_pa
 
 WRITERS = {
     "core.files": "the function itself",
+    "masks.user": "a child's answer in a temporary folder",
     "nn.hf.files": "writes into the part that it is given",
     "profile.run": "the text of a program beside its trace, read at once",
     "train.record.run_folder": "lines that are added one by one",
