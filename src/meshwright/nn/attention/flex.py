@@ -55,14 +55,17 @@ def flex_attention(
         raise InputError(f"sinks {sinks.shape}: give one number for each of {q.shape[2]} heads.")
     if not min(*q.shape, *k.shape, *v.shape):
         raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}: every dim must be at least 1.")
+    score = None if score_mod is None else _hoisted(score_mod, has_score=True)
+    # an array that is known while tracing is a constant, and has no gradient
+    learned = (x for x in (score.arrays if score else ()) if isinstance(x, jax.core.Tracer))
     call = AttentionCall(
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         mask=None if mask_mod is None else _hoisted(mask_mod, has_score=False),
-        score=None if score_mod is None else _hoisted(score_mod, has_score=True),
+        score=score,
         table=block_table,
         kernel=kernel,
         platform=default_platform(),
-        learns=score_mod is not None,
+        learns=any(jnp.issubdtype(x.dtype, jnp.floating) for x in learned),
     )
     arrays = {"mask": call.mask.arrays if call.mask else (), "score": call.score.arrays if call.score else ()}
     o, lse = _flex(call, (q, k, v), sinks, arrays["mask"], arrays["score"])
