@@ -143,7 +143,7 @@ def test_ops_are_priced_one_after_the_other():
 
 @pytest.mark.parametrize("length", [96, 128, 200, 512, 1100])
 def test_share_of_the_tiles_that_attention_computes(length):
-    from meshwright.nn.attention.staircase import tile_size
+    from meshwright.nn.attention.kernels.unrolled import tile_rows as tile_size
 
     one = REFERENCES[0]
     long = msgspec.structs.replace(one.job, seq_len=length)

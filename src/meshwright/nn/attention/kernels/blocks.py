@@ -97,9 +97,9 @@ def _over(lists: BlockLists, each: int, row: Any, step: Callable[[TogetherBlocks
     loops that are empty.
     """
     known = all(isinstance(x, np.ndarray) for x in lists)
-    if known and lists.index.shape[-2:] == (1, 1):
+    if lists.index.shape[-2:] == (1, 1):
         # a single block needs no loop
-        return step(_one(0), start, bool(lists.partial[0])) if lists.total[0] else start
+        return step(_one(0), start, not known or bool(lists.partial[0])) if not known or lists.total[0] else start
     fill = -lists.total % each
     masked, steps = (lists.partial + fill + each - 1) // each, (lists.total + fill) // each
     masked_end, end, missing, index = (jnp.asarray(x)[row] for x in (masked, steps, fill, lists.index))

@@ -43,17 +43,19 @@ def block_size(length: int, most: int) -> int:
 def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[TileRule, BlockTable, TileSizes]:
     """Returns the rule, table and sizes of a pass whose blocks of ``over`` list the blocks of the other side."""
     lengths = q.shape[1], k.shape[1]
-    if call.platform == "cpu" and max(lengths) <= unrolled.LONGEST and call.is_known:
+    unrolls = call.platform == "cpu" and max(lengths) <= unrolled.LONGEST and call.is_known
+    if unrolls:
         most = tuple(map(unrolled.tile_rows, lengths))
     elif call.platform == "cpu":
         most = (ROWS, LISTED) if over == "queries" else (LISTED, ROWS)
     else:
         most = (WIDE, WIDE)
-    sizes = block_size(lengths[0], most[0]), block_size(lengths[1], most[1])
+    size = min if unrolls else block_size
+    sizes = size(lengths[0], most[0]), size(lengths[1], most[1])
     rule, table = prepared(call, q, k, sizes)
     q_idx, kv_idx = padded(jnp.asarray(call.q_idx), sizes[0], -1), padded(jnp.asarray(call.kv_idx), sizes[1], -1)
     table = table if call.platform == "cpu" else table.reduced()
-    each = _together(table.lists(over)) if LISTED in most else 1
+    each = _together(table.lists(over)) if call.platform == "cpu" and not unrolls else 1
     return rule, table, TileSizes(*sizes, q_idx, kv_idx, call.first_head, each)
 
 
