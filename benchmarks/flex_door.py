@@ -49,7 +49,7 @@ def main() -> None:
         for name, (score, mask) in cases.items():
 
             def ours(*qkv: Any, score: Any = score, mask: Any = mask, dout: Any = given["dout"]) -> Any:
-                o, pull = jax.vjp(lambda *y: flex_attention(*y, score, mask), *qkv)
+                o, pull = jax.vjp(lambda q, k, v: flex_attention(q, k, v, score, mask), *qkv)
                 return o, *pull(dout)
 
             step = jax.jit(ours)
