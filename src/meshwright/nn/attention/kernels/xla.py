@@ -18,9 +18,12 @@ Side = Literal["queries", "keys"]
 ROWS, LISTED = 256, 128
 """On a CPU: the rows of a block (of queries, or of keys in the backward pass), and of the blocks that it lists."""
 
-TOGETHER = {1: 1.7, 2: 3.1, 4: 4.0, 6: 5.8, 8: 7.6}
-"""Listed blocks that a CPU processes together -> how long that takes, in quarters of the time of 4. XLA's threads share
-products from 16 MFLOP on, so that few small blocks take nearly as long as 4."""
+TOGETHER = {1: 1.54, 2: 3.01, 4: 4.0}
+"""Listed blocks that a CPU processes together -> how long that takes, in quarters of the time of 4.
+
+Of all pairs of 4,096 positions, 8 heads of 64, both passes took 1,448, 1,417 and 940 ms so (2026-11-27, two cores of an
+AMD EPYC): XLA's threads share products from 16 MFLOP on.
+"""
 
 WIDE = 512
 """Rows of all blocks on other devices."""
@@ -64,7 +67,7 @@ def _together(lists: BlockLists) -> int:
     most = lists.index.shape[-1]
     able = [count for count in TOGETHER if count <= most]
     if not isinstance(lists.total, np.ndarray):
-        return max(count for count in able if count <= 4)
+        return max(able)
     return min(able, key=lambda count: float(np.ceil(lists.total / count).sum()) * TOGETHER[count])
 
 
