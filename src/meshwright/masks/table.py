@@ -26,12 +26,14 @@ class BlockLists(NamedTuple):
 
     The first ``partial`` of ``index`` are those whose mask has to be evaluated, the next ones up to ``total`` are seen
     whole; both parts are in rising order, what follows is undefined. ``partial`` and ``total`` are [B | 1, N | 1, rows]
-    in int32, ``index`` [B | 1, N | 1, rows, columns].
+    in int32, ``index`` [B | 1, N | 1, rows, columns]. Where a list has more blocks than exist, ``exists``, of the shape
+    of ``index``, says which do.
     """
 
     partial: Any
     total: Any
     index: Any
+    exists: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,11 @@ class BlockTable:
         total = partial + xp.sum(kinds == FULL, axis=-1).astype(np.int32)
         rank = xp.where(kinds == PARTIAL, 0, xp.where(kinds == FULL, 1, 2))
         return BlockLists(partial, total, xp.argsort(rank, axis=-1, stable=True).astype(np.int32))
+
+    def exists(self, over: Literal["queries", "keys"] = "queries") -> Any:
+        """Returns which blocks exist, the blocks of queries, or of keys, as rows."""
+        found = self.kinds != NOTHING
+        return found if over == "queries" else namespace(found).matrix_transpose(found)
 
     def reduced(self) -> "BlockTable":
         """Returns one table for all sequences and heads: a block is full or empty where it is so for all."""

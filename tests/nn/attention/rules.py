@@ -51,6 +51,7 @@ MASKS = {
     "causal": "causal",
     "window": "sliding_window(13)",
     "documents": "causal & document",
+    "windows of documents": "local(9) & document",
     "prefix": "prefix_lm",
     "jagged": "jagged",
     "global": "global_sliding(5)",

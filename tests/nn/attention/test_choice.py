@@ -30,6 +30,7 @@ SCALE = 0.3
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(unrolled, "TILE_ROWS", 16)
+    monkeypatch.setattr(unrolled, "WHOLE", 0)
     monkeypatch.setattr(xla, "ROWS", 16)
     monkeypatch.setattr(xla, "LISTED", 8)
     monkeypatch.setattr(xla, "WIDE", 16)
@@ -53,13 +54,16 @@ def ours(call, given, *, traced=False):
 
 
 def compare(mask, score, *, way="loops", sinks=False, T=50, S=None, **sizes):
-    """Checks one case; ``way`` is "tiles" (unrolled), "loops" or "together" (the form of other platforms)."""
+    """Checks one case; ``way`` is "tiles" (unrolled), "halves" (unrolled, of arrays that are not known while tracing),
+    "loops" or "together" (the form of other platforms)."""
     given = arrays(T=T, S=S, **sizes)
     made = rule_of(mask, score, max(T, S or 0))
     extra = np.array([0.5, -1.0, 0.0, 2.0], np.float32)[: given["q"].shape[2]] if sinks else None
     facts = {"scale": SCALE, "mask": made[0], "score": made[1], "sinks": extra, "learns": score is not None}
     call = AttentionCall(**facts, platform="other" if way == "together" else "cpu")
-    found = ours(call, given, traced=way != "tiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unrolled, "LONGEST", 0 if way == "loops" else unrolled.LONGEST)
+        found = ours(call, given, traced=way != "tiles")
     wanted = expected(SCALE, *made, extra, given)
     names = ["o", "lse", "dq", "dk", "dv", *["dsinks"] * sinks, *(f"learnt {n}" for n in range(99))]
     assert len(found) == len(wanted)
@@ -91,6 +95,12 @@ ALWAYS = {
 )
 def test_values_and_gradients(mask, score, way):
     compare(mask, score, way=way, sinks=mask in ("causal", "documents"))
+
+
+@pytest.mark.parametrize(("mask", "score"), [("documents", None), ("documents", "own"), ("windows of documents", None)])
+def test_halves_of_tiles(mask, score):
+    """Where a term of the mask is known while tracing, tiles are unrolled, and run by halves if the arrays allow."""
+    compare(mask, score, way="halves", T=90, N=4, K=2)
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "loops" else pytest.mark.slow) for way in WAYS])

@@ -1,6 +1,8 @@
 """The parameters of one attention, and its rule and blocks for a kernel."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +11,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshwright.masks.mods import Mask, noop
+from meshwright.masks import mods
+from meshwright.masks.mods import Mask
 from meshwright.masks.ranges import NoRangesError
 from meshwright.masks.table import FULL, NOTHING, PARTIAL, BlockTable, block_table, in_blocks
 from meshwright.nn.attention.platform import default_platform
@@ -68,6 +71,18 @@ class AttentionCall:
         read = [*(self.mask.arrays if self.mask else ()), self.q_idx, self.kv_idx, self.first_head]
         return not any(isinstance(x, jax.core.Tracer) for x in read)
 
+    def bounds(self, batch: int, heads: int, q_block: int, kv_block: int) -> BlockTable | None:
+        """Returns a table that has all blocks of the mask and is known while tracing, None if there is none; a block
+        is full if the mask sees it whole, whatever its arrays are."""
+        if self.is_known:
+            return self.blocks(batch, heads, q_block, kv_block)
+        terms = {name: values for name, values in self.terms.items() if name in _WITHOUT_DATA}
+        bound = replace(self, mask=Mod(partial(_all_of, terms)), first_head=0, table=None)
+        if not terms or not bound.is_known:
+            return None
+        table = bound.blocks(1, 1, q_block, kv_block)
+        return table if terms == self.terms else replace(table, kinds=np.minimum(table.kinds, PARTIAL))
+
     def with_score(self, score: Mod | None, *, learns: bool) -> "AttentionCall":
         """Returns the call with another score rule and no sinks."""
         return replace(self, score=score, learns=learns, sinks=None)
@@ -100,10 +115,17 @@ class AttentionCall:
             return _by_points(mask, *index, **sizes)
 
 
+_WITHOUT_DATA: dict[str, Callable[..., Mask]] = {"causal": mods.causal, "window": mods.window, "local": mods.local}
+
+
+def _all_of(terms: dict[str, tuple[Any, ...]]) -> Mask:
+    return mods.and_masks(*(_WITHOUT_DATA[name](*values) for name, values in terms.items()))
+
+
 def _from_head(mask: Mod | None, first: Any) -> Mask:
     """Returns a mask whose heads are counted from ``first``."""
     if mask is None:
-        return noop()
+        return mods.noop()
     return lambda b, h, q_idx, kv_idx: mask(b, h + first, q_idx, kv_idx)
 
 

@@ -96,7 +96,7 @@ def _over(lists: BlockLists, each: int, row: Any, step: Callable[[TogetherBlocks
     The first ones, of which some need their mask, are filled up with blocks that are not real. Static lists leave out
     loops that are empty.
     """
-    known = all(isinstance(x, np.ndarray) for x in lists)
+    known = all(isinstance(x, np.ndarray) for x in lists[:3])
     if lists.index.shape[-2:] == (1, 1):
         # a single block needs no loop
         return step(_one(0), start, not known or bool(lists.partial[0])) if not known or lists.total[0] else start
@@ -191,9 +191,9 @@ def _backward(
     return (jnp.swapaxes(dq, -1, -2) * scale).astype(q.dtype), dk, dv, more
 
 
-PARTS_PER_STEP = (3, 2)
-"""Parts in one iteration of a loop over unrolled tiles, whose threads share its operations: the first that divides
-their number, else 1. The scores of more no longer fit in cache."""
+MOST_PARTS, MOST_TILES = 3, 12
+"""Parts in one iteration of a loop over unrolled tiles, and their tiles: a CPU's threads share these, and the scores of
+more no longer fit in cache."""
 
 
 class HeadPart(NamedTuple):
@@ -258,7 +258,7 @@ def forward(
 
     def step(part: HeadPart, out: tuple[Array, Array]) -> tuple[Array, Array]:
         keys = [part.rows(x, is_keys=True) for x in (k, v)]
-        own_lists = BlockLists(*map(part.own, lists))
+        own_lists = _own_lists(part, lists)
         found = _together(run, part.rule(rule), own_lists, (part.rows(q),), keys[0], keys[1], part)
         o, lse = (part.put(x, _heads_back(y)) for x, y in zip(out, found, strict=True))
         return o, lse
@@ -296,17 +296,22 @@ def backward(
 
     def step(part: HeadPart, out: Any) -> Any:
         keys = (part.rows(x, is_keys=True) for x in (k, v))
-        own = part.rule(rule), BlockLists(*map(part.own, lists)), [part.rows(x) for x in rows]
+        own = part.rule(rule), _own_lists(part, lists), [part.rows(x) for x in rows]
         dq, *dkeys, more = together(*own, *keys, part)
-        dk, dv = (
-            part.put(x, part.rows(x, is_keys=True) + y, is_keys=True) for x, y in zip(out[1:3], dkeys, strict=True)
-        )
+        if part.heads % part.group:
+            dkeys = [part.rows(x, is_keys=True) + y for x, y in zip(out[1:3], dkeys, strict=True)]
+        # Otherwise nothing is read that was written: XLA would copy the whole array in every iteration.
+        dk, dv = (part.put(x, y, is_keys=True) for x, y in zip(out[1:3], dkeys, strict=True))
         ways = {name: part.added if name in _BY_HEAD else jnp.add for name in more}
         return part.put(out[0], dq), dk, dv, {n: jax.tree.map(ways[n], out[3][n], x) for n, x in more.items()}
 
     start = jnp.zeros_like(rows[0]), *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), _zeros(rule)
     dq, dk, dv, more = _in_parts(rows[0], k, lists, sizes, step, start)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), more
+
+
+def _own_lists(part: HeadPart, lists: BlockLists) -> BlockLists:
+    return BlockLists(*(None if x is None else part.own(x) for x in lists))
 
 
 def _zeros(rule: TileRule) -> Any:
@@ -327,11 +332,13 @@ def _in_parts(
     batch, _, heads = q.shape[:3]
     group = heads // k.shape[2]
     unrolls = _is_unrolled(lists, sizes)
-    most = 1 if lists.index.shape[1] > 1 else HEADS_AT_ONCE
+    apart = any(x is not None and x.shape[1] > 1 for x in lists)
+    most = 1 if apart else HEADS_AT_ONCE
     # heads that share a key head, or all heads of some key heads
     counts = [n for n in range(1, most + 1) if group % n == 0 or (not unrolls and n % group == 0 and heads % n == 0)]
     parts = heads // counts[-1]
-    unroll = next((n for n in PARTS_PER_STEP if parts % n == 0), 1) if unrolls else 1
+    most = min(MOST_PARTS, max(1, MOST_TILES // lists.index.shape[2])) if unrolls else 1
+    unroll = next(n for n in range(most, 0, -1) if parts % n == 0)
 
     def sequence(b: Any, out: Any) -> Any:
         def one(n: Any, out: Any) -> Any:
@@ -365,7 +372,7 @@ def _together(
 
     own = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
     places = by_head(first[0] + jnp.arange(batch)[:, None]), by_head(first[1] + jnp.arange(heads)[None])
-    one_list = BlockLists(*(x[0, 0] for x in lists))
+    one_list = BlockLists(*(None if x is None else x[0, 0] for x in lists))
 
     def one(own: Any, places: Any, rows: Any, k: Array, v: Array) -> Any:
         return run(Head(rule._replace(**own), one_list, places), *rows, k, v)

@@ -4,7 +4,7 @@ A tile is a block of queries with all keys that its blocks leave (or a block of 
 slices. So no running softmax is rescaled, and a CPU's threads share the tiles, which are independent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from meshwright.nn.attention.tiles import Head, Tile, TileSizes
 
 LONGEST, MOST_TILES, TILE_ROWS = 2048, 8, 128
 """Maximum positions, whose scores fit in cache; tiles of a sequence, at most, of a multiple of so many rows."""
+WHOLE = 512
+"""Positions up to which tiles are run whole, whatever a mask's arrays leave: XLA's threads do not share less."""
 
 
 def tile_rows(length: int) -> int:
@@ -37,8 +39,20 @@ def tile_rows(length: int) -> int:
 
 def _tiles(lists: BlockLists) -> Iterator[tuple[int, list[int], bool]]:
     """Returns the blocks of each row, rising, and whether any of them needs its mask."""
-    for row, (partial, total, index) in enumerate(zip(*(np.asarray(x) for x in lists), strict=True)):
+    for row, (partial, total, index) in enumerate(zip(*lists[:3], strict=True)):
         yield row, sorted(index[:total].tolist()), bool(partial)
+
+
+def _fewest(head: Head, row: int, blocks: list[int], run: Callable[[list[int]], Any]) -> Any:
+    """Runs a tile with its blocks, or with the half of them nearest to the diagonal, and so on, where the arrays that
+    the mask reads leave nothing of the others."""
+    if head.lists.exists is None or len(blocks) == 1:
+        return run(blocks)
+    half = len(blocks) // 2
+    falls = row - blocks[0] > blocks[-1] - row
+    near, far = (blocks[half:], blocks[:half]) if falls else (blocks[:-half], blocks[-half:])
+    some = jnp.asarray(head.lists.exists)[row, np.array(far)].any()
+    return lax.cond(some, lambda: run(blocks), lambda: _fewest(head, row, near, run))
 
 
 def _taken(x: Array, blocks: Sequence[int], size: int, axis: int = -1) -> Array:
@@ -67,15 +81,20 @@ def _tile(sizes: TileSizes, head: Head, rows: Sequence[int], columns: Sequence[i
 def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Returns the result [T, Hv] and log-sum-exp [T] of one head."""
     outs, sums = [], []
+    q, rest = scaled(q, scale)
     for i, blocks, is_masked in _tiles(head.lists):
-        tall, rest = scaled(_taken(q, [i], sizes.q_block, -2), scale)
+        tall = _taken(q, [i], sizes.q_block, -2)
         if not blocks:
             outs.append(jnp.zeros((*tall.shape[:-1], v.shape[-1]), q.dtype))
             sums.append(jnp.full(tall.shape[:-1], -jnp.inf, jnp.float32))
             continue
-        keys = _taken(k, blocks, sizes.kv_block, -2), _taken(v, blocks, sizes.kv_block, -2)
-        tile = _tile(sizes, head, [i], blocks, turned=False)
-        out, lse = finish(attend(None, tall, keys, rest, head.rule, tile, is_masked=is_masked))
+
+        def row(blocks: list[int], i: int = i, tall: Array = tall, is_masked: bool = is_masked) -> tuple[Array, Array]:
+            keys = _taken(k, blocks, sizes.kv_block, -2), _taken(v, blocks, sizes.kv_block, -2)
+            tile = _tile(sizes, head, [i], blocks, turned=False)
+            return finish(attend(None, tall, keys, rest, head.rule, tile, is_masked=is_masked))
+
+        out, lse = _fewest(head, i, blocks, row)
         outs.append(out.astype(q.dtype))
         sums.append(lse)
     return jnp.concatenate(outs, -2), jnp.concatenate(sums, -1)
@@ -87,6 +106,8 @@ def backward(
     """Returns (dq, dk, dv, cotangents of what the score rule reads) of one head, as `blocks` does."""
     tall, rest = scaled(rows[0], scale)
     columns = transposed(k)
+    # Without it scores would read these at the stride of the heads, which XLA does not vectorise.
+    by_row = lax.optimization_barrier(tuple(rows[2:]))
     # dq is accumulated as columns: its products with transposed keys then have no other transposed factor.
     dq = jnp.zeros((*tall.shape[:-2], tall.shape[-1], tall.shape[-2]), jnp.float32)
     more = jax.tree.map(jnp.zeros_like, reads(head.rule))
@@ -97,21 +118,29 @@ def backward(
             dks.append(jnp.zeros(keys[0].shape, jnp.float32))
             dvs.append(jnp.zeros(keys[1].shape, jnp.float32))
             continue
-        q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (tall, rows[1]))
-        lse, delta = (_taken(x, blocks, sizes.q_block) for x in rows[2:])
-        tile = _tile(sizes, head, blocks, [j], turned=True)
-        p, ds, added = score_cotangents((q, dout, lse, delta), keys, rest, head.rule, tile, is_masked=is_masked)
-        dvs.append(weighted_sums(p, dout))
-        dks.append(weighted_sums(ds, q) * rest)
-        part = weighted_sums(_taken(columns, [j], sizes.kv_block), ds.astype(k.dtype))
-        dq = _added(dq, part, blocks, sizes.q_block)
-        ways: dict[str, Any] = {
-            "heads": lambda x, y: x + y.sum(),
-            "rows": lambda x, y, blocks=blocks: _added(x, y.sum(0), blocks, sizes.q_block),
-            "columns": lambda x, y, j=j: _added(x, y.sum(1), [j], sizes.kv_block),
-            "tables": jnp.add,
-        }
-        more = {name: jax.tree.map(ways[name], more[name], added[name]) for name in more}
+        before = dq, more
+
+        def column(
+            blocks: list[int], j: int = j, keys: Any = keys, before: Any = before, is_masked: bool = is_masked
+        ) -> Any:
+            dq, more = before
+            q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (tall, rows[1]))
+            lse, delta = (_taken(x, blocks, sizes.q_block) for x in by_row)
+            tile = _tile(sizes, head, blocks, [j], turned=True)
+            p, ds, added = score_cotangents((q, dout, lse, delta), keys, rest, head.rule, tile, is_masked=is_masked)
+            part = weighted_sums(_taken(columns, [j], sizes.kv_block), ds.astype(k.dtype))
+            ways: dict[str, Any] = {
+                "heads": lambda x, y: x + y.sum(),
+                "rows": lambda x, y: _added(x, y.sum(0), blocks, sizes.q_block),
+                "columns": lambda x, y: _added(x, y.sum(1), [j], sizes.kv_block),
+                "tables": jnp.add,
+            }
+            more = {name: jax.tree.map(ways[name], more[name], added[name]) for name in more}
+            return _added(dq, part, blocks, sizes.q_block), weighted_sums(ds, q) * rest, weighted_sums(p, dout), more
+
+        dq, dk, dv, more = _fewest(head, j, blocks, column)
+        dks.append(dk)
+        dvs.append(dv)
     # Without it XLA would transpose the product of a single tile instead, and its factors would have the slow layout.
     dq = lax.optimization_barrier(dq)
     turned_back = (jnp.swapaxes(dq, -1, -2) * scale).astype(rows[0].dtype)

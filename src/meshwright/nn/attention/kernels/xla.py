@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from meshwright.masks.table import BlockLists, BlockTable
+from meshwright.masks.table import BlockLists
 from meshwright.nn.attention.call import AttentionCall, padded, prepared
 from meshwright.nn.attention.kernels import blocks, unrolled
 from meshwright.nn.attention.kernels.scores import AttentionResult, BackwardInputs, reads, row_products, safe
@@ -43,23 +43,27 @@ def block_size(length: int, most: int) -> int:
     return divisor if 4 * divisor >= most else most
 
 
-def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[TileRule, BlockTable, TileSizes]:
-    """Returns the rule, table and sizes of a pass whose blocks of ``over`` list the blocks of the other side."""
+def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[TileRule, BlockLists, TileSizes]:
+    """Returns the rule, the lists of blocks and the sizes of a pass; blocks of ``over`` list those of the other."""
     lengths = q.shape[1], k.shape[1]
-    unrolls = call.platform == "cpu" and max(lengths) <= unrolled.LONGEST and call.is_known
-    if unrolls:
-        most = tuple(map(unrolled.tile_rows, lengths))
-    elif call.platform == "cpu":
-        most = (ROWS, LISTED) if over == "queries" else (LISTED, ROWS)
-    else:
+    bounds = None
+    if call.platform == "cpu" and max(lengths) <= unrolled.LONGEST:
+        sizes = min(lengths[0], unrolled.tile_rows(lengths[0])), min(lengths[1], unrolled.tile_rows(lengths[1]))
+        bounds = call.bounds(q.shape[0], q.shape[2], *sizes)
+    if bounds is None:
         most = (WIDE, WIDE)
-    size = min if unrolls else block_size
-    sizes = size(lengths[0], most[0]), size(lengths[1], most[1])
+        if call.platform == "cpu":
+            most = (ROWS, LISTED) if over == "queries" else (LISTED, ROWS)
+        sizes = block_size(lengths[0], most[0]), block_size(lengths[1], most[1])
     rule, table = prepared(call, q, k, sizes)
     q_idx, kv_idx = padded(jnp.asarray(call.q_idx), sizes[0], -1), padded(jnp.asarray(call.kv_idx), sizes[1], -1)
     table = table if call.platform == "cpu" else table.reduced()
-    each = _together(table.lists(over)) if call.platform == "cpu" and not unrolls else 1
-    return rule, table, TileSizes(*sizes, q_idx, kv_idx, call.first_head, each)
+    lists = table.lists(over) if bounds is None else bounds.reduced().lists(over)
+    varies = table.kinds.shape[:2] != (1, 1) or not isinstance(table.kinds, np.ndarray)
+    if bounds is not None and varies and max(lengths) > unrolled.WHOLE:
+        lists = lists._replace(exists=table.exists(over))
+    each = _together(lists) if call.platform == "cpu" and bounds is None else 1
+    return rule, lists, TileSizes(*sizes, q_idx, kv_idx, call.first_head, each)
 
 
 def _together(lists: BlockLists) -> int:
@@ -73,10 +77,10 @@ def _together(lists: BlockLists) -> int:
 
 def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
     """Returns the result and the log-sum-exp in float32."""
-    rule, table, sizes = _prepared(call, q, k, over="queries")
+    rule, lists, sizes = _prepared(call, q, k, over="queries")
     rows, keys = padded(q, sizes.q_block, 1), [padded(x, sizes.kv_block, 1) for x in (k, v)]
     in_parts = call.platform == "cpu"
-    o, lse = blocks.forward(rule, table.lists(), sizes, call.scale, rows, *keys, in_parts=in_parts)
+    o, lse = blocks.forward(rule, lists, sizes, call.scale, rows, *keys, in_parts=in_parts)
     return o[:, : q.shape[1]], lse[:, : q.shape[1]]
 
 
@@ -85,10 +89,10 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
     dout, o, lse = given
     in_parts = call.platform == "cpu"
 
-    def cotangents(rule: TileRule, table: BlockTable, sizes: TileSizes) -> tuple[Any, ...]:
+    def cotangents(rule: TileRule, lists: BlockLists, sizes: TileSizes) -> tuple[Any, ...]:
         rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), row_products(dout, o))]
         keys = [padded(x, sizes.kv_block, 1) for x in (k, v)]
-        found = blocks.backward(rule, table.lists("keys"), sizes, call.scale, rows, *keys, in_parts=in_parts)
+        found = blocks.backward(rule, lists, sizes, call.scale, rows, *keys, in_parts=in_parts)
         dq, dk, dv, more = found
         return (dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]), more
 
