@@ -41,8 +41,8 @@ def packed(length: int, mean: int, step: int) -> dict[str, np.ndarray]:
 def serve(length: int, mean: int, layers: int) -> None:
     """Answers each line "<steps>" with the losses and seconds of so many further steps, as JSON."""
     import jax
-
     from benchmarks.train_cpu import CONFIG
+
     from meshwright.algebra.layers import ProgramOptions
     from meshwright.core.host_memory import keep_freed_memory
     from meshwright.parallel.train_step import TrainStep
@@ -102,7 +102,7 @@ def main() -> None:
     trees: dict[str, Path] = {"this": Path(__file__).resolve().parent.parent}
     if given.beside:
         trees["beside"] = given.beside.resolve()
-    print(f"{given.layers} layers, {TOKENS} tokens a step, documents of {given.mean} tokens in the mean; seconds a step")
+    print(f"{given.layers} layers, {TOKENS} tokens a step, documents of {given.mean} tokens; seconds a step")
     for length in map(int, given.lengths.split(",")):
         cases = {(name, mean): tree for name, tree in trees.items() for mean in (0, given.mean)}
         running = {case: Contestant(tree, length, case[1], given.layers) for case, tree in cases.items()}

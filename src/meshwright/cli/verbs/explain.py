@@ -101,6 +101,7 @@ def _text(told: Explanation) -> Iterator[Piece]:
         f"{at.positions_per_device:,.0f} positions of a sequence on a device",
     )
     yield Fact("placement", placement_words(plan.strategy.placement))
+    yield Fact("attention", f"by the kernel {told.attention_kernel}")
     yield Fact("times rest on", plan.calibration.describe())
     yield from (Fact("power", note) for note in power_notes(plan.cluster.chip, plan.calibration))
     yield from (Fact("note", words) for words in assumption_notes(setting_of(plan)))

@@ -97,6 +97,7 @@ def profile_answer(profile: "Profile", folder: Path) -> Answer:
 
 def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     """Yields one screen: the step, where its time goes, the worst terms and steps, advice, memory, files."""
+    from meshwright.plan.why.explain import attention_kernel
     from meshwright.report.machine.profile_report import difference_words, headline_rows, times_table
 
     times, comparison = profile.times, profile.comparison
@@ -114,6 +115,8 @@ def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
             "emulated devices share the cores: below, each instant of the machine's time is divided among the "
             "instructions that run then and do not wait; kinds of work sum to the step under the profiler"
         )
+    if profile.plan.job.trains:
+        yield f"attention by the kernel {attention_kernel(profile.plan)}"
     for warning in profile.warnings:
         yield warning[:1].lower() + warning[1:].removesuffix(".")
     yield ""

@@ -15,11 +15,13 @@ from meshwright.cost.network.placement import physical_placement
 from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.cost.work.kernels import StepCost
+from meshwright.masks.kernels import Case, kernel_named
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
 from meshwright.plan.why.bounds import BatchSplit, batch_of, letters_of
 from meshwright.plan.why.single_changes import Tried, try_changes
 from meshwright.spec.calibration import matmul_rate
+from meshwright.spec.chip import catalogued
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import BATCH_AXES, STATE_BYTES
 from meshwright.spec.weights import num_active_params, num_params
@@ -157,7 +159,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     ``terms`` add up to the step, the largest first. ``recomputed`` is the share of all FLOPs that recompute results
     for the backward pass. ``changes`` has the best single change. ``fsdp`` is the case of FSDP alone. ``blocks`` are
     the blocks of layers, the one with the most layers last; ``once`` lists the steps after the last microbatch.
-    ``symbols`` are the letters of ``limits``. ``training`` is the budget of the run, None without a number of tokens.
+    ``attention_kernel`` is the name of the kernel that runs attention (`masks.kernels`). ``symbols`` are the letters of
+    ``limits``. ``training`` is the budget of the run, None without a number of tokens.
     """
 
     plan: Plan
@@ -171,6 +174,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     between: BetweenStages | None
     once: Algorithm
     batch: BatchSplit
+    attention_kernel: str
     symbols: Letters
     limits: tuple[Limit, ...]
     training: RunBudget | None
@@ -213,10 +217,31 @@ def explain(plan: Plan) -> Explanation:
         between=_between_stages(priced),
         once=algorithm("once per step", priced.costs.once, of_layers=True),
         batch=batch_of(priced),
+        attention_kernel=attention_kernel(plan),
         symbols=letters,
         limits=tuple(sorted(limits_at(letters), key=lambda limit: limit.kind != "speed")),
         training=budget,
     )
+
+
+def attention_kernel(plan: Plan) -> str:
+    """Returns the name of the kernel that runs attention on the plan's chips (the decoder's)."""
+    model, chip, strategy = plan.model, plan.cluster.chip, plan.strategy
+    gpu = catalogued(chip, "xla_gpu")
+    others = "cuda" if chip.vendor == "NVIDIA" else "rocm"
+    rule, split = model.mask_rule, strategy.mesh.get("context", 1)
+    case = Case(
+        platform={"torus": "tpu", "host": "cpu"}.get(chip.topology, others),
+        capability=float(gpu.capability.rstrip("a")) if gpu else 0,
+        dtype={"bf16": "bfloat16", "fp32": "float32"}[strategy.state_dtype],
+        widths=(model.head_dim, model.v_head_dim or model.head_dim),
+        positions=plan.job.seq_len // split,
+        terms={"causal"} if rule is None else set(rule.terms) or {""},
+        in_order=split == 1 or strategy.context_attention == "ulysses",
+        scored=bool(model.attention_score or model.relative_buckets or model.attention_softcap),
+        looks_up=bool(model.relative_buckets),
+    )
+    return kernel_named(case)
 
 
 def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:

@@ -258,7 +258,7 @@ def forward(
 
     def step(part: HeadPart, out: tuple[Array, Array]) -> tuple[Array, Array]:
         keys = [part.rows(x, is_keys=True) for x in (k, v)]
-        own_lists = _own_lists(part, lists)
+        own_lists = jax.tree.map(part.own, lists)
         found = _together(run, part.rule(rule), own_lists, (part.rows(q),), keys[0], keys[1], part)
         o, lse = (part.put(x, _heads_back(y)) for x, y in zip(out, found, strict=True))
         return o, lse
@@ -296,7 +296,7 @@ def backward(
 
     def step(part: HeadPart, out: Any) -> Any:
         keys = (part.rows(x, is_keys=True) for x in (k, v))
-        own = part.rule(rule), _own_lists(part, lists), [part.rows(x) for x in rows]
+        own = part.rule(rule), jax.tree.map(part.own, lists), [part.rows(x) for x in rows]
         dq, *dkeys, more = together(*own, *keys, part)
         if part.heads % part.group:
             dkeys = [part.rows(x, is_keys=True) + y for x, y in zip(out[1:3], dkeys, strict=True)]
@@ -308,10 +308,6 @@ def backward(
     start = jnp.zeros_like(rows[0]), *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), _zeros(rule)
     dq, dk, dv, more = _in_parts(rows[0], k, lists, sizes, step, start)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), more
-
-
-def _own_lists(part: HeadPart, lists: BlockLists) -> BlockLists:
-    return BlockLists(*(None if x is None else part.own(x) for x in lists))
 
 
 def _zeros(rule: TileRule) -> Any:
@@ -332,7 +328,7 @@ def _in_parts(
     batch, _, heads = q.shape[:3]
     group = heads // k.shape[2]
     unrolls = _is_unrolled(lists, sizes)
-    apart = any(x is not None and x.shape[1] > 1 for x in lists)
+    apart = any(x.shape[1] > 1 for x in jax.tree.leaves(lists))
     most = 1 if apart else HEADS_AT_ONCE
     # heads that share a key head, or all heads of some key heads
     counts = [n for n in range(1, most + 1) if group % n == 0 or (not unrolls and n % group == 0 and heads % n == 0)]
@@ -372,7 +368,7 @@ def _together(
 
     own = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
     places = by_head(first[0] + jnp.arange(batch)[:, None]), by_head(first[1] + jnp.arange(heads)[None])
-    one_list = BlockLists(*(None if x is None else x[0, 0] for x in lists))
+    one_list = jax.tree.map(lambda x: x[0, 0], lists)
 
     def one(own: Any, places: Any, rows: Any, k: Array, v: Array) -> Any:
         return run(Head(rule._replace(**own), one_list, places), *rows, k, v)

@@ -1,0 +1,75 @@
+"""Which kernel runs an attention: one rule for plans, which name it, and for programs, which choose by it."""
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+HALVES = ("bfloat16", "float16")
+LATENT_WIDTHS = 192, 128
+"""Widths H and Hv of latent attention's heads. Source: jax-ml/jax, pull request 28872."""
+
+LEAST = 128
+"""Rows that a block of our kernels is a multiple of, and fewest positions of a sequence."""
+
+
+class Case(NamedTuple):
+    """An attention as kernels tell cases apart.
+
+    ``platform`` is "cpu", "cuda", "rocm", "tpu" or another, ``capability`` that of an NVIDIA GPU, 0 if unknown.
+    ``widths`` are H and Hv, ``positions`` the fewer of those of queries and keys. ``terms`` are the masks that together
+    are the mask, "" for one of another kind. ``in_order``: queries and keys are the same rows, as is known while
+    tracing. ``scored``: there is a score rule; ``looks_up``: a rule looks up a table by queries and keys together.
+    """
+
+    platform: str
+    capability: float
+    dtype: str
+    widths: tuple[int, int]
+    positions: int
+    terms: Collection[str] = ()
+    in_order: bool = True
+    scored: bool = False
+    looks_up: bool = False
+
+
+def _cudnn(case: Case) -> bool:
+    """cuDNN has bf16 and fp16, H = Hv up to 128 that 8 divides, no score rule, and all keys or a causal mask, with or
+    without a window, of rows in order; from Hopper on also the widths of latent attention.
+
+    Hopper takes heads up to 256 wide, but the program may be compiled for another GPU.
+    """
+    width, value_width = case.widths
+    narrow = width == value_width and width <= 128 and width % 8 == 0
+    narrow |= case.widths == LATENT_WIDTHS and case.capability >= 9
+    masked = not case.terms or (case.in_order and {*case.terms} <= {"causal", "window"} and "causal" in case.terms)
+    return case.platform == "cuda" and not case.scored and narrow and masked and case.dtype in HALVES
+
+
+def _mosaic(case: Case) -> bool:
+    """Our kernels for Hopper have heads of 64 or 128 in bf16 and fp16. Blackwell's matrix units need others."""
+    width, value_width = case.widths
+    able = case.platform == "cuda" and int(case.capability) == 9 and case.dtype in HALVES
+    return able and width == value_width and width in (64, 128) and _elementwise(case)
+
+
+def _pallas(case: Case) -> bool:
+    """Our kernels for TPUs have heads of a multiple of 8 in bf16 and float32."""
+    able = case.platform == "tpu" and case.dtype in ("bfloat16", "float32")
+    return able and not any(width % 8 for width in case.widths) and _elementwise(case)
+
+
+def _elementwise(case: Case) -> bool:
+    return case.positions >= LEAST and not case.looks_up
+
+
+TAKES: dict[str, Callable[[Case], bool]] = {
+    "cudnn": _cudnn,
+    "mosaic": _mosaic,
+    "pallas": _pallas,
+    "xla": lambda case: True,
+}
+"""Kernels by name, in the order in which they are asked -> whether one takes a case."""
+
+
+def kernel_named(case: Case) -> str:
+    """Returns the name of the kernel that runs an attention."""
+    return next(name for name, takes in TAKES.items() if takes(case))
