@@ -18,7 +18,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "verify": ("wall_s", "cpu_s", "max_rss_bytes"),
     "shard": ("run/time_s", "run/error", "run/seconds"),
     "bench": ("*",),
-    "train": ("step_s", "tokens_per_s", "mfu", "hfu", "compile_s", "goodput*", "memory*", "*_s", "*bytes*", "machine*"),
+    "train": ("step_s", "tokens_per_s", "mfu*", "hfu", "compile_s", "goodput*", "memory*", "*_s", "*byte*", "machine*"),
     "generate": ("pace*", "*_s"),
 }
 """Verb -> patterns over the paths of its measured values."""

@@ -60,7 +60,7 @@ ATTENTION = """
     k~{n}[B,T,K,H] = wide_rms_norm(k~[B,T,K,H], k_norm[K,H]) if wide_qk_norm
     k~r[B,T,K,H] = rope(k~[B,T,K,H], positions[B,T]) if rotates
     v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H]) if qkv_bias
-    o[B,T,N,H] = {attention}(q~[B,T,N,H], k~[B,T,K,H], v[B,T,K,H]{others})
+    o[B,T,N,H] = attention(q~[B,T,N,H], k~[B,T,K,H], v[B,T,K,H]{others})
     a[B,T,D] = o[B,T,N,H] * wo[N,H,D]
 """
 
@@ -81,7 +81,7 @@ LATENT_ATTENTION = """
     qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])
     kpr[B,T,Hr] = rope(kp~[B,T,Hr], positions[B,T])
     kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])
-    o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{others})
+    o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv]{others})
     a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]
 """
 """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
@@ -331,7 +331,6 @@ def _attention(
     rotates = rotates and model.rotated_width > 0
     relative = model.relative_buckets > 0
     others = {
-        ", positions[B,T]": causal or relative,
         data: True,
         ", sinks[N]": model.attention_sinks and causal,
         ", relative_bias[R,N]": relative,
@@ -352,7 +351,6 @@ def _attention(
         b="b" if model.qk_norm or rotates else "r",
         n="n" if rotates else "r",
         rotates=rotates,
-        attention=f"{'relative_' * relative}attention",
         others="".join(text for text, is_there in others.items() if is_there) + given,
         x1=result,
     )

@@ -21,9 +21,9 @@ from meshwright.nn.context import Context
 
 def attention(context: Context, step: Step, *inputs: Array, backward: bool = False) -> tuple[Array, ...]:
     """Returns the result and the log-sum-exp of the scores; ``backward`` cotangents of queries, keys and values and, if
-    there are any, sinks."""
+    there is any, of the parameter of each head."""
     arrays = AttentionArrays.of(step, inputs)
-    call = call_of(context, step, arrays)
+    call = _call(context, step, arrays)
     qkv = arrays.q, arrays.k, arrays.v
     if not step.details.ring:
         return choice.attention_backward(call, arrays.given, *qkv) if backward else choice.attention(call, *qkv)
@@ -31,7 +31,7 @@ def attention(context: Context, step: Step, *inputs: Array, backward: bool = Fal
     return ring_attention_backward(call, ring, arrays.given, *qkv) if backward else ring_attention(call, ring, *qkv)
 
 
-def call_of(context: Context, step: Step, arrays: AttentionArrays, **others: Any) -> AttentionCall:
+def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCall:
     """Returns the parameters of an attention step: its mask and its scores, and which rows and heads a device has."""
     sharded, details = AttentionArrays.of(step), step.details
 
@@ -41,15 +41,17 @@ def call_of(context: Context, step: Step, arrays: AttentionArrays, **others: Any
         order = context.order if dim == "T" else SequenceOrder()
         return order.index(array.axes_of(dim), value.shape[1])
 
+    first_head = first_index(sharded.q.axes_of(sharded.q.dims[2]), arrays.q.shape[2])
+    learns = details.distance > 0
     return AttentionCall(
         scale=context.model.attention_scale,
-        mask=None if details.sees_all else _mask(context, step, arrays.documents),
-        score=_score(context, step),
-        sinks=arrays.sinks,
+        mask=None if details.sees_all else _mask(context, step, arrays.data),
+        score=_distance_bias(step, arrays.per_head, first_head) if learns else _score(context, step),
+        learns=learns,
+        sinks=None if learns else arrays.per_head,
         q_idx=index(sharded.q, arrays.q),
         kv_idx=index(sharded.k, arrays.k),
-        first_head=first_index(sharded.q.axes_of(sharded.q.dims[2]), arrays.q.shape[2]),
-        **others,
+        first_head=first_head,
     )
 
 
@@ -59,8 +61,7 @@ def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
     terms = dict(rule.terms)
     if window is not None:
         terms["window"] = (min(window, *terms.get("window", (window,))),)
-    # the second of each pair has all positions
-    arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data[1::2])
+    arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data)
     if len(arrays) > len(rule.data):
         terms["document"] = ()
     return Mod(partial(_joined, rule, window), arrays, terms if rule.terms else {})
@@ -71,6 +72,12 @@ def _joined(rule: Rule, window: int | None, *arrays: Array) -> mods.Mask:
     others = [*([] if window is None else [mods.window(window)]), *map(mods.document, arrays[count:])]
     own = rule.make(*arrays[:count])
     return mods.and_masks(own, *others) if others else own
+
+
+def _distance_bias(step: Step, table: Any, first_head: Any) -> Mod:
+    """Returns T5's bias, of which a device has the columns of its heads."""
+    far, causal = step.details.distance, not step.details.sees_all
+    return Mod(lambda held: mods.distance_bias(held, far=far, causal=causal, first=first_head), (table,))
 
 
 def _score(context: Context, step: Step) -> Mod | None:
