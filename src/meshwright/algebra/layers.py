@@ -12,6 +12,7 @@ import msgspec
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.program import Block, Op, Variable
 from meshwright.core.errors import InputError
+from meshwright.masks.names import mask_named
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import adapted, has_frozen_matrices, weight_table
 
@@ -237,8 +238,7 @@ def loss_text(model: Model, options: ProgramOptions) -> str:
 
 def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
     """Returns the arrays that the decoder's attention reads of each sequence, by name."""
-    rule = model.mask_rule
-    names = () if rule is None else rule.data
+    names = mask_named(model.attention_mask).data if model.attention_mask else ()
     return names if "documents" in names or not options.documents else (*names, "documents")
 
 

@@ -19,7 +19,7 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape, axes_beside
 from meshwright.core.errors import InputError
 from meshwright.masks import mods
-from meshwright.masks.names import Rule, example_data, mask_named, score_named
+from meshwright.masks.names import example_data, mask_named
 from meshwright.masks.table import block_table
 
 TILE_ROWS, MOST_TILES = 128, 8
@@ -29,7 +29,7 @@ TILE_ROWS, MOST_TILES = 128, 8
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Details: ``sees_all`` says that every query sees every key; ``window`` is in positions, ``softcap`` bounds the
     scores, and ``ring`` has the mesh axes around which keys are sent. ``mask`` is the rule in place of causal,
-    ``score`` one for scores, as `layers` writes them (`mask_rule`, `score_rule`). With a ``distance`` scores have T5's
+    ``score`` one for scores, as `layers` writes them. With a ``distance`` scores have T5's
     learnt bias of each head for each bucket of distances, of which all from ``distance`` on share the last."""
 
     sees_all: bool = False
@@ -39,16 +39,6 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     score: str = ""
     distance: int = 0
     ring: tuple[str, ...] = ()
-
-    @property
-    def mask_rule(self) -> Rule | None:
-        """The rule of ``mask``, None for causal."""
-        return mask_named(self.mask.replace(":", ",")) if self.mask else None
-
-    @property
-    def score_rule(self) -> Rule | None:
-        """The rule of ``score``, None where there is none."""
-        return score_named(self.score.replace(":", ",")) if self.score else None
 
     @property
     def can_ring(self) -> bool:
@@ -174,7 +164,7 @@ MOST_BLOCKS = 512
 def block_share(mask: str, window: int | None, length: float) -> float:
     """Returns the share of the blocks of a mask that exist, in blocks of 128 positions, or more of long sequences; with
     example data (`masks.names.example_data`) where the mask reads any."""
-    rule = mask_named(mask.replace(":", ","))
+    rule = mask_named(mask)
     positions = max(1, round(length))
     found = rule.make(*example_data(rule, length=positions))
     found = found if window is None else mods.and_masks(found, mods.window(window))

@@ -66,6 +66,14 @@ class TileRule(NamedTuple):
     tables: tuple[Array, ...] = ()
     learns: bool = False
 
+    def widened(self) -> "TileRule":
+        """Returns the rule with arrays of 32 bits, the fewest that a scalar or a register of a tile has."""
+
+        def words(x: Array) -> Array:
+            return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+
+        return self._replace(**{name: tuple(map(words, getattr(self, name))) for name in ("heads", "rows", "columns")})
+
 
 class TileSizes(NamedTuple):
     """Queries and keys of a block, the indices of all queries and keys, the first head, and how many blocks of a list

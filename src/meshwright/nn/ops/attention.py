@@ -9,7 +9,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.attention import AttentionArrays, positions_of
 from meshwright.algebra.steps import Step
 from meshwright.masks import mods
-from meshwright.masks.names import Rule, mask_named
+from meshwright.masks.names import Rule, mask_named, score_named
 from meshwright.nn.attention import choice
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.order import SequenceOrder
@@ -57,7 +57,7 @@ def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCal
 
 def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
     """Returns the mask of a step: its rule or causal, within its window and, where rows have several, the document."""
-    rule, window = step.details.mask_rule or mask_named("causal"), step.details.window
+    rule, window = mask_named(step.details.mask or "causal"), step.details.window
     terms = dict(rule.terms)
     if window is not None:
         terms["window"] = (min(window, *terms.get("window", (window,))),)
@@ -82,9 +82,9 @@ def _distance_bias(step: Step, table: Any, first_head: Any) -> Mod:
 
 def _score(context: Context, step: Step) -> Mod | None:
     """Returns the rule of a step's scores, with its soft cap last."""
-    rule, cap = step.details.score_rule, step.details.softcap
+    rule, cap = step.details.score and score_named(step.details.score), step.details.softcap
     soft = None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
-    if rule is None:
+    if not rule:
         return soft
     known = {"slopes": mods.alibi_slopes(context.model.num_heads)}
     return Mod(partial(_scored, rule, cap), tuple(known[name] for name in rule.data), {"": ()})

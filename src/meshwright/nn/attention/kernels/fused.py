@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -20,13 +21,19 @@ LEAST = 128
 
 @dataclass(frozen=True)
 class Fused:
-    """A kernel of one platform: a module with ``forward``, ``backward`` and ``BLOCKS``, and what it is ``able`` to do.
+    """A kernel of one platform: a module here with ``forward``, ``backward`` and ``BLOCKS``, and what it is ``able`` to
+    do. The module is loaded at its first use: Pallas takes time to import.
 
     Rules are elementwise on a tile and learn nothing. ``fits`` says whether lists of blocks do.
     """
 
-    kernel: Callable[[], ModuleType]
+    module: str
     able: Callable[[AttentionCall, Array, Array, Array], bool]
+
+    @property
+    def kernel(self) -> ModuleType:
+        """The module."""
+        return import_module(f"{__package__}.{self.module}")
 
     def takes(self, call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
         """True if the kernel computes the attention."""
@@ -34,14 +41,14 @@ class Fused:
             return False
         call = call.placed(q.shape[1], k.shape[1])
         rule, table = prepared(call, q, k, self._blocks(q, k))
-        fits = getattr(self.kernel(), "fits", None)
+        fits = getattr(self.kernel, "fits", None)
         return not rule.tables and (fits is None or fits(_lists(table, "queries")))
 
     def forward(self, call: AttentionCall, q: Array, k: Array, v: Array, **options: Any) -> AttentionResult:
         """Returns the result and the log-sum-exp in float32."""
         rule, table, blocks = self._prepared(call, q, k)
         arrays = padded(q, blocks[0], 1), *(padded(x, blocks[1], 1) for x in (k, v))
-        o, lse = self.kernel().forward(rule, _lists(table, "queries"), blocks, call.scale, *arrays, **options)
+        o, lse = self.kernel.forward(rule, _lists(table, "queries"), blocks, call.scale, *arrays, **options)
         return o[:, : q.shape[1]], lse[:, : q.shape[1]]
 
     def backward(
@@ -53,7 +60,7 @@ class Fused:
         arrays = padded(q, blocks[0], 1), *(padded(x, blocks[1], 1) for x in (k, v))
         lists = _lists(table, "queries"), _lists(table, "keys")
         own = dout.astype(q.dtype), o.astype(q.dtype), lse
-        dq, dk, dv = self.kernel().backward(rule, *lists, blocks, call.scale, own, *arrays, **options)
+        dq, dk, dv = self.kernel.backward(rule, *lists, blocks, call.scale, own, *arrays, **options)
         return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
 
     def _prepared(self, call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockTable, tuple[int, int]]:
@@ -62,7 +69,7 @@ class Fused:
         return counted(rule, call, blocks), table, blocks
 
     def _blocks(self, q: Array, k: Array) -> tuple[int, int]:
-        most = self.kernel().BLOCKS
+        most = self.kernel.BLOCKS
         rows, columns = (
             next((size for size in (most[n], most[n] // 2) if size >= LEAST and x.shape[1] % size == 0), LEAST)
             for n, x in enumerate((q, k))
@@ -74,20 +81,8 @@ def _lists(table: BlockTable, over: Any) -> BlockLists:
     return BlockLists(*map(jnp.asarray, table.lists(over)))
 
 
-def _tpu() -> ModuleType:
-    from meshwright.nn.attention.kernels import pallas_tpu
-
-    return pallas_tpu
-
-
-def _gpu() -> ModuleType:
-    from meshwright.nn.attention.kernels import mosaic_gpu
-
-    return mosaic_gpu
-
-
 PALLAS = Fused(
-    _tpu,
+    "pallas_tpu",
     lambda call, q, k, v: (
         call.platform == "tpu" and q.dtype.name in ("bfloat16", "float32") and q.shape[3] % 8 == v.shape[3] % 8 == 0
     ),
@@ -95,7 +90,7 @@ PALLAS = Fused(
 """Our kernels for TPUs: heads of a multiple of 8, in bf16 and float32."""
 
 MOSAIC = Fused(
-    _gpu,
+    "mosaic_gpu",
     lambda call, q, k, v: (
         call.platform == "cuda"
         and int(compute_capability()) == 9
