@@ -245,12 +245,12 @@ def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
 def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:
     """Returns the lines of one layer from x to x2: ``sliding`` limits its attention to the window, ``routed`` makes its
     feed-forward experts, ``rotates`` adds rope."""
+    data = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
     if model.latent_attention:
         given = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
-        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=_data(model, options) + given, x1="x1")
+        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=data + given, x1="x1")
     else:
-        result, data = "x0" if model.encoder else "x1", _data(model, options)
-        lines = _attention(model, result, sliding=sliding, data=data, rotates=rotates)
+        lines = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data, rotates=rotates)
     if model.encoder:
         given = given_attributes(sees_all=True, softcap=model.attention_softcap)
         lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=given)
@@ -330,11 +330,7 @@ def _attention(
     bare = "" if rotates or model.qkv_bias or model.qk_norm else "r"
     rotates = rotates and model.rotated_width > 0
     relative = model.relative_buckets > 0
-    others = {
-        data: True,
-        ", sinks[N]": model.attention_sinks and causal,
-        ", relative_bias[R,N]": relative,
-    }
+    others = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * relative
     given = given_attributes(
         sees_all=not causal,
         window=model.sliding_window if sliding else None,
@@ -351,13 +347,9 @@ def _attention(
         b="b" if model.qk_norm or rotates else "r",
         n="n" if rotates else "r",
         rotates=rotates,
-        others="".join(text for text, is_there in others.items() if is_there) + given,
+        others=others + given,
         x1=result,
     )
-
-
-def _data(model: Model, options: ProgramOptions) -> str:
-    return "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
 
 
 def _quoted(rule: str) -> str:

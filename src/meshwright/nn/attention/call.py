@@ -87,7 +87,8 @@ class AttentionCall:
         assert self.kv_idx is not None
         if self.table is not None:
             return self.table.resized(q_block, kv_block)
-        mask = _from_head(self.mask, self.first_head)
+        own, first = self.mask or noop(), self.first_head
+        mask: Mask = lambda b, h, q_idx, kv_idx: own(b, h + first, q_idx, kv_idx)  # noqa: E731
         sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
         if self.is_known:
             with jax.ensure_compile_time_eval():
@@ -98,13 +99,6 @@ class AttentionCall:
             return block_table(mask, q_idx=index[0], kv_idx=index[1], exact=False, **sizes)
         except NoRangesError:
             return _by_points(mask, *index, **sizes)
-
-
-def _from_head(mask: Mod | None, first: Any) -> Mask:
-    """Returns a mask whose heads are counted from ``first``."""
-    if mask is None:
-        return noop()
-    return lambda b, h, q_idx, kv_idx: mask(b, h + first, q_idx, kv_idx)
 
 
 def _by_points(

@@ -69,10 +69,11 @@ class TileRule(NamedTuple):
     def widened(self) -> "TileRule":
         """Returns the rule with arrays of 32 bits, the fewest that a scalar or a register of a tile has."""
 
-        def words(x: Array) -> Array:
-            return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+        def words(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+            kinds = (jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32 for x in arrays)
+            return tuple(x.astype(kind) for x, kind in zip(arrays, kinds, strict=True))
 
-        return self._replace(**{name: tuple(map(words, getattr(self, name))) for name in ("heads", "rows", "columns")})
+        return self._replace(heads=words(self.heads), rows=words(self.rows), columns=words(self.columns))
 
 
 class TileSizes(NamedTuple):

@@ -68,10 +68,8 @@ def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
 
 
 def _joined(rule: Rule, window: int | None, *arrays: Array) -> mods.Mask:
-    count = len(rule.data)
-    others = [*([] if window is None else [mods.window(window)]), *map(mods.document, arrays[count:])]
-    own = rule.make(*arrays[:count])
-    return mods.and_masks(own, *others) if others else own
+    count, near = len(rule.data), [] if window is None else [mods.window(window)]
+    return mods.and_masks(rule.make(*arrays[:count]), *near, *map(mods.document, arrays[count:]))
 
 
 def _distance_bias(step: Step, table: Any, first_head: Any) -> Mod:
@@ -82,17 +80,16 @@ def _distance_bias(step: Step, table: Any, first_head: Any) -> Mod:
 
 def _score(context: Context, step: Step) -> Mod | None:
     """Returns the rule of a step's scores, with its soft cap last."""
-    rule, cap = step.details.score and score_named(step.details.score), step.details.softcap
-    soft = None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
-    if not rule:
-        return soft
+    cap = step.details.softcap
+    if not step.details.score:
+        return None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
+    rule = score_named(step.details.score)
     known = {"slopes": mods.alibi_slopes(context.model.num_heads)}
     return Mod(partial(_scored, rule, cap), tuple(known[name] for name in rule.data), {"": ()})
 
 
 def _scored(rule: Rule, cap: float | None, *arrays: Array) -> mods.Score:
-    own: mods.Score = rule.make(*arrays)
-    return own if cap is None else mods.then(own, mods.softcap(cap))
+    return mods.then(rule.make(*arrays), *([] if cap is None else [mods.softcap(cap)]))
 
 
 STEPS = {"attention": attention, "attention_backward": partial(attention, backward=True)}
