@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops.attention import AttentionArrays
 from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.blocks import block_of, execute, groups, num_devices, split
 
@@ -97,25 +98,26 @@ def join_heads(kept, shared):
     return np.concatenate([kept, wide], -1)
 
 
-def attention_weights(q, k, here, everywhere, window, sinks):
-    """Weights over the keys, beside which a sink takes a share of its own, and the log of each sum."""
+def attention_weights(q, k, first, window, sinks):
+    """Weights of queries from position ``first`` on over all keys, beside which a sink takes a share of its own, and
+    the log of each sum."""
     heads = q.shape[2] // k.shape[2]
     scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, heads, 2)) / np.sqrt(q.shape[-1])
-    ahead = here[:, None, :, None] - everywhere[:, None, None, :]
+    ahead = first + np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])
     weights = np.where((ahead >= 0) & (ahead < window), np.exp(scores), 0.0)
     total = weights.sum(-1) + (0 if sinks is None else np.exp(sinks)[:, None])
     return weights / total[..., None], np.log(total).transpose(0, 2, 1), heads
 
 
-def attention(q, k, v, here, everywhere, window=10**9, sinks=None):
-    weights, lse, heads = attention_weights(q, k, here, everywhere, window, sinks)
+def attention(q, k, v, sinks=None, *, first, window):
+    weights, lse, heads = attention_weights(q, k, first, window, sinks)
     return np.einsum("bnts,bsnh->btnh", weights, np.repeat(v, heads, 2)), lse
 
 
-def attention_backward(dout, o, lse, q, k, v, here, everywhere, window=10**9, sinks=None):
-    weights, again, heads = attention_weights(q, k, here, everywhere, window, sinks)
+def attention_backward(dout, o, lse, q, k, v, sinks=None, *, first, window):
+    weights, again, heads = attention_weights(q, k, first, window, sinks)
     assert np.allclose(lse, again)
-    assert np.allclose(o, attention(q, k, v, here, everywhere, window, sinks)[0])
+    assert np.allclose(o, attention(q, k, v, sinks, first=first, window=window)[0])
     share = (dout * o).sum(-1).transpose(0, 2, 1)[..., None]
     dscores = weights * (np.einsum("btnh,bsnh->bnts", dout, np.repeat(v, heads, 2)) - share)
     dscaled = dscores / np.sqrt(q.shape[-1])
@@ -194,12 +196,11 @@ def _narrow(dout, array: ShardedArray, out: ShardedArray):
 
 
 def run_local(step: Step, blocks: list[np.ndarray], sizes: Mapping[str, int], rows: range) -> tuple:
-    """Results of one local op on one device; ``rows`` are those of a look-up's table that it holds."""
-    window = getattr(step.details, "window", None) or 10**9
-    sinks = next((b for a, b in zip(step.inputs, blocks, strict=True) if a.name.startswith("sinks")), None)
+    """Results of one local op on one device; ``rows`` are those that it has of a look-up's table, or of queries."""
+    seen = {"first": rows.start, "window": getattr(step.details, "window", None) or 10**9}
     special = {
-        "attention": lambda: attention(*blocks[-5:], window=window, sinks=sinks),
-        "attention_backward": lambda: attention_backward(*blocks[:3], *blocks[-5:], window=window, sinks=sinks),
+        "attention": lambda: attention(*blocks, **seen),
+        "attention_backward": lambda: attention_backward(*blocks, **seen),
         "rope_backward": lambda: rope(*blocks, sign=-1.0),
         "bias_add": lambda: blocks[0] + blocks[1].reshape(_broadcast(step.inputs[1], step.inputs[0], blocks[1])),
         "bias_add_backward": lambda: _narrow(blocks[0], step.result, step.inputs[0]),
@@ -257,26 +258,30 @@ def _everywhere(step: Step, made: Values, mesh: Mapping[str, int], sizes: Mappin
 
 
 def _rows(step: Step, device: int, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> range:
-    """Rows of a look-up's table that a device holds."""
-    if not step.op.startswith("embed"):
+    """Rows of a look-up's table, or of the queries, that a device holds."""
+    if step.op.startswith("attention"):
+        array, dim = AttentionArrays.of(step).q, 1
+    elif step.op.startswith("embed"):
+        array, dim = step.inputs[1] if step.op == "embed" else step.result, 0
+    else:
         return range(0)
-    table = step.inputs[1] if step.op == "embed" else step.result
-    number = sizes[table.dims[0]] // math.prod(mesh[axis] for axis in table.axes[0])
-    first = block_of(table, mesh, device)[0] * number
+    number = sizes[array.dims[dim]] // math.prod(mesh[axis] for axis in array.axes[dim])
+    first = block_of(array, mesh, device)[dim] * number
     return range(first, first + number)
 
 
 def _ring(step: Step, made: Values, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> list[tuple]:
     """Keys of the whole ring for every device; cotangents of keys summed over the ring, each its own block."""
-    inputs = step.inputs
-    k, v = len(inputs) - 4, len(inputs) - 3
+    given = 3 if step.op == "attention_backward" else 0
+    inputs = (*step.inputs[:given], *step.inputs[given + 2 :])
+    k, v = given + 1, given + 2
     found: list[tuple] = [()] * num_devices(mesh)
     for group in groups(mesh, step.details.ring):
         whole = {i: np.concatenate([made[inputs[i]][device] for device in group], 1) for i in (k, v)}
         results = []
         for device in group:
             blocks = [whole.get(i, made[array][device]) for i, array in enumerate(inputs)]
-            results.append(run_local(step, blocks, sizes, range(0)))
+            results.append(run_local(step, blocks, sizes, _rows(step, device, mesh, sizes)))
         if step.op == "attention":
             found = [results[group.index(device)] if device in group else old for device, old in enumerate(found)]
             continue

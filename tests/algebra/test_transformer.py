@@ -83,4 +83,4 @@ def test_what_enters_attention_has_the_names_that_policies_keep():
         program = transformer(load_model(name))
         for block in program.blocks:
             for op in (op for op in block.ops if op.kind == "attention"):
-                assert op.inputs[:4] == ("qr", "kr", "v", "positions")
+                assert op.inputs[:3] == ("qr", "kr", "v")

@@ -18,7 +18,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "verify": ("wall_s", "cpu_s", "max_rss_bytes"),
     "shard": ("run/time_s", "run/error", "run/seconds"),
     "bench": ("*",),
-    "train": ("step_s", "tokens_per_s", "mfu", "hfu", "compile_s", "goodput*", "memory*", "*_s", "*bytes*", "machine*"),
+    "train": ("step_s", "tokens_per_s", "mfu*", "hfu", "compile_s", "goodput*", "memory*", "*_s", "*byte*", "machine*"),
     "generate": ("pace*", "*_s"),
 }
 """Verb -> patterns over the paths of its measured values."""
@@ -61,7 +61,9 @@ def said_by(case: Case) -> dict[str, Any]:
 def _without_measured(value: Any, patterns: tuple[str, ...], path: str = "") -> Any:
     """The same with types in the place of what is measured."""
     if isinstance(value, dict):
-        return {key: _without_measured(item, patterns, f"{path}/{key}".strip("/")) for key, item in value.items()}
+        # a file of the command's folder may be a key
+        fields = {re.sub(r"^/tmp/[^/]+", "/tmp/...", key): item for key, item in value.items()}
+        return {key: _without_measured(item, patterns, f"{path}/{key}".strip("/")) for key, item in fields.items()}
     measured = any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
     if isinstance(value, list):
         if measured:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from meshwright.algebra.generation import generation_program
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.masks.names import example_data
+from meshwright.masks.names import example_data, mask_named
 from meshwright.nn.weights import init_params
 from meshwright.parallel.train_step import TrainStep
 from tests.parallel.cases import RELATIVE, keep_gradients, strategy_of
@@ -52,9 +52,9 @@ def batch(rule):
     model = model_of(rule)
     draw = np.random.default_rng(1).integers
     found = {n: draw(0, model.vocab_size, (BATCH_SEQS, SEQ_LEN)).astype(np.int32) for n in ("tokens", "labels")}
-    names = model.mask_rule.data
-    data = example_data(model.mask_rule, length=SEQ_LEN, batch=BATCH_SEQS)
-    return found | {n: np.asarray(x, np.int32) for n, x in zip(names, data, strict=True)}
+    read = mask_named(model.attention_mask)
+    data = example_data(read, length=SEQ_LEN, batch=BATCH_SEQS)
+    return found | {n: np.asarray(x, np.int32) for n, x in zip(read.data, data, strict=True)}
 
 
 @lru_cache

@@ -301,7 +301,7 @@ class _Writer:
 
     def _attention(self, op: Op, block: Block) -> None:
         """Writes keys and values, or latents and rotated keys, into the cache; in decode, attention reads the cache."""
-        q, k, v, positions, *others = op.inputs
+        q, k, v, *others = op.inputs
         made_by = {made.out: made for made in block.ops}
         sources = {"k": k, "v": v}
         if self.model.latent_attention:
@@ -313,13 +313,13 @@ class _Writer:
         if paged:
             # for each sequence the numbers of its pages
             self.variables[PAGES] = Variable(PAGES, ("B", "Bp"), "position")
-        where = ("last" if self.phase == "prefill" else positions, *index)
+        where = ("last" if self.phase == "prefill" else "positions", *index)
         cached, cached_scales = list[str](), list[str]()
         for letter, source in sources.items():
             array, *its_scales = self._write(f"cache_{letter}{suffix}", source, where, paged)
             cached.append(array)
             cached_scales += its_scales
-        inputs = (*cached, positions, *index, *cached_scales)
+        inputs = (*cached, "positions", *index, *cached_scales)
         attributes = (*op.attributes, *paged)
         if self.phase == "prefill":
             self.ops.append(op)

@@ -12,6 +12,7 @@ import msgspec
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.program import Block, Op, Variable
 from meshwright.core.errors import InputError
+from meshwright.masks.names import mask_named
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import adapted, has_frozen_matrices, weight_table
 
@@ -60,7 +61,7 @@ ATTENTION = """
     k~{n}[B,T,K,H] = wide_rms_norm(k~[B,T,K,H], k_norm[K,H]) if wide_qk_norm
     k~r[B,T,K,H] = rope(k~[B,T,K,H], positions[B,T]) if rotates
     v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H]) if qkv_bias
-    o[B,T,N,H] = {attention}(q~[B,T,N,H], k~[B,T,K,H], v[B,T,K,H]{others})
+    o[B,T,N,H] = attention(q~[B,T,N,H], k~[B,T,K,H], v[B,T,K,H]{others})
     a[B,T,D] = o[B,T,N,H] * wo[N,H,D]
 """
 
@@ -81,7 +82,7 @@ LATENT_ATTENTION = """
     qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])
     kpr[B,T,Hr] = rope(kp~[B,T,Hr], positions[B,T])
     kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])
-    o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{others})
+    o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv]{others})
     a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]
 """
 """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
@@ -237,20 +238,19 @@ def loss_text(model: Model, options: ProgramOptions) -> str:
 
 def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
     """Returns the arrays that the decoder's attention reads of each sequence, by name."""
-    rule = model.mask_rule
-    names = () if rule is None else rule.data
+    names = mask_named(model.attention_mask).data if model.attention_mask else ()
     return names if "documents" in names or not options.documents else (*names, "documents")
 
 
 def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:
     """Returns the lines of one layer from x to x2: ``sliding`` limits its attention to the window, ``routed`` makes its
     feed-forward experts, ``rotates`` adds rope."""
+    data = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
     if model.latent_attention:
         given = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
-        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=_data(model, options) + given, x1="x1")
+        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=data + given, x1="x1")
     else:
-        result, data = "x0" if model.encoder else "x1", _data(model, options)
-        lines = _attention(model, result, sliding=sliding, data=data, rotates=rotates)
+        lines = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data, rotates=rotates)
     if model.encoder:
         given = given_attributes(sees_all=True, softcap=model.attention_softcap)
         lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=given)
@@ -330,12 +330,7 @@ def _attention(
     bare = "" if rotates or model.qkv_bias or model.qk_norm else "r"
     rotates = rotates and model.rotated_width > 0
     relative = model.relative_buckets > 0
-    others = {
-        ", positions[B,T]": causal or relative,
-        data: True,
-        ", sinks[N]": model.attention_sinks and causal,
-        ", relative_bias[R,N]": relative,
-    }
+    others = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * relative
     given = given_attributes(
         sees_all=not causal,
         window=model.sliding_window if sliding else None,
@@ -352,14 +347,9 @@ def _attention(
         b="b" if model.qk_norm or rotates else "r",
         n="n" if rotates else "r",
         rotates=rotates,
-        attention=f"{'relative_' * relative}attention",
-        others="".join(text for text, is_there in others.items() if is_there) + given,
+        others=others + given,
         x1=result,
     )
-
-
-def _data(model: Model, options: ProgramOptions) -> str:
-    return "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
 
 
 def _quoted(rule: str) -> str:

@@ -99,11 +99,7 @@ def neighbourhood(length: int, kernel: int) -> Mask:
     (2022).
     """
     _check_kernel(kernel, length)
-
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return abs(_inside(q_idx, length, kernel) - kv_idx) <= kernel // 2
-
-    return mask
+    return lambda b, h, q_idx, kv_idx: abs(_inside(q_idx, length, kernel) - kv_idx) <= kernel // 2
 
 
 def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mask:

@@ -67,7 +67,6 @@ class Rule(NamedTuple):
     ``page_len`` is that of `paged`, 0 without.
     """
 
-    text: str
     data: tuple[str, ...]
     make: Callable[..., Any]
     terms: dict[str, tuple[Any, ...]]
@@ -79,7 +78,7 @@ MOST_TERMS = 32
 
 
 def mask_named(text: str) -> Rule:
-    """Returns the mask that an expression of names describes.
+    """Returns the mask that an expression of names describes; a colon in it is a comma.
 
     Raises:
         InputError: the expression is not one, or a name or a parameter is not in the catalogue.
@@ -94,7 +93,7 @@ def score_named(text: str) -> Rule:
 
 def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping[Any, Callable[..., Any]]) -> Rule:
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip().replace(":", ","), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.") from error
     if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) >= MOST_TERMS:
@@ -120,21 +119,20 @@ def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping
         terms = {}
     elif "sliding_window" in terms:
         terms |= {"causal": (), "window": terms.pop("sliding_window")}
-    return Rule(text, names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms, page_len)
+    return Rule(names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms, page_len)
 
 
 def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask]) -> tuple[str, dict[str, Any]]:
     """Returns the name and the parameters of one term."""
-    head = node.func if isinstance(node, ast.Call) else node
+    head, args, words = (node.func, node.args, node.keywords) if isinstance(node, ast.Call) else (node, [], [])
     if not isinstance(head, ast.Name):
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.")
     name = head.id
     if name not in entries:
         raise InputError(f"{what} {text!r} has {name!r}.{nearest(name, entries)} `meshwright mask` lists all.")
     parameters = entries[name].parameters
-    values = [*node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
-    keys = list(parameters[: len(node.args)]) if isinstance(node, ast.Call) else []
-    keys += [word.arg or "**" for word in node.keywords] if isinstance(node, ast.Call) else []
+    values = [*args, *(word.value for word in words)]
+    keys = [*parameters[: len(args)], *(word.arg or "**" for word in words)]
     required = set(parameters) - {"slope", "tile"}
     if len(values) != len(keys) or len(set(keys)) < len(keys) or not required <= set(keys) <= set(parameters):
         raise InputError(f"{what} {text!r}: {name} has other parameters. Write {usage(name, parameters)}.")
@@ -171,58 +169,37 @@ def _example(entries: Mapping[str, NamedMask]) -> str:
 def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, seed: int = 0) -> tuple[np.ndarray, ...]:
     """Returns arrays of the kind that a rule reads, drawn at random: about eight documents, a prefix of a quarter, two
     images, a tree of random ancestors, pages in random order."""
-    rng = np.random.default_rng(seed)
-    made = {name: _EXAMPLES[name](rng, batch, length, heads) for name in rule.data}
-    if {"enter", "leave"} <= made.keys():
-        before = rng.integers(1, 8, (batch, length), endpoint=True)
-        made["enter"], made["leave"] = mods.tree_walk(np.maximum(np.arange(length) - before, -1))
-    if "starts" in made:
-        numbers = np.arange(made["starts"].shape[1])
+    rng, shape, rows = np.random.default_rng(seed), (batch, length), np.arange(length, dtype=np.int32)
+    draw: dict[str, Callable[[], np.ndarray]] = {
+        "prefix": lambda: np.full(batch, max(1, length // 4), np.int32),
+        "documents": lambda: np.minimum(np.cumsum(rng.random(shape) < 8 / length, 1), _MOST_DOCUMENTS - 1).astype(
+            np.int32
+        ),
+        "lengths": lambda: rng.integers(length // 2, length, batch, endpoint=True),
+        "is_global": lambda: np.broadcast_to(rows % max(1, length // 4) == 0, shape).astype(np.int32),
+        "distances": lambda: np.broadcast_to(np.minimum(abs(rows[:, None] - rows), 7), (*shape, length)),
+        "spans": lambda: np.broadcast_to(
+            sum(n * ((rows >= at) & (rows < at + length // 4)) for n, at in enumerate((length // 8, length // 2), 1)),
+            shape,
+        ),
+        "slopes": lambda: mods.alibi_slopes(heads),
+        "bias": lambda: rng.normal(size=heads).astype(np.float32),
+        "table": lambda: rng.normal(size=(heads, 8)).astype(np.float32),
+        "edge_table": lambda: rng.normal(size=(heads, 3, 4)).astype(np.float32),
+        "kinds": lambda: rng.integers(0, 4, (*shape, length, 3), np.int32),
+        "counts": lambda: rng.integers(0, 4, (*shape, length), np.int32),
+    }
+    made = {name: draw[name]() for name in rule.data if name in draw}
+    if "enter" in rule.data:
+        before = rng.integers(1, 8, shape, endpoint=True)
+        made["enter"], made["leave"] = mods.tree_walk(np.maximum(rows - before, -1))
+    if "starts" in rule.data:
+        numbers = np.arange(_MOST_DOCUMENTS + 1)
         made["starts"] = np.stack([np.searchsorted(row, numbers) for row in made["documents"]]).astype(np.int32)
         made["prefix_of"] = np.broadcast_to(numbers[:-1] // 4 * 4, (batch, len(numbers) - 1)).astype(np.int32)
-    if "owner" in made:
-        pages = -(-length // rule.page_len)
-        made["owner"] = np.stack([rng.permutation(pages) for _ in range(batch)])
+    if "owner" in rule.data:
+        made["owner"] = np.stack([rng.permutation(-(-length // rule.page_len)) for _ in range(batch)])
     return tuple(made[name] for name in rule.data)
 
 
-def _documents(rng: np.random.Generator, batch: int, length: int, heads: int) -> np.ndarray:
-    starts = rng.random((batch, length)) < 8 / length
-    return np.minimum(np.cumsum(starts, axis=1), _MOST_DOCUMENTS - 1).astype(np.int32)
-
-
 _MOST_DOCUMENTS = 32
-
-
-def _spans(rng: np.random.Generator, batch: int, length: int, heads: int) -> np.ndarray:
-    spans = np.zeros((batch, length), np.int32)
-    for number, at in enumerate((length // 8, length // 2), 1):
-        spans[:, at : at + length // 4] = number
-    return spans
-
-
-_EXAMPLES: dict[str, Callable[[np.random.Generator, int, int, int], np.ndarray]] = {
-    "prefix": lambda rng, batch, length, heads: np.full(batch, max(1, length // 4), np.int32),
-    "documents": _documents,
-    "lengths": lambda rng, batch, length, heads: rng.integers(length // 2, length, batch, endpoint=True),
-    "is_global": lambda rng, batch, length, heads: (
-        (np.arange(length) % max(1, length // 4) == 0) * np.ones((batch, 1), np.int32)
-    ),
-    "enter": lambda rng, batch, length, heads: np.zeros(0),
-    "leave": lambda rng, batch, length, heads: np.zeros(0),
-    "distances": lambda rng, batch, length, heads: np.broadcast_to(
-        np.minimum(abs(np.arange(length, dtype=np.int32)[:, None] - np.arange(length, dtype=np.int32)), 7),
-        (batch, length, length),
-    ),
-    "starts": lambda rng, batch, length, heads: np.zeros((batch, _MOST_DOCUMENTS + 1), np.int32),
-    "prefix_of": lambda rng, batch, length, heads: np.zeros(0),
-    "spans": _spans,
-    "owner": lambda rng, batch, length, heads: np.zeros(0),
-    "slopes": lambda rng, batch, length, heads: mods.alibi_slopes(heads),
-    "bias": lambda rng, batch, length, heads: rng.normal(size=heads).astype(np.float32),
-    "table": lambda rng, batch, length, heads: rng.normal(size=(heads, 8)).astype(np.float32),
-    "edge_table": lambda rng, batch, length, heads: rng.normal(size=(heads, 3, 4)).astype(np.float32),
-    "kinds": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length, 3), np.int32),
-    "counts": lambda rng, batch, length, heads: rng.integers(0, 4, (batch, length, length), np.int32),
-}
-"""How example arrays are drawn; trees and prefixes are made from several."""

@@ -108,8 +108,7 @@ class Ranges:
         return Ranges(self.high <= two.low, self.low <= two.high, _points(lambda x, y: x <= y, self, two))
 
     def __lt__(self, other: Any) -> "Ranges":
-        two = _ranges(other)
-        return Ranges(self.high < two.low, self.low < two.high, _points(lambda x, y: x < y, self, two))
+        return ~(_ranges(other) <= self)
 
     def __ge__(self, other: Any) -> "Ranges":
         return _ranges(other) <= self

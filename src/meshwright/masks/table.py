@@ -127,16 +127,11 @@ def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
         return xp.repeat(kinds, block // wanted, axis=axis)
     if wanted % block:
         raise InputError(f"blocks of {wanted} positions of a table of blocks of {block}. Use a multiple or a divisor.")
-    each, axis = wanted // block, axis % kinds.ndim
-    size = kinds.shape[axis]
-    parts = xp.stack(
-        [
-            xp.take(kinds, xp.minimum(xp.arange(at, size + at, each)[: -(-size // each)], size - 1), axis=axis)
-            for at in range(each)
-        ]
-    )
-    low, high = xp.min(parts, axis=0), xp.max(parts, axis=0)
-    return xp.where(low == high, low, PARTIAL).astype(kinds.dtype)
+    each, last = wanted // block, xp.moveaxis(kinds, axis, -1)
+    missing = [(0, 0)] * (kinds.ndim - 1) + [(0, -kinds.shape[axis] % each)]
+    parts = xp.pad(last, missing, mode="edge").reshape(*last.shape[:-1], -1, each)
+    low, high = xp.min(parts, axis=-1), xp.max(parts, axis=-1)
+    return xp.moveaxis(xp.where(low == high, low, PARTIAL).astype(kinds.dtype), -1, axis)
 
 
 def block_table(

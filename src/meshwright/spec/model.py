@@ -1,15 +1,12 @@
 """A transformer as frozen plain data: every size and switch that counting, planning or running needs."""
 
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import Checked, check_figures, shown
-
-if TYPE_CHECKING:
-    from meshwright.masks.names import Rule
 
 Family = Literal[
     "llama",
@@ -283,12 +280,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.encoder and (self.latent_attention or min(self.encoder.num_layers, self.encoder.length) < 1):
             raise InputError(f"{self.name}: an encoder needs at least 1 layer and 1 position, and kv_lora_rank=0.")
-        for what, rule, able in (("mask", self.mask_rule, MASK_DATA), ("score", self.score_rule, ("slopes",))):
-            unknown = [name for name in rule.data if name not in able] if rule else []
-            if rule and unknown:
-                raise InputError(
-                    f"{self.name}: attention_{what}={rule.text!r} reads {unknown[0]}, which no batch has. Use another."
-                )
+        self._check_rules()
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise InputError(
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
@@ -313,24 +305,19 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"enough of them for the experts of a token."
             )
 
-    @property
-    def mask_rule(self) -> "Rule | None":
-        """The rule of ``attention_mask``, None where there is none."""
-        if not self.attention_mask:
-            return None
-        # not at the top: few models have one, and NumPy takes longer to load than a model to read
-        from meshwright.masks.names import mask_named
+    def _check_rules(self) -> None:
+        if not (self.attention_mask or self.attention_score):
+            return
+        # not at the top: few models have a rule, and NumPy takes longer to load than a model to read
+        from meshwright.masks.names import mask_named, score_named
 
-        return mask_named(self.attention_mask)
-
-    @property
-    def score_rule(self) -> "Rule | None":
-        """The rule of ``attention_score``, None where there is none."""
-        if not self.attention_score:
-            return None
-        from meshwright.masks.names import score_named
-
-        return score_named(self.attention_score)
+        for field, named, able in (("mask", mask_named, MASK_DATA), ("score", score_named, ("slopes",))):
+            text = getattr(self, f"attention_{field}")
+            unknown = [name for name in named(text).data if name not in able] if text else []
+            if unknown:
+                raise InputError(
+                    f"{self.name}: attention_{field}={text!r} reads {unknown[0]}, which no batch has. Use another."
+                )
 
     @property
     def dims(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy
 
 ATTENTION = """
-o[B,T,N,H] = attention(q[B,T,N,H], k[B,T,K,H], v[B,T,K,H], positions[B,T])
+o[B,T,N,H] = attention(q[B,T,N,H], k[B,T,K,H], v[B,T,K,H])
 """
 RULES = {"activation": {"N": ("Y",), "K": ("Y",), "T": ("X",)}}
 
@@ -54,7 +54,7 @@ RING = (
 
 
 def attention(way, *, text=ATTENTION, rules=RULES, mesh=None):
-    variables = {"positions": Variable("positions", ("B", "T"), "position")}
+    variables = dict[str, Variable]()
     block = parse_block("layer", text, variables, carry="q", result="o")
     strategy = Strategy(mesh=mesh or {"X": 4, "Y": 2}, assignment=rules, remat="none", context_attention=way)
     return derive(Program((block,), variables), strategy).blocks[0]

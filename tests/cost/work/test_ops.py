@@ -53,9 +53,9 @@ def test_a_result_that_is_added_is_read_once_more():
 def attention_steps():
     q, o = "q[B_{data,fsdp}, T_context, N_tensor, H]", "o[B_{data,fsdp}, T_context, N_tensor, H]"
     k, v = "k[B_{data,fsdp}, T, K_tensor, H]", "v[B_{data,fsdp}, T, K_tensor, H]"
-    here, everywhere = "p[B_{data,fsdp}, T_context]", "p[B_{data,fsdp}, T]"
-    forward = step("attention", [q, k, v, here, everywhere], o)
-    backward = step("attention_backward", [o, q, k, v, here, everywhere], q, k, v)
+    lse = "lse[B_{data,fsdp}, T_context, N_tensor]"
+    forward = step("attention", [q, k, v], o)
+    backward = step("attention_backward", [o, o, lse, q, k, v], q, k, v)
     return forward, backward
 
 
@@ -89,22 +89,20 @@ def test_a_window_and_a_causal_kernel_meet_fewer_keys():
 
 def test_values_may_be_narrower_than_keys():
     q, k, v = "q[B, T, N, H]", "k[B, T, N, H]", "v[B, T, N, Hv]"
-    arrays = [q, k, v, "p[B, T]", "p[B, T]"]
     counted = sizes(dims=DIMS | {"Hv": 4.0})
     pairs = 8 * 4 * 16 * 16
-    assert op_flops(step("attention", arrays, "o[B, T, N, Hv]"), counted) == 2 * pairs * (8 + 4)
-    backward = step("attention_backward", ["o[B, T, N, Hv]", *arrays], q, k, v)
+    assert op_flops(step("attention", [q, k, v], "o[B, T, N, Hv]"), counted) == 2 * pairs * (8 + 4)
+    backward = step("attention_backward", ["o[B, T, N, Hv]", "o[B, T, N, Hv]", "lse[B, T, N]", q, k, v], q, k, v)
     assert op_flops(backward, counted) == 2 * pairs * (3 * 8 + 2 * 4)
 
 
 def test_round_a_ring_every_key_comes_by_and_queries_are_read_again():
     q, o = "q[B, T_context, N, H]", "o[B, T_context, N, H]"
     k, v = "k[B, T_context, K, H]", "v[B, T_context, K, H]"
-    here, everywhere = "p[B, T_context]", "p[B, T]"
-    ring = step("attention", [k, v, q, k, v, here, everywhere], o, details=Attention(ring=("context",)))
-    whole = step("attention", [q, k.replace("_context", ""), v.replace("_context", ""), here, everywhere], o)
+    ring = step("attention", [k, v, q, k, v], o, details=Attention(ring=("context",)))
+    whole = step("attention", [q, k.replace("_context", ""), v.replace("_context", "")], o)
     assert op_flops(ring, sizes()) == op_flops(whole, sizes())
-    one = 2 * 8 * (16 / 4) * 8 * (2 * 4 + 2 * 2) + 2 * 8 * (16 / 4 + 16)  # q, o, k, v and positions
+    one = 2 * 8 * (16 / 4) * 8 * (2 * 4 + 2 * 2)  # q, o, k and v
     assert op_hbm_bytes(ring, sizes()) == 4 * one
 
 

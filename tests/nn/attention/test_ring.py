@@ -159,8 +159,8 @@ def _eqns(jaxpr):
 def derived(mesh, window):
     """How often the derived permutes move a block, forward and backward."""
     rule = f"; window={window}" if window else ""
-    text = f"o[B,T,N,H] = attention(q[B,T,N,H], k[B,T,K,H], v[B,T,K,H], positions[B,T]{rule})\n"
-    variables = {"positions": Variable("positions", ("B", "T"), "position")}
+    text = f"o[B,T,N,H] = attention(q[B,T,N,H], k[B,T,K,H], v[B,T,K,H]{rule})\n"
+    variables = dict[str, Variable]()
     block = parse_block("layer", text, variables, carry="q", result="o")
     sizes = dict(mesh.shape)
     rules = {"activation": {"T": tuple(sizes)}}

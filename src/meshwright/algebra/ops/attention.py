@@ -4,6 +4,7 @@ gathered instead of going round a ring. Their dim of positions may differ from t
 """
 
 from functools import lru_cache, partial
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape, axes_beside
 from meshwright.core.errors import InputError
 from meshwright.masks import mods
-from meshwright.masks.names import Rule, example_data, mask_named, score_named
+from meshwright.masks.names import example_data, mask_named
 from meshwright.masks.table import block_table
 
 TILE_ROWS, MOST_TILES = 128, 8
@@ -26,81 +27,59 @@ TILE_ROWS, MOST_TILES = 128, 8
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: ``sees_all`` says that every query sees every key, without positions; ``window`` is in positions,
-    ``softcap`` bounds the scores, and ``ring`` has the mesh axes around which keys are sent. ``mask`` is the rule in
-    place of causal, ``score`` one for scores, as `layers` writes them (`mask_rule`, `score_rule`)."""
+    """Details: ``sees_all`` says that every query sees every key; ``window`` is in positions, ``softcap`` bounds the
+    scores, and ``ring`` has the mesh axes around which keys are sent. ``mask`` is the rule in place of causal,
+    ``score`` one for scores, as `layers` writes them. With a ``distance`` scores have T5's
+    learnt bias of each head for each bucket of distances, of which all from ``distance`` on share the last."""
 
     sees_all: bool = False
     window: int | None = None
     softcap: float | None = None
     mask: str = ""
     score: str = ""
+    distance: int = 0
     ring: tuple[str, ...] = ()
 
     @property
-    def mask_rule(self) -> Rule | None:
-        """The rule of ``mask``, None for causal."""
-        return mask_named(self.mask.replace(":", ",")) if self.mask else None
-
-    @property
-    def score_rule(self) -> Rule | None:
-        """The rule of ``score``, None where there is none."""
-        return score_named(self.score.replace(":", ",")) if self.score else None
-
-    @property
     def can_ring(self) -> bool:
-        """True if keys can be sent round a ring block by block."""
-        return not self.sees_all
+        """True if keys can be sent round a ring block by block. Blocks of a bias would each need their own part."""
+        return not (self.sees_all or self.distance)
 
 
 class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
     """Operands of an attention step by role: ShardedArrays of the step, or the values that an interpreter has for them.
 
     A backward step is ``given`` the cotangent of the result, the result and its log-sum-exp. ``passing`` are the keys
-    and values that go round a ring. ``documents`` are the arrays that the mask reads of each sequence, those of queries
-    and of all keys in turn. ``sinks`` is the
-    parameter of each head: its sink, or its biases of distances. Operands that an op does not have are empty or None.
+    and values that go round a ring. ``data`` are the arrays that the mask reads of each sequence, of all positions.
+    ``per_head`` is the parameter of each head: its sink, or its biases of distances. Operands that an op does not have
+    are empty or None.
     """
 
-    given: tuple[Any, ...] = ()
-    passing: tuple[Any, ...] = ()
-    sinks: Any | None = None
-    documents: tuple[Any, ...] = ()
+    given: tuple[Any, ...]
+    passing: tuple[Any, ...]
     q: Any
     k: Any
     v: Any
-    positions: Any = None
-    key_positions: Any = None
+    data: tuple[Any, ...]
+    per_head: Any | None
 
     @classmethod
     def of(cls, step: Step, values: Any = None) -> "AttentionArrays":
         """Returns the operands of a step, or the values given for them in the order of its inputs."""
         held = step.inputs if values is None else tuple(values)
-        # q, k and v, of four dims, end the inputs, or positions of queries and keys after them
-        placed = len(step.inputs[-1].dims) == 2
-        left = len(held) - (5 if placed else 3)
         given = 3 if step.op.endswith("_backward") else 0
-        passing = given + (2 if step.details.ring else 0)
-        documents = 2 * (sum("B" in array.dims for array in step.inputs[passing:left]) // 2)
-        q, k, v, positions, key_positions = held[left:] if placed else (*held[left:], None, None)
+        own = given + (2 if step.details.ring else 0)
+        q, k, v, *others = held[own:]
+        of_rows = ["B" in array.dims for array in step.inputs[own + 3 :]]
         return cls(
             given=held[:given],
-            passing=held[given:passing],
-            sinks=held[passing] if left - documents > passing else None,
-            documents=held[left - documents : left],
+            passing=held[given:own],
             q=q,
             k=k,
             v=v,
-            positions=positions,
-            key_positions=key_positions,
+            data=tuple(compress(others, of_rows)),
+            per_head=next((other for other, of_row in zip(others, of_rows, strict=True) if not of_row), None),
         )
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """The operands in the order of a step's inputs."""
-        sinks = () if self.sinks is None else (self.sinks,)
-        positions = () if self.positions is None else (self.positions, self.key_positions)
-        return (*self.given, *self.passing, *sinks, *self.documents, self.q, self.k, self.v, *positions)
 
 
 def positions_of(array: ShardedArray) -> str:
@@ -108,11 +87,10 @@ def positions_of(array: ShardedArray) -> str:
     return array.dims[1]
 
 
-def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArrays, tuple[ShardedArray, ...]]:
-    """Returns the details, the operands of the local attention, and the op's inputs resharded for it."""
-    details = tape.details(form)
+def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
+    """Returns the details, and the op's inputs resharded so that attention is local."""
+    details = tape.details(Attention)
     q, k, v, *others = tape.inputs
-    placed = bool(others) and tape.shardings.program.variables[tape.op.inputs[3]].role == "position"
     heads = k.axes_of(k.dims[2])
     if q.axes_of(q.dims[2])[: len(heads)] == heads:
         # devices beyond those that split kv heads have queries of other positions instead of other heads
@@ -120,8 +98,7 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
             raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. Split N as K.")
-    there = others[0].axes_of(positions_of(q)) if placed else ()
-    axes = tuple(a for a in q.axes_of(positions_of(q)) if a not in there)
+    axes = q.axes_of(positions_of(q))
     way = tape.shardings.strategy.context_attention if axes else "gather"
     if way == "ring" and details.can_ring:
         if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
@@ -129,24 +106,11 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
         details = replace(details, ring=axes)
     elif way == "ulysses":
         # heads take the axes of positions
-        q, k, v = (a.resharded({a.dims[1]: there, a.dims[2]: a.axes[2] + axes}) for a in (q, k, v))
+        q, k, v = (a.resharded({a.dims[1]: (), a.dims[2]: a.axes[2] + axes}) for a in (q, k, v))
     else:
-        k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
-    here = [other.like(q) for other in others]
-    # arrays with rows are needed for queries and for keys
-    pairs = (pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims)
-    rows = [(own, own if own.axes[1:] == whole.axes[1:] else whole) for own, whole in pairs]
-    positions, key_positions = rows.pop(0) if placed else (None, None)
-    arrays = AttentionArrays(
-        sinks=next((array for array in here if "B" not in array.dims), None),
-        documents=tuple(array for pair in rows for array in pair),
-        q=q,
-        k=k,
-        v=v,
-        positions=positions,
-        key_positions=key_positions,
-    )
-    return details, arrays, (q, k, v, *here)
+        k, v = (key.resharded({positions_of(key): ()}) for key in (k, v))
+    # what a mask reads is whole along positions
+    return details, (q, k, v, *(other.like(q).resharded({"T": ()}) for other in others))
 
 
 def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
@@ -156,33 +120,33 @@ def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, Shard
     return out.like(q), ShardedArray(f"{out.name.removesuffix('o')}lse", rows, axes, dtype="fp32")
 
 
-def forward(tape: Tape, form: type[Attention] = Attention) -> None:
-    """Reshards queries, keys and values so that attention is local, then its result; ``form`` types the details."""
-    details, arrays, needed = _layout(tape, form)
+def forward(tape: Tape) -> None:
+    """Reshards queries, keys and values so that attention is local, then its result."""
+    details, needed = _layout(tape)
     for array, target in zip(tape.inputs, needed, strict=True):
         tape.move(array, target)
-    result, lse = _statistics(tape.out, arrays.q)
-    step = Step(op=tape.op.kind, inputs=arrays.inputs, result=result, more=(lse,), details=details)
-    tape.add(*in_ring(step, (arrays.k, arrays.v)))
+    result, lse = _statistics(tape.out, needed[0])
+    step = Step(op=tape.op.kind, inputs=needed, result=result, more=(lse,), details=details)
+    tape.add(*in_ring(step, needed[1:3]))
     tape.move(result, tape.out)
 
 
-def backward(tape: Tape, form: type[Attention] = Attention) -> None:
+def backward(tape: Tape) -> None:
     """Makes the cotangents of queries, keys and values; those of keys and values are unreduced if queries are split."""
-    details, arrays, needed = _layout(tape, form)
-    q, keys = arrays.q, (arrays.k, arrays.v)
+    details, needed = _layout(tape)
+    q, *keys = needed[:3]
     dout = tape.move(tape.dout, tape.dout.like(q))
     o, lse = _statistics(tape.out, q)
-    tape.need(*arrays.inputs, lse)
+    tape.need(*needed, lse)
     # where the result is kept, it is kept in the sharding of the product after it
     tape.move(tape.out, o)
-    partial = tuple(a for a in q.axes_of(positions_of(q)) if a not in arrays.k.axes_of(positions_of(arrays.k)))
+    partial = tuple(a for a in q.axes_of(positions_of(q)) if a not in keys[0].axes_of(positions_of(keys[0])))
     names = [*tape.op.inputs[:3], *(array.name for array in needed[3:] if "B" not in array.dims)]
     dq, *cotangents = (tape.cotangent(name) for name in names)
     dq = dq.like(q)
     results = [d.like(key).replace(unreduced=partial) for d, key in zip(cotangents[:2], keys, strict=True)]
     results += [d.like(dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
-    inputs = replace(arrays, given=(dout, o, lse)).inputs
+    inputs = (dout, o, lse, *needed)
     step = Step(op=f"{tape.op.kind}_backward", inputs=inputs, result=dq, more=tuple(results), details=details)
     tape.add(*in_ring(step, keys))
     for name, array in zip(names, (dq, *results), strict=True):
@@ -200,7 +164,7 @@ MOST_BLOCKS = 512
 def block_share(mask: str, window: int | None, length: float) -> float:
     """Returns the share of the blocks of a mask that exist, in blocks of 128 positions, or more of long sequences; with
     example data (`masks.names.example_data`) where the mask reads any."""
-    rule = mask_named(mask.replace(":", ","))
+    rule = mask_named(mask)
     positions = max(1, round(length))
     found = rule.make(*example_data(rule, length=positions))
     found = found if window is None else mods.and_masks(found, mods.window(window))
@@ -236,12 +200,21 @@ def score_elements(step: Step, sizes: OpSizes) -> Number:
     return rows["B"] * rows["N"] * rows[positions_of(arrays.q)] * length
 
 
+def _counted(step: Step, sizes: OpSizes) -> OpSizes:
+    """Returns the sizes by which a step is counted: scores that have a bias are all in memory, because the bias and its
+    gradient need them."""
+    if not step.details.distance:
+        return sizes
+    scores = "in_memory" if sizes.scores == "on_chip" else sizes.scores
+    return replace(sizes, scores=scores, causal=False)
+
+
 def flops(step: Step, sizes: OpSizes) -> Number:
     """Returns 2 B T S N (H + Hv): scores and the weighted sum; 4 B T S N H where values are as wide as keys.
 
     Backward 2 B T S N (3 H + 2 Hv): the scores again, then the products for dV, dP, dQ and dK.
     """
-    arrays = AttentionArrays.of(step)
+    arrays, sizes = AttentionArrays.of(step), _counted(step, sizes)
     width, value_width = (sizes.dims[array.dims[-1]] for array in (arrays.q, arrays.v))
     products = 3 * width + 2 * value_width if arrays.given else width + value_width
     return 2.0 * score_elements(step, sizes) * products
@@ -250,7 +223,7 @@ def flops(step: Step, sizes: OpSizes) -> Number:
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts inputs and results, once for every block of keys; if scores are in memory, these (written, read twice) and
     weights (written, read). Backward counts scores again; dP is written and read twice, dS written and read twice."""
-    arrays = AttentionArrays.of(step)
+    arrays, sizes = AttentionArrays.of(step), _counted(step, sizes)
     moved = (stream(step, sizes) - sizes.total(*arrays.passing)) * num_ring_blocks(step, sizes)
     if sizes.scores == "on_chip":
         return moved
@@ -261,7 +234,7 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts T x S arrays unless scores stay on chip: float32 scores and the weights; backward also float32 dP."""
-    if sizes.scores == "on_chip":
+    if _counted(step, sizes).scores == "on_chip":
         return 0.0
     arrays = AttentionArrays.of(step)
     rows = sizes.local(arrays.q)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.spec.strategy import GENERATION_RULES, REPEATED_HEADS, Strategy
 
-READERS = ("attention", "relative_attention", "cache_write")
+READERS = ("attention", "cache_write")
 """Ops that need the keys and values of the device's own queries."""
 
 

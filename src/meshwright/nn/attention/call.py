@@ -12,10 +12,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshwright.masks import mods
+from meshwright.masks.kernels import Case
 from meshwright.masks.mods import Mask
 from meshwright.masks.ranges import NoRangesError
 from meshwright.masks.table import FULL, NOTHING, PARTIAL, BlockTable, block_table, in_blocks
-from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.attention.platform import compute_capability, default_platform
 from meshwright.nn.attention.tiles import Mod, Tile, TileRule, tile_rule
 
 
@@ -53,6 +54,19 @@ class AttentionCall:
     def terms(self) -> dict[str, tuple[Any, ...]]:
         """The catalogue's masks that together are this one, with their parameters; {"": ()} for another mask."""
         return {} if self.mask is None else self.mask.terms or {"": ()}
+
+    def case(self, q: Array, k: Array, v: Array) -> Case:
+        """Returns what kernels tell apart of the attention."""
+        return Case(
+            platform=self.platform,
+            capability=compute_capability(),
+            dtype=q.dtype.name,
+            widths=(q.shape[-1], v.shape[-1]),
+            positions=min(q.shape[1], k.shape[1]),
+            terms=self.terms,
+            in_order=self.in_order(q, k),
+            scored=self.score is not None,
+        )
 
     @property
     def ignores_places(self) -> bool:
@@ -102,7 +116,8 @@ class AttentionCall:
         assert self.kv_idx is not None
         if self.table is not None:
             return self.table.resized(q_block, kv_block)
-        mask = _from_head(self.mask, self.first_head)
+        own, first = self.mask or mods.noop(), self.first_head
+        mask: Mask = lambda b, h, q_idx, kv_idx: own(b, h + first, q_idx, kv_idx)  # noqa: E731
         sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
         if self.is_known:
             with jax.ensure_compile_time_eval():
@@ -120,13 +135,6 @@ _WITHOUT_DATA: dict[str, Callable[..., Mask]] = {"causal": mods.causal, "window"
 
 def _all_of(terms: dict[str, tuple[Any, ...]]) -> Mask:
     return mods.and_masks(*(_WITHOUT_DATA[name](*values) for name, values in terms.items()))
-
-
-def _from_head(mask: Mod | None, first: Any) -> Mask:
-    """Returns a mask whose heads are counted from ``first``."""
-    if mask is None:
-        return mods.noop()
-    return lambda b, h, q_idx, kv_idx: mask(b, h + first, q_idx, kv_idx)
 
 
 def _by_points(

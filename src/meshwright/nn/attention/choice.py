@@ -9,9 +9,10 @@ from typing import Any
 from jaxtyping import Array
 
 from meshwright.core.errors import InputError
+from meshwright.masks.kernels import TAKES
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.kernels import cudnn, xla
-from meshwright.nn.attention.kernels.fused import MOSAIC, PALLAS
+from meshwright.nn.attention.kernels.fused import MOSAIC, PALLAS, Fused
 from meshwright.nn.attention.kernels.scores import (
     AttentionResult,
     BackwardInputs,
@@ -23,7 +24,7 @@ from meshwright.nn.attention.kernels.scores import (
 )
 
 KERNELS: dict[str, Any] = {"cudnn": cudnn, "mosaic": MOSAIC, "pallas": PALLAS, "xla": xla}
-"""The platforms' fused kernels, then XLA. Each has ``takes``, ``forward`` and ``backward``."""
+"""The kernels of `masks.kernels` by name; each has ``forward`` and ``backward``."""
 
 
 def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> Any:
@@ -32,12 +33,18 @@ def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> Any:
     Raises:
         InputError: the forced kernel does not take the call.
     """
+    case = call.case(q, k, v)
+    fit = (name for name, takes in TAKES.items() if takes(case) and _fits(KERNELS[name], call, q, k))
     if not call.kernel:
-        return next(kernel for kernel in KERNELS.values() if kernel.takes(call, q, k, v))
-    if call.kernel not in KERNELS or not KERNELS[call.kernel].takes(call, q, k, v):
-        able = [name for name, kernel in KERNELS.items() if kernel.takes(call, q, k, v)]
+        return KERNELS[next(fit)]
+    able = [*fit]
+    if call.kernel not in able:
         raise InputError(f"attention by {call.kernel!r} on {call.platform}: use {' or '.join(able)}, or leave it out.")
     return KERNELS[call.kernel]
+
+
+def _fits(kernel: Any, call: AttentionCall, q: Array, k: Array) -> bool:
+    return not isinstance(kernel, Fused) or kernel.fits(call, q, k)
 
 
 def attention(call: AttentionCall, q: HeadQueries, k: HeadKeys, v: KeyValues) -> AttentionResult:

@@ -67,8 +67,7 @@ def flex_attention(
         platform=default_platform(),
         learns=any(jnp.issubdtype(x.dtype, jnp.floating) for x in learned),
     )
-    arrays = {"mask": call.mask.arrays if call.mask else (), "score": call.score.arrays if call.score else ()}
-    o, lse = _flex(call, (q, k, v), sinks, arrays["mask"], arrays["score"])
+    o, lse = _flex(call, (q, k, v), sinks, *(mod.arrays if mod else () for mod in (call.mask, call.score)))
     return (o, jax.lax.stop_gradient(lse)) if return_lse else o
 
 
@@ -124,11 +123,8 @@ def _flex(call: AttentionCall, qkv: Any, sinks: Any, mask: Any, score: Any) -> A
 
 
 def _with(call: AttentionCall, sinks: Any, mask: Any, score: Any) -> AttentionCall:
-    own_mask, own_score = (
-        call.mask and call.mask._replace(arrays=mask),
-        call.score and call.score._replace(arrays=score),
-    )
-    return replace(call, sinks=sinks, mask=own_mask, score=own_score)
+    rules = [mod and mod._replace(arrays=given) for mod, given in ((call.mask, mask), (call.score, score))]
+    return replace(call, sinks=sinks, mask=rules[0], score=rules[1])
 
 
 def _flex_forward(call: AttentionCall, qkv: Any, sinks: Any, mask: Any, score: Any) -> Any:

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshwright.nn.activations import capped
+from meshwright.nn.attention.kernels.scores import LOWEST, RunningSoftmax
 from meshwright.nn.attention.platform import default_platform
 
 TILE_SLOTS = 128
@@ -34,8 +35,6 @@ LANE = 128
 
 UNSEEN = -(2**30)
 """A distance, from a query to a slot, that no mask admits."""
-
-LOWEST = float(np.finfo(np.float32).min)
 
 
 class PagedPart(NamedTuple):
@@ -135,17 +134,11 @@ def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles
 _Found = Float[Array, "M block N Hv"]
 
 
-class _State(NamedTuple):
-    """Running softmax of the queries of blocks: G heads of a block's queries are the rows of one matrix for each of K
-    key heads."""
-
-    peak: Float[Array, "M K R"]
-    total: Float[Array, "M K R"]
-    mixed: Float[Array, "M K R Hv"]
-
-
 def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> _Found:
-    """Returns the attention of each block by XLA, a tile of every lane at a time."""
+    """Returns the attention of each block by XLA, a tile of every lane at a time.
+
+    In a running softmax, [M, K, R], the G heads of a block's queries are the rows of one matrix for each key head.
+    """
     num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
     lanes, group = CPU_LANES if call.platform == "cpu" else LANES, parts[0].queries.shape[1] // kv_heads
     latent, order = mixed.values is parts[0].keys, partial(_in_memory, call.platform)
@@ -157,14 +150,14 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
     lane = jnp.arange(lanes, dtype=jnp.int32)
     rows = (kv_heads, block * group)
 
-    def begin(count: int) -> _State:
+    def begin(count: int) -> RunningSoftmax:
         zeros = jnp.zeros((count, *rows), jnp.float32)
-        return _State(zeros + LOWEST, zeros, jnp.zeros((count, *rows, width), jnp.float32))
+        return RunningSoftmax(zeros + LOWEST, zeros, jnp.zeros((count, *rows, width), jnp.float32))
 
     def block_of(tile: Array) -> Array:
         return jnp.minimum(jnp.searchsorted(tiles.ends, tile, side="right"), num_blocks - 1).astype(jnp.int32)
 
-    def step(number: Array, carry: tuple[_State, _State]) -> tuple[_State, _State]:
+    def step(number: Array, carry: tuple[RunningSoftmax, RunningSoftmax]) -> tuple[RunningSoftmax, RunningSoftmax]:
         state, kept = carry
         tile = lane * each + number
         own = block_of(tile)
@@ -210,8 +203,8 @@ def _attend(
     at: tuple[Array, Array],
     parts: Sequence[PagedPart],
     mixed: PagedValues,
-    state: _State,
-) -> _State:
+    state: RunningSoftmax,
+) -> RunningSoftmax:
     """Returns the running softmax after one tile of each lane; ``at`` are the lanes' blocks and tiles."""
     (own, tile), (values, value_scale) = at, mixed
     kv_heads, slots = state.peak.shape[1], tiles.num_pages * tiles.page_len
@@ -260,7 +253,7 @@ def _attend(
     tiled = read_keys[0] if values is parts[0].keys else operand(values)
     weights = scaled(weights, value_scale).astype(dtype)
     sums = jnp.einsum("WKRC,WKCH->WKRH", weights, tiled, preferred_element_type=jnp.float32)
-    return _State(peak, total, state.mixed * fade[..., None] + sums)
+    return RunningSoftmax(peak, total, state.mixed * fade[..., None] + sums)
 
 
 def _rows(call: RaggedCall, tiles: _Tiles, own: Array) -> tuple[Array, Array]:
@@ -270,7 +263,7 @@ def _rows(call: RaggedCall, tiles: _Tiles, own: Array) -> tuple[Array, Array]:
     return call.first[sequence][:, None] + row, row < call.counts[sequence][:, None]
 
 
-def _merged(kept: _State, began: Array, num_blocks: int) -> _State:
+def _merged(kept: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftmax:
     """Adds the rows that lanes have of a block that another lane began, ``began``, to those of the blocks."""
     own = jax.tree.map(lambda x: x[:num_blocks], kept)
     more = jax.tree.map(lambda x: x[num_blocks:], kept)
@@ -278,7 +271,7 @@ def _merged(kept: _State, began: Array, num_blocks: int) -> _State:
     fade, further = jnp.exp(own.peak - peak), jnp.exp(more.peak - peak[began])
     total = (own.total * fade).at[began].add(more.total * further)
     mixed = (own.mixed * fade[..., None]).at[began].add(more.mixed * further[..., None])
-    return _State(peak, total, mixed)
+    return RunningSoftmax(peak, total, mixed)
 
 
 # -- TPU ---------------------------------------------------------------------------------------------------

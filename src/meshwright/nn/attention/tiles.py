@@ -66,6 +66,15 @@ class TileRule(NamedTuple):
     tables: tuple[Array, ...] = ()
     learns: bool = False
 
+    def widened(self) -> "TileRule":
+        """Returns the rule with arrays of 32 bits, the fewest that a scalar or a register of a tile has."""
+
+        def words(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+            kinds = (jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32 for x in arrays)
+            return tuple(x.astype(kind) for x, kind in zip(arrays, kinds, strict=True))
+
+        return self._replace(heads=words(self.heads), rows=words(self.rows), columns=words(self.columns))
+
 
 class TileSizes(NamedTuple):
     """Queries and keys of a block, the indices of all queries and keys, the first head, and how many blocks of a list

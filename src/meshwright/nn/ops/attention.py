@@ -9,7 +9,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.attention import AttentionArrays, positions_of
 from meshwright.algebra.steps import Step
 from meshwright.masks import mods
-from meshwright.masks.names import Rule, mask_named
+from meshwright.masks.names import Rule, mask_named, score_named
 from meshwright.nn.attention import choice
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.order import SequenceOrder
@@ -21,9 +21,9 @@ from meshwright.nn.context import Context
 
 def attention(context: Context, step: Step, *inputs: Array, backward: bool = False) -> tuple[Array, ...]:
     """Returns the result and the log-sum-exp of the scores; ``backward`` cotangents of queries, keys and values and, if
-    there are any, sinks."""
+    there is any, of the parameter of each head."""
     arrays = AttentionArrays.of(step, inputs)
-    call = call_of(context, step, arrays)
+    call = _call(context, step, arrays)
     qkv = arrays.q, arrays.k, arrays.v
     if not step.details.ring:
         return choice.attention_backward(call, arrays.given, *qkv) if backward else choice.attention(call, *qkv)
@@ -31,7 +31,7 @@ def attention(context: Context, step: Step, *inputs: Array, backward: bool = Fal
     return ring_attention_backward(call, ring, arrays.given, *qkv) if backward else ring_attention(call, ring, *qkv)
 
 
-def call_of(context: Context, step: Step, arrays: AttentionArrays, **others: Any) -> AttentionCall:
+def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCall:
     """Returns the parameters of an attention step: its mask and its scores, and which rows and heads a device has."""
     sharded, details = AttentionArrays.of(step), step.details
 
@@ -41,51 +41,55 @@ def call_of(context: Context, step: Step, arrays: AttentionArrays, **others: Any
         order = context.order if dim == "T" else SequenceOrder()
         return order.index(array.axes_of(dim), value.shape[1])
 
+    first_head = first_index(sharded.q.axes_of(sharded.q.dims[2]), arrays.q.shape[2])
+    learns = details.distance > 0
     return AttentionCall(
         scale=context.model.attention_scale,
-        mask=None if details.sees_all else _mask(context, step, arrays.documents),
-        score=_score(context, step),
-        sinks=arrays.sinks,
+        mask=None if details.sees_all else _mask(context, step, arrays.data),
+        score=_distance_bias(step, arrays.per_head, first_head) if learns else _score(context, step),
+        learns=learns,
+        sinks=None if learns else arrays.per_head,
         q_idx=index(sharded.q, arrays.q),
         kv_idx=index(sharded.k, arrays.k),
-        first_head=first_index(sharded.q.axes_of(sharded.q.dims[2]), arrays.q.shape[2]),
-        **others,
+        first_head=first_head,
     )
 
 
 def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
     """Returns the mask of a step: its rule or causal, within its window and, where rows have several, the document."""
-    rule, window = step.details.mask_rule or mask_named("causal"), step.details.window
+    rule, window = mask_named(step.details.mask or "causal"), step.details.window
     terms = dict(rule.terms)
     if window is not None:
         terms["window"] = (min(window, *terms.get("window", (window,))),)
-    # the second of each pair has all positions
-    arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data[1::2])
+    arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data)
     if len(arrays) > len(rule.data):
         terms["document"] = ()
     return Mod(partial(_joined, rule, window), arrays, terms if rule.terms else {})
 
 
 def _joined(rule: Rule, window: int | None, *arrays: Array) -> mods.Mask:
-    count = len(rule.data)
-    others = [*([] if window is None else [mods.window(window)]), *map(mods.document, arrays[count:])]
-    own = rule.make(*arrays[:count])
-    return mods.and_masks(own, *others) if others else own
+    count, near = len(rule.data), [] if window is None else [mods.window(window)]
+    return mods.and_masks(rule.make(*arrays[:count]), *near, *map(mods.document, arrays[count:]))
+
+
+def _distance_bias(step: Step, table: Any, first_head: Any) -> Mod:
+    """Returns T5's bias, of which a device has the columns of its heads."""
+    far, causal = step.details.distance, not step.details.sees_all
+    return Mod(lambda held: mods.distance_bias(held, far=far, causal=causal, first=first_head), (table,))
 
 
 def _score(context: Context, step: Step) -> Mod | None:
     """Returns the rule of a step's scores, with its soft cap last."""
-    rule, cap = step.details.score_rule, step.details.softcap
-    soft = None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
-    if rule is None:
-        return soft
+    cap = step.details.softcap
+    if not step.details.score:
+        return None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
+    rule = score_named(step.details.score)
     known = {"slopes": mods.alibi_slopes(context.model.num_heads)}
     return Mod(partial(_scored, rule, cap), tuple(known[name] for name in rule.data), {"": ()})
 
 
 def _scored(rule: Rule, cap: float | None, *arrays: Array) -> mods.Score:
-    own: mods.Score = rule.make(*arrays)
-    return own if cap is None else mods.then(own, mods.softcap(cap))
+    return mods.then(rule.make(*arrays), *([] if cap is None else [mods.softcap(cap)]))
 
 
 STEPS = {"attention": attention, "attention_backward": partial(attention, backward=True)}

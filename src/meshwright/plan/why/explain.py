@@ -16,6 +16,7 @@ from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.masks.kernels import Case, kernel_named
+from meshwright.masks.names import mask_named
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
 from meshwright.plan.why.bounds import BatchSplit, batch_of, letters_of
@@ -229,14 +230,14 @@ def attention_kernel(plan: Plan) -> str:
     model, chip, strategy = plan.model, plan.cluster.chip, plan.strategy
     gpu = catalogued(chip, "xla_gpu")
     others = "cuda" if chip.vendor == "NVIDIA" else "rocm"
-    rule, split = model.mask_rule, strategy.mesh.get("context", 1)
+    split = strategy.mesh.get("context", 1)
     case = Case(
         platform={"torus": "tpu", "host": "cpu"}.get(chip.topology, others),
         capability=float(gpu.capability.rstrip("a")) if gpu else 0,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[strategy.state_dtype],
         widths=(model.head_dim, model.v_head_dim or model.head_dim),
         positions=plan.job.seq_len // split,
-        terms={"causal"} if rule is None else set(rule.terms) or {""},
+        terms=mask_named(model.attention_mask or "causal").terms or {""},
         in_order=split == 1 or strategy.context_attention == "ulysses",
         scored=bool(model.attention_score or model.relative_buckets or model.attention_softcap),
         looks_up=bool(model.relative_buckets),

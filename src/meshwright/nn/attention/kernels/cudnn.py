@@ -14,26 +14,8 @@ from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.kernels.scores import AttentionResult, BackwardInputs, QkvCotangents
 from meshwright.nn.attention.platform import compute_capability
 
-HALVES = ("bfloat16", "float16")
-LATENT_WIDTHS = 192, 128
-"""Widths H and Hv of latent attention's heads. Source: jax-ml/jax, pull request 28872."""
-
 _SEED, _DROPOUT, _NO_BIAS = 42, 0.0, (False, False)
 """Arguments of the kernels: no dropout, no bias and no gradient of one."""
-
-
-def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
-    """True on CUDA for bf16 or fp16, H = Hv up to 128 that 8 divides, no score rule, and all keys or a causal mask,
-    with or without a window, of rows in order; from Hopper on also for the widths of latent attention.
-
-    Hopper takes heads up to 256 wide, but the program may be compiled for another GPU.
-    """
-    width = q.shape[-1]
-    narrow = width == v.shape[-1] and width <= 128 and width % 8 == 0
-    narrow |= (width, v.shape[-1]) == LATENT_WIDTHS and compute_capability() >= 9
-    terms = call.terms
-    masked = terms == {} or (call.in_order(q, k) and terms.keys() <= {"causal", "window"} and "causal" in terms)
-    return call.platform == "cuda" and call.score is None and narrow and masked and q.dtype.name in HALVES
 
 
 def _mask(call: AttentionCall) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from meshwright.nn.attention.kernels.scores import LOWEST
 from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
 
 BLOCKS = 128, 128
@@ -25,8 +26,6 @@ WARPGROUPS = 2
 """Warpgroups that compute; each takes half of the rows of a block, a multiple of 64."""
 
 _LOG2E = math.log2(math.e)
-_LOWEST = -1e30
-"""Start of a row's running maximum: finite, so that rows without a key yet stay free of NaN."""
 
 
 class _Step(NamedTuple):
@@ -81,7 +80,7 @@ def forward(
     T and S are multiples of the ``blocks`` of queries and keys, ``scale`` is positive, H a multiple of 64. A block has
     a multiple of 128 queries. ``stages`` tiles of ``tile`` keys (0: a block of them) are in flight.
     """
-    (B, T, N, H), rule = q.shape, _widened(rule)
+    (B, T, N, H), rule = q.shape, rule.widened()
 
     def compute(program: _Program, o_ref: Any, lse_ref: Any) -> None:
         (q_s,), (lse_s,) = program.held, program.vectors[:1]
@@ -94,7 +93,9 @@ def forward(
             acc, top, norm = carry
             k_s, v_s = step.tiles
             scores = _product(q_s, k_s, interpret, take_turn)
-            scores, factor = _scored(rule, step, scores, scale)
+            factor = scale * _LOG2E  # makes powers of 2 of scores
+            if rule.score:
+                scores, factor = rule.score(scores * scale, step.tile()), _LOG2E
             if step.seen:
                 scores = jnp.where(step.seen(step.tile()), scores, -jnp.inf)
             step.release(0)
@@ -117,7 +118,7 @@ def forward(
             return acc, new, norm
 
         rows = q_s.shape[0]
-        start = jnp.zeros((rows, H)), jnp.full((rows,), _LOWEST), jnp.zeros((rows,))
+        start = jnp.zeros((rows, H)), jnp.full((rows,), LOWEST), jnp.zeros((rows,))
         pl.when(program.warpgroup == 1)(take_turn)
         acc, top, norm = program.loop(body, tuple(_laid(x, interpret) for x in start))
         pl.when(program.warpgroup == 0)(take_turn)
@@ -149,12 +150,12 @@ def backward(
     recomputes the scores for dq, another one for dk and dv: no sum depends on the order of programs. ``tiles`` are the
     queries of a tile of the second and the keys of one of the first, both divide their block.
     """
-    (_, _, N, H), K, rule = q.shape, k.shape[2], _widened(rule)
+    (_, _, N, H), K, rule = q.shape, k.shape[2], rule.widened()
     dout, o, lse = given
     dout = dout.astype(q.dtype)
     delta = jnp.einsum("btnh,btnh->bnt", dout, o, preferred_element_type=jnp.float32)
     # exp2 of a score less this is 0 in rows that see no key
-    tops = jnp.swapaxes(jnp.where(jnp.isneginf(lse), -_LOWEST, lse * _LOG2E), 1, 2)
+    tops = jnp.swapaxes(jnp.where(jnp.isneginf(lse), -LOWEST, lse * _LOG2E), 1, 2)
 
     def probabilities(step: _Step, raw: Array, tops_ref: Any, dim: int) -> tuple[Array, Callable[[Array], Array]]:
         """The probabilities of a tile, and what turns a cotangent of scores into one of scaled products."""
@@ -229,13 +230,6 @@ def _lower_sums_of_cotangents() -> None:
     for rules in mosaic_lowering_rules.values():
         if lax.add_p in rules:
             rules.setdefault(add_any_p, rules[lax.add_p])
-
-
-def _scored(rule: TileRule, step: _Step, products: Array, scale: float) -> tuple[Array, float]:
-    """Scores up to a factor, which makes powers of 2 of them."""
-    if rule.score:
-        return rule.score(products * scale, step.tile()), _LOG2E
-    return products, scale * _LOG2E
 
 
 def _sweep(
@@ -375,7 +369,7 @@ def _sweep(
             approx_math=True, reduction_scratch_bytes=1024, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )  # fmt: skip
-    return run(rows, columns, rule.heads, tuple(lists))
+    return run(rows, columns, rule.heads, tuple(lists[:3]))
 
 
 def _write(program: _Program, results: Sequence[tuple[Array, Any, Any]]) -> None:
@@ -388,11 +382,7 @@ def _write(program: _Program, results: Sequence[tuple[Array, Any, Any]]) -> None
     plgpu.wait_smem_to_gmem(0)
 
 
-def _nothing() -> None:
-    pass
-
-
-def _product(lhs: Any, rhs: Any, interpret: bool, meanwhile: Callable[[], None] = _nothing) -> Array:
+def _product(lhs: Any, rhs: Any, interpret: bool, meanwhile: Callable[[], object] = lambda: None) -> Array:
     """lhs rhs' in float32; ``meanwhile`` runs while the tensor cores do."""
     if interpret:  # the interpreter knows neither transposed references nor accumulators that start with a value
         meanwhile()
@@ -406,7 +396,7 @@ def _product(lhs: Any, rhs: Any, interpret: bool, meanwhile: Callable[[], None] 
     return pl.run_scoped(multiply, plgpu.ACC((lhs.shape[0], rhs.shape[0]), jnp.float32))
 
 
-def _added(acc: Array, lhs: Array, rhs: Any, interpret: bool, meanwhile: Callable[[], None] = _nothing) -> Array:
+def _added(acc: Array, lhs: Array, rhs: Any, interpret: bool, meanwhile: Callable[[], object] = lambda: None) -> Array:
     """acc + lhs rhs; ``meanwhile`` runs while the tensor cores do."""
     if interpret:
         meanwhile()
@@ -433,13 +423,3 @@ def _laid(x: Array, interpret: bool, dim: int = 0) -> Array:
 def _across(ref: Any, shape: tuple[int, ...], dim: int, interpret: bool) -> Array:
     """Loads a vector along a dim of a tile and repeats it over the other one."""
     return lax.broadcast_in_dim(_laid(ref[...], interpret, dim), shape, [dim])
-
-
-def _widened(rule: TileRule) -> TileRule:
-    """The rule with operands of 32 bits, the smallest that registers of a tile hold."""
-
-    def widen(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        kinds = (jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32 for x in arrays)
-        return tuple(x.astype(kind) for x, kind in zip(arrays, kinds, strict=True))
-
-    return rule._replace(heads=widen(rule.heads), rows=widen(rule.rows), columns=widen(rule.columns))

@@ -106,10 +106,9 @@ def _run(
     queries, keys = arrays
     batch, kv_heads = keys[0].shape[:2]
     group = queries[0].shape[1] // kv_heads
-    words, num_steps = steps
-    values = [_words(x)[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
-    num_rows = len(rule.rows) + len(row_values)
-    scalars = [_words(x) for x in rule.heads]
+    (words, num_steps), rule = steps, rule.widened()
+    values = [x[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
+    num_rows, scalars = len(rule.rows) + len(row_values), rule.heads
 
     def lead(x: Any, b: Any, h: Any) -> tuple[Any, Any]:
         return (b if x.shape[0] > 1 else 0), (h if x.shape[1] > 1 else 0)
@@ -194,11 +193,6 @@ def _run(
         name=name,
         interpret=interpret,
     )(words, *scalars, *(x for x, _, _ in given))
-
-
-def _words(x: Array) -> Array:
-    """Converts to 32 bits, which scalar memory and transposes need."""
-    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
 def _repeated(x: Array, width: int) -> Array:

@@ -144,12 +144,11 @@ def score_cotangents(
 def _with_reads(score: Callable[..., Array], tile: Tile, found: Array, learned: Any) -> Array:
     """Returns scores by a rule, from the arrays that it learns."""
 
-    def joined(name: str) -> tuple[Any, ...]:
-        return tuple(x if y is None else y for x, y in zip(getattr(tile, name), learned[name], strict=True))
-
-    names = "heads", "rows", "columns", "tables"
-    heads, rows, columns, tables = (joined(name) if name in learned else getattr(tile, name) for name in names)
-    return score(found, tile._replace(heads=heads, rows=rows, columns=columns, tables=tables))
+    held: dict[str, Any] = {
+        name: tuple(x if y is None else y for x, y in zip(getattr(tile, name), values, strict=True))
+        for name, values in learned.items()
+    }
+    return score(found, tile._replace(**held))
 
 
 def transposed(k: KeyRows) -> Float[Array, "*lead H S"]:

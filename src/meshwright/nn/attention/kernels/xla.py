@@ -29,11 +29,6 @@ WIDE = 512
 """Rows of all blocks on other devices."""
 
 
-def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
-    """True: these loops compute every attention."""
-    return True
-
-
 def block_size(length: int, most: int) -> int:
     """Returns ``length`` if at most ``most``, else its largest divisor from a quarter of ``most`` to ``most``, or
     ``most``, so that the last block is padded."""
