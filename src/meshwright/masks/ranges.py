@@ -142,7 +142,7 @@ class Ranges:
     __ror__ = __or__
 
     def __bool__(self) -> bool:
-        raise NoRangesError("a mask branches on an index. Write it with &, | and where.")
+        raise NoRangesError("a mask branches on an index. Write it with & and |.")
 
     def __index__(self) -> int:
         raise NoRangesError("an array is indexed by a range. Use `take`.")
@@ -154,16 +154,6 @@ class Functions:
     """The functions of the array API that have a rule for ranges."""
 
     @staticmethod
-    def where(condition: Any, one: Any, two: Any) -> Ranges:
-        """Returns one value where the condition holds for all pairs, the other where for none, else the range of
-        both."""
-        held, one, two = _boolean(_ranges(condition)), _ranges(one), _ranges(two)
-        xp = namespace(held.low)
-        low = xp.where(held.low, one.low, xp.where(held.high, xp.minimum(one.low, two.low), two.low))
-        high = xp.where(held.low, one.high, xp.where(held.high, xp.maximum(one.high, two.high), two.high))
-        return Ranges(low, high)
-
-    @staticmethod
     def minimum(one: Any, two: Any) -> Ranges:
         """Returns the smaller values."""
         return _combined(lambda x, y: namespace(x, y).minimum(x, y), one, two)
@@ -172,16 +162,6 @@ class Functions:
     def maximum(one: Any, two: Any) -> Ranges:
         """Returns the larger values."""
         return _combined(lambda x, y: namespace(x, y).maximum(x, y), one, two)
-
-    @staticmethod
-    def abs(value: Any) -> Ranges:
-        """Returns absolute values."""
-        return abs(_ranges(value))
-
-    @staticmethod
-    def clip(value: Any, low: Any, high: Any) -> Ranges:
-        """Returns values within two bounds."""
-        return Functions.minimum(Functions.maximum(value, low), high)
 
 
 def take(array: Any, *index: Any) -> Any:
