@@ -94,7 +94,7 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
             f"{model.name} has an encoder, and this version cannot read data for one. plan, explain, verify and "
             "profile take it; in Python, TrainStep trains it on batches with encoder_tokens."
         )
-    data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens")
+    data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens", mask=model.mask_rule)
     step = make_step(model, strategy, settings, several_documents=data.several_documents)
     require_divides(step, job)
     order = step.token_order(job.seq_len)

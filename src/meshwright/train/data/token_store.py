@@ -1,7 +1,7 @@
 """Tokens on disk with the starts of documents, read on demand; and the choice of held-out documents."""
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -98,7 +98,8 @@ class TokenStore:
 
     ``starts`` has the index of the first token of each document, and the number of tokens as the last entry; without
     it all tokens are one document. ``spans`` restricts the store to parts of the file, which are then concatenated; a
-    document that crosses the end of a span ends there. Memory-mapped arrays stay on disk until they are read.
+    document that crosses the end of a span ends there. ``columns`` are further arrays with an entry for each token:
+    what a mask reads, by name. Memory-mapped arrays stay on disk until they are read.
     """
 
     def __init__(
@@ -106,8 +107,9 @@ class TokenStore:
         tokens: np.ndarray | CheckedTokens | TokenFiles,
         starts: np.ndarray | None = None,
         spans: Iterable[TokenSpan] | None = None,
+        columns: Mapping[str, np.ndarray] = {},
     ) -> None:
-        self.tokens = tokens
+        self.tokens, self.columns = tokens, columns
         self.starts = np.array([0, len(tokens)], np.uint64) if starts is None else np.asarray(starts)
         assert self.starts.dtype == np.uint64, "starts must be uint64: to search another dtype would copy them"
         asked = ((0, len(tokens)),) if spans is None else spans
@@ -123,7 +125,7 @@ class TokenStore:
 
     def part(self, spans: Iterable[TokenSpan]) -> "TokenStore":
         """Returns a store of the same files with other ``spans``."""
-        return TokenStore(self.tokens, self.starts, spans)
+        return TokenStore(self.tokens, self.starts, spans, self.columns)
 
     def __len__(self) -> int:
         return int(self._edges[-1])
@@ -148,8 +150,15 @@ class TokenStore:
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Returns the tokens at indices of the store, int32 of the same shape; only `read` reads tokens."""
-        span = np.searchsorted(self._edges[1:-1], indices, side="right")
-        return np.asarray(self.tokens[indices + self._shifts[span]], dtype=np.int32)
+        return np.asarray(self.tokens[self._places(indices)], dtype=np.int32)
+
+    def column(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """Returns the entries of a column at indices of the store, int32 of the same shape."""
+        return np.asarray(self.columns[name][self._places(indices)], dtype=np.int32)
+
+    def _places(self, indices: np.ndarray) -> np.ndarray:
+        """Returns indices of the file for indices of the store."""
+        return indices + self._shifts[np.searchsorted(self._edges[1:-1], indices, side="right")]
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Returns the indices in ``(start, stop]`` at which a document or a span starts or ends, int64.
