@@ -93,8 +93,8 @@ def _column(record: TokenRecord, name: str, where: str) -> np.ndarray:
         for number, (first, end) in enumerate(given, start=1):
             if not 0 <= first < end <= length or found[first:end].any():
                 raise InputError(
-                    f"{where}: span [{first}, {end}) is empty, overlaps another or exceeds the {length} tokens. Give the "
-                    "first token of each image and the one after its last."
+                    f"{where}: span [{first}, {end}) is empty, overlaps another or exceeds the {length} tokens. Give "
+                    "the first token of each image and the one after its last."
                 )
             found[first:end] = number
         return found
