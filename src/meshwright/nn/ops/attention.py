@@ -44,7 +44,7 @@ def call_of(context: Context, step: Step, arrays: AttentionArrays, **others: Any
     return AttentionCall(
         scale=context.model.attention_scale,
         mask=None if details.sees_all else _mask(context, step, arrays.documents),
-        score=_score(context, step),
+        score=score_of(context, step),
         sinks=arrays.sinks,
         q_idx=index(sharded.q, arrays.q),
         kv_idx=index(sharded.k, arrays.k),
@@ -73,7 +73,7 @@ def _joined(rule: Rule, window: int | None, *arrays: Array) -> mods.Mask:
     return mods.and_masks(own, *others) if others else own
 
 
-def _score(context: Context, step: Step) -> Mod | None:
+def score_of(context: Context, step: Step) -> Mod | None:
     """Returns the rule of a step's scores, with its soft cap last."""
     rule, cap = step.details.score_rule, step.details.softcap
     soft = None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
