@@ -118,7 +118,7 @@ def with_mask_data(store: TokenStore, rule: Rule | None, data: str) -> TokenStor
     if not missing or rule is None:
         return store
     counted = np.flatnonzero(store.read(np.arange(len(store))) >= 0) if store.is_records else np.empty(0, np.int64)
-    starts, sizes = store.starts[:-1].astype(np.int64), np.diff(store.starts.astype(np.int64))
+    starts, ends = store.starts[:-1].astype(np.int64), store.starts[1:].astype(np.int64)
     prefixes = np.append(counted, len(store))[np.searchsorted(counted, starts)] - starts
     if missing != ["prefix"] or not len(counted) or not prefixes.any():
         fields = dict.fromkeys(FIELDS[name] for name in missing)
@@ -127,4 +127,4 @@ def with_mask_data(store: TokenStore, rule: Rule | None, data: str) -> TokenStor
             f"the mask {rule.text!r} reads {', '.join(fields)} of each record, and data {data!r} has none. Give JSON "
             f"lines with tokens and {', '.join(fields)}{chats and ',' + chats}."
         )
-    return TokenStore(store.tokens, store.starts, columns={**store.columns, "prefix": np.repeat(prefixes, sizes)})
+    return TokenStore(store.tokens, store.starts, columns={**store.columns, "prefix": np.repeat(prefixes, ends - starts)})
