@@ -1,6 +1,6 @@
 """What a model's mask reads of records: of records of tokens by its fields, of prompts with completions the prompt."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int | None = None
     parents: list[int] | None = None
     spans: list[tuple[int, int]] | None = None
-    is_global: list[int] | None = None
+    is_global: list[Literal[0, 1]] | None = None
 
 
 class _Tokens(NamedTuple):
@@ -127,4 +127,6 @@ def with_mask_data(store: TokenStore, rule: Rule | None, data: str) -> TokenStor
             f"the mask {rule.text!r} reads {', '.join(fields)} of each record, and data {data!r} has none. Give JSON "
             f"lines with tokens and {', '.join(fields)}{chats and ',' + chats}."
         )
-    return TokenStore(store.tokens, store.starts, columns={**store.columns, "prefix": np.repeat(prefixes, ends - starts)})
+    return TokenStore(
+        store.tokens, store.starts, columns={**store.columns, "prefix": np.repeat(prefixes, ends - starts)}
+    )
