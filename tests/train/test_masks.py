@@ -24,7 +24,7 @@ MASKS = {"prefix_lm": "prefix", "transfusion": "spans", "tree": "parents", "caus
 
 
 def records(field):
-    """Records of 12 to 27 tokens, with a prefix of all but five, two images, two branches, or a global token in eight."""
+    """Records of tokens, with a prefix of all but five, two images, two branches, or a global token in eight."""
     rng = np.random.default_rng(0)
     for length in rng.integers(12, 28, 40).tolist():
         made = {
@@ -40,7 +40,7 @@ def first_losses(model, given, folder):
     """The loss of the first batch by the forward pass of whole rows, and with zeros for what the mask reads."""
     data = open_data(given, vocab_size=model.vocab_size, folder=folder, mask=model.mask_rule)
     batches = Batches(data.train, batch_seqs=JOB.batch_seqs, seq_len=JOB.seq_len, seed=given.seed)
-    rows = {n: jnp.asarray(a) for n, a in batches.rows(0, mask_data=model.mask_rule.data).items()}
+    rows = {n: jnp.asarray(a) for n, a in batches.rows(0, data=model.mask_rule.data).items()}
     read = {name: rows[name] for name in model.mask_rule.data}
     for arrays in (read, {name: 0 * array for name, array in read.items()}):
         logits = logits_fn(model)(init_params(model, given.seed), rows["tokens"], rows["documents"], **arrays)

@@ -84,9 +84,6 @@ AS_WRITTEN = Storage()
 """Weights in the dtype of the state, caches in bfloat16, sequences without pages."""
 
 
-CHECKED_POSITIONS = 32
-"""Positions among which a mask may see later ones; those of the catalogue that do, do so among these."""
-
 ONE_DEVICE = Strategy(mesh={})
 """The strategy of one device."""
 
@@ -257,10 +254,9 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
 
 
 def _sees_later(rule: Rule) -> bool:
-    """True if positions see later ones that are no part of a prefix, an image or another set that data describe."""
-    at = np.arange(CHECKED_POSITIONS)
-    values = {"lengths": len(at)}
-    arrays = (np.full((1, len(at))[: len(MASK_DATA[name])], values.get(name, 0)) for name in rule.data)
+    """True if positions see later ones without a prefix or an image: 32 show it for every mask of the catalogue."""
+    at = np.arange(32)
+    arrays = (np.full((1, 32)[: len(MASK_DATA[name])], 32 * (name == "lengths")) for name in rule.data)
     return bool((rule.make(*arrays)(0, 0, at[:, None], at) & (at > at[:, None])).any())
 
 

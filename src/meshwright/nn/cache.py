@@ -176,8 +176,8 @@ def cached_attention(
     """Returns the values of K heads, weighted by the softmax over visible slots; ``parts`` of the scores are summed.
 
     ``score`` maps scaled scores to scores, minus infinity where a mask forbids. ``sinks`` are an additional logit per
-    head. Scales of int8 values multiply the weights, usually the smaller array
-    of the two. A device without visible slots has a result of 0 and a largest score of minus infinity.
+    head. Scales of int8 values multiply the weights, usually the smaller array of the two. A device without visible
+    slots has a result of 0 and a largest score of minus infinity.
     """
     scores = scale * sum((part.scores() for part in parts[1:]), parts[0].scores())
     found = scores if score is None else score(scores)

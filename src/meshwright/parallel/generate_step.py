@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -47,9 +46,6 @@ from meshwright.spec.weights import without_mtp
 WeightStorage = Literal["as they are", "int8"]
 Cache = dict[str, Array]
 """Row of the cache table -> its array, whose first dim is the layers of its kind."""
-MaskData = Mapping[str, Any]
-"""What a mask reads of each sequence, by name."""
-NO_DATA: MaskData = MappingProxyType({})
 
 
 class GenerateStep:
@@ -238,7 +234,7 @@ class GenerateStep:
         return min(parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts))), self.cache_len)
 
     def prefill(
-        self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None, data: MaskData = NO_DATA
+        self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None, data: Mapping[str, Any] = {}
     ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after each row's last token, and the cache with the keys and values.
 
@@ -251,14 +247,14 @@ class GenerateStep:
         return self.compiled(given["tokens"].shape[1])(params, cache, given)
 
     def generate(
-        self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None, data: MaskData = NO_DATA
+        self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None, data: Mapping[str, Any] = {}
     ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after one more token per row, ``tokens`` [B] at ``positions`` [B], and the cache;
         ``data`` as for `prefill`."""
         return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages, data))
 
     def prefill_inputs(
-        self, tokens: Any, lengths: Any, pages: Any = None, data: MaskData = NO_DATA
+        self, tokens: Any, lengths: Any, pages: Any = None, data: Mapping[str, Any] = {}
     ) -> dict[str, Array]:
         """Returns the inputs of the program of `prefill` besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
@@ -276,13 +272,13 @@ class GenerateStep:
         return self._placed(1, pages, tokens=tokens, last=lengths - 1, **found)
 
     def decode_inputs(
-        self, tokens: Any, positions: Any, pages: Any = None, data: MaskData = NO_DATA
+        self, tokens: Any, positions: Any, pages: Any = None, data: Mapping[str, Any] = {}
     ) -> dict[str, Array]:
         """Returns the inputs of the program of `generate` besides weights and cache, on its devices."""
         return self._placed(0, pages, tokens=tokens, positions=positions, **self._mask_inputs(data, self.cache_len))
 
-    def _mask_inputs(self, data: MaskData, length: int) -> dict[str, np.ndarray]:
-        """Returns what the mask reads of ``length`` positions, as far as it is given."""
+    def _mask_inputs(self, data: Mapping[str, Any], length: int) -> dict[str, np.ndarray]:
+        """Returns what the mask reads of ``length`` positions, 0 where nothing is given."""
         found = {name: np.zeros(shape.shape, np.int32) for name, shape in self._mask_shapes(length).items()}
         for name, array in found.items():
             if name not in data and name in ("enter", "leave", "lengths"):

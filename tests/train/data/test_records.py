@@ -24,7 +24,7 @@ def rows_of(tmp_path, mask, records, **changes):
     rule = mask_named(mask)
     data = open_data(TrainSettings(**given), vocab_size=VOCAB, folder=tmp_path, mask=rule)
     number = len(data.train[0].rows(seq_len))
-    rows = Batches(data.train, batch_seqs=number, seq_len=seq_len, seed=0).rows(0, mask_data=rule.data)
+    rows = Batches(data.train, batch_seqs=number, seq_len=seq_len, seed=0).rows(0, data=rule.data)
     order = np.argsort(rows["tokens"][:, 0], kind="stable")
     return {name: array[order].tolist() for name, array in rows.items()}
 
@@ -98,7 +98,7 @@ def test_parquet_has_the_same_fields(tmp_path):
         ("prefix_lm", {"tokens": [], "prefix": 0}, "line 2 has no tokens. Give tokens"),
         ("prefix_lm", {"tokens": [1, "2"], "prefix": 1}, r"line 2: expected `int`, got `str` - at `\$.tokens\[1\]`"),
         ("tree", {"tokens": [1, 2], "parents": [-1]}, "line 2 has 2 tokens and 1 of parents. Give one for each"),
-        ("tree", {"tokens": [1, 2], "parents": [-1, 1]}, "line 2: token 1 has the parent 1. Give an earlier token"),
+        ("tree", {"tokens": [1, 2], "parents": [-1, 1]}, "line 2: token 1 has the parent 1. Give an earlier one"),
         ("tree", {"tokens": [1, 2], "parents": [-2, 0]}, "line 2: token 0 has the parent -2"),
         ("causal & global_sliding(2)", {"tokens": [1], "is_global": [2]}, r"invalid enum value 2 - at `\$.is_global"),
         ("transfusion", {"tokens": [1, 2], "spans": [[0, 3]]}, r"line 2: span \[0, 3\) is empty, overlaps another or"),

@@ -203,10 +203,10 @@ class Batches:
         position_slice: slice = slice(None),
         *,
         with_second: bool = False,
-        mask_data: Sequence[str] = (),
+        data: Sequence[str] = (),
     ) -> dict[str, np.ndarray]:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch;
-        ``with_second`` adds `second_labels`, ``mask_data`` what a mask reads, by the names of `MASK_DATA`."""
+        ``with_second`` adds `second_labels`, ``data`` what a mask reads, by the names of `MASK_DATA`."""
         found, positions = self._found(first_sample, row_slice), self.order[position_slice]
 
         def read(positions: np.ndarray) -> dict[str, np.ndarray]:
@@ -214,9 +214,7 @@ class Batches:
             return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, parts, strict=True)}
 
         here = read(positions)
-        here |= {
-            name: np.stack([rows.mask_data(name, number, positions) for rows, number in found]) for name in mask_data
-        }
+        here |= {name: np.stack([rows.mask_data(name, number, positions) for rows, number in found]) for name in data}
         return here | second_labels(here, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else here
 
     def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:
@@ -232,12 +230,10 @@ class Batches:
         ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch on every process.
         """
         shape, second = (self.batch_seqs, self.seq_len), "mtp_labels" in shardings
-        mask_data = [name for name in MASK_DATA if name in shardings and name not in RowPart._fields]
+        data = [name for name in MASK_DATA if name in shardings and name not in RowPart._fields]
         # All arrays, and replicas of a shard, share one read.
         read = lru_cache(maxsize=None)(
-            lambda a, b, c, d: self.rows(
-                first_sample, slice(a, b), slice(c, d), with_second=second, mask_data=mask_data
-            )
+            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=second, data=data)
         )
 
         def part(name: str, index: Any) -> np.ndarray:

@@ -87,7 +87,7 @@ class Rows:
         places, size = self._places(number, whole)[2], len(self.store)
         if name == "lengths":
             return np.array(np.count_nonzero(places < size), np.int32)
-        return np.where(places < size, self.store.column(name, np.minimum(places, size - 1)), 0).astype(np.int32)
+        return np.where(places < size, self.store.read(np.minimum(places, size - 1), name), 0).astype(np.int32)
 
     def num_labels(self, number: int, *, skipped: int = 0) -> int:
         """Counts positions with a label: those whose document continues after them, without the first ``skipped``

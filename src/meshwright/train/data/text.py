@@ -129,7 +129,6 @@ class PydocCorpus(NamedTuple):
     texts: tuple[str, ...]
     bad: None = None
     is_chat: bool = False
-    is_tokens: bool = False
 
     @property
     def total_bytes(self) -> int:

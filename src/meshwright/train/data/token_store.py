@@ -148,17 +148,11 @@ class TokenStore:
         inside = (self._number_up_to(stop - 1) - self._number_up_to(start) for start, stop in self.spans)
         return len(self.spans) + int(sum(inside))
 
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the tokens at indices of the store, int32 of the same shape; only `read` reads tokens."""
-        return np.asarray(self.tokens[self._places(indices)], dtype=np.int32)
-
-    def column(self, name: str, indices: np.ndarray) -> np.ndarray:
-        """Returns the entries of a column at indices of the store, int32 of the same shape."""
-        return np.asarray(self.columns[name][self._places(indices)], dtype=np.int32)
-
-    def _places(self, indices: np.ndarray) -> np.ndarray:
-        """Returns indices of the file for indices of the store."""
-        return indices + self._shifts[np.searchsorted(self._edges[1:-1], indices, side="right")]
+    def read(self, indices: np.ndarray, column: str = "") -> np.ndarray:
+        """Returns the tokens or a column at indices of the store, int32 of the same shape; only `read` reads tokens."""
+        span = np.searchsorted(self._edges[1:-1], indices, side="right")
+        array = self.columns[column] if column else self.tokens
+        return np.asarray(array[indices + self._shifts[span]], dtype=np.int32)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Returns the indices in ``(start, stop]`` at which a document or a span starts or ends, int64.
