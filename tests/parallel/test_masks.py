@@ -140,14 +140,14 @@ OTHERS = {
 OF_FAMILY = {"latent": FAMILIES["deepseek_v2"], "sinks": FAMILIES["gpt_oss"]}
 
 
-def generated(rule, axes):
+def generated(rule, axes, layout=""):
     """Logits of prompts and of one token after the other, and those of the forward pass over whole rows."""
     changes, data = (GENERATED | OTHERS)[rule]
     model = replace(OF_FAMILY.get(rule, LLAMA), **changes)
     data = {name: array.astype(np.int32) for name, array in data.items()}
     params = float_params(model)
     whole = data | ({"prefix": LENGTHS} if "prefix_lm" in model.attention_mask else {})
-    return with_cache(step_of(model, axes), params, **data).logits, without_cache(model, params, **whole)
+    return with_cache(step_of(model, axes, layout=layout), params, **data).logits, without_cache(model, params, **whole)
 
 
 @pytest.mark.parametrize("rule", GENERATED | OTHERS)
@@ -155,9 +155,18 @@ def test_a_cache_changes_nothing_under_a_mask(rule):
     assert_close(*generated(rule, {}))
 
 
-@pytest.mark.parametrize("rule", ["prefix", pytest.param("global", marks=pytest.mark.slow)])
-def test_no_mesh_changes_what_a_mask_generates(rule):
-    assert_close(*generated(rule, {"data": 2, "tensor": 2}))
+@pytest.mark.parametrize(
+    ("rule", "axes", "layout"),
+    [
+        ("prefix", {"data": 2, "tensor": 2}, ""),
+        pytest.param("images", {"context": 2, "tensor": 2}, "", marks=pytest.mark.slow),
+        ("global", {"context": 2, "tensor": 2}, "positions"),
+        pytest.param("tree", {"context": 2, "tensor": 2}, "sequences", marks=pytest.mark.slow),
+        pytest.param("latent", {"fsdp": 2, "tensor": 2}, "", marks=pytest.mark.slow),
+    ],
+)
+def test_no_mesh_changes_what_a_mask_generates(rule, axes, layout):
+    assert_close(*generated(rule, axes, layout))
 
 
 def test_what_a_mask_reads_changes_what_is_generated():
