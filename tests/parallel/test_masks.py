@@ -186,5 +186,7 @@ def test_masks_that_look_ahead_do_not_generate():
 
 def test_a_tree_is_given_to_be_generated_from():
     model = replace(LLAMA, attention_mask="tree")
-    with pytest.raises(InputError, match=r"attention_mask='tree' reads enter of each sequence\. Give it in data"):
+    with pytest.raises(
+        InputError, match=r"attention_mask='tree' reads enter of each sequence\. In Python give it in data"
+    ):
         with_cache(step_of(model, {}), float_params(model))

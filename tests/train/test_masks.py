@@ -52,8 +52,8 @@ def first_losses(model, given, folder):
 def test_a_run_on_records_is_the_same_on_every_mesh(mask, tmp_path):
     model = replace(MODEL, attention_mask=mask)
     given = settings(write_records(tmp_path / "data.jsonl", records(MASKS[mask])), steps=3, held_out=0.2)
-    meshes = ({}, {"data": 2, "context": 2, "tensor": 2})
-    runs = [train(model, strategy(**mesh), JOB, given, run_root=tmp_path / str(len(mesh))) for mesh in meshes]
+    meshes = strategy(), replace(strategy(data=2, context=2, tensor=2), context_attention="ring")
+    runs = [train(model, one, JOB, given, run_root=tmp_path / one.context_attention) for one in meshes]
     np.testing.assert_allclose(runs[1].losses, runs[0].losses, rtol=1e-5)
     assert json.loads((Path(runs[0].run) / "config.json").read_text())["attention_mask"] == mask
     expected, unread = first_losses(model, given, tmp_path)

@@ -283,7 +283,8 @@ class GenerateStep:
         for name, array in found.items():
             if name not in data and name in ("enter", "leave", "lengths"):
                 raise InputError(
-                    f"attention_mask={self.model.attention_mask!r} reads {name} of each sequence. Give it in data."
+                    f"attention_mask={self.model.attention_mask!r} reads {name} of each sequence. In Python give it in "
+                    "data; or use another mask."
                 )
             rows = np.asarray(data.get(name, array), np.int32)
             part = (slice(None), slice(min(length, rows.shape[-1])))[: rows.ndim]
