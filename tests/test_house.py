@@ -25,7 +25,7 @@ KERNELS = {
 
 BUDGETS = {
     "core": 1_123, "masks": 1_127, "spec": 3_254, "algebra": 6_825, "cost": 6_100, "plan": 5_441, "nn": 7_917,
-    "parallel": 2_878, "hlo": 1_976, "train": 4_390, "serve": 388, "verify": 1_670, "profile": 1_734,
+    "parallel": 2_879, "hlo": 1_976, "train": 4_390, "serve": 388, "verify": 1_670, "profile": 1_734,
     "accuracy": 2_056, "bench": 2_224, "report": 3_148, "api": 581, "cli": 4_535, "calculators": 9_180,
     "batching": 1_433, "simulate": 196,
 }  # fmt: skip
