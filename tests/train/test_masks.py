@@ -10,6 +10,7 @@ from jax.nn import log_softmax
 from msgspec.structs import replace
 
 from meshwright.api.running import TextOptions, generate_text
+from meshwright.masks.names import mask_named
 from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import init_params
@@ -38,10 +39,11 @@ def records(field):
 
 def first_losses(model, given, folder):
     """The loss of the first batch by the forward pass of whole rows, and with zeros for what the mask reads."""
-    data = open_data(given, vocab_size=model.vocab_size, folder=folder, mask=model.mask_rule)
+    rule = mask_named(model.attention_mask)
+    data = open_data(given, vocab_size=model.vocab_size, folder=folder, mask=rule)
     batches = Batches(data.train, batch_seqs=JOB.batch_seqs, seq_len=JOB.seq_len, seed=given.seed)
-    rows = {n: jnp.asarray(a) for n, a in batches.rows(0, data=model.mask_rule.data).items()}
-    read = {name: rows[name] for name in model.mask_rule.data}
+    rows = {n: jnp.asarray(a) for n, a in batches.rows(0, data=rule.data).items()}
+    read = {name: rows[name] for name in rule.data}
     for arrays in (read, {name: 0 * array for name, array in read.items()}):
         logits = logits_fn(model)(init_params(model, given.seed), rows["tokens"], rows["documents"], **arrays)
         found = jnp.take_along_axis(log_softmax(logits), rows["labels"][..., None], axis=2)[..., 0]

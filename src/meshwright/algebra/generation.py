@@ -26,7 +26,7 @@ from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest
-from meshwright.masks.names import Rule
+from meshwright.masks.names import Rule, mask_named
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.strategy import Strategy, held_dims
@@ -235,13 +235,12 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
         raise CannotRunError(
             f"{model.name} has an encoder or relative positions and does not generate in this version."
         )
-    rule = model.mask_rule
-    if rule and _sees_later(rule):
+    if model.attention_mask and _sees_later(mask_named(model.attention_mask)):
         raise CannotRunError(
-            f"by attention_mask={rule.text!r} of {model.name} a position sees later ones, which are not there when it "
-            f"is generated. Use prefix_lm, transfusion or causal & ... to generate."
+            f"by attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which are not there "
+            f"when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
         )
-    if (rule or model.attention_score) and storage.page_len:
+    if (model.attention_mask or model.attention_score) and storage.page_len:
         raise CannotRunError(
             f"{model.name} has attention_mask={model.attention_mask!r}, attention_score={model.attention_score!r} and "
             f"does not generate from pages in this version. Leave page_len out."

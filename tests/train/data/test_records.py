@@ -120,7 +120,7 @@ def test_what_is_wrong_with_a_record_is_said_in_a_line(mask, record, said, tmp_p
 def test_data_without_what_a_mask_reads_is_named(tmp_path):
     (tmp_path / "text.txt").write_text("some words " * 40)
     given = TrainSettings(data=str(tmp_path / "text.txt"))
-    with pytest.raises(InputError, match=r"mask 'tree' reads parents of each record, and data '.*text\.txt' has none"):
+    with pytest.raises(InputError, match=r"reads parents of each record, and data '.*text\.txt' has none"):
         open_data(given, vocab_size=VOCAB, folder=tmp_path, mask=mask_named("tree"))
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
+from meshwright.masks.names import mask_named
 from meshwright.nn import cache
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
 from meshwright.nn.cache import LayerCache, OwnAttention, OwnSlots, ScorePart
@@ -26,7 +27,8 @@ def cache_facts(
     """Returns the visible slots, the scale and the rules of scores of attention on a cache without pages; a mask reads
     the integers among ``others``."""
     slots, last, num_slots = OwnSlots.of(cached, split_slots(step)), positions[:, 0], cached.stack.shape[2]
-    held, mask, score = cache.held_positions(last, num_slots, slots), step.details.mask_rule, score_of(context, step)
+    held, score = cache.held_positions(last, num_slots, slots), score_of(context, step)
+    mask = mask_named(step.details.mask.replace(":", ",")) if step.details.mask else None
     data = [x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
 
     def scored(scores: Array) -> Array:

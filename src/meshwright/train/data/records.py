@@ -109,10 +109,10 @@ def with_mask_data(store: TokenStore, rule: Rule | None, data: str) -> TokenStor
         if prefixes.any():
             columns = {**store.columns, "prefix": np.repeat(prefixes, np.diff(edges))}
             return TokenStore(store.tokens, store.starts, columns=columns)
-    if missing and rule:
+    if missing:
         fields = ", ".join(dict.fromkeys(FIELDS[name] for name in missing))
         raise InputError(
-            f"the mask {rule.text!r} reads {fields} of each record, and data {data!r} has none. Give JSON lines with "
+            f"the mask of the model reads {fields} of each record, and data {data!r} has none. Give JSON lines with "
             f"tokens and {fields}{', or a prompt and a completion' * (fields == 'prefix')}."
         )
     return store
