@@ -237,8 +237,8 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
         )
     if model.attention_mask and _sees_later(mask_named(model.attention_mask)):
         raise CannotRunError(
-            f"by attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which are not there "
-            f"when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
+            f"by attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which are not "
+            f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
         )
     if (model.attention_mask or model.attention_score) and storage.page_len:
         raise CannotRunError(
