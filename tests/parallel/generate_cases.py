@@ -81,23 +81,23 @@ class Run(NamedTuple):
     cache: dict[str, np.ndarray]
 
 
-def with_cache(step: GenerateStep, params: Params, *, num_steps: int = NUM_STEPS) -> Run:
-    """Prompts of unequal lengths, then the rows' own tokens one by one."""
+def with_cache(step: GenerateStep, params: Params, *, num_steps: int = NUM_STEPS, **data: np.ndarray) -> Run:
+    """Prompts of unequal lengths, then the rows' own tokens one by one; ``data`` is what the mask reads."""
     rows, numbers = rows_of(step.model), np.arange(len(LENGTHS))
     placed = step.place(params)
     length = step.padded_length(int(LENGTHS.max()))
-    logits, cache = step.prefill(placed, step.init_cache(), rows[:, :length], LENGTHS)
+    logits, cache = step.prefill(placed, step.init_cache(), rows[:, :length], LENGTHS, data=data)
     found = [np.asarray(logits)]
     for count in range(num_steps):
         at = LENGTHS + count
-        logits, cache = step.generate(placed, cache, rows[numbers, at], at)
+        logits, cache = step.generate(placed, cache, rows[numbers, at], at, data=data)
         found.append(np.asarray(logits))
     return Run(np.stack(found), {name: np.asarray(array) for name, array in cache.items()})
 
 
-def without_cache(model: Model, params: Params, *, num_steps: int = NUM_STEPS) -> np.ndarray:
+def without_cache(model: Model, params: Params, *, num_steps: int = NUM_STEPS, **data: np.ndarray) -> np.ndarray:
     """The same logits from the forward pass over whole rows."""
-    every = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(rows_of(model))))
+    every = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(rows_of(model)), **data))
     numbers = np.arange(len(LENGTHS))
     return np.stack([every[numbers, LENGTHS - 1 + count] for count in range(1 + num_steps)])
 

@@ -7,12 +7,24 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import generation_program
+from meshwright.algebra.generation import Storage, generation_program
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.masks.mods import tree_walk
 from meshwright.masks.names import example_data, mask_named
 from meshwright.nn.weights import init_params
 from meshwright.parallel.train_step import TrainStep
 from tests.parallel.cases import RELATIVE, keep_gradients, strategy_of
+from tests.parallel.generate_cases import (
+    FAMILIES,
+    LENGTHS,
+    LLAMA,
+    MAX_LEN,
+    assert_close,
+    float_params,
+    step_of,
+    with_cache,
+    without_cache,
+)
 from tests.parallel.small import MODEL
 
 BATCH_SEQS, SEQ_LEN = 8, 32
@@ -106,6 +118,75 @@ def test_masks_that_no_batch_describes_are_refused():
         replace(MODEL, attention_mask="causl")
 
 
-def test_generation_is_refused():
-    with pytest.raises(CannotRunError, match="attention_mask='tree'"):
-        generation_program(model_of("tree"), "decode")
+# -- generation -------------------------------------------------------------------------------------------
+
+AT = np.arange(MAX_LEN)
+ROWS = np.ones((len(LENGTHS), 1), np.int32)
+SPANS = np.where((AT >= 1) & (LENGTHS[:, None] > AT + 1), 1, 0).astype(np.int32)
+"""An image in each prompt, but for its first and last token."""
+ENTER, LEAVE = tree_walk(ROWS * np.maximum(AT - 2, -1))
+GENERATED = {
+    "prefix": ({"attention_mask": "prefix_lm", "attention_score": "alibi"}, {}),
+    "window": ({"attention_mask": "sliding_window(3)", "attention_softcap": 5.0}, {}),
+    "global": ({"attention_mask": "causal & global_sliding(2)"}, {"is_global": ROWS * (AT % 5 == 0)}),
+    "images": ({"attention_mask": "transfusion", "attention_score": "relative(0.1)"}, {"spans": SPANS}),
+    "documents": ({"attention_mask": "causal & document"}, {"documents": ROWS * (AT // 4)}),
+    "tree": ({"attention_mask": "tree"}, {"enter": ENTER, "leave": LEAVE}),
+}
+OTHERS = {
+    "latent": ({"attention_mask": "prefix_lm & sliding_window(4)", "attention_score": "alibi"}, {}),
+    "sinks": ({"attention_mask": "causal & global_sliding(4)"}, GENERATED["global"][1]),
+}
+OF_FAMILY = {"latent": FAMILIES["deepseek_v2"], "sinks": FAMILIES["gpt_oss"]}
+
+
+def generated(rule, axes, layout=""):
+    """Logits of prompts and of one token after the other, and those of the forward pass over whole rows."""
+    changes, data = (GENERATED | OTHERS)[rule]
+    model = replace(OF_FAMILY.get(rule, LLAMA), **changes)
+    data = {name: array.astype(np.int32) for name, array in data.items()}
+    params = float_params(model)
+    whole = data | ({"prefix": LENGTHS} if "prefix_lm" in model.attention_mask else {})
+    return with_cache(step_of(model, axes, layout=layout), params, **data).logits, without_cache(model, params, **whole)
+
+
+@pytest.mark.parametrize("rule", GENERATED | OTHERS)
+def test_a_cache_changes_nothing_under_a_mask(rule):
+    assert_close(*generated(rule, {}))
+
+
+@pytest.mark.parametrize(
+    ("rule", "axes", "layout"),
+    [
+        ("prefix", {"data": 2, "tensor": 2}, ""),
+        pytest.param("images", {"context": 2, "tensor": 2}, "", marks=pytest.mark.slow),
+        ("global", {"context": 2, "tensor": 2}, "positions"),
+        pytest.param("tree", {"context": 2, "tensor": 2}, "sequences", marks=pytest.mark.slow),
+        pytest.param("latent", {"fsdp": 2, "tensor": 2}, "", marks=pytest.mark.slow),
+    ],
+)
+def test_no_mesh_changes_what_a_mask_generates(rule, axes, layout):
+    assert_close(*generated(rule, axes, layout))
+
+
+def test_what_a_mask_reads_changes_what_is_generated():
+    model = replace(LLAMA, **GENERATED["images"][0])
+    step, params = step_of(model, {}), float_params(model)
+    found = [with_cache(step, params, num_steps=1, spans=spans).logits for spans in (SPANS, 0 * SPANS)]
+    assert not np.allclose(*found, atol=1e-3)
+
+
+def test_masks_that_look_ahead_do_not_generate():
+    for rule in ("noop", "local(3)", "document", "jagged", "global_sliding(3)"):
+        with pytest.raises(CannotRunError, match="a position sees later ones"):
+            generation_program(replace(MODEL, attention_mask=rule), "decode")
+    with pytest.raises(CannotRunError, match="does not generate from pages"):
+        generation_program(model_of("tree"), "decode", Storage(page_len=4))
+
+
+def test_a_tree_is_given_to_be_generated_from():
+    model = replace(LLAMA, attention_mask="tree")
+    with pytest.raises(
+        InputError, match=r"attention_mask='tree' reads enter of each sequence\. In Python give it in data"
+    ):
+        with_cache(step_of(model, {}), float_params(model))

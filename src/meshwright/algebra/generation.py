@@ -10,11 +10,12 @@ import math
 from typing import Literal, get_args
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive, forward_pass
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.layers import PLAIN, ProgramOptions, parse_block
+from meshwright.algebra.layers import PLAIN, ProgramOptions, mask_data, parse_block
 from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
@@ -25,8 +26,9 @@ from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.masks.names import Rule, mask_named
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model
+from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.strategy import Strategy, held_dims
 from meshwright.spec.weights import without_mtp
 
@@ -233,16 +235,28 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
         raise CannotRunError(
             f"{model.name} has an encoder or relative positions and does not generate in this version."
         )
-    if model.attention_mask or model.attention_score:
+    if model.attention_mask and _sees_later(mask_named(model.attention_mask)):
+        raise CannotRunError(
+            f"by attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which are not "
+            f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
+        )
+    if (model.attention_mask or model.attention_score) and storage.page_len:
         raise CannotRunError(
             f"{model.name} has attention_mask={model.attention_mask!r}, attention_score={model.attention_score!r} and "
-            f"does not generate in this version. Leave them out."
+            f"does not generate from pages in this version. Leave page_len out."
         )
     training = transformer(model)
     writer = _Writer(model, phase, storage, training)
     blocks = tuple(map(writer.block, training.blocks))
     used = {name for block in blocks for op in block.ops for name in (*op.inputs, op.out)}
     return Program(blocks, {name: v for name, v in writer.variables.items() if name in used}, training.stacks)
+
+
+def _sees_later(rule: Rule) -> bool:
+    """True if positions see later ones without a prefix or an image: 32 show it for every mask of the catalogue."""
+    at = np.arange(32)
+    arrays = (np.full((1, 32)[: len(MASK_DATA[name])], 32 * (name == "lengths")) for name in rule.data)
+    return bool((rule.make(*arrays)(0, 0, at[:, None], at) & (at > at[:, None])).any())
 
 
 class _Writer:
@@ -253,6 +267,10 @@ class _Writer:
         self.training, self.variables = training, dict(training.variables)
         self.ops: list[Op] = []
         self.outputs: list[str] = []
+        if phase == "decode":  # a mask reads of all positions, by slots of the cache
+            for name in mask_data(model, PLAIN):
+                dims = tuple(dim.replace("T", "S") for dim in MASK_DATA[name])
+                self.variables[name] = replace(self.variables[name], dims=dims)
 
     def block(self, block: Block) -> Block:
         """Returns the rewritten block under its name, without ops whose results are no longer used."""
@@ -329,7 +347,7 @@ class _Writer:
             own = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
             ql = self._add("einsum", (own, keys), Variable("ql", latent, "activation"))
             mixed = Variable("oc", latent, "activation")
-            self._add("cached_latent_attention", (ql, q, *inputs), mixed, attributes)
+            self._add("cached_latent_attention", (ql, q, *inputs, *others), mixed, attributes)
             self.ops.append(Op("einsum", ("oc", values), op.out))
         else:
             self.ops.append(Op("cached_attention", (q, *inputs, *others), op.out, attributes))

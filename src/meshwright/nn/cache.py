@@ -6,7 +6,7 @@ written. The cache is a ring where S is a window, and contiguous where S is the 
 slots of a sequence are the pages, of Pl slots each, that its row of the page table lists.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshwright.algebra.sizes import LANES, SUBLANES
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.nn.activations import capped
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.collectives import first_index, own_entries
 
@@ -171,23 +170,24 @@ def cached_attention(
     *,
     scale: float,
     value_scale: Float[Array, "B S K"] | None = None,
-    softcap: float | None = None,
+    score: Callable[[Float[Array, "B K G T S"]], Array] | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> OwnAttention:
     """Returns the values of K heads, weighted by the softmax over visible slots; ``parts`` of the scores are summed.
 
-    ``sinks`` are an additional logit per head. Scales of int8 values multiply the weights, usually the smaller array
-    of the two. A device without visible slots has a result of 0 and a largest score of minus infinity.
+    ``score`` maps scaled scores to scores, minus infinity where a mask forbids. ``sinks`` are an additional logit per
+    head. Scales of int8 values multiply the weights, usually the smaller array of the two. A device without visible
+    slots has a result of 0 and a largest score of minus infinity.
     """
     scores = scale * sum((part.scores() for part in parts[1:]), parts[0].scores())
-    weights, peak, total = _softmax(jnp.where(seen[:, None, None, None], capped(scores, softcap), -jnp.inf), sinks)
+    found = scores if score is None else score(scores)
+    weights, peak, total = _softmax(jnp.where(seen[:, None, None, None], found, -jnp.inf), sinks)
     if value_scale is not None:
         weights = weights * _over_queries(value_scale)
     dtype = parts[0].queries.dtype
     mixed = jnp.einsum("BKGTS,BSKH->BKGTH", weights.astype(dtype), values.astype(dtype))
     rows = parts[0].queries.shape[:3]
-    found = (jnp.moveaxis(array, 3, 1).reshape(*rows, -1) for array in (mixed, peak, total))
-    result, peak, total = found
+    result, peak, total = (jnp.moveaxis(array, 3, 1).reshape(*rows, -1) for array in (mixed, peak, total))
     return OwnAttention(result, peak[..., 0], total[..., 0])
 
 

@@ -27,7 +27,8 @@ _State = TypeVar("_State")
 
 
 def logits_fn(model: Model) -> Callable[..., Array]:
-    """Returns a function (params, tokens[B,T], documents[B,T], encoder tokens) -> logits[B,T,V] in float32."""
+    """Returns a function (params, tokens[B,T], documents[B,T], encoder tokens) -> logits[B,T,V] in float32, which takes
+    what the model's mask reads by name."""
     require_runnable(model)
     model = without_mtp(model)
 
@@ -36,12 +37,13 @@ def logits_fn(model: Model) -> Callable[..., Array]:
         tokens: Array,
         documents: Array | None = None,
         encoder_tokens: Array | None = None,
+        **data: Array,
     ) -> Array:
         options = ProgramOptions(documents=documents is not None)
         # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
         derived = derive(transformer(model, options), Strategy(mesh=make_mesh({}), remat="none"))
         context = Context(model=model, derived=derived, mesh=make_mesh({}), options=options)
-        given: dict[str, Any] = {"tokens": tokens, "positions": _positions(tokens), "documents": documents}
+        given: dict[str, Any] = {"tokens": tokens, "positions": _positions(tokens), "documents": documents} | data
         if encoder_tokens is not None:
             given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _positions(encoder_tokens)}
 

@@ -23,6 +23,7 @@ from meshwright.algebra.generation import (
     job_strategy,
     scales,
 )
+from meshwright.algebra.layers import PLAIN, mask_data
 from meshwright.algebra.notation import check
 from meshwright.algebra.ops.cache_write import CacheWrite
 from meshwright.algebra.transformer import weight_variables
@@ -38,7 +39,7 @@ from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.held import Shapes, resized, without_split
 from meshwright.parallel.mesh import compiler_options, lower, named_sharding, partition_spec, shardings, strategy_mesh
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model, require_runnable
+from meshwright.spec.model import MASK_DATA, Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
 from meshwright.spec.weights import without_mtp
 
@@ -233,23 +234,28 @@ class GenerateStep:
         return min(parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts))), self.cache_len)
 
     def prefill(
-        self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None
+        self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None, data: Mapping[str, Any] = {}
     ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after each row's last token, and the cache with the keys and values.
 
         ``tokens`` [B, T] are padded behind ``lengths`` [B], at least 1. Each T is compiled once; `padded_length` gives
-        few different ones. ``pages`` [B, Bp] are the pages of each row, by default `init_pages`.
+        few different ones. ``pages`` [B, Bp] are the pages of each row, by default `init_pages`. ``data`` is what the
+        model's mask reads, by the names of `MASK_DATA`: [B], or [B, positions] of prompts and of what follows, 0 where
+        they are shorter. By default a prefix is the whole prompt, and there are no images or global tokens.
         """
-        given = self.prefill_inputs(tokens, lengths, pages)
+        given = self.prefill_inputs(tokens, lengths, pages, data)
         return self.compiled(given["tokens"].shape[1])(params, cache, given)
 
     def generate(
-        self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None
+        self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None, data: Mapping[str, Any] = {}
     ) -> tuple[Array, Cache]:
-        """Returns logits [B, V] after one more token per row, ``tokens`` [B] at ``positions`` [B], and the cache."""
-        return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages))
+        """Returns logits [B, V] after one more token per row, ``tokens`` [B] at ``positions`` [B], and the cache;
+        ``data`` as for `prefill`."""
+        return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages, data))
 
-    def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, Array]:
+    def prefill_inputs(
+        self, tokens: Any, lengths: Any, pages: Any = None, data: Mapping[str, Any] = {}
+    ) -> dict[str, Array]:
         """Returns the inputs of the program of `prefill` besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         (batch, length), wanted = tokens.shape, self.batch_seqs
@@ -262,11 +268,32 @@ class GenerateStep:
             )
         sizes = {**self.model.dims, "B": batch, "T": length}
         check(self.prefill_declared.declared["x"], sizes, self.strategy.mesh)
-        return self._placed(1, pages, tokens=tokens, last=lengths - 1)
+        found = self._mask_inputs({"prefix": lengths, **data}, length)
+        return self._placed(1, pages, tokens=tokens, last=lengths - 1, **found)
 
-    def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, Array]:
+    def decode_inputs(
+        self, tokens: Any, positions: Any, pages: Any = None, data: Mapping[str, Any] = {}
+    ) -> dict[str, Array]:
         """Returns the inputs of the program of `generate` besides weights and cache, on its devices."""
-        return self._placed(0, pages, tokens=tokens, positions=positions)
+        return self._placed(0, pages, tokens=tokens, positions=positions, **self._mask_inputs(data, self.cache_len))
+
+    def _mask_inputs(self, data: Mapping[str, Any], length: int) -> dict[str, np.ndarray]:
+        """Returns what the mask reads of ``length`` positions, 0 where nothing is given."""
+        found = {name: np.zeros(shape.shape, np.int32) for name, shape in self._mask_shapes(length).items()}
+        for name, array in found.items():
+            if name not in data and name in ("enter", "leave", "lengths"):
+                raise InputError(
+                    f"attention_mask={self.model.attention_mask!r} reads {name} of each sequence. In Python give it in "
+                    "data; or use another mask."
+                )
+            rows = np.asarray(data.get(name, array), np.int32)
+            part = (slice(None), slice(min(length, rows.shape[-1])))[: rows.ndim]
+            array[part] = rows[part]
+        return found
+
+    def _mask_shapes(self, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.batch_seqs, length)
+        return {n: jax.ShapeDtypeStruct(shape[: len(MASK_DATA[n])], jnp.int32) for n in mask_data(self.model, PLAIN)}
 
     def compiled(self, length: int) -> jax.stages.Compiled:
         """Returns the program for prompts of a padded length, or for one more token if 0; compiles it once."""
@@ -279,6 +306,7 @@ class GenerateStep:
         rows = jax.ShapeDtypeStruct((self.batch_seqs,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((self.batch_seqs, length), jnp.int32)
         given = {"tokens": tokens, "last": rows} if length else {"tokens": rows, "positions": rows}
+        given |= self._mask_shapes(length or self.cache_len)
         if self.has_pages:
             given[PAGES] = jax.ShapeDtypeStruct((self.batch_seqs, self.cache_sizes["Bp"]), jnp.int32)
         return lower(self._program(length), self.mesh, self.param_shapes, self.cache_shapes, given, platform=platform)
@@ -293,7 +321,7 @@ class GenerateStep:
 
     def _specs(self, derived: Derived) -> dict[str, PartitionSpec]:
         """Returns the shardings of the inputs of a derived program."""
-        names = ("tokens", "positions", "last", *((PAGES,) if self.has_pages else ()))
+        names = ("tokens", "positions", "last", *((PAGES,) if self.has_pages else ()), *mask_data(self.model, PLAIN))
         return {name: partition_spec(derived.declared[name]) for name in names}
 
     def _placed(self, length: int, pages: Any, **given: Any) -> dict[str, Array]:
@@ -323,7 +351,7 @@ class GenerateStep:
             return of_tokens(*mapped(params, cache, {**given, "positions": positions}))
 
         def generate(params: Params, cache: Cache, given: dict[str, Array]) -> tuple[Array, Cache]:
-            columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
+            columns = given | {name: given[name][:, None] for name in ("tokens", "positions")}
             return of_tokens(*mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])}))
 
         return jax.jit(

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
+from meshwright.masks.names import mask_named
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import Params, rows
@@ -94,7 +95,8 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
             f"{model.name} has an encoder, and this version cannot read data for one. plan, explain, verify and "
             "profile take it; in Python, TrainStep trains it on batches with encoder_tokens."
         )
-    data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens")
+    mask = mask_named(model.attention_mask) if model.attention_mask else None
+    data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens", mask=mask)
     step = make_step(model, strategy, settings, several_documents=data.several_documents)
     require_divides(step, job)
     order = step.token_order(job.seq_len)

@@ -46,7 +46,7 @@ def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCal
     return AttentionCall(
         scale=context.model.attention_scale,
         mask=None if details.sees_all else _mask(context, step, arrays.data),
-        score=_distance_bias(step, arrays.per_head, first_head) if learns else _score(context, step),
+        score=_distance_bias(step, arrays.per_head, first_head) if learns else score_of(context, step),
         learns=learns,
         sinks=None if learns else arrays.per_head,
         q_idx=index(sharded.q, arrays.q),
@@ -78,7 +78,7 @@ def _distance_bias(step: Step, table: Any, first_head: Any) -> Mod:
     return Mod(lambda held: mods.distance_bias(held, far=far, causal=causal, first=first_head), (table,))
 
 
-def _score(context: Context, step: Step) -> Mod | None:
+def score_of(context: Context, step: Step) -> Mod | None:
     """Returns the rule of a step's scores, with its soft cap last."""
     cap = step.details.softcap
     if not step.details.score:

@@ -1,5 +1,6 @@
 """Attention of new positions on the keys and values of a cache."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,20 +11,39 @@ from jaxtyping import Array, Float
 
 from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
+from meshwright.masks.names import mask_named
 from meshwright.nn import cache
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
 from meshwright.nn.cache import LayerCache, OwnAttention, OwnSlots, ScorePart
+from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
 from meshwright.nn.ops import of_arrays
+from meshwright.nn.ops.attention import score_of
 
 
-def cache_facts(context: Context, step: Step, positions: Array, cached: LayerCache) -> dict[str, Any]:
-    """Returns the visible slots, the scale and the cap of attention on a cache without pages."""
-    slots, window = OwnSlots.of(cached, split_slots(step)), step.details.window
+def cache_facts(
+    context: Context, step: Step, positions: Array, cached: LayerCache, others: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Returns the visible slots, the scale and the rules of scores of attention on a cache without pages; a mask reads
+    the integers among ``others``."""
+    slots, last, num_slots = OwnSlots.of(cached, split_slots(step)), positions[:, 0], cached.stack.shape[2]
+    held, score = cache.held_positions(last, num_slots, slots), score_of(context, step)
+    mask = mask_named(step.details.mask.replace(":", ",")) if step.details.mask else None
+    data = [x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
+
+    def scored(scores: Array) -> Array:
+        batch, *heads = scores.shape[:3]
+        num_heads = math.prod(heads)
+        own = first_index(step.inputs[0].axes_of("N"), num_heads) + jnp.arange(num_heads).reshape(1, *heads, 1, 1)
+        rows, q_idx = (x[:, None, None, None, None] for x in (jnp.arange(batch), last))
+        at = rows, own, q_idx, jnp.maximum(held, 0)[:, None, None, None]
+        found = scores if score is None else score(scores, *at)
+        return found if mask is None else jnp.where(mask.make(*data)(*at), found, -jnp.inf)
+
     return {
-        "seen": cache.visible_slots(positions[:, 0], cached.stack.shape[2], window=window, slots=slots),
+        "seen": cache.visible_slots(last, num_slots, window=step.details.window, slots=slots),
         "scale": context.model.attention_scale,
-        "softcap": step.details.softcap,
+        "score": scored,
     }
 
 
@@ -72,13 +92,13 @@ def cached_attention(
 ) -> Array | OwnAttention:
     """Returns attention on the layer's keys and values, of one position of each row, or several if the cache has pages.
 
-    ``others`` are the page table of a paged cache, then scales, then sinks.
+    ``others`` are the page table of a paged cache, then scales, then what a mask reads, then sinks.
     """
     pages, others = table_of(step, others)
     keys, values, *scales = (
         each.entries(paged=step.details.paged) for each in (k, v, *others) if isinstance(each, LayerCache)
     )
-    sinks = next((other for other in others if not isinstance(other, LayerCache)), None)
+    sinks = next((x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
     key_scale, value_scale = scales or (None, None)
     parts = [ScorePart(queries=q, keys=keys, scale=key_scale)]
     if pages is not None:
@@ -87,7 +107,7 @@ def cached_attention(
     if sinks is not None and step.more:
         # sinks count once
         sinks = jnp.where(lax.axis_index(split_slots(step)) == 0, sinks, -jnp.inf)
-    facts = cache_facts(context, step, positions, k)
+    facts = cache_facts(context, step, positions, k, others)
     return results_of(step, cache.cached_attention(parts, values, value_scale=value_scale, sinks=sinks, **facts))
 
 

@@ -24,7 +24,7 @@ def cached_latent_attention(
     """Returns weighted latents; scores are absorbed queries ``ql`` x latents + rotated parts of ``q`` x shared keys."""
     pages, others = table_of(step, others)
     # one head: all heads of queries share the latents
-    caches = (latent, shared, *others)
+    caches = (latent, shared, *(x for x in others if isinstance(x, LayerCache)))
     latents, keys, *scales = (each.entries(paged=step.details.paged)[:, :, None] for each in caches)
     latent_scale, shared_scale = scales or (None, None)
     parts = [
@@ -33,7 +33,7 @@ def cached_latent_attention(
     ]
     if pages is not None:
         return paged_attention(paged_call(context, step, positions, latent, pages), parts, latents, latent_scale)
-    facts = cache_facts(context, step, positions, latent)
+    facts = cache_facts(context, step, positions, latent, others)
     return results_of(step, cache.cached_attention(parts, latents, value_scale=latent_scale, **facts))
 
 

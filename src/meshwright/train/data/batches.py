@@ -14,12 +14,15 @@ from jaxtyping import Array
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
+from meshwright.masks.names import Rule
 from meshwright.parallel.second_labels import second_labels
+from meshwright.spec.model import MASK_DATA
 from meshwright.train.data.chat import open_chat_tokenizer
+from meshwright.train.data.records import open_records, with_mask_data
 from meshwright.train.data.rows import RowPart, Rows, WholeRows
 from meshwright.train.data.sources import DataPhase, Draw, Samples, Source, SourcePattern
 from meshwright.train.data.store import open_store
-from meshwright.train.data.text import open_corpus
+from meshwright.train.data.text import FileCorpus, open_corpus
 from meshwright.train.data.token_files import open_tokens
 from meshwright.train.data.token_store import split
 from meshwright.train.data.tokenizer import TextTokenizer, open_tokenizer
@@ -91,13 +94,14 @@ class Data(NamedTuple):
         return any(part.store.num_documents > 1 for part in self.train + self.held_out)
 
 
-def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data:
+def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path, mask: Rule | None = None) -> Data:
     """Opens ``settings.data``: tokenises texts and chats, once, and keeps their tokens in ``folder``.
 
     Without a tokenizer one is trained on the first source, for all of them. Many processes may call this at once: one
-    makes the store while the others wait. Raises InputError for data or a tokenizer that cannot be read, or with more
-    tokens than ``vocab_size``.
+    makes the store while the others wait. Where the ``mask`` reads a prefix, a row has one record. Raises InputError
+    for data or a tokenizer that cannot be read, with more tokens than ``vocab_size`` or without what the mask reads.
     """
+    packing = settings.packing and not (mask and "prefix" in mask.data)
     path, skipped = Path(settings.tokenizer), 0
     given = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
     train, held_out = list[Source](), list[Source]()
@@ -105,14 +109,19 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data
         store = open_tokens(Path(name), vocab_size=vocab_size)
         if store is None:
             corpus = open_corpus(name, skip_bad=settings.skip_bad_records)
+            if isinstance(corpus, FileCorpus) and corpus.is_tokens:
+                store = open_records(corpus, mask, vocab_size=vocab_size)
+                skipped += len(corpus.bad or ())
+        if store is None:
             if not settings.tokenizer and (corpus.is_chat or (train and not given)):
                 raise InputError(f"data {name!r} needs train.tokenizer: {NEEDS_TOKENIZER[corpus.is_chat]}.")
             chats = open_chat_tokenizer(path, given, loss_on=settings.loss_on) if given and corpus.is_chat else None
             found = open_store(corpus, chats or given, vocab_size=vocab_size, folder=folder)
             given, store = given or TextTokenizer(found.tokenizer, found.end_id), found.store
             skipped += found.skipped_records
+        store = with_mask_data(store, mask, name)
         for sources, part in zip((train, held_out), split(store, settings.held_out), strict=True):
-            sources.append(Source(part, settings.packing, name, share))
+            sources.append(Source(part, packing, name, share))
     kept = tuple(one for one in held_out if len(one.store))
     return Data(given.tokenizer if given else None, tuple(train), kept, skipped)
 
@@ -194,9 +203,10 @@ class Batches:
         position_slice: slice = slice(None),
         *,
         with_second: bool = False,
+        data: Sequence[str] = (),
     ) -> dict[str, np.ndarray]:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch;
-        ``with_second`` adds `second_labels`."""
+        ``with_second`` adds `second_labels`, ``data`` what a mask reads, by the names of `MASK_DATA`."""
         found, positions = self._found(first_sample, row_slice), self.order[position_slice]
 
         def read(positions: np.ndarray) -> dict[str, np.ndarray]:
@@ -204,6 +214,7 @@ class Batches:
             return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, parts, strict=True)}
 
         here = read(positions)
+        here |= {name: np.stack([rows.mask_data(name, number, positions) for rows, number in found]) for name in data}
         return here | second_labels(here, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else here
 
     def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:
@@ -215,24 +226,25 @@ class Batches:
         """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
 
         ``tokens``, ``labels``, ``positions``, ``documents``, ``mtp_tokens`` and ``mtp_labels`` are int32
-        [batch_seqs, seq_len]; ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch
-        on every process.
+        [batch_seqs, seq_len], as is what a mask reads of each token; what it reads of each row is [batch_seqs].
+        ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch on every process.
         """
         shape, second = (self.batch_seqs, self.seq_len), "mtp_labels" in shardings
+        data = [name for name in MASK_DATA if name in shardings and name not in RowPart._fields]
         # All arrays, and replicas of a shard, share one read.
         read = lru_cache(maxsize=None)(
-            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=second)
+            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=second, data=data)
         )
 
         def part(name: str, index: Any) -> np.ndarray:
             if name.startswith("num_"):
                 skipped = int(name == "num_mtp_labels")
                 return np.asarray(self.num_labels(first_sample, skipped=skipped), np.float32)
-            (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip(index, shape, strict=True))
+            (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip((*index, slice(None))[:2], shape, strict=True))
             return read(a, b, c, d)[name]
 
         def whole(name: str, sharding: Sharding) -> Array:
-            size = () if name.startswith("num_") else shape
+            size = () if name.startswith("num_") else shape[: len(MASK_DATA.get(name, shape))]
             return jax.make_array_from_callback(size, sharding, lambda index: part(name, index))
 
         return {name: whole(name, sharding) for name, sharding in shardings.items()}

@@ -62,10 +62,9 @@ class Rows:
 
     def read(self, number: int, positions: np.ndarray) -> RowPart:
         """Reads these positions of a row; reads only their tokens, and the token after each, from disk."""
-        inner, shifts = self._pieces(number)
-        documents = np.searchsorted(inner, positions, side="right")
+        inner, documents, places = self._places(number, positions)
         # Padding and last tokens read some token that lies within the store, and are masked.
-        places, last = shifts[documents] + positions, len(self.store) - 1
+        last = len(self.store) - 1
         # Padding continues the positions before it, for attention that has no document numbers.
         begins = np.concatenate([[0], inner])[documents - (places > last)]
         found = self.store.read(np.minimum(places, last))
@@ -75,6 +74,20 @@ class Rows:
         goes_on = (np.searchsorted(inner, positions + 1, side="right") == documents) & (places < last)
         labels = np.where(goes_on, np.maximum(following, NO_LABEL), NO_LABEL)
         return RowPart(*(np.asarray(array, np.int32) for array in (tokens, labels, positions - begins, documents)))
+
+    def _places(self, number: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the edges between pieces, and of each position the piece and the index in the store."""
+        inner, shifts = self._pieces(number)
+        documents = np.searchsorted(inner, positions, side="right")
+        return inner, documents, shifts[documents] + positions
+
+    def mask_data(self, name: str, number: int, positions: np.ndarray) -> np.ndarray:
+        """Returns what a mask reads of these positions of a row, 0 for padding, or of the row, a scalar; int32."""
+        whole = np.arange(self.seq_len) if name == "lengths" else np.array(0) if name == "prefix" else positions
+        places, size = self._places(number, whole)[2], len(self.store)
+        if name == "lengths":
+            return np.array(np.count_nonzero(places < size), np.int32)
+        return np.where(places < size, self.store.read(np.minimum(places, size - 1), name), 0).astype(np.int32)
 
     def num_labels(self, number: int, *, skipped: int = 0) -> int:
         """Counts positions with a label: those whose document continues after them, without the first ``skipped``

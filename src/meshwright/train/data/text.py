@@ -33,6 +33,8 @@ FIELD = "text"
 """Field of a JSON record, or column of a Parquet file, with its text, if ``data`` names no other."""
 CHAT_FIELDS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 """Fields of a chat, or of a prompt with its completion: a record without `FIELD`, if ``data`` names no field."""
+TOKEN_FIELDS = ("tokens", "prefix", "parents", "spans", "is_global")
+"""Fields of a record of tokens (`records.TokenRecord`), which has no field of a text or a chat."""
 RECORD_BYTES = 2**26
 """Maximum size of an unpacked JSON record, which is in memory as a whole, several times."""
 HASHED_BYTES = 2**26
@@ -54,7 +56,7 @@ class TextPiece(NamedTuple):
 
 
 class FileCorpus(NamedTuple):
-    """Files in a fixed order, read as a stream; ``field`` of a record has its text, "" for chats.
+    """Files in a fixed order, read as a stream; ``field`` of a record has its text, "" for chats and for tokens.
 
     Records that cannot be read are skipped, and their places added to ``bad``; if ``bad`` is None, the first raises.
     """
@@ -64,11 +66,12 @@ class FileCorpus(NamedTuple):
     files: tuple[Path, ...]
     field: str
     bad: set[str] | None = None
+    is_tokens: bool = False
 
     @property
     def is_chat(self) -> bool:
         """True if each record is a chat, or a prompt with its completion."""
-        return not self.field
+        return not self.field and not self.is_tokens
 
     @property
     def total_bytes(self) -> int:
@@ -102,6 +105,11 @@ class FileCorpus(NamedTuple):
             before += file.stat().st_size
         if not found:
             raise InputError(f"data {self.data!r} holds no text. {_WHAT}")
+
+    def records(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Yields the fields of each record, and its place in words."""
+        for file in self.files:
+            yield from ((record, where) for record, where, _ in _records(file, "", self.bad))
 
     def sample(self, max_chars: int) -> Iterator[str]:
         """Yields about ``max_chars`` characters from the starts of all files, in proportion to their sizes."""
@@ -156,7 +164,7 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
         except ImportError:
             raise InputError(f"this Python lacks pydoc_data. {_WHAT}") from None
         return PydocCorpus(tuple(topics[name] for name in sorted(topics)))
-    path, field = Path(data).expanduser(), ""
+    path, field, first = Path(data).expanduser(), "", set[str]()
     if not path.exists() and "#" in data:
         name, _, field = data.rpartition("#")
         path = Path(name).expanduser()
@@ -168,15 +176,17 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
         first = _first_fields(records, skip_bad)
         field = FIELD if FIELD in first or not first else ""
         files = files if field else records
-    return FileCorpus(data, path if path.is_dir() else path.parent, tuple(files), field, set() if skip_bad else None)
+    folder, bad = path if path.is_dir() else path.parent, set[str]() if skip_bad else None
+    return FileCorpus(data, folder, tuple(files), field, bad, is_tokens=first == {"tokens"})
 
 
 def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
-    """Returns which of `FIELD`, messages and prompt the first record has; with ``skip_bad``, the first with any."""
+    """Returns which of `FIELD`, messages, prompt and tokens the first record has; with ``skip_bad``, the first that has
+    any."""
     with suppress(InputError, CannotRunError, OSError, EOFError):  # raised again when the file is read
         for file in files:
             for record, _, _ in _records(file, "", set() if skip_bad else None):
-                found = {FIELD, "messages", "prompt"} & record.keys()
+                found = {FIELD, "messages", "prompt", "tokens"} & record.keys()
                 if found or not skip_bad:
                     return found
     return set()
@@ -324,7 +334,7 @@ def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:
     try:
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=PARQUET_BYTES) as table:
             names = table.schema_arrow.names
-            columns = [field] if field else [name for name in (FIELD, *CHAT_FIELDS) if name in names]
+            columns = [field] if field else [name for name in (FIELD, *CHAT_FIELDS, *TOKEN_FIELDS) if name in names]
             if not set(columns) <= set(names):
                 raise InputError(f"{file} has no column {field!r}.{nearest(field, names)} Name it: data=FILE#COLUMN.")
             size, done = file.stat().st_size, 0

@@ -1,7 +1,7 @@
 """Tokens on disk with the starts of documents, read on demand; and the choice of held-out documents."""
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -98,7 +98,8 @@ class TokenStore:
 
     ``starts`` has the index of the first token of each document, and the number of tokens as the last entry; without
     it all tokens are one document. ``spans`` restricts the store to parts of the file, which are then concatenated; a
-    document that crosses the end of a span ends there. Memory-mapped arrays stay on disk until they are read.
+    document that crosses the end of a span ends there. ``columns`` are further arrays with an entry for each token:
+    what a mask reads, by name. Memory-mapped arrays stay on disk until they are read.
     """
 
     def __init__(
@@ -106,8 +107,9 @@ class TokenStore:
         tokens: np.ndarray | CheckedTokens | TokenFiles,
         starts: np.ndarray | None = None,
         spans: Iterable[TokenSpan] | None = None,
+        columns: Mapping[str, np.ndarray] = {},
     ) -> None:
-        self.tokens = tokens
+        self.tokens, self.columns = tokens, columns
         self.starts = np.array([0, len(tokens)], np.uint64) if starts is None else np.asarray(starts)
         assert self.starts.dtype == np.uint64, "starts must be uint64: to search another dtype would copy them"
         asked = ((0, len(tokens)),) if spans is None else spans
@@ -123,7 +125,7 @@ class TokenStore:
 
     def part(self, spans: Iterable[TokenSpan]) -> "TokenStore":
         """Returns a store of the same files with other ``spans``."""
-        return TokenStore(self.tokens, self.starts, spans)
+        return TokenStore(self.tokens, self.starts, spans, self.columns)
 
     def __len__(self) -> int:
         return int(self._edges[-1])
@@ -146,10 +148,11 @@ class TokenStore:
         inside = (self._number_up_to(stop - 1) - self._number_up_to(start) for start, stop in self.spans)
         return len(self.spans) + int(sum(inside))
 
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the tokens at indices of the store, int32 of the same shape; only `read` reads tokens."""
+    def read(self, indices: np.ndarray, column: str = "") -> np.ndarray:
+        """Returns the tokens or a column at indices of the store, int32 of the same shape; only `read` reads tokens."""
         span = np.searchsorted(self._edges[1:-1], indices, side="right")
-        return np.asarray(self.tokens[indices + self._shifts[span]], dtype=np.int32)
+        array = self.columns[column] if column else self.tokens
+        return np.asarray(array[indices + self._shifts[span]], dtype=np.int32)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
         """Returns the indices in ``(start, stop]`` at which a document or a span starts or ends, int64.

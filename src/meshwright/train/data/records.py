@@ -1,0 +1,118 @@
+"""What a model's mask reads of records: of records of tokens by its fields, of prompts with completions the prompt."""
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.masks.mods import tree_walk
+from meshwright.masks.names import Rule
+from meshwright.train.data.text import SKIP, FileCorpus
+from meshwright.train.data.token_store import TokenStore
+
+FIELDS = {"prefix": "prefix", "enter": "parents", "leave": "parents", "spans": "spans", "is_global": "is_global"}
+"""What a mask reads -> the field of a record of tokens that has it."""
+
+
+class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens, and of these: the length of the prefix, the earlier position of each one's parent (-1 for a root), the
+    images as pairs [first, end), and 1 for each global token, else 0."""
+
+    tokens: list[int]
+    prefix: int | None = None
+    parents: list[int] | None = None
+    spans: list[tuple[int, int]] | None = None
+    is_global: list[Literal[0, 1]] | None = None
+
+
+def open_records(corpus: FileCorpus, rule: Rule | None, *, vocab_size: int) -> TokenStore:
+    """Reads records of tokens into memory, with what the mask ``rule`` reads.
+
+    A token is predicted by the token before it if it sees that one and is not seen by it: not in a prefix or in an
+    image, and not where another branch of a tree begins. Raises InputError for a record that is malformed or has too
+    large a token, unless the corpus leaves bad records out.
+    """
+    found = list[dict[str, np.ndarray]]()
+    for record, where in corpus.records():
+        try:
+            found.append(_read(record, where, rule, vocab_size))
+        except InputError as error:
+            if corpus.bad is None:
+                raise InputError(f"{str(error).removesuffix('.')}; {SKIP}.") from None
+            corpus.bad.add(where)
+    if not found:
+        raise InputError(f"data {corpus.data!r} has no record of tokens that can be read.")
+    edges = np.cumsum([0, *(len(one["tokens"]) for one in found)], dtype=np.uint64)
+    columns = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+    return TokenStore(columns.pop("tokens"), edges, columns=columns)
+
+
+def _read(fields: dict[str, Any], where: str, rule: Rule | None, vocab_size: int) -> dict[str, np.ndarray]:
+    """Returns the tokens of a record, complements where they are not predicted, and what the mask reads of each."""
+    try:
+        record = msgspec.convert(fields, TokenRecord)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where}: {str(error)[0].lower()}{str(error)[1:]}. Mend it.") from None
+    length, wrong = len(record.tokens), [token for token in record.tokens if not 0 <= token < vocab_size]
+    if wrong or not length:
+        what = f"has the token {wrong[0]}" if wrong else "has no tokens"
+        raise InputError(f"{where} {what}. Give tokens from 0 to {vocab_size - 1}, the vocabulary of the model.")
+    tokens, counted = np.array(record.tokens, np.int32), np.ones(length, bool)
+    if rule is None:
+        return {"tokens": tokens}
+    columns = {name: _column(record, name, where) for name in rule.data if name in FIELDS}
+    known = {"lengths": np.array([length]), "documents": np.zeros((1, length), np.int32)}
+    known |= {name: column[:1] if name == "prefix" else column[None] for name, column in columns.items()}
+    mask, before = rule.make(*(known[name] for name in rule.data)), np.arange(length - 1)
+    counted[1:] = mask(0, 0, before + 1, before) & ~mask(0, 0, before, before + 1)
+    return {"tokens": np.where(counted, tokens, ~tokens), **columns}
+
+
+def _column(record: TokenRecord, name: str, where: str) -> np.ndarray:
+    """Returns what a mask reads of each token of a record, int32."""
+    length, field, found = len(record.tokens), FIELDS[name], np.zeros(len(record.tokens), np.int32)
+    given: Any = getattr(record, field)
+    if given is None:
+        raise InputError(f"{where} has no {field}, which the mask of the model reads. Add it.")
+    if name == "prefix":
+        if not 0 <= given <= length:
+            raise InputError(f"{where}: prefix is {given}, of {length} tokens. Use 0 to {length}.")
+        return found + np.int32(given)
+    if name == "spans":
+        for number, (first, end) in enumerate(given, start=1):
+            if not 0 <= first < end <= length or found[first:end].any():
+                raise InputError(
+                    f"{where}: span [{first}, {end}) is empty, overlaps another or exceeds the {length} tokens. Give "
+                    "the first token of each image and the one after its last."
+                )
+            found[first:end] = number
+        return found
+    if len(given) != length:
+        raise InputError(f"{where} has {length} tokens and {len(given)} of {field}. Give one for each token.")
+    if name == "is_global":
+        return found + np.array(given, np.int32)
+    for token, parent in enumerate(given):
+        if not -1 <= parent < token:
+            raise InputError(f"{where}: token {token} has the parent {parent}. Give an earlier one, or -1 for a root.")
+    return tree_walk(np.array([given], np.int32))[name == "leave"][0]
+
+
+def with_mask_data(store: TokenStore, rule: Rule | None, data: str) -> TokenStore:
+    """Returns a store with what the mask ``rule`` reads of its records: a prefix is what comes before the first token
+    that counts in the loss. Raises InputError where ``data`` does not have it."""
+    missing = [name for name in (rule.data if rule else ()) if name in FIELDS and name not in store.columns]
+    if missing == ["prefix"] and store.is_records:
+        counted = np.append(np.flatnonzero(store.read(np.arange(len(store))) >= 0), len(store))
+        edges = store.starts.astype(np.int64)
+        prefixes = counted[np.searchsorted(counted, edges[:-1])] - edges[:-1]
+        if prefixes.any():
+            columns = {**store.columns, "prefix": np.repeat(prefixes, np.diff(edges))}
+            return TokenStore(store.tokens, store.starts, columns=columns)
+    if missing:
+        fields = ", ".join(dict.fromkeys(FIELDS[name] for name in missing))
+        raise InputError(
+            f"the mask of the model reads {fields} of each record, and data {data!r} has none. Give JSON lines with "
+            f"tokens and {fields}{', or a prompt and a completion' * (fields == 'prefix')}."
+        )
+    return store
