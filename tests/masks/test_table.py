@@ -159,7 +159,7 @@ def test_lists_name_each_block_once_partial_ones_first(data):
     table = BlockTable(kinds=kinds, q_block=4, kv_block=4, q_len=4 * kinds.shape[2], kv_len=4 * kinds.shape[3])
     for over, of in (("queries", kinds), ("keys", kinds.swapaxes(2, 3))):
         lists = table.lists(over)
-        assert [x.dtype for x in lists] == [np.int32] * 3
+        assert [x.dtype for x in lists[:3]] == [np.int32] * 3
         for at in np.ndindex(of.shape[:3]):
             partial, total = lists.partial[at], lists.total[at]
             assert lists.index[at][:partial].tolist() == np.flatnonzero(of[at] == PARTIAL).tolist()

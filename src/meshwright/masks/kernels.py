@@ -11,7 +11,7 @@ LEAST = 128
 """Rows that a block of our kernels is a multiple of, and fewest positions of a sequence."""
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     """An attention as kernels tell cases apart.
 
     ``platform`` is "cpu", "cuda", "rocm", "tpu" or another, ``capability`` that of an NVIDIA GPU, 0 if unknown.
@@ -31,7 +31,7 @@ class Case(NamedTuple):
     looks_up: bool = False
 
 
-def _cudnn(case: Case) -> bool:
+def _cudnn(case: AttentionCase) -> bool:
     """cuDNN has bf16 and fp16, H = Hv up to 128 that 8 divides, no score rule, and all keys or a causal mask, with or
     without a window, of rows in order; from Hopper on also the widths of latent attention.
 
@@ -44,24 +44,24 @@ def _cudnn(case: Case) -> bool:
     return case.platform == "cuda" and not case.scored and narrow and masked and case.dtype in HALVES
 
 
-def _mosaic(case: Case) -> bool:
+def _mosaic(case: AttentionCase) -> bool:
     """Our kernels for Hopper have heads of 64 or 128 in bf16 and fp16. Blackwell's matrix units need others."""
     width, value_width = case.widths
     able = case.platform == "cuda" and int(case.capability) == 9 and case.dtype in HALVES
     return able and width == value_width and width in (64, 128) and _elementwise(case)
 
 
-def _pallas(case: Case) -> bool:
+def _pallas(case: AttentionCase) -> bool:
     """Our kernels for TPUs have heads of a multiple of 8 in bf16 and float32."""
     able = case.platform == "tpu" and case.dtype in ("bfloat16", "float32")
     return able and not any(width % 8 for width in case.widths) and _elementwise(case)
 
 
-def _elementwise(case: Case) -> bool:
+def _elementwise(case: AttentionCase) -> bool:
     return case.positions >= LEAST and not case.looks_up
 
 
-TAKES: dict[str, Callable[[Case], bool]] = {
+TAKES: dict[str, Callable[[AttentionCase], bool]] = {
     "cudnn": _cudnn,
     "mosaic": _mosaic,
     "pallas": _pallas,
@@ -70,6 +70,6 @@ TAKES: dict[str, Callable[[Case], bool]] = {
 """Kernels by name, in the order in which they are asked -> whether one takes a case."""
 
 
-def kernel_named(case: Case) -> str:
+def kernel_named(case: AttentionCase) -> str:
     """Returns the name of the kernel that runs an attention."""
     return next(name for name, takes in TAKES.items() if takes(case))

@@ -93,20 +93,27 @@ def graph(distances: Any, reach: int) -> Mask:
 
 
 def neighbourhood(length: int, kernel: int) -> Mask:
-    """Returns NATTEN's mask in one dim: the ``kernel`` keys around a query, shifted inward at both ends.
+    """Returns NATTEN's mask in one dim: the ``kernel`` keys around a query, shifted inward at both ends. Positions
+    from ``length`` on see nothing.
 
     Raises InputError for an even kernel, or a longer one. Source: Hassani et al., Neighborhood Attention Transformer
     (2022).
     """
     _check_kernel(kernel, length)
-    return lambda b, h, q_idx, kv_idx: abs(_inside(q_idx, length, kernel) - kv_idx) <= kernel // 2
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        near = abs(_inside(q_idx, length, kernel) - kv_idx) <= kernel // 2
+        return near & (q_idx < length) & (kv_idx < length)
+
+    return mask
 
 
 def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mask:
     """Returns NATTEN's mask on a canvas of ``width`` x ``height``, for a window of ``kernel`` x ``kernel``.
 
     Tokens are in rows of the canvas; with ``tile`` in square tiles of that side, tile after tile, so that neighbours
-    share blocks. Raises InputError for an even kernel, or one or a tile that does not fit the canvas.
+    share blocks. Positions behind the canvas see nothing. Raises InputError for an even kernel, or one or a tile that
+    does not fit the canvas.
     """
     _check_kernel(kernel, min(width, height))
     if tile and (width % tile or height % tile):
@@ -122,7 +129,8 @@ def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mas
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         (row, column), (other_row, other_column) = places(q_idx), places(kv_idx)
         near = abs(_inside(row, height, kernel) - other_row) <= kernel // 2
-        return near & (abs(_inside(column, width, kernel) - other_column) <= kernel // 2)
+        near &= abs(_inside(column, width, kernel) - other_column) <= kernel // 2
+        return near & (q_idx < width * height) & (kv_idx < width * height)
 
     return mask
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from meshwright.core.errors import InputError
-from meshwright.masks.mods import Mask
+from meshwright.masks.mods import Mask, noop
 from meshwright.masks.ranges import NoRangesError, Ranges, namespace
 
 NOTHING, PARTIAL, FULL = 0, 1, 2
@@ -135,7 +135,7 @@ def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
 
 
 def block_table(
-    mask: Mask,
+    mask: Mask | None,
     *,
     q_len: int = 0,
     kv_len: int = 0,
@@ -152,6 +152,8 @@ def block_table(
     ``kv_len``. Their array API makes the table. With ``exact`` blocks that ranges call partial are evaluated pair by
     pair, so that every kind is exact; JAX's arrays need ``exact=False`` where they are traced.
 
+    A ``mask`` of None leaves all pairs.
+
     Raises:
         NoRangesError: the mask has no ranges and ``exact`` is False.
         InputError: a size below 1.
@@ -166,14 +168,16 @@ def block_table(
     for name, size in {**sizes, "batch": batch, "heads": heads}.items():
         if size < 1:
             raise InputError(f"{name}={size} must be at least 1.")
+    mask = noop() if mask is None else mask
     rows, columns = in_blocks(q_idx, q_block), in_blocks(kv_idx, kv_block)
     xp = namespace(rows)
     b, h = xp.arange(batch).reshape(-1, 1, 1, 1), xp.arange(heads).reshape(1, -1, 1, 1)
     try:
         kinds = _by_ranges(mask, b, h, rows, columns)
-    except (NoRangesError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except Exception as error:
         if not exact:
-            raise NoRangesError(str(error)) from error
+            words = f"blocks are not known while tracing: {error} Make the table outside of jit."
+            raise NoRangesError(words) from error
         kinds = None
     if exact:
         kinds = _by_points(mask, b, h, rows, columns, kinds)
@@ -216,6 +220,7 @@ def _by_points(mask: Mask, b: Any, h: Any, rows: Any, columns: Any, kinds: Any) 
 
 def _booleans(found: Any) -> Any:
     """Returns what a mask gave; raises InputError unless it is Boolean."""
+    found = np.full((1,) * 4, found) if isinstance(found, bool | np.bool_) else found
     kind = getattr(found, "dtype", type(found).__name__)
     if kind != np.dtype(bool):
         raise InputError(f"the mask returns {kind}. Return Booleans, one for each pair of indices.")

@@ -22,7 +22,7 @@ from meshwright.nn.attention.flex import flex_attention
 from meshwright.nn.attention.kernels import unrolled, xla
 from meshwright.nn.attention.tiles import Mod
 from tests.nn.attention import rules
-from tests.nn.attention.rules import arrays, close, dense, expected, rule_of
+from tests.nn.attention.rules import arrays, close, dense, expected, own_score, rule_of
 
 SCALE = 0.3
 
@@ -274,6 +274,42 @@ def test_functions_with_captured_arrays_have_gradients():
         close(value, one)
 
 
+@pytest.mark.parametrize("rule", [None, "own"])
+def test_the_log_sum_exp_has_gradients(rule):
+    """Cotangents of result and log-sum-exp, of queries, keys, values and sinks, beside autodiff of the dense form."""
+    given, rng = arrays(T=40), np.random.default_rng(3)
+    sinks, dlse = rng.normal(size=4).astype(np.float32), rng.normal(size=(2, 40, 4)).astype(np.float32)
+    score = own_score(40) if rule else None
+    mods_of = score and score.make(*map(jnp.asarray, score.arrays)), mods.causal()
+
+    def loss(run, qkv, sinks):
+        o, lse = run(*qkv, sinks)
+        return jnp.sum(o * given["dout"]) + jnp.sum(lse * dlse)
+
+    def ours(q, k, v, sinks):
+        return flex_attention(q, k, v, *mods_of, scale=SCALE, sinks=sinks, return_lse=True)
+
+    def plain(q, k, v, sinks):
+        return dense(jnp, SCALE, mods_of[1], mods_of[0], sinks, q, k, v)
+
+    qkv = [jnp.asarray(given[name]) for name in "qkv"]
+    with jax.numpy_rank_promotion("allow"):
+        wanted = jax.jit(jax.grad(partial(loss, plain), argnums=(0, 1)))(qkv, jnp.asarray(sinks))
+    found = jax.jit(jax.grad(partial(loss, ours), argnums=(0, 1)))(qkv, jnp.asarray(sinks))
+    for value, one in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        close(value, one)
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), jnp.bool_(True)])
+def test_a_rule_may_be_a_constant(value):
+    q = np.random.default_rng(0).normal(size=(1, 20, 2, 8)).astype(np.float32)
+    close(
+        flex_attention(q, q, q, lambda score, b, h, q_idx, kv_idx: 1.0, lambda b, h, q_idx, kv_idx: value),
+        q.mean(1, keepdims=True).repeat(20, 1),
+    )
+    assert block_table(lambda b, h, q_idx, kv_idx: bool(value), q_len=20, kv_len=20, block=8).sparsity() == 0
+
+
 def test_a_table_of_blocks_that_is_given_is_used():
     """A table that calls more blocks empty than the mask does leaves these out."""
     given = arrays(T=96)
@@ -293,3 +329,7 @@ def test_what_does_not_fit_is_refused():
         flex_attention(q[0], k, k)
     with pytest.raises(InputError, match="'cudnn' on cpu: use xla"):
         flex_attention(q, k[:, :, :1], k[:, :, :1], kernel="cudnn")
+    for sizes in ({"q_len": 2, "kv_len": 4}, {"q_len": 8, "kv_len": 4}, {"q_len": 4, "kv_len": 4, "heads": 2}):
+        table = block_table(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (h < 9), block=2, **sizes)
+        with pytest.raises(InputError, match="block_table is of"):
+            flex_attention(q, k[:, :, :1], k[:, :, :1], block_table=table)

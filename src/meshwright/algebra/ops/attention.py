@@ -201,8 +201,8 @@ def score_elements(step: Step, sizes: OpSizes) -> Number:
 
 
 def _counted(step: Step, sizes: OpSizes) -> OpSizes:
-    """Returns the sizes by which a step is counted: scores that have a bias are all in memory, because the bias and its
-    gradient need them."""
+    """Returns the sizes by which a step is counted: scores with a bias of distances pass through memory, because no
+    fused kernel looks up a table."""
     if not step.details.distance:
         return sizes
     scores = "in_memory" if sizes.scores == "on_chip" else sizes.scores

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.verb import Count, Options, argument, option, verb
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.cost.work.kernels import chip_rates
 from meshwright.cost.work.masked_attention import masked_attention_s
@@ -38,6 +38,10 @@ class Given(Options):
     png: Path | None = option("Draw the blocks to this file (.png or .svg).", needs=NAMED)
 
 
+MOST_BLOCKS = 2**24
+"""Blocks of a table, over all heads."""
+
+
 @verb(Given)
 def command(given: Given) -> Answer:
     """Show the blocks of an attention mask NAME, such as "causal & document", and predict its time on a chip.
@@ -49,6 +53,12 @@ def command(given: Given) -> Answer:
         return _catalogue()
     rule = None if ":" in given.name else mask_named(given.name)
     score = None if given.score is None else score_named(given.score)
+    num_blocks = given.num_heads * (given.seq_len / given.block) ** 2
+    if num_blocks > MOST_BLOCKS:
+        raise InputError(
+            f"--seq {given.seq_len:,} in blocks of {given.block} has {num_blocks:.2g} blocks, and a table at most "
+            f"{MOST_BLOCKS:,}. Use a larger --block or a shorter --seq."
+        )
     sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
     mask: tuple[Any, ...]
     if rule is None:
@@ -91,7 +101,8 @@ def _facts(given: Given, counted: CountedTable) -> dict[str, Any]:
         "pairs": all_pairs,
         "table_s": counted.table_s,
         "chip": chip.name,
-        "attention_flops_per_s": float(at.attention_flops_per_s),
+        "attention_flops_per_s": float(at.attention_flops_per_s / (1 + at.efficiency.head_half / given.head_dim)),
+        "kernel_s": float(at.efficiency.kernel_s),
         "predicted": [
             _row(run, *(float(masked_attention_s(at, run, pairs=n, **sizes)) for n in (all_pairs, table.pairs())))
             for run in RUNS
@@ -166,9 +177,11 @@ def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
     heads = f"one sequence, {facts['num_heads']} heads of {facts['head_dim']}"
     yield Table.of(facts["predicted"], SECONDS, f"Predicted for {facts['chip']}: attention of one layer, {heads}")
     rate = format_flops(facts["attention_flops_per_s"])
+    start = format_seconds(facts["kernel_s"])
     yield Fact(
         "a prediction",
-        f"FLOPs of existing blocks (4 N H a pair forward, 10 N H backward) over the chip's rate of attention, {rate}; "
+        f"FLOPs of existing blocks (4 N H a pair forward, 10 N H backward) over the chip's rate of attention with such "
+        f"heads, {rate}, the part of its memory traffic that does not hide, and {start} for the start of a kernel; "
         f"masks of partial blocks cost nothing in it",
     )
     if facts["measured"]:

@@ -47,6 +47,8 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Stream the tiles of one loop through VMEM: matmul (x[T,D] w[D,F]), flash or flash-backward (one head, bf16)."""
     unit, name, memory = given.on, given.loop, known(given.on, "vmem_bytes")
+    if name == "matmul" and given.causal:
+        raise InputError("--causal: a product leaves out no tile. Use it with flash or flash-backward.")
     sizes = {"seq": given.seq_len, "width": given.width or (given.seq_len if name == "matmul" else 128)}
     loops = {given.block: tiled_loop(name, **sizes, block=given.block, causal=given.causal)}
     loop = loops[given.block]

@@ -231,6 +231,8 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
         **cost_columns(result.strategies),
     }
     yield Table.of(result.strategies, columns)
+    if "unmasked" in columns:
+        yield Fact("unmasked", "MFU without the scores that the mask leaves out; MFU counts them")
     if same:
         yield Fact("all of them", ", ".join(filter(None, (words(strategies[0]) for words in same))))
     yield Fact("placement", f"of the best: {placement_words(best.strategy.placement)}")

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshwright.masks import mods
-from meshwright.masks.kernels import Case
+from meshwright.masks.kernels import AttentionCase
 from meshwright.masks.mods import Mask
 from meshwright.masks.ranges import NoRangesError
 from meshwright.masks.table import FULL, NOTHING, PARTIAL, BlockTable, block_table, in_blocks
@@ -55,9 +55,9 @@ class AttentionCall:
         """The catalogue's masks that together are this one, with their parameters; {"": ()} for another mask."""
         return {} if self.mask is None else self.mask.terms or {"": ()}
 
-    def case(self, q: Array, k: Array, v: Array) -> Case:
+    def case(self, q: Array, k: Array, v: Array) -> AttentionCase:
         """Returns what kernels tell apart of the attention."""
-        return Case(
+        return AttentionCase(
             platform=self.platform,
             capability=compute_capability(),
             dtype=q.dtype.name,

@@ -65,10 +65,11 @@ def attention_backward(
     v: KeyValues,
 ) -> tuple[Array, ...]:
     """Returns cotangents (dq, dk, dv), with sinks dsinks, and with ``call.learns`` those of the arrays of the score
-    rule. The result in ``given`` may be over more keys.
+    rule. The result in ``given`` may be over more keys; where it has a cotangent of the log-sum-exp, XLA runs.
 
-    dS = P (dout v^T - delta), P = exp(S - lse), delta = the row sums of dout o.
+    dS = P (dout v^T - delta), P = exp(S - lse), delta = the row sums of dout o, less the cotangent of lse.
     """
     call = call.placed(q.shape[1], k.shape[1])
-    dq, dk, dv, *more = kernel_of(call, q, k, v).backward(call, given, q, k, v)
+    kernel = xla if len(given) > 3 else kernel_of(call, q, k, v)
+    dq, dk, dv, *more = kernel.backward(call, given, q, k, v)
     return (dq, dk, dv, *([] if call.sinks is None else [sink_cotangents(call.sinks, given)]), *more)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float
 
 from meshwright.core.errors import InputError, first_line
@@ -39,8 +40,9 @@ def flex_attention(
     scaled scores in float32; indices are integer arrays that broadcast. Both may capture arrays, of which those of the
     score rule have gradients. Blocks that the mask leaves empty are not computed; ``block_table`` has them where they
     are known. K divides N. ``scale`` is 1 / sqrt(H) by default, ``sinks`` an additional logit of each head. With
-    ``return_lse`` the log-sum-exp of scores, float32, comes too (it has no gradient); a query that sees nothing gets
-    zeros and minus infinity. ``kernel`` forces one of `choice.KERNELS`.
+    ``return_lse`` the log-sum-exp of scores and sink comes too, [B, T, N] in float32; a query that sees nothing gets
+    zeros and minus infinity. Where it has a gradient, XLA's kernel runs the backward pass. ``kernel`` forces one of
+    `choice.KERNELS`.
 
     Raises:
         InputError: shapes do not fit, or the kernel does not take the case.
@@ -55,6 +57,14 @@ def flex_attention(
         raise InputError(f"sinks {sinks.shape}: give one number for each of {q.shape[2]} heads.")
     if not min(*q.shape, *k.shape, *v.shape):
         raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}: every dim must be at least 1.")
+    if block_table is not None:
+        sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+        held = (*block_table.kinds.shape[:2], block_table.q_len, block_table.kv_len)
+        if any(one != size and not (one == 1 and n < 2) for n, (one, size) in enumerate(zip(held, sizes, strict=True))):
+            raise InputError(
+                f"block_table is of {held[2]} queries and {held[3]} keys, {held[0]} sequences and {held[1]} heads, and "
+                f"q {q.shape}, k {k.shape}. Make it with q_len={sizes[2]}, kv_len={sizes[3]}."
+            )
     score = None if score_mod is None else _hoisted(score_mod, has_score=True)
     # an array that is known while tracing is a constant, and has no gradient
     learned = (x for x in (score.arrays if score else ()) if isinstance(x, jax.core.Tracer))
@@ -68,7 +78,7 @@ def flex_attention(
         learns=any(jnp.issubdtype(x.dtype, jnp.floating) for x in learned),
     )
     o, lse = _flex(call, (q, k, v), sinks, *(mod.arrays if mod else () for mod in (call.mask, call.score)))
-    return (o, jax.lax.stop_gradient(lse)) if return_lse else o
+    return (o, lse) if return_lse else o
 
 
 def _floats(name: str, value: Any) -> Array:
@@ -78,6 +88,19 @@ def _floats(name: str, value: Any) -> Array:
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise InputError(f"{name} is an array of {value.dtype}. Give one of floating-point numbers.")
     return jnp.asarray(value)
+
+
+def _spread(mod: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of all pairs from one that gives them a single value."""
+
+    def function(*at: Any) -> Any:
+        if any(isinstance(x, Ranges) for x in at):
+            raise NoRangesError("the function does not read its indices.")
+        found = mod(*at)
+        # of the program even where the value is a constant
+        return jnp.broadcast_to(jnp.where(at[-1] == at[-1], found, found), jnp.broadcast_shapes(*map(jnp.shape, at)))
+
+    return function
 
 
 def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
@@ -97,6 +120,8 @@ def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
     if shape != (2, 2) or not jnp.issubdtype(found.dtype, kind):
         wanted = "scores in float32" if has_score else "Booleans"
         raise InputError(f"{name} returns {found.dtype} of shape {found.shape} for 2 x 2 pairs. Return {wanted}.")
+    if found.ndim < 2:
+        mod, first = _spread(mod), jax.make_jaxpr(_spread(mod))(*first.in_avals)
     consts = first.consts
     arrays = [number for number, x in enumerate(consts) if isinstance(x, jax.Array)]
 
@@ -127,17 +152,20 @@ def _with(call: AttentionCall, sinks: Any, mask: Any, score: Any) -> AttentionCa
     return replace(call, sinks=sinks, mask=rules[0], score=rules[1])
 
 
-def _flex_forward(call: AttentionCall, qkv: Any, sinks: Any, mask: Any, score: Any) -> Any:
+def _flex_forward(call: AttentionCall, *given: Any) -> Any:
+    qkv, sinks, mask, score = jax.tree.map(lambda x: x.value, given, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     o, lse = attention(_with(call, sinks, mask, score), *qkv)
     return (o, lse), (qkv, sinks, mask, score, o, lse)
 
 
 def _flex_backward(call: AttentionCall, held: Any, cotangents: Any) -> Any:
     qkv, sinks, mask, score, o, lse = held
-    given = cotangents[0], o, lse
+    dout, dlse = cotangents
+    dout = jnp.zeros_like(o) if isinstance(dout, SymbolicZero) else dout
+    given = dout, o, lse, *([] if isinstance(dlse, SymbolicZero) else [dlse])
     dq, dk, dv, *more = attention_backward(_with(call, sinks, mask, score), given, *qkv)
     dsinks = None if sinks is None else more.pop(0)
     return (dq, dk, dv), dsinks, None, tuple(more) or None
 
 
-_flex.defvjp(_flex_forward, _flex_backward)
+_flex.defvjp(_flex_forward, _flex_backward, symbolic_zeros=True)

@@ -15,7 +15,7 @@ from meshwright.cost.network.placement import physical_placement
 from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.cost.work.kernels import StepCost
-from meshwright.masks.kernels import Case, kernel_named
+from meshwright.masks.kernels import AttentionCase, kernel_named
 from meshwright.masks.names import mask_named
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
@@ -231,7 +231,7 @@ def attention_kernel(plan: Plan) -> str:
     gpu = catalogued(chip, "xla_gpu")
     others = "cuda" if chip.vendor == "NVIDIA" else "rocm"
     split = strategy.mesh.get("context", 1)
-    case = Case(
+    case = AttentionCase(
         platform={"torus": "tpu", "host": "cpu"}.get(chip.topology, others),
         capability=float(gpu.capability.rstrip("a")) if gpu else 0,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[strategy.state_dtype],

@@ -44,6 +44,7 @@ def mask_figure(counted: CountedTable, *, title: str) -> Figure:
         layers.append(canvas.boxes(pairs, color=PALETTE[5]))
     layers.append(canvas.boxes(blocks, filled=False, stroke="white", strokeWidth=edge))
     note = f"{first.sparsity():.1%} of blocks of {first.q_block} x {first.kv_block} are empty"
+    note += " in the first head" * (counted.table.kinds.shape[1] > 1)
     note += f", {each} x {each} of them drawn as one" * (each > 1)
     # a pair is a whole number of pixels of a picture at scale 2, or pairs would have seams
     side = SIDE_PX if counted.points is None else shown.kv_len * max(1, round(2 * SIDE_PX / shown.kv_len)) / 2

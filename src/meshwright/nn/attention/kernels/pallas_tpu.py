@@ -22,7 +22,7 @@ from meshwright.nn.attention.kernels.scores import (
     AttentionResult,
     BackwardInputs,
     QkvCotangents,
-    row_products,
+    deltas,
     safe,
 )
 from meshwright.nn.attention.platform import default_device, default_platform
@@ -294,7 +294,7 @@ def backward(
     Where dk and dv of one head do not fit on a core, a kernel runs for each span of keys.
     """
     dout, o, lse = given
-    values = [_by_head(x) for x in (safe(lse) * _LOG2_E, row_products(dout, o))]
+    values = [_by_head(x) for x in (safe(lse) * _LOG2_E, deltas((dout, o, lse)))]
     queries, keys = [_by_head(x) for x in (q, dout)], [_by_head(x) for x in (k, v)]
     num_blocks = keys[0].shape[2] // blocks[1]
     # two buffers in float32

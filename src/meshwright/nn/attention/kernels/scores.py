@@ -31,8 +31,9 @@ AttentionResult = tuple[HeadValues, Float[Array, "B T N"]]
 """The weighted values of each query, and the log-sum-exp of its scores in float32."""
 QkvCotangents = tuple[HeadQueries, HeadKeys, KeyValues]
 """Cotangents of queries, keys and values."""
-BackwardInputs = tuple[HeadValues, HeadValues, Float[Array, "B T N"]]
-"""Inputs of a backward pass besides queries, keys and values: cotangent of the result, result, log-sum-exp."""
+BackwardInputs = tuple[Any, ...]
+"""Inputs of a backward pass besides queries, keys and values: cotangent of the result [B, T, N, Hv], the result, its
+log-sum-exp [B, T, N], and where that has a cotangent, this too."""
 
 LOWEST = -1e30
 """Initial maximum of a row; finite, because the difference of two infinities is NaN."""
@@ -161,9 +162,11 @@ def safe(lse: PerRow) -> PerRow:
     return jnp.where(lse == -jnp.inf, 0.0, lse)
 
 
-def row_products(dout: HeadValues, o: HeadValues) -> Float[Array, "B T N"]:
-    """Returns delta, the sum over each row of cotangent times result, in float32."""
-    return jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
+def deltas(given: BackwardInputs) -> Float[Array, "B T N"]:
+    """Returns the sum over each row of cotangent times result, less the cotangent of the log-sum-exp, in float32."""
+    dout, o, _, *dlse = given
+    found = jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
+    return found - dlse[0] if dlse else found
 
 
 def with_sinks(sinks: Float[Array, " N"], o: HeadValues, lse: Array) -> AttentionResult:
@@ -174,6 +177,6 @@ def with_sinks(sinks: Float[Array, " N"], o: HeadValues, lse: Array) -> Attentio
 
 def sink_cotangents(sinks: Float[Array, " N"], given: BackwardInputs) -> Float[Array, " N"]:
     """Returns minus the sum over rows of exp(sink - lse) delta: a sink takes weight and adds no value."""
-    dout, o, lse = given
+    lse = given[2]
     weights = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)
-    return -jnp.sum(weights * row_products(dout, o), axis=(0, 1)).astype(sinks.dtype)
+    return -jnp.sum(weights * deltas(given), axis=(0, 1)).astype(sinks.dtype)

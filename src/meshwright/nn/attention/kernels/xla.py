@@ -10,7 +10,7 @@ from jaxtyping import Array
 from meshwright.masks.table import BlockLists
 from meshwright.nn.attention.call import AttentionCall, padded, prepared
 from meshwright.nn.attention.kernels import blocks, unrolled
-from meshwright.nn.attention.kernels.scores import AttentionResult, BackwardInputs, reads, row_products, safe
+from meshwright.nn.attention.kernels.scores import AttentionResult, BackwardInputs, deltas, reads, safe
 from meshwright.nn.attention.tiles import TileRule, TileSizes
 
 Side = Literal["queries", "keys"]
@@ -81,11 +81,11 @@ def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResul
 
 def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
     """Returns (dq, dk, dv) and, where the call learns them, the cotangents of the score rule's arrays."""
-    dout, o, lse = given
+    dout, _, lse = given[:3]
     in_parts = call.platform == "cpu"
 
     def cotangents(rule: TileRule, lists: BlockLists, sizes: TileSizes) -> tuple[Any, ...]:
-        rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), row_products(dout, o))]
+        rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), deltas(given))]
         keys = [padded(x, sizes.kv_block, 1) for x in (k, v)]
         found = blocks.backward(rule, lists, sizes, call.scale, rows, *keys, in_parts=in_parts)
         dq, dk, dv, more = found
