@@ -1,5 +1,6 @@
 """Models whose attention has a mask and a score rule by name: the same loss and gradients on every mesh."""
 
+import sys
 from functools import lru_cache
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.algebra.generation import Storage, generation_program
+from meshwright.algebra.ops.attention import block_share
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.masks.mods import tree_walk
 from meshwright.masks.names import example_data, mask_named
@@ -78,6 +80,24 @@ def found(rule, mesh=None):
     params = jax.device_put(init_params(model, 0), step.state_shardings.params)
     loss, gradients = step.gradients(params, batch(rule))
     return float(loss), {name: np.asarray(value) for name, value in gradients.items()}
+
+
+def test_a_users_mask_trains_and_is_counted_apart(tmp_path, monkeypatch):
+    """``module:function``: the loss and gradients of the catalogue's; plans do not import it."""
+    (tmp_path / "own_masks.py").write_text(
+        "def band(b, h, q_idx, kv_idx):\n    return (q_idx >= kv_idx) & (q_idx - kv_idx < 8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    masks = {"own": "own_masks:band", "band": "sliding_window(8)"}
+    shares = {name: block_share(mask, None, 1000) for name, mask in masks.items()}
+    assert shares["own"] == shares["band"] < 0.3
+    assert "own_masks" not in sys.modules
+    for name, mask in masks.items():
+        monkeypatch.setitem(RULES, name, {"attention_mask": mask})
+    for value, one in zip(*(jax.tree.leaves(found(name)) for name in masks), strict=True):
+        assert_close(value, one)
+    generation_program(model_of("own"), "decode")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest
-from meshwright.masks.names import Rule, mask_named
+from meshwright.masks.names import mask_named
+from meshwright.masks.user import is_users, table_of_user
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.strategy import Strategy, held_dims
@@ -235,7 +236,7 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
         raise CannotRunError(
             f"{model.name} has an encoder or relative positions and does not generate in this version."
         )
-    if model.attention_mask and _sees_later(mask_named(model.attention_mask)):
+    if model.attention_mask and _sees_later(model.attention_mask):
         raise CannotRunError(
             f"by attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which are not "
             f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
@@ -252,9 +253,11 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
     return Program(blocks, {name: v for name, v in writer.variables.items() if name in used}, training.stacks)
 
 
-def _sees_later(rule: Rule) -> bool:
+def _sees_later(mask: str) -> bool:
     """True if positions see later ones without a prefix or an image: 32 show it for every mask of the catalogue."""
-    at = np.arange(32)
+    if is_users(mask):
+        return bool(np.triu(table_of_user(mask, q_len=32, kv_len=32, block=1).table.kinds, 1).any())
+    at, rule = np.arange(32), mask_named(mask)
     arrays = (np.full((1, 32)[: len(MASK_DATA[name])], 32 * (name == "lengths")) for name in rule.data)
     return bool((rule.make(*arrays)(0, 0, at[:, None], at) & (at > at[:, None])).any())
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError, nearest
 from meshwright.masks import mods
+from meshwright.masks.user import is_users, load_user
 
 
 class NamedMask(NamedTuple):
@@ -78,11 +79,14 @@ MOST_TERMS = 32
 
 
 def mask_named(text: str) -> Rule:
-    """Returns the mask that an expression of names describes; a colon in it is a comma.
+    """Returns the mask that an expression of names describes; a colon in it is a comma. ``module:function`` is a
+    user's, imported when it is made.
 
     Raises:
         InputError: the expression is not one, or a name or a parameter is not in the catalogue.
     """
+    if is_users(text):
+        return Rule((), lambda: load_user(text), {})
     return _rule(text, MASKS, "a mask", {ast.BitAnd: mods.and_masks, ast.BitOr: mods.or_masks})
 
 

@@ -53,13 +53,18 @@ def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> Count
     raise InputError(found)
 
 
+def is_users(text: str) -> bool:
+    """True for the form ``module:function``."""
+    return re.fullmatch(r"\w+(\.\w+)*:\w+", text) is not None
+
+
 def load_user(spec: str) -> Mask:
     """Imports ``module:function``, the current folder first.
 
     Raises:
         InputError: the text is of another form, or there is no such module or function.
     """
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", spec):
+    if not is_users(spec):
         raise InputError(f"{spec!r} is not module:function. Write for example my_masks:dilated for my_masks.py.")
     name, attribute = spec.split(":")
     sys.path.insert(0, os.getcwd())

@@ -20,7 +20,8 @@ from meshwright.algebra.tape import Tape, axes_beside
 from meshwright.core.errors import InputError
 from meshwright.masks import mods
 from meshwright.masks.names import example_data, mask_named
-from meshwright.masks.table import block_table
+from meshwright.masks.table import NOTHING, block_table
+from meshwright.masks.user import is_users, table_of_user
 
 TILE_ROWS, MOST_TILES = 128, 8
 """On a CPU self-attention runs in at most `MOST_TILES` tiles of queries, of a multiple of `TILE_ROWS` queries."""
@@ -163,13 +164,18 @@ MOST_BLOCKS = 512
 @lru_cache(maxsize=256)
 def block_share(mask: str, window: int | None, length: float) -> float:
     """Returns the share of the blocks of a mask that exist, in blocks of 128 positions, or more of long sequences; with
-    example data (`masks.names.example_data`) where the mask reads any."""
-    rule = mask_named(mask)
+    example data (`masks.names.example_data`) where the mask reads any. A user's mask is counted in a child process, for
+    the first head."""
     positions = max(1, round(length))
+    sizes: dict[str, Any] = {"q_len": positions, "kv_len": positions, "block": max(128, -(-positions // MOST_BLOCKS))}
+    if is_users(mask):
+        limit = None if window is None else mods.window(window)
+        kinds = table_of_user(mask, **sizes).table.kinds * block_table(limit, **sizes).kinds
+        return float((kinds != NOTHING).mean())
+    rule = mask_named(mask)
     found = rule.make(*example_data(rule, length=positions))
     found = found if window is None else mods.and_masks(found, mods.window(window))
-    block = max(128, -(-positions // MOST_BLOCKS))
-    return 1 - block_table(found, q_len=positions, kv_len=positions, block=block).sparsity()
+    return 1 - block_table(found, **sizes).sparsity()
 
 
 def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False) -> Number:

@@ -28,7 +28,7 @@ def cache_facts(
     the integers among ``others``."""
     slots, last, num_slots = OwnSlots.of(cached, split_slots(step)), positions[:, 0], cached.stack.shape[2]
     held, score = cache.held_positions(last, num_slots, slots), score_of(context, step)
-    mask = mask_named(step.details.mask.replace(":", ",")) if step.details.mask else None
+    mask = mask_named(step.details.mask) if step.details.mask else None
     data = [x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
 
     def scored(scores: Array) -> Array:
