@@ -1,5 +1,6 @@
 """Which blocks of scores a mask leaves: nothing, a part or all of each."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,9 @@ from meshwright.masks.ranges import NoRangesError, Ranges, namespace
 
 NOTHING, PARTIAL, FULL = 0, 1, 2
 """How much of a block a mask leaves."""
+
+MOST_BLOCKS = 2**26
+"""Blocks of a table."""
 
 POINTS_AT_ONCE = 2**22
 """Pairs that are evaluated together."""
@@ -41,7 +45,7 @@ class BlockTable:
     """The kind of every block of ``q_block`` queries and ``kv_block`` keys: ``kinds``, [B | 1, N | 1, queries, keys].
 
     A dim of 1 says that the mask is the same for all sequences, or heads. ``q_len`` and ``kv_len`` are positions; the
-    last block of each may be shorter.
+    last block of each may be shorter, of keys it is partial then. ``mask`` is what it was made of.
     """
 
     kinds: Any
@@ -49,6 +53,7 @@ class BlockTable:
     kv_block: int
     q_len: int
     kv_len: int
+    mask: Mask | None = None
 
     def sparsity(self) -> float:
         """Returns the share of blocks that are empty, 0 to 1."""
@@ -80,13 +85,10 @@ class BlockTable:
         return replace(self, kinds=kinds)
 
     def resized(self, q_block: int, kv_block: int) -> "BlockTable":
-        """Returns the table for blocks of another size.
-
-        Raises:
-            InputError: one size of blocks does not divide the other.
-        """
+        """Returns the table for blocks of another size."""
         kinds = _resized(self.kinds, -2, self.q_block, q_block)
         kinds = _resized(kinds, -1, self.kv_block, kv_block)
+        kinds = kinds[..., : -(-self.q_len // q_block), : -(-self.kv_len // kv_block)]
         return replace(self, kinds=kinds, q_block=q_block, kv_block=kv_block)
 
     def text(self, *, sequence: int = 0, head: int = 0, width: int = 64) -> str:
@@ -126,7 +128,8 @@ def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
     if block % wanted == 0:
         return xp.repeat(kinds, block // wanted, axis=axis)
     if wanted % block:
-        raise InputError(f"blocks of {wanted} positions of a table of blocks of {block}. Use a multiple or a divisor.")
+        common = math.gcd(block, wanted)
+        return _resized(_resized(kinds, axis, block, common), axis, common, wanted)
     each, last = wanted // block, xp.moveaxis(kinds, axis, -1)
     missing = [(0, 0)] * (kinds.ndim - 1) + [(0, -kinds.shape[axis] % each)]
     parts = xp.pad(last, missing, mode="edge").reshape(*last.shape[:-1], -1, each)
@@ -152,7 +155,7 @@ def block_table(
     ``kv_len``. Their array API makes the table. With ``exact`` blocks that ranges call partial are evaluated pair by
     pair, so that every kind is exact; JAX's arrays need ``exact=False`` where they are traced.
 
-    A ``mask`` of None leaves all pairs.
+    A ``mask`` of None leaves all pairs. ``batch`` and ``heads`` are needed where a mask tells these apart.
 
     Raises:
         NoRangesError: the mask has no ranges and ``exact`` is False.
@@ -162,12 +165,17 @@ def block_table(
     if len(blocks) != 2:
         raise InputError(f"block={block!r}: give the positions of a block, or two numbers, of queries and of keys.")
     q_block, kv_block = blocks
-    q_idx = np.arange(q_len, dtype=np.int32) if q_idx is None else q_idx
-    kv_idx = np.arange(kv_len, dtype=np.int32) if kv_idx is None else kv_idx
-    sizes = {"q_block": q_block, "kv_block": kv_block, "q_len": q_idx.shape[0], "kv_len": kv_idx.shape[0]}
+    q_len, kv_len = (n if x is None else x.shape[0] for n, x in ((q_len, q_idx), (kv_len, kv_idx)))
+    sizes = {"q_block": q_block, "kv_block": kv_block, "q_len": q_len, "kv_len": kv_len}
     for name, size in {**sizes, "batch": batch, "heads": heads}.items():
         if size < 1:
             raise InputError(f"{name}={size} must be at least 1.")
+    num_blocks = batch * heads * -(-q_len // q_block) * -(-kv_len // kv_block)
+    if num_blocks > MOST_BLOCKS:
+        size = f"{num_blocks:,} blocks of {q_block} x {kv_block}"
+        raise InputError(f"{size} are more than {MOST_BLOCKS:,}, all that a table has. Use larger ones.")
+    q_idx = np.arange(q_len, dtype=np.int32) if q_idx is None else q_idx
+    kv_idx = np.arange(kv_len, dtype=np.int32) if kv_idx is None else kv_idx
     mask = noop() if mask is None else mask
     rows, columns = in_blocks(q_idx, q_block), in_blocks(kv_idx, kv_block)
     xp = namespace(rows)
@@ -176,15 +184,15 @@ def block_table(
         kinds = _by_ranges(mask, b, h, rows, columns)
     except Exception as error:
         if not exact:
-            words = f"blocks are not known while tracing: {error} Make the table outside of jit."
-            raise NoRangesError(words) from error
+            words = "blocks are not known while tracing: the mask indexes arrays, or computes what has no ranges."
+            raise NoRangesError(f"{words} Make the table outside of jit.") from error
         kinds = None
     if exact:
         kinds = _by_points(mask, b, h, rows, columns, kinds)
     if sizes["kv_len"] % kv_block:
         last = (xp.arange(columns.shape[0]) == columns.shape[0] - 1)[None, None, None]
         kinds = xp.where(last & (kinds == FULL), PARTIAL, kinds)
-    return BlockTable(kinds=kinds.astype(np.int8), **sizes)
+    return BlockTable(kinds=kinds.astype(np.int8), **sizes, mask=mask)
 
 
 def in_blocks(index: Any, block: int) -> Any:

@@ -37,7 +37,7 @@ from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.parallel.routers import FromCounts, without_counts
 from meshwright.parallel.second_labels import second_labels
-from meshwright.spec.model import Model, require_runnable
+from meshwright.spec.model import MASK_DATA, Model, require_runnable
 from meshwright.spec.strategy import Form, Strategy, held_dims, require_runnable_strategy
 from meshwright.spec.weights import has_frozen_matrices
 
@@ -246,6 +246,10 @@ class TrainStep:
                 f"attention_mask={self.model.attention_mask!r} reads {missing[0]} of each sequence, and the batch has "
                 f"none. Give the batch {missing[0]}, or use another mask."
             )
+        for name in mask_data(self.model, self.options):
+            wanted, kind = shape[: len(MASK_DATA[name])], rows[name].dtype
+            if rows[name].shape != wanted or not np.issubdtype(kind, np.integer):
+                raise InputError(f"{name} of the batch is {kind}{rows[name].shape}. Give whole numbers {wanted}.")
         if self.model.mtp_layers:
             after = np.minimum(np.arange(shape[1]) + 1, shape[1] - 1)
             rows = second_labels(rows, {n: a[:, after] for n, a in rows.items() if a.shape == shape}) | rows

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.algebra.ops.attention import block_share
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
@@ -15,6 +16,7 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import attention_scores
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import mfu_words
+from meshwright.masks.names import mask_named
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import Refusal, legal
 from meshwright.plan.result import PlannedStrategy, PlanResult
@@ -202,10 +204,19 @@ def imbalance_notes(setting: Setting, *strategies: Strategy) -> list[str]:
 
 
 def assumption_notes(setting: Setting) -> list[str]:
-    """Returns a note of a slice that is not offered, and one of assumptions that do not hold for this package."""
+    """Returns a note of a slice that is not offered, one of assumptions that do not hold for this package, and one of
+    the blocks that a mask leaves."""
     other = ", ".join(f"{name}={value}" for name, value in setting.assumptions.of_other_software.items())
     words = f"priced as other software would run it, which train and verify refuse: {other}"
-    return slice_note(setting.cluster) + [words] * bool(other)
+    return slice_note(setting.cluster) + [words] * bool(other) + _mask_notes(setting)
+
+
+def _mask_notes(setting: Setting) -> list[str]:
+    if not (text := setting.model.attention_mask):
+        return []
+    read = mask_named(text).data
+    of = f", of example data for {', '.join(read)}" if read else ""
+    return [f"attention_mask={text}: {block_share(text, None, setting.job.seq_len):.1%} of the blocks exist{of}"]
 
 
 # -- when the chips do not divide the work -------------------------------------------------------------

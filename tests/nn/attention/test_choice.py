@@ -329,7 +329,29 @@ def test_what_does_not_fit_is_refused():
         flex_attention(q[0], k, k)
     with pytest.raises(InputError, match="'cudnn' on cpu: use xla"):
         flex_attention(q, k[:, :, :1], k[:, :, :1], kernel="cudnn")
-    for sizes in ({"q_len": 2, "kv_len": 4}, {"q_len": 8, "kv_len": 4}, {"q_len": 4, "kv_len": 4, "heads": 2}):
-        table = block_table(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (h < 9), block=2, **sizes)
-        with pytest.raises(InputError, match="block_table is of"):
-            flex_attention(q, k[:, :, :1], k[:, :, :1], block_table=table)
+    with pytest.raises(InputError, match="returns 0 arrays, not one"):
+        flex_attention(q, q, q, None, lambda b, h, q_idx, kv_idx: None)
+    with pytest.raises(InputError, match=r"Capture jnp.asarray\(x\)"):
+        flex_attention(q, q, q, None, lambda b, h, q_idx, kv_idx: np.arange(4)[q_idx] == kv_idx)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"q_len": 2, "kv_len": 4}, {"q_len": 8, "kv_len": 4}, {"heads": 2}, {"heads": 1}],
+)
+def test_a_table_of_other_sizes_is_refused(sizes):
+    q = np.zeros((1, 4, 3, 8))
+    by_head = block_table(
+        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (h < 2), block=2, **({"q_len": 4, "kv_len": 4} | sizes)
+    )
+    with pytest.raises(InputError, match="block_table is of"):
+        flex_attention(q, q, q, block_table=by_head)
+
+
+def test_a_table_has_its_mask_and_may_be_an_argument():
+    given = arrays(T=40)
+    qkv = [given[name] for name in "qkv"]
+    table = block_table(mods.causal(), q_len=40, kv_len=40, block=8)
+    wanted = expected(SCALE, Mod(mods.causal), None, None, given)[0]
+    close(flex_attention(*qkv, scale=SCALE, block_table=table), wanted)
+    close(jax.jit(lambda table, *qkv: flex_attention(*qkv, scale=SCALE, block_table=table))(table, *qkv), wanted)

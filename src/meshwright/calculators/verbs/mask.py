@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.verb import Count, Options, argument, option, verb
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.cost.work.kernels import chip_rates
 from meshwright.cost.work.masked_attention import masked_attention_s
@@ -38,10 +38,6 @@ class Given(Options):
     png: Path | None = option("Draw the blocks to this file (.png or .svg).", needs=NAMED)
 
 
-MOST_BLOCKS = 2**24
-"""Blocks of a table, over all heads."""
-
-
 @verb(Given)
 def command(given: Given) -> Answer:
     """Show the blocks of an attention mask NAME, such as "causal & document", and predict its time on a chip.
@@ -53,12 +49,6 @@ def command(given: Given) -> Answer:
         return _catalogue()
     rule = None if ":" in given.name else mask_named(given.name)
     score = None if given.score is None else score_named(given.score)
-    num_blocks = given.num_heads * (given.seq_len / given.block) ** 2
-    if num_blocks > MOST_BLOCKS:
-        raise InputError(
-            f"--seq {given.seq_len:,} in blocks of {given.block} has {num_blocks:.2g} blocks, and a table at most "
-            f"{MOST_BLOCKS:,}. Use a larger --block or a shorter --seq."
-        )
     sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
     mask: tuple[Any, ...]
     if rule is None:

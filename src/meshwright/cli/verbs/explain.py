@@ -136,7 +136,8 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         f"network one after the other); bound by "
         f"{estimate.bound_by}",
     )
-    also = f", {without:.1%} without masked scores" if (without := unmasked(estimate)) else ""
+    without = estimate.mfu_causal if told.plan.model.attention_mask else unmasked(estimate)
+    also = f", {without:.1%} without masked scores" if without else ""
     if words := overlap_words(told.overlap, setting_of(told.plan), told.plan.strategy):
         yield Fact("overlap", words)
     yield Fact(

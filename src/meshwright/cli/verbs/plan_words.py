@@ -26,8 +26,10 @@ STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
 
 
 def mfu_columns(found: Iterable[Any]) -> TableColumns:
-    """Returns the column of MFU; if one is above 100%, beside it a column of MFU without masked scores."""
-    names = {"MFU": "mfu"} | ({"unmasked": "mfu_causal"} if any(unmasked(one.estimate) for one in found) else {})
+    """Returns the column of MFU; if one is above 100%, or a model has a mask of its own, beside it a column of MFU
+    without masked scores."""
+    shown = any(unmasked(one.estimate) or one.setting.model.attention_mask for one in found)
+    names = {"MFU": "mfu"} | ({"unmasked": "mfu_causal"} if shown else {})
     return {head: (f"estimate.{name}", "{:.0%}".format) for head, name in names.items()}
 
 

@@ -88,6 +88,8 @@ class AttentionCall:
     def bounds(self, batch: int, heads: int, q_block: int, kv_block: int) -> BlockTable | None:
         """Returns a table that has all blocks of the mask and is known while tracing, None if there is none; a block
         is full if the mask sees it whole, whatever its arrays are."""
+        if self.table is not None and not isinstance(self.table.kinds, np.ndarray):
+            return None
         if self.is_known:
             return self.blocks(batch, heads, q_block, kv_block)
         terms = {name: values for name, values in self.terms.items() if name in _WITHOUT_DATA}

@@ -37,12 +37,13 @@ def flex_attention(
     """Returns attention of q [B, T, N, H] on k [B, S, K, H] and v [B, S, K, Hv], [B, T, N, Hv] in the type of q.
 
     ``mask_mod(b, h, q_idx, kv_idx)`` says which keys a query sees, ``score_mod(score, b, h, q_idx, kv_idx)`` changes
-    scaled scores in float32; indices are integer arrays that broadcast. Both may capture arrays, of which those of the
-    score rule have gradients. Blocks that the mask leaves empty are not computed; ``block_table`` has them where they
-    are known. K divides N. ``scale`` is 1 / sqrt(H) by default, ``sinks`` an additional logit of each head. With
-    ``return_lse`` the log-sum-exp of scores and sink comes too, [B, T, N] in float32; a query that sees nothing gets
-    zeros and minus infinity. Where it has a gradient, XLA's kernel runs the backward pass. ``kernel`` forces one of
-    `choice.KERNELS`.
+    scaled scores in float32; indices are integer arrays that broadcast. Both may capture arrays of JAX, of which those
+    of the score rule have gradients (NaN where its slope is not finite, also on pairs that the mask leaves out). Blocks
+    that the mask leaves empty are not computed; ``block_table`` has them where they are known, and its own mask unless
+    another is given. Outside of `jax.jit` every call traces anew. K divides N. ``scale`` is 1 / sqrt(H) by default,
+    ``sinks`` an additional logit of each head. With ``return_lse`` the log-sum-exp of scores and sink comes too,
+    [B, T, N] in float32; a query that sees nothing gets zeros and, without a sink, minus infinity. Where it has a
+    gradient, XLA's kernel runs the backward pass. ``kernel`` forces one of `choice.KERNELS`.
 
     Raises:
         InputError: shapes do not fit, or the kernel does not take the case.
@@ -58,13 +59,7 @@ def flex_attention(
     if not min(*q.shape, *k.shape, *v.shape):
         raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}: every dim must be at least 1.")
     if block_table is not None:
-        sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-        held = (*block_table.kinds.shape[:2], block_table.q_len, block_table.kv_len)
-        if any(one != size and not (one == 1 and n < 2) for n, (one, size) in enumerate(zip(held, sizes, strict=True))):
-            raise InputError(
-                f"block_table is of {held[2]} queries and {held[3]} keys, {held[0]} sequences and {held[1]} heads, and "
-                f"q {q.shape}, k {k.shape}. Make it with q_len={sizes[2]}, kv_len={sizes[3]}."
-            )
+        mask_mod = block_table.mask if mask_mod is None else mask_mod
     score = None if score_mod is None else _hoisted(score_mod, has_score=True)
     # an array that is known while tracing is a constant, and has no gradient
     learned = (x for x in (score.arrays if score else ()) if isinstance(x, jax.core.Tracer))
@@ -77,8 +72,27 @@ def flex_attention(
         platform=default_platform(),
         learns=any(jnp.issubdtype(x.dtype, jnp.floating) for x in learned),
     )
+    if block_table is not None:
+        _check_table(block_table, mask_mod, q, k)
     o, lse = _flex(call, (q, k, v), sinks, *(mod.arrays if mod else () for mod in (call.mask, call.score)))
     return (o, lse) if return_lse else o
+
+
+def _check_table(table: BlockTable, mask_mod: Mask | None, q: Array, k: Array) -> None:
+    """Raises InputError unless a table is of these queries and keys, and of all heads and sequences that a mask tells
+    apart."""
+    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    held = *table.kinds.shape[:2], table.q_len, table.kv_len
+    one_for_all = [False] * 4
+    if mask_mod is not None:
+        jaxpr = jax.make_jaxpr(mask_mod)(*[jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)] * 4).jaxpr
+        read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
+        one_for_all[:2] = [id(x) not in read for x in jaxpr.invars[:2]]
+    if any(n != size and not (n == 1 and one) for n, size, one in zip(held, sizes, one_for_all, strict=True)):
+        raise InputError(
+            f"block_table is of {held[2]} queries, {held[3]} keys, batch={held[0]} and heads={held[1]}. Make it with "
+            f"q_len={sizes[2]}, kv_len={sizes[3]}, batch={sizes[0]} and heads={sizes[1]}, or 1 for all."
+        )
 
 
 def _floats(name: str, value: Any) -> Array:
@@ -113,10 +127,13 @@ def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
     name, kind = ("score_mod", jnp.floating) if has_score else ("mask_mod", jnp.bool)
     try:
         first = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index)
+        if len(first.out_avals) != 1:
+            raise InputError(f"it returns {len(first.out_avals)} arrays, not one.")
         found = first.out_avals[0]
         shape = jnp.broadcast_shapes(found.shape, (2, 2))
     except Exception as error:
-        raise InputError(f"{name} fails: {type(error).__name__}: {first_line(error)}") from error
+        hint = " Capture jnp.asarray(x) in place of NumPy's x." if "Tracer" in type(error).__name__ else ""
+        raise InputError(f"{name} fails: {type(error).__name__}: {first_line(error)}{hint}") from error
     if shape != (2, 2) or not jnp.issubdtype(found.dtype, kind):
         wanted = "scores in float32" if has_score else "Booleans"
         raise InputError(f"{name} returns {found.dtype} of shape {found.shape} for 2 x 2 pairs. Return {wanted}.")
@@ -140,6 +157,11 @@ def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
         return function
 
     return Mod(make, tuple(consts[number] for number in arrays))
+
+
+jax.tree_util.register_dataclass(
+    BlockTable, data_fields=["kinds"], meta_fields=["q_block", "kv_block", "q_len", "kv_len", "mask"]
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
