@@ -251,7 +251,7 @@ def forward(
 
     ``in_parts`` processes a few heads of one sequence after the other.
     """
-    run = partial(unrolled.forward if _is_unrolled(lists, sizes) else _forward, sizes, scale)
+    run = partial(_forward if sizes.each else unrolled.forward, sizes, scale)
     if not in_parts:
         o, lse = _together(run, rule, lists, (q,), k, v)
         return _heads_back(o), _heads_back(lse)
@@ -282,7 +282,7 @@ def backward(
     [B, T, N], ``lists`` those of blocks of keys."""
 
     def run(head: Head, *given: Array) -> Any:
-        function = unrolled.backward if _is_unrolled(lists, sizes) else _backward
+        function = _backward if sizes.each else unrolled.backward
         return function(sizes, scale, head, given[:4], *given[4:])
 
     def together(rule: TileRule, *given: Any) -> tuple[Array, Array, Array, Any]:
@@ -314,12 +314,6 @@ def _zeros(rule: TileRule) -> Any:
     return jax.tree.map(jnp.zeros_like, reads(rule))
 
 
-def _is_unrolled(lists: BlockLists, sizes: TileSizes) -> bool:
-    """True if the blocks are known, and the tiles of a sequence few and small enough for an operation each."""
-    known = isinstance(lists.index, np.ndarray) and lists.index.shape[:2] == (1, 1)
-    return known and max(len(sizes.q_idx), len(sizes.kv_idx)) <= unrolled.LONGEST
-
-
 def _in_parts(
     q: Array, k: Array, lists: BlockLists, sizes: TileSizes, step: Callable[[HeadPart, Any], Any], start: Any
 ) -> Any:
@@ -327,13 +321,12 @@ def _in_parts(
     are unrolled, the heads that share a key head."""
     batch, _, heads = q.shape[:3]
     group = heads // k.shape[2]
-    unrolls = _is_unrolled(lists, sizes)
     apart = any(x.shape[1] > 1 for x in jax.tree.leaves(lists))
     most = 1 if apart else HEADS_AT_ONCE
     # heads that share a key head, or all heads of some key heads
-    counts = [n for n in range(1, most + 1) if group % n == 0 or (not unrolls and n % group == 0 and heads % n == 0)]
+    counts = [n for n in range(1, most + 1) if group % n == 0 or (sizes.each and n % group == 0 and heads % n == 0)]
     parts = heads // counts[-1]
-    most = min(MOST_PARTS, max(1, MOST_TILES // lists.index.shape[2])) if unrolls else 1
+    most = min(MOST_PARTS, max(1, MOST_TILES // lists.index.shape[2])) if not sizes.each else 1
     unroll = next(n for n in range(most, 0, -1) if parts % n == 0)
 
     def sequence(b: Any, out: Any) -> Any:

@@ -45,6 +45,8 @@ def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[T
     if call.platform == "cpu" and max(lengths) <= unrolled.LONGEST:
         sizes = min(lengths[0], unrolled.tile_rows(lengths[0])), min(lengths[1], unrolled.tile_rows(lengths[1]))
         bounds = call.bounds(q.shape[0], q.shape[2], *sizes)
+        if bounds is not None and max(lengths) > unrolled.DENSE and bounds.sparsity() < unrolled.SPARSITY:
+            bounds = None
     if bounds is None:
         most = (WIDE, WIDE)
         if call.platform == "cpu":
@@ -57,7 +59,9 @@ def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[T
     varies = table.kinds.shape[:2] != (1, 1) or not isinstance(table.kinds, np.ndarray)
     if bounds is not None and varies and max(lengths) > unrolled.WHOLE:
         lists = lists._replace(exists=table.exists(over))
-    each = _together(lists) if call.platform == "cpu" and bounds is None else 1
+    each = 1
+    if call.platform == "cpu":
+        each = _together(lists) if bounds is None else 0
     return rule, lists, TileSizes(*sizes, q_idx, kv_idx, call.first_head, each)
 
 
