@@ -80,9 +80,14 @@ class AttentionCall:
         return q.shape[1] == k.shape[1] and all(same)
 
     @property
+    def _first(self) -> Any:
+        """The first head, 0 where the mask reads no heads."""
+        return 0 if self.terms.keys() <= _WITHOUT_DATA.keys() else self.first_head
+
+    @property
     def is_known(self) -> bool:
         """True if the blocks of the mask are known while tracing."""
-        read = [*(self.mask.arrays if self.mask else ()), self.q_idx, self.kv_idx, self.first_head]
+        read = [*(self.mask.arrays if self.mask else ()), self.q_idx, self.kv_idx, self._first]
         return not any(isinstance(x, jax.core.Tracer) for x in read)
 
     def bounds(self, batch: int, heads: int, q_block: int, kv_block: int) -> BlockTable | None:
@@ -93,11 +98,11 @@ class AttentionCall:
         if self.is_known:
             return self.blocks(batch, heads, q_block, kv_block)
         terms = {name: values for name, values in self.terms.items() if name in _WITHOUT_DATA}
-        bound = replace(self, mask=Mod(partial(_all_of, terms)), first_head=0, table=None)
+        bound = replace(self, mask=Mod(partial(_all_of, terms), (), terms), table=None)
         if not terms or not bound.is_known:
             return None
         table = bound.blocks(1, 1, q_block, kv_block)
-        return table if terms == self.terms else replace(table, kinds=np.minimum(table.kinds, PARTIAL))
+        return replace(table, kinds=np.minimum(table.kinds, PARTIAL))
 
     def with_score(self, score: Mod | None, *, learns: bool) -> "AttentionCall":
         """Returns the call with another score rule and no sinks."""
@@ -118,7 +123,7 @@ class AttentionCall:
         assert self.kv_idx is not None
         if self.table is not None:
             return self.table.resized(q_block, kv_block)
-        own, first = self.mask or mods.noop(), self.first_head
+        own, first = self.mask or mods.noop(), self._first
         mask: Mask = lambda b, h, q_idx, kv_idx: own(b, h + first, q_idx, kv_idx)  # noqa: E731
         sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
         if self.is_known:
