@@ -202,7 +202,8 @@ def interrupt(record):
 def send(number):
     def on_step(record):
         if record.step == 3:
-            os.kill(os.getpid(), number)
+            # not os.kill: another thread could take the signal, some steps later
+            signal.raise_signal(number)
 
     return on_step
 
