@@ -1,7 +1,7 @@
 """Training steps on a CPU with packed documents and without, of this tree and, with --beside, of another.
 
-python benchmarks/train_packed.py                       rows of 512 and of 2,048 tokens, this tree alone
-python benchmarks/train_packed.py --beside ../earlier   the tree in that folder takes turns with this one
+python -m benchmarks.train_packed                       rows of 512 and of 2,048 tokens, this tree alone
+python -m benchmarks.train_packed --beside ../earlier   the tree in that folder takes turns with this one
 
 The model and the tokens of a step are those of `train_cpu.py` (26.7M parameters, 4,096 tokens). Documents have the
 lengths of a geometric distribution with a mean of --mean tokens, packed with no gap; both trees get the same. Each
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.train_cpu import CONFIG, Contestant
 
 TOKENS = 4096
 
@@ -41,7 +42,6 @@ def packed(length: int, mean: int, step: int) -> dict[str, np.ndarray]:
 def serve(length: int, mean: int, layers: int) -> None:
     """Answers each line "<steps>" with the losses and seconds of so many further steps, as JSON."""
     import jax
-    from benchmarks.train_cpu import CONFIG
 
     from meshwright.algebra.layers import ProgramOptions
     from meshwright.core.host_memory import keep_freed_memory
@@ -69,7 +69,7 @@ def serve(length: int, mean: int, layers: int) -> None:
         print(json.dumps({"losses": losses, "seconds": seconds}), flush=True)
 
 
-class Contestant:
+class Packed(Contestant):
     """A process that runs steps of one tree when asked."""
 
     def __init__(self, tree: Path, length: int, mean: int, layers: int) -> None:
@@ -79,14 +79,6 @@ class Contestant:
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=here
         )
-
-    def run(self, steps: int) -> dict[str, list[float]]:
-        """Losses and seconds of the next steps."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
 
 
 def main() -> None:
@@ -105,7 +97,7 @@ def main() -> None:
     print(f"{given.layers} layers, {TOKENS} tokens a step, documents of {given.mean} tokens; seconds a step")
     for length in map(int, given.lengths.split(",")):
         cases = {(name, mean): tree for name, tree in trees.items() for mean in (0, given.mean)}
-        running = {case: Contestant(tree, length, case[1], given.layers) for case, tree in cases.items()}
+        running = {case: Packed(tree, length, case[1], given.layers) for case, tree in cases.items()}
         first = {case: one.run(3)["losses"] for case, one in running.items()}
         for mean in (0, given.mean):
             if given.beside and not np.allclose(first["this", mean], first["beside", mean], rtol=1e-5):

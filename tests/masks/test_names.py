@@ -101,9 +101,9 @@ def test_pages_of_an_example_fit_its_slots():
 
 
 BAD = [
-    ("causl", r"a mask 'causl' has 'causl'. Did you mean 'causal'\? `meshwright mask` lists all"),
-    ("xyzzy", r"has 'xyzzy'. Known: causal, document"),
-    ("alibi", r"has 'alibi'. Known: "),
+    ("causl", r"a mask 'causl': there is no 'causl'. Did you mean 'causal'\? `meshwright mask` lists all"),
+    ("xyzzy", r"there is no 'xyzzy'. Known: causal, document"),
+    ("alibi", r"there is no 'alibi'. Known: "),
     ("", r"a mask '' cannot be read. Write names like 'causal & document' or 'sliding_window\(1024\)'"),
     ("causal &", "cannot be read"),
     ("causal and document", "cannot be read"),
@@ -155,7 +155,7 @@ def test_a_mask_that_is_none_is_refused_in_one_line(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("causal", r"a score rule 'causal' has 'causal'. Known: alibi, edge_bias"),
+        ("causal", r"a score rule 'causal': there is no 'causal'. Known: alibi, edge_bias"),
         ("alibi & softcap(3)", r"cannot be read. Write names like 'alibi \+ softcap\(30\)'"),
         ("softcap", r"softcap has other parameters. Write softcap\(cap\)"),
         ("softcap(0)", r"cap=0 must be above 0"),

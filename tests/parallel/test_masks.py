@@ -134,7 +134,7 @@ def test_masks_that_no_batch_describes_are_refused():
         replace(MODEL, attention_mask="graph(2)")
     with pytest.raises(InputError, match="reads table, which no batch has"):
         replace(MODEL, attention_score="graph_bias")
-    with pytest.raises(InputError, match="has 'causl'"):
+    with pytest.raises(InputError, match="there is no 'causl'"):
         replace(MODEL, attention_mask="causl")
 
 

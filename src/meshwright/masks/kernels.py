@@ -1,7 +1,9 @@
-"""Which kernel runs an attention: one rule for plans, which name it, and for programs, which choose by it."""
+"""Which kernel runs an attention, and a CPU's tiles: one rule for plans, which name and price it, and for programs."""
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 HALVES = ("bfloat16", "float16")
 LATENT_WIDTHS = 192, 128
@@ -9,6 +11,15 @@ LATENT_WIDTHS = 192, 128
 
 LEAST = 128
 """Rows that a block of our kernels is a multiple of, and fewest positions of a sequence."""
+
+
+TILE_ROWS = 128
+"""Rows of a tile of attention on a CPU, of up to 8 of these; twice as many in longer sequences."""
+
+
+def tile_rows(length: Any) -> Any:
+    """Returns the rows of a tile on a CPU, for one length or an array of lengths."""
+    return TILE_ROWS * np.where(length <= 8 * TILE_ROWS, 1, 2)
 
 
 class AttentionCase(NamedTuple):

@@ -133,7 +133,7 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask])
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.")
     name = head.id
     if name not in entries:
-        raise InputError(f"{what} {text!r} has {name!r}.{nearest(name, entries)} `meshwright mask` lists all.")
+        raise InputError(f"{what} {text!r}: there is no {name!r}.{nearest(name, entries)} `meshwright mask` lists all.")
     parameters = entries[name].parameters
     values = [*args, *(word.value for word in words)]
     keys = [*parameters[: len(args)], *(word.arg or "**" for word in words)]

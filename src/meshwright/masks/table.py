@@ -173,7 +173,7 @@ def block_table(
     num_blocks = batch * heads * -(-q_len // q_block) * -(-kv_len // kv_block)
     if num_blocks > MOST_BLOCKS:
         size = f"{num_blocks:,} blocks of {q_block} x {kv_block}"
-        raise InputError(f"{size} are more than {MOST_BLOCKS:,}, all that a table has. Use larger ones.")
+        raise InputError(f"{size} are more than {MOST_BLOCKS:,}, all that a table has. Use larger blocks.")
     q_idx = np.arange(q_len, dtype=np.int32) if q_idx is None else q_idx
     kv_idx = np.arange(kv_len, dtype=np.int32) if kv_idx is None else kv_idx
     mask = noop() if mask is None else mask

@@ -151,7 +151,7 @@ def test_a_picture_is_written(call, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("causl",), "a mask 'causl' has 'causl'. Did you mean 'causal'?"),
+        (("causl",), "a mask 'causl': there is no 'causl'. Did you mean 'causal'?"),
         (("local",), "local has other parameters. Write local(radius)."),
         (("neighbourhood(64, 8)",), "kernel=8 must be odd"),
         (("causal", "--seq", "0"), "--seq '0' is below 1"),

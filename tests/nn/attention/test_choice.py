@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies
 
 from meshwright.core.errors import InputError
-from meshwright.masks import mods
+from meshwright.masks import kernels, mods
 from meshwright.masks.table import block_table
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
@@ -29,7 +29,7 @@ SCALE = 0.3
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(unrolled, "TILE_ROWS", 16)
+    monkeypatch.setattr(kernels, "TILE_ROWS", 16)
     monkeypatch.setattr(unrolled, "WHOLE", 0)
     monkeypatch.setattr(xla, "ROWS", 16)
     monkeypatch.setattr(xla, "LISTED", 8)

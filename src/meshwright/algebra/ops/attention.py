@@ -23,9 +23,6 @@ from meshwright.masks.names import example_data, mask_named
 from meshwright.masks.table import NOTHING, block_table
 from meshwright.masks.user import is_users, table_of_user
 
-TILE_ROWS, MOST_TILES = 128, 8
-"""On a CPU self-attention runs in at most `MOST_TILES` tiles of queries, of a multiple of `TILE_ROWS` queries."""
-
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Details: ``sees_all`` says that every query sees every key; ``window`` is in positions, ``softcap`` bounds the

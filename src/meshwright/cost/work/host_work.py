@@ -7,8 +7,6 @@ from meshwright.algebra.kinds import nothing
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.attention import (
-    MOST_TILES,
-    TILE_ROWS,
     AttentionArrays,
     num_ring_blocks,
     positions_of,
@@ -20,6 +18,7 @@ from meshwright.algebra.sizes import Number
 from meshwright.algebra.steps import Step
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes
 from meshwright.cost.work.slots import SlotSizes, computed_share, num_slot_calls, slot_sizes
+from meshwright.masks.kernels import tile_rows
 from meshwright.spec.calibration import HostRates, Pace
 
 
@@ -79,7 +78,7 @@ def num_calls(step: Step, sizes: SlotSizes) -> Number:
     arrays = AttentionArrays.of(step)
     keys, length = sizes.local(arrays.k), sizes.local(arrays.q)[positions_of(arrays.q)]
     heads = keys[arrays.k.dims[2]]
-    return keys["B"] * heads * np.ceil(length / _tile(length)) * num_ring_blocks(step, sizes)
+    return keys["B"] * heads * np.ceil(length / tile_rows(length)) * num_ring_blocks(step, sizes)
 
 
 def tiled_share(step: Step, sizes: SlotSizes) -> Number:
@@ -93,11 +92,7 @@ def tiled_share(step: Step, sizes: SlotSizes) -> Number:
     if sizes.causal or details.sees_all or details.window is not None or split:
         return 1.0
     length = sizes.dims[positions_of(arrays.q)]
-    tile = _tile(length)
+    tile = tile_rows(length)
     whole = np.floor(length / tile)
     rest = length - whole * tile
     return (tile * tile * whole * (whole + 1) / 2 + rest * length) / length**2
-
-
-def _tile(length: Number) -> Number:
-    return TILE_ROWS * np.ceil(np.ceil(length / MOST_TILES) / TILE_ROWS)

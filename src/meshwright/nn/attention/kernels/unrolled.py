@@ -25,17 +25,10 @@ from meshwright.nn.attention.kernels.scores import (
 )
 from meshwright.nn.attention.tiles import Head, Tile, TileSizes
 
-TILE_ROWS = 128
-"""Rows of a tile of up to 8 of these; twice as many in longer sequences."""
 LONGEST, DENSE, SPARSITY = 4096, 2048, 0.7
 """Maximum positions; positions from which on blocks have to be at least so sparse, because scores leave the cache."""
 WHOLE = 512
 """Positions up to which tiles are run whole, whatever a mask's arrays leave: XLA's threads do not share less."""
-
-
-def tile_rows(length: int) -> int:
-    """Returns the rows of a tile."""
-    return TILE_ROWS if length <= 8 * TILE_ROWS else 2 * TILE_ROWS
 
 
 def _tiles(lists: BlockLists) -> Iterator[tuple[int, list[int], bool]]:

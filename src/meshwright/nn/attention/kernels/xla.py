@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from meshwright.masks.kernels import tile_rows
 from meshwright.masks.table import BlockLists
 from meshwright.nn.attention.call import AttentionCall, padded, prepared
 from meshwright.nn.attention.kernels import blocks, unrolled
@@ -43,7 +44,7 @@ def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[T
     lengths = q.shape[1], k.shape[1]
     bounds = None
     if call.platform == "cpu" and max(lengths) <= unrolled.LONGEST:
-        sizes = min(lengths[0], unrolled.tile_rows(lengths[0])), min(lengths[1], unrolled.tile_rows(lengths[1]))
+        sizes = min(lengths[0], int(tile_rows(lengths[0]))), min(lengths[1], int(tile_rows(lengths[1])))
         bounds = call.bounds(q.shape[0], q.shape[2], *sizes)
         if bounds is not None and max(lengths) > unrolled.DENSE and bounds.sparsity() < unrolled.SPARSITY:
             bounds = None
