@@ -143,15 +143,15 @@ def test_ops_are_priced_one_after_the_other():
 
 @pytest.mark.parametrize("length", [96, 128, 200, 512, 1100])
 def test_share_of_the_tiles_that_attention_computes(length):
-    from meshwright.nn.attention.kernels.unrolled import tile_rows as tile_size
+    from meshwright.masks.kernels import tile_rows
 
     one = REFERENCES[0]
     long = msgspec.structs.replace(one.job, seq_len=length)
     found = price_strategy(Setting(one.model, parse_cluster("cpu:1"), long, calibration(KNOWN, 1)), one.strategy(1))
     step = next(cost.step for cost in found.costs.all if cost.step.op == "attention")
-    ends = np.minimum(np.arange(length) // tile_size(length) * tile_size(length) + tile_size(length), length)
+    ends = np.minimum(np.arange(length) // tile_rows(length) * tile_rows(length) + tile_rows(length), length)
     assert tiled_share(step, found.sizes) == pytest.approx(ends.sum() / length**2)
-    assert num_calls(step, found.sizes) == 16 * 4 * -(-length // tile_size(length))
+    assert num_calls(step, found.sizes) == 16 * 4 * -(-length // tile_rows(length))
 
 
 def test_round_trip(tmp_path):
