@@ -1,0 +1,62 @@
+"""What an engine is asked for, and what it says of each token."""
+
+from typing import Literal
+
+import msgspec
+
+from meshwright.core.errors import InputError
+from meshwright.serve.sampling import LIKELIEST, Sampling
+
+Finish = Literal["stop", "length", "cancelled"]
+
+MOST_LOGPROBS = 20
+"""Likeliest tokens that are reported beside one, at most: OpenAI's limit for chats."""
+
+
+class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to go on from. A request ends before a token of ``stop_tokens``, once it has ``min_tokens``, or after
+    ``max_tokens``. ``logprobs``: how many of the likeliest tokens are reported beside each (0: its own log-probability
+    alone; None: nothing). With ``echo`` these are also reported for the tokens of the prompt; then ``max_tokens`` may
+    be 0. Raises InputError for what no engine could run."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int = 0
+    sampling: Sampling = LIKELIEST
+    stop_tokens: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    echo: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise InputError("the prompt is empty. Give at least one word or token.")
+        if self.max_tokens < (0 if self.echo else 1):
+            raise InputError(f"max_tokens={self.max_tokens} must be at least 1, or 0 with echo.")
+        if self.min_tokens < 0 or self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}.")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise InputError(f"logprobs={self.logprobs} must be between 0 and {MOST_LOGPROBS}.")
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A token, its log-probability, and the likeliest tokens at its place with theirs, likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one step of an engine made for a request: a token, an end, or both.
+
+    ``token`` is None if the request ended without one: before a stop token, by cancellation, or with ``max_tokens`` 0.
+    ``prompt`` are the log-probabilities of the prompt's tokens from the second on, with the first output of a request
+    that has ``echo``. ``cached`` are tokens of the prompt that a prefix cache held, with the first output.
+    """
+
+    number: int
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+    cached: int = 0
