@@ -1,8 +1,10 @@
-"""The two programs of generation, made of the ops of a model's training program, and the caches that they share.
+"""The programs of generation, made of the ops of a model's training program, and the caches that they share.
 
 ``prefill`` runs whole prompts and leaves their keys and values in a cache; its queries attend to the keys of their own
 prompt. ``decode`` runs one position of each sequence, whose query attends to the cache. Both end in the logits of one
-position of each row. With latent attention the cache has latents and the rotated keys that all heads share. Decode
+position of each row. ``packed`` is the step of a server: a row is one position of any sequence, so that sequences which
+decode and parts of prompts share the step, and caches are in pages. It ends in the logits of the rows that are asked
+for. With latent attention the cache has latents and the rotated keys that all heads share. Decode
 attends to these: it multiplies queries, not latents, with the keys' projection (DeepSeek-V2, 2024, section 2.1.2).
 """
 
@@ -33,7 +35,10 @@ from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.strategy import Strategy, held_dims
 from meshwright.spec.weights import without_mtp
 
-GenerationPhase = Literal["prefill", "decode"]
+GenerationPhase = Literal["prefill", "decode", "packed"]
+PHASES: tuple[GenerationPhase, ...] = ("prefill", "decode")
+"""The phases of sequences of one length."""
+
 Attributes = tuple[tuple[str, str], ...]
 CacheDtype = Literal["bf16", "fp32", "int8"]
 PlannedCacheDtype = CacheDtype | Literal["fp8"]
@@ -143,6 +148,8 @@ def derive_phase(
     axes: tuple[str, ...] | None = None,
 ) -> Derived:
     """Returns the step of a phase; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads."""
+    if phase == "packed" and not storage.page_len:
+        raise InputError("a packed step has its caches in pages. Give a page_len, such as 16.")
     program = generation_program(without_mtp(model), phase, storage)
     return derive_forward(program, strategy if phase == "prefill" else one_position(strategy), axes)
 
@@ -187,7 +194,7 @@ def scales(model: Model) -> dict[str, Variable]:
     """
     table = {name: weight for name, (weight, _) in weight_variables(model).items()}
     kept: dict[str, set[str]] = {}
-    for program in (_plain_program(model, phase, AS_WRITTEN) for phase in get_args(GenerationPhase)):
+    for program in (_plain_program(model, phase, AS_WRITTEN) for phase in PHASES):
         for op in (op for block in program.blocks for op in block.ops if op.kind in QUANTISED):
             weight = table.get(op.inputs[1])
             if weight and weight.part != "router" and weight.dims[0] != "P":
@@ -213,6 +220,10 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
 
     Prefill reads tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token; what follows is
     padding. Decode reads the same of one token of each row (T is 1, ``last`` 0), whose key it writes first.
+
+    Packed reads one token a row too, and ``slots``[B, T], the slot of each row in the pool of pages (padding: beyond
+    it). A sequence of Q has the rows from ``first``[Q] on, ``counts``[Q] of them, and ``lengths``[Q] positions with
+    these. ``last``[O] are the rows whose logits it ends in.
     """
     program = _plain_program(model, phase, storage)
     if not storage.weights:
@@ -305,17 +316,18 @@ class _Writer:
         table, softcap = self.variables[loss.inputs[1]], self.model.logit_softcap
         vectors = ", ".join(f"{name}[D]" for name in norm.inputs[1:])
         stream, result = "hd" if division else "hl", "uncapped" if softcap else "logits"
+        row = "O" if self.phase == "packed" else "B"
         lines = [
-            "xl[B,D] = pick(x[B,T,D], last[B])",
-            f"hl[B,D] = {norm.kind}(xl[B,D], {vectors})",
-            *(f"hd[B,D] = {op.kind}(hl[B,D]; by={dict(op.attributes)['by']})" for op in division),
-            f"{result}[B,V] = {stream}[B,D] * {table.name}[{','.join(table.dims)}]",
-            *(["logits[B,V] = softcap(uncapped[B,V])"] if softcap else []),
+            f"xl[{row},D] = pick(x[B,T,D], last[{row}])",
+            f"hl[{row},D] = {norm.kind}(xl[{row},D], {vectors})",
+            *(f"hd[{row},D] = {op.kind}(hl[{row},D]; by={dict(op.attributes)['by']})" for op in division),
+            f"{result}[{row},V] = {stream}[{row},D] * {table.name}[{','.join(table.dims)}]",
+            *([f"logits[{row},V] = softcap(uncapped[{row},V])"] if softcap else []),
         ]
         for name, dims, role, dtype in (
-            ("last", ("B",), "position", ""),
-            ("uncapped", ("B", "V"), "activation", "fp32"),
-            ("logits", ("B", "V"), "output", "fp32"),
+            ("last", (row,), "position", ""),
+            ("uncapped", (row, "V"), "activation", "fp32"),
+            ("logits", (row, "V"), "output", "fp32"),
         ):
             self.variables[name] = Variable(name, dims, role, dtype)
         self.ops += parse_block(block.name, "\n".join(lines), self.variables).ops
@@ -328,20 +340,28 @@ class _Writer:
         if self.model.latent_attention:
             own, shared = made_by[k].inputs
             sources = {"c": made_by[own].inputs[0], "p": shared}
-        paged: Attributes = (("paged", "true"),) if self.storage.page_len and window_of(block) is None else ()
+        packed = self.phase == "packed"
+        has_pages = self.storage.page_len and (packed or window_of(block) is None)
+        paged: Attributes = (("paged", "true"),) if has_pages else ()
         suffix = next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)
         index = (PAGES,) if paged else ()
         if paged:
             # for each sequence the numbers of its pages
             self.variables[PAGES] = Variable(PAGES, ("B", "Bp"), "position")
-        where = ("last" if self.phase == "prefill" else "positions", *index)
+        place: tuple[str, ...] = ("positions",)
+        if packed:
+            place = ("first", "counts", "lengths")
+            self.variables |= {name: Variable(name, ("Q",), "position") for name in place}
+            self.variables |= {"slots": Variable("slots", ("B", "T"), "position")}
+            self.variables[PAGES] = Variable(PAGES, ("Q", "Bp"), "position")
+        where = ("slots",) if packed else ("last" if self.phase == "prefill" else "positions", *index)
         cached, cached_scales = list[str](), list[str]()
         for letter, source in sources.items():
             array, *its_scales = self._write(f"cache_{letter}{suffix}", source, where, paged)
             cached.append(array)
             cached_scales += its_scales
-        inputs = (*cached, "positions", *index, *cached_scales)
-        attributes = (*op.attributes, *paged)
+        inputs = (*cached, *place, *index, *cached_scales)
+        attributes = (*op.attributes, *paged, *([("packed", "true")] if packed else []))
         if self.phase == "prefill":
             self.ops.append(op)
         elif self.model.latent_attention:
@@ -436,12 +456,13 @@ def cache_table(
     max_len: int,
     storage: Storage = AS_WRITTEN,
     strategy: Strategy = ONE_DEVICE,
+    phase: GenerationPhase = "decode",
 ) -> tuple[CacheArray, ...]:
     """Returns the rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions, on all devices.
 
     int8 keeps a float32 scale for each token and head, or for each token of latents.
     """
-    program = repeating(_plain_program(model, "decode", storage), strategy_of_heads(strategy, model.num_kv_heads))
+    program = repeating(_plain_program(model, phase, storage), strategy_of_heads(strategy, model.num_kv_heads))
     sizes = held_dims(model.dims, strategy.mesh) | {"B": batch_seqs}
     sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
     rows = []

@@ -118,6 +118,14 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
     return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
 
 
+def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"]) -> LayerCache:
+    """Writes values[R, ...] into slots of the pages of a layer, counted through; those beyond the pages are dropped."""
+    num_pages, page_len = cache.stack.shape[1:3]
+    page = jnp.where(slots < num_pages * page_len, slots // page_len, num_pages)
+    at = cache.stack.at[cache.layer, page, slots % page_len]
+    return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
+
+
 def held_positions(last: Int[Array, " B"], num_slots: int, slots: OwnSlots | None = None) -> Int[Array, "B S"]:
     """Returns the position in each of a device's slots after ``last`` has been written; negative in an empty slot."""
     slots = slots or OwnSlots(0, num_slots)

@@ -86,28 +86,34 @@ def run_stack(
     """Runs a stack; returns its result (the logits if it ends in the loss) and the last state.
 
     Between the first and the last block the layers run in order, a loop for each span: ``stream, state = layer(block,
-    number, values by name, state)``. ``number`` counts layers of the same kind.
+    number, values by name, state)``. ``number`` counts layers of the same kind. Where weights are tuples of layers the
+    loops are unrolled: XLA's programs for CPUs copy the weights that a loop takes from a stack.
     """
     blocks = {steps.block.name: steps for steps in context.derived.blocks}
 
-    def iteration(span: Span, carry: tuple[Array, _State], number: Array) -> tuple[Any, None]:
+    def row(weight: Any, index: Any) -> Array:
+        is_split = isinstance(weight, tuple)
+        return weight[index] if is_split else lax.dynamic_index_in_dim(weight, index, keepdims=False)
+
+    def iteration(span: Span, carry: tuple[Array, _State], number: Any) -> tuple[Any, None]:
         stream, state = carry
         for position, kind in enumerate(span.pattern):
             index = span.row(position, number)
             if position and default_platform() == "cuda":
                 # else the weights of all layers of the iteration are copied at its start
                 index = after(index, [stream])
-            own = {
-                name: lax.dynamic_index_in_dim(params[name], index, keepdims=False)
-                for name in blocks[kind].block.reads
-                if name in params
-            }
+            own = {name: row(params[name], index) for name in blocks[kind].block.reads if name in params}
             stream, state = layer(blocks[kind], index, {**given, **own, stack.carry: stream}, state)
         return (stream, state), None
 
     stream, _ = run_block(context, blocks[stack.first], {**given, **params})
     carry = stream, state
+    unrolled = any(isinstance(weight, tuple) for weight in params.values())
     for span in spans(stack.layers):
+        for number in range(span.repeats if unrolled else 0):
+            carry, _ = iteration(span, carry, number)
+        if unrolled:
+            continue
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
     stream, state = carry
     last = blocks[stack.last]

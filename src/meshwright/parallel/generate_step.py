@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from functools import cached_property, partial
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Format, Layout, with_layout_constraint
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
-from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import (
     PAGES,
     CacheDtype,
@@ -21,34 +20,21 @@ from meshwright.algebra.generation import (
     cache_table,
     derive_job,
     job_strategy,
-    scales,
 )
 from meshwright.algebra.layers import PLAIN, mask_data
 from meshwright.algebra.notation import check
-from meshwright.algebra.ops.cache_write import CacheWrite
-from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import InputError
 from meshwright.core.fields import checked
-from meshwright.nn import quantisation
-from meshwright.nn.attention.platform import platform_of
-from meshwright.nn.cache import LayerCache, cache_layout
-from meshwright.nn.context import Context
-from meshwright.nn.forward import run_block, run_stack
-from meshwright.nn.ops.quantised_embed import DTYPES
-from meshwright.nn.weights import Params, param_shapes
-from meshwright.parallel.held import Shapes, resized, without_split
-from meshwright.parallel.mesh import compiler_options, lower, named_sharding, partition_spec, shardings, strategy_mesh
+from meshwright.nn.weights import Params
+from meshwright.parallel.held_arrays import Cache, HeldArrays, WeightStorage
+from meshwright.parallel.mesh import compiler_options, lower, partition_spec, shardings, strategy_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
 from meshwright.spec.weights import without_mtp
 
-WeightStorage = Literal["as they are", "int8"]
-Cache = dict[str, Array]
-"""Row of the cache table -> its array, whose first dim is the layers of its kind."""
 
-
-class GenerateStep:
+class GenerateStep(HeldArrays):
     """Generates with a model under a strategy: up to ``batch_seqs`` sequences of at most ``max_len`` positions.
 
     ``prefill`` and ``generate`` consume the cache and return the next one. With ``weights="int8"``, `place` quantises
@@ -88,6 +74,7 @@ class GenerateStep:
         self.prefill_declared, self.generate_declared = (
             derive_job(model, job, strategy, storage=storage) for job in (prefill, decode)
         )
+        self.declared = self.prefill_declared.declared | self.generate_declared.declared
         # room for a prompt of any length up to max_len, padded to what the axes divide
         self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
         self.table = cache_table(
@@ -110,110 +97,7 @@ class GenerateStep:
         """Number of shards of the positions of a prompt."""
         return math.prod(self.strategy.mesh[axis] for axis in self.prefill_declared.declared["x"].axes_of("T"))
 
-    # -- shapes and shardings ----------------------------------------------------------------------
-
-    @cached_property
-    def param_specs(self) -> dict[str, PartitionSpec]:
-        """Shardings of the weights, and of the scales of int8 ones."""
-        declared = self.generate_declared.declared | self.prefill_declared.declared
-        named = scales(self.model) if self.quantised else {}
-        return {
-            each: partition_spec(declared[each], stacked=bool(weight.layers))
-            for name, (weight, _) in weight_variables(self.model).items()
-            for each in (name, *([named[name].name] if name in named else []))
-        }
-
-    @cached_property
-    def cache_specs(self) -> dict[str, PartitionSpec]:
-        """Shardings of the cache."""
-        return {row.name: partition_spec(self.generate_declared.declared[row.name], stacked=True) for row in self.table}
-
-    @cached_property
-    def param_shardings(self) -> dict[str, NamedSharding]:
-        """The sharding of each weight, and scale, on the mesh."""
-        return shardings(self.mesh, self.param_specs)
-
-    @cached_property
-    def cache_shardings(self) -> dict[str, NamedSharding]:
-        """The sharding of each array of the cache on the mesh."""
-        return shardings(self.mesh, self.cache_specs)
-
-    @cached_property
-    def cache_layouts(self) -> dict[str, Layout]:
-        """The order in memory of each array of the cache whose order is not the platform's own, see `cache_layout`."""
-        if isinstance(self.mesh, AbstractMesh):
-            return {}
-        platform, split = platform_of(self.mesh.devices.flat[0]), self.cache_shardings
-        found = {
-            row.name: cache_layout(platform, row.dims, split[row.name].shard_shape(row.stacked_shape), row.dtype)
-            for row in self.table
-        }
-        return {name: layout for name, layout in found.items() if layout}
-
-    @property
-    def cache_formats(self) -> dict[str, NamedSharding | Format]:
-        """The sharding of each array of the cache, with its order in memory if that is not the platform's own."""
-        ordered = {name: Format(layout, self.cache_shardings[name]) for name, layout in self.cache_layouts.items()}
-        return {**self.cache_shardings, **ordered}
-
-    @property
-    def logits_sharding(self) -> NamedSharding:
-        """The sharding of logits [B, V]."""
-        return named_sharding(self.mesh, self.generate_declared.declared["logits"])
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the weights that are not int8, and of the stream."""
-        return DTYPES[self.strategy.state_dtype]
-
-    @cached_property
-    def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the weights."""
-        held = self._float_shapes[1]
-        return quantisation.param_shapes(self.model, held) if self.quantised else dict(held)
-
-    @property
-    def _float_shapes(self) -> tuple[Shapes, Shapes]:
-        """Shapes of float weights: the model's own, and with the vocabulary padded."""
-        own, held = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
-        return own, held
-
-    @property
-    def loaded_shardings(self) -> dict[str, NamedSharding]:
-        """The sharding of each weight of a checkpoint, before `place` pads the vocabulary."""
-        return shardings(self.mesh, without_split(*self._float_shapes, self.param_specs))
-
-    @cached_property
-    def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the cache."""
-        return {row.name: jax.ShapeDtypeStruct(row.stacked_shape, DTYPES[row.dtype]) for row in self.table}
-
     # -- what a user calls -------------------------------------------------------------------------
-
-    def place(self, params: Mapping[str, Any]) -> Params:
-        """Puts weights on their devices in the step's dtype, with the vocabulary padded; quantises float weights there
-        if the step uses int8."""
-        params = resized(dict(params), *self._float_shapes, self.param_specs)
-        if "embed_scale" in params or not self.quantised:
-            placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
-            return jax.device_put(placed, {name: self.param_shardings[name] for name in placed})
-        placed = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
-        plain = param_shapes(self.model, dtype=self.dtype)
-        quantise = jax.jit(
-            lambda given: quantisation.quantise_params(
-                self.model, {n: p.astype(plain[n].dtype) for n, p in given.items()}
-            ),
-            out_shardings=self.param_shardings,
-        )
-        return quantise(placed)
-
-    def init_cache(self) -> Cache:
-        """Returns an empty cache, made on its devices."""
-        shapes = self.cache_shapes.items()
-        empty = jax.jit(
-            lambda: {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes}, out_shardings=self.cache_formats
-        )
-        return empty()
 
     @property
     def has_pages(self) -> bool:
@@ -335,7 +219,7 @@ class GenerateStep:
         """Returns the jitted function (weights, cache, inputs) -> (logits, cache); see `compiled`."""
         derived = self.prefill_declared if length else self.generate_declared
         mapped = jax.shard_map(
-            partial(self._run, derived),
+            partial(self.run, derived),
             mesh=self.mesh,
             in_specs=(self.param_specs, self.cache_specs, self._specs(derived)),
             out_specs=(partition_spec(derived.declared["logits"]), self.cache_specs),
@@ -361,30 +245,3 @@ class GenerateStep:
             donate_argnums=1,
             compiler_options=self.compiler.used,
         )
-
-    def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[Array, Cache]:
-        """Returns logits and the next cache, on one device's shards; ``given`` are tokens, positions and last by name.
-
-        The loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
-        """
-        context = Context(
-            model=self.model,
-            derived=derived,
-            mesh=self.strategy.mesh,
-            seq_len=self.max_len,
-            dtype=self.strategy.state_dtype,
-        )
-        (stack,) = derived.program.stacks
-
-        def layer(steps: BlockSteps, number: Array, values: Mapping[str, Any], cache: Cache) -> tuple[Array, Cache]:
-            held = {name: LayerCache(array, number) for name, array in cache.items()}
-            stream, env = run_block(context, steps, {**values, **held})
-            writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))
-            written: Any = {step.inputs[0].name: env[step.result] for step in writes}
-            stacks = {name: held.stack for name, held in written.items()}
-            layouts = {name: layout for name, layout in self.cache_layouts.items() if name in stacks}
-            # also inside loops XLA then keeps the order of a layout
-            ordered = {name: with_layout_constraint(stacks[name], layout) for name, layout in layouts.items()}
-            return stream, {**cache, **stacks, **ordered}
-
-        return run_stack(context, stack, params, given, layer, cache)

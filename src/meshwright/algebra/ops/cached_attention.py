@@ -13,9 +13,13 @@ from meshwright.core.notation import Axes
 
 
 class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details of attention; ``paged`` says that the cache is a pool of pages, whose table follows the positions."""
+    """Details of attention; ``paged`` says that the cache is a pool of pages, whose table follows the positions.
+
+    ``packed``: rows are of any sequences; in place of positions are each sequence's first row, rows and positions.
+    """
 
     paged: bool = False
+    packed: bool = False
 
 
 def queries_of(step: Step) -> ShardedArray:

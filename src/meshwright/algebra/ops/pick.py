@@ -1,14 +1,22 @@
-"""Picks one position of each sequence: generation needs the logits of one position only."""
+"""Picks one position of each sequence, or of all rows those that are asked for: generation needs few logits."""
 
 from meshwright.algebra.kinds import OpKind, StepKind, row_bytes
 from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """Picks ``pick(x[B,T,D], number[B])``: the device that has the position returns it, the others return zeros."""
+    """Picks ``pick(x[B,T,D], number[B])``: the device that has the position returns it, the others return zeros.
+
+    ``pick(x[B,T,D], number[O])``, of one position a row, picks rows, which are on the devices of O.
+    """
     (x, number), out = tape.inputs, tape.out
-    result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
-    tape.run("pick", (x, tape.move(number, number.like(x))), result)
+    if number.dims == ("O",):
+        rows = {"O": x.axes_of("B")}
+        result = out.replace(axes=tuple(rows.get(dim, x.axes_of(dim)) for dim in out.dims))
+        tape.run("pick", (x, tape.move(number, number.resharded(rows))), result)
+    else:
+        result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
+        tape.run("pick", (x, tape.move(number, number.like(x))), result)
     tape.move(result, out)
 
 

@@ -13,7 +13,10 @@ from meshwright.nn.context import Context
 def cache_write(
     context: Context, step: Step, before: LayerCache, values: Array, where: Array, *pages: Array
 ) -> LayerCache:
-    """Writes prompts up to ``where`` [B], or one position of each row, ``where`` [B, 1], by the page table if given."""
+    """Writes prompts up to ``where`` [B], or one position of each row, ``where`` [B, 1], by the page table if given;
+    without one, ``where`` are slots of all pages together."""
+    if step.details.paged and not pages:
+        return cache.write_slots(before, values[:, 0], where[:, 0])
     if step.details.paged and step.details.prompt:
         # `write_pages` drops -1: padding must not reach a page of another sequence.
         own = jnp.arange(values.shape[1], dtype=where.dtype)[None]

@@ -47,25 +47,35 @@ def cache_facts(
     }
 
 
-def paged_call(context: Context, step: Step, positions: Array, cached: LayerCache, pages: Array) -> RaggedCall:
-    """Returns the parameters of attention of positions[B, T], rising by one in each row; negative ones, at the end of a
-    row, are no queries."""
-    batch, longest = positions.shape
-    return RaggedCall(
+def paged_call(
+    context: Context, step: Step, cached: LayerCache, others: tuple[Any, ...]
+) -> tuple[RaggedCall | None, tuple[Any, ...]]:
+    """Returns the parameters of attention on pages, None if the cache has none, and the inputs after these.
+
+    ``others`` are positions[B, T], rising by one in each row (negative ones, at the end of a row, are no queries), or
+    of packed rows the first row, rows and positions of each sequence; then the page table.
+    """
+    positions, *more = others
+    if not step.details.paged:
+        return None, tuple(more)
+    if step.details.packed:
+        first, (counts, lengths, pages, *more), longest = positions, more, context.longest
+    else:
+        batch, longest = positions.shape
+        first = longest * jnp.arange(batch, dtype=jnp.int32)
+        counts = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
+        lengths, (pages, *more) = jnp.max(positions, axis=1) + 1, more
+    call = RaggedCall(
         scale=context.model.attention_scale,
         window=step.details.window,
         softcap=step.details.softcap,
-        first=longest * jnp.arange(batch, dtype=jnp.int32),
-        counts=jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
-        lengths=jnp.max(positions, axis=1) + 1,
+        first=first,
+        counts=counts,
+        lengths=lengths,
         pages=cached.in_pool(pages),
         longest=longest,
     )
-
-
-def table_of(step: Step, others: tuple[Any, ...]) -> tuple[Array | None, tuple[Any, ...]]:
-    """Returns the page table, None if the cache has no pages, and the inputs after it."""
-    return (others[0], others[1:]) if step.details.paged else (None, others)
+    return call, tuple(more)
 
 
 def paged_attention(
@@ -88,26 +98,25 @@ def scale_by_share(own: Array, share: Array, whole: Array) -> Array:
 
 
 def cached_attention(
-    context: Context, step: Step, q: Array, k: LayerCache, v: LayerCache, positions: Array, *others: Any
+    context: Context, step: Step, q: Array, k: LayerCache, v: LayerCache, *given: Any
 ) -> Array | OwnAttention:
     """Returns attention on the layer's keys and values, of one position of each row, or several if the cache has pages.
 
-    ``others`` are the page table of a paged cache, then scales, then what a mask reads, then sinks.
+    ``given`` are positions and page table, see `paged_call`, then scales, then what a mask reads, then sinks.
     """
-    pages, others = table_of(step, others)
+    call, others = paged_call(context, step, k, given)
     keys, values, *scales = (
         each.entries(paged=step.details.paged) for each in (k, v, *others) if isinstance(each, LayerCache)
     )
     sinks = next((x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
     key_scale, value_scale = scales or (None, None)
     parts = [ScorePart(queries=q, keys=keys, scale=key_scale)]
-    if pages is not None:
-        call = replace(paged_call(context, step, positions, k, pages), sinks=sinks)
-        return paged_attention(call, parts, values, value_scale)
+    if call is not None:
+        return paged_attention(replace(call, sinks=sinks), parts, values, value_scale)
     if sinks is not None and step.more:
         # sinks count once
         sinks = jnp.where(lax.axis_index(split_slots(step)) == 0, sinks, -jnp.inf)
-    facts = cache_facts(context, step, positions, k, others)
+    facts = cache_facts(context, step, given[0], k, others)
     return results_of(step, cache.cached_attention(parts, values, value_scale=value_scale, sinks=sinks, **facts))
 
 

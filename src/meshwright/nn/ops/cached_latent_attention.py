@@ -8,7 +8,7 @@ from meshwright.algebra.steps import Step
 from meshwright.nn import cache
 from meshwright.nn.cache import LayerCache, OwnAttention, ScorePart
 from meshwright.nn.context import Context
-from meshwright.nn.ops.cached_attention import cache_facts, paged_attention, paged_call, results_of, table_of
+from meshwright.nn.ops.cached_attention import cache_facts, paged_attention, paged_call, results_of
 
 
 def cached_latent_attention(
@@ -18,11 +18,10 @@ def cached_latent_attention(
     q: Array,
     latent: LayerCache,
     shared: LayerCache,
-    positions: Array,
-    *others: Any,
+    *given: Any,
 ) -> Array | OwnAttention:
     """Returns weighted latents; scores are absorbed queries ``ql`` x latents + rotated parts of ``q`` x shared keys."""
-    pages, others = table_of(step, others)
+    call, others = paged_call(context, step, latent, given)
     # one head: all heads of queries share the latents
     caches = (latent, shared, *(x for x in others if isinstance(x, LayerCache)))
     latents, keys, *scales = (each.entries(paged=step.details.paged)[:, :, None] for each in caches)
@@ -31,9 +30,9 @@ def cached_latent_attention(
         ScorePart(queries=ql, keys=latents, scale=latent_scale),
         ScorePart(queries=q[..., context.model.qk_nope_head_dim :], keys=keys, scale=shared_scale),
     ]
-    if pages is not None:
-        return paged_attention(paged_call(context, step, positions, latent, pages), parts, latents, latent_scale)
-    facts = cache_facts(context, step, positions, latent, others)
+    if call is not None:
+        return paged_attention(call, parts, latents, latent_scale)
+    facts = cache_facts(context, step, given[0], latent, others)
     return results_of(step, cache.cached_attention(parts, latents, value_scale=latent_scale, **facts))
 
 

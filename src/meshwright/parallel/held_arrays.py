@@ -1,0 +1,182 @@
+"""Weights and caches of generation as they lie on devices: shapes, shardings, orders in memory; how they get there."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout, with_layout_constraint
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.generation import CacheArray, scales
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops.cache_write import CacheWrite
+from meshwright.algebra.transformer import weight_variables
+from meshwright.nn import quantisation
+from meshwright.nn.attention.platform import platform_of
+from meshwright.nn.cache import LayerCache, cache_layout
+from meshwright.nn.context import Context
+from meshwright.nn.forward import run_block, run_stack
+from meshwright.nn.ops.quantised_embed import DTYPES
+from meshwright.nn.weights import Params, param_shapes
+from meshwright.parallel.held import Shapes, resized, without_split
+from meshwright.parallel.mesh import named_sharding, partition_spec, shardings
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy
+
+WeightStorage = Literal["as they are", "int8"]
+Cache = dict[str, Any]
+"""Row of the cache table -> its array, whose first dim is the layers of its kind, or a tuple of arrays of layers."""
+
+
+class HeldArrays:
+    """Weights and caches of a step of generation on a mesh: ``declared`` are the arrays of its programs by name,
+    ``table`` the rows of the cache."""
+
+    model: Model
+    strategy: Strategy
+    mesh: Mesh | AbstractMesh
+    table: tuple[CacheArray, ...]
+    quantised: bool
+    declared: Mapping[str, ShardedArray]
+    max_len: int
+
+    @cached_property
+    def param_specs(self) -> dict[str, PartitionSpec]:
+        """Shardings of the weights, and of the scales of int8 ones."""
+        named = scales(self.model) if self.quantised else {}
+        return {
+            each: partition_spec(self.declared[each], stacked=bool(weight.layers))
+            for name, (weight, _) in weight_variables(self.model).items()
+            for each in (name, *([named[name].name] if name in named else []))
+        }
+
+    @cached_property
+    def cache_specs(self) -> dict[str, PartitionSpec]:
+        """Shardings of the cache."""
+        return {row.name: partition_spec(self.declared[row.name], stacked=True) for row in self.table}
+
+    @cached_property
+    def param_shardings(self) -> dict[str, NamedSharding]:
+        """The sharding of each weight, and scale, on the mesh."""
+        return shardings(self.mesh, self.param_specs)
+
+    @cached_property
+    def cache_shardings(self) -> dict[str, NamedSharding]:
+        """The sharding of each array of the cache on the mesh."""
+        return shardings(self.mesh, self.cache_specs)
+
+    @cached_property
+    def cache_layouts(self) -> dict[str, Layout]:
+        """The order in memory of each array of the cache whose order is not the platform's own, see `cache_layout`."""
+        if isinstance(self.mesh, AbstractMesh):
+            return {}
+        platform, split = platform_of(self.mesh.devices.flat[0]), self.cache_shardings
+        found = {
+            row.name: cache_layout(platform, row.dims, split[row.name].shard_shape(row.stacked_shape), row.dtype)
+            for row in self.table
+        }
+        return {name: layout for name, layout in found.items() if layout}
+
+    @property
+    def cache_formats(self) -> dict[str, NamedSharding | Format]:
+        """The sharding of each array of the cache, with its order in memory if that is not the platform's own."""
+        ordered = {name: Format(layout, self.cache_shardings[name]) for name, layout in self.cache_layouts.items()}
+        return {**self.cache_shardings, **ordered}
+
+    @property
+    def logits_sharding(self) -> NamedSharding:
+        """The sharding of logits [B, V]."""
+        return named_sharding(self.mesh, self.declared["logits"])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the weights that are not int8, and of the stream."""
+        return DTYPES[self.strategy.state_dtype]
+
+    @cached_property
+    def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Global shapes and dtypes of the weights."""
+        held = self._float_shapes[1]
+        return quantisation.param_shapes(self.model, held) if self.quantised else dict(held)
+
+    @property
+    def _float_shapes(self) -> tuple[Shapes, Shapes]:
+        """Shapes of float weights: the model's own, and with the vocabulary padded."""
+        own, held = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
+        return own, held
+
+    @property
+    def loaded_shardings(self) -> dict[str, NamedSharding]:
+        """The sharding of each weight of a checkpoint, before `place` pads the vocabulary."""
+        return shardings(self.mesh, without_split(*self._float_shapes, self.param_specs))
+
+    @cached_property
+    def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Global shapes and dtypes of the cache."""
+        return {row.name: jax.ShapeDtypeStruct(row.stacked_shape, DTYPES[row.dtype]) for row in self.table}
+
+    def place(self, params: Mapping[str, Any]) -> Params:
+        """Puts weights on their devices in the step's dtype, with the vocabulary padded; quantises float weights there
+        if the step uses int8."""
+        params = resized(dict(params), *self._float_shapes, self.param_specs)
+        if "embed_scale" in params or not self.quantised:
+            placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
+            return jax.device_put(placed, {name: self.param_shardings[name] for name in placed})
+        placed = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
+        plain = param_shapes(self.model, dtype=self.dtype)
+        quantise = jax.jit(
+            lambda given: quantisation.quantise_params(
+                self.model, {n: p.astype(plain[n].dtype) for n, p in given.items()}
+            ),
+            out_shardings=self.param_shardings,
+        )
+        return quantise(placed)
+
+    def init_cache(self) -> Cache:
+        """Returns an empty cache, made on its devices."""
+        shapes = self.cache_shapes.items()
+        empty = jax.jit(
+            lambda: {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes}, out_shardings=self.cache_formats
+        )
+        return empty()
+
+    def run(
+        self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any], *, longest: int = 1
+    ) -> tuple[Array, Cache]:
+        """Returns logits and the next cache, on one device's shards; ``given`` are the other inputs by name.
+
+        Loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
+        """
+        context = Context(
+            model=self.model,
+            derived=derived,
+            mesh=self.strategy.mesh,
+            seq_len=self.max_len,
+            longest=longest,
+            dtype=self.strategy.state_dtype,
+        )
+        (stack,) = derived.program.stacks
+
+        def layer(steps: BlockSteps, number: Any, values: Mapping[str, Any], cache: Cache) -> tuple[Array, Cache]:
+            held = {
+                name: LayerCache(array[number][None], jnp.int32(0))
+                if isinstance(array, tuple)
+                else LayerCache(array, number)
+                for name, array in cache.items()
+                if name in steps.block.reads
+            }
+            stream, env = run_block(context, steps, {**values, **held})
+            writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))
+            written: Any = {step.inputs[0].name: env[step.result].stack for step in writes}
+            for name, stack in written.items():
+                if isinstance(cache[name], tuple):
+                    written[name] = (*cache[name][:number], stack[0], *cache[name][number + 1 :])
+                elif name in self.cache_layouts:  # also inside loops XLA then keeps the order of a layout
+                    written[name] = with_layout_constraint(stack, self.cache_layouts[name])
+            return stream, {**cache, **written}
+
+        return run_stack(context, stack, params, given, layer, cache)

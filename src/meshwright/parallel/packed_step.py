@@ -1,0 +1,217 @@
+"""The step of a server: rows of any sequences on caches in pages, in few compiled shapes."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from meshwright.algebra.generation import (
+    PAGES,
+    Storage,
+    cache_sizes,
+    cache_table,
+    derive_phase,
+    job_strategy,
+    scale_name,
+)
+from meshwright.algebra.notation import check
+from meshwright.algebra.transformer import weight_variables
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.fields import checked
+from meshwright.nn.attention.platform import platform_of
+from meshwright.nn.weights import Params
+from meshwright.parallel.held_arrays import Cache, HeldArrays
+from meshwright.parallel.mesh import compiler_options, lower, partition_spec, shardings, strategy_mesh
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model, require_runnable
+from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
+from meshwright.spec.weights import without_mtp
+
+
+class PackedShape(NamedTuple):
+    """A compiled shape: rows, sequences, rows with logits, and at most how many rows of one sequence."""
+
+    rows: int
+    sequences: int
+    outputs: int
+    longest: int
+
+
+class PackedRows(NamedTuple):
+    """Arrays that a step reads, on the host; see `PackedStep.step`."""
+
+    tokens: Any
+    sources: Any
+    positions: Any
+    slots: Any
+    first: Any
+    counts: Any
+    lengths: Any
+    pages: Any
+    last: Any
+
+
+class PackedStep(HeldArrays):
+    """Steps of a model under a strategy, of up to ``max_seqs`` sequences of at most ``max_len`` positions.
+
+    Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots. On CPUs weights and caches are
+    tuples of layers and the loops over layers are unrolled.
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: Model,
+        strategy: Strategy,
+        *,
+        max_len: int,
+        max_seqs: int,
+        storage: Storage,
+        mesh: Mesh | None = None,
+    ) -> None:
+        model = without_mtp(model)
+        require_runnable(model)
+        require_runnable_strategy(strategy, trains=False)
+        if max_len < 1 or max_seqs < 1:
+            raise InputError(f"max_len={max_len} and max_seqs={max_seqs} must be at least 1.")
+        if model.learned_positions and max_len > model.max_positions:
+            raise InputError(
+                f"{model.name} has {model.max_positions} learned positions; give at most that, not max_len={max_len}."
+            )
+        _, weights = storage.executed
+        self.strategy = job_strategy(Job(kind="decode", batch_seqs=max_seqs, seq_len=max_len), strategy)
+        self.model, self.max_len, self.max_seqs, self.storage = model, max_len, max_seqs, storage
+        self.quantised = weights == "int8"
+        self.derived = derive_phase(model, "packed", self.strategy, storage)
+        self.declared = self.derived.declared
+        if any(self.declared["tokens"].axes) or any(self.declared["xl"].axes_of("O")):
+            raise CannotRunError(
+                f"rows of a server are not split over devices in this version, as in {self.declared['tokens']}. Use "
+                "tensor alone, or a server for each part of the devices."
+            )
+        self.table = cache_table(
+            model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy, phase="packed"
+        )
+        self.cache_sizes = cache_sizes(batch_seqs=max_seqs, max_len=max_len, storage=storage)
+        sizes = {**held_dims(model.dims, strategy.mesh), **self.cache_sizes}
+        for name, array in self.declared.items():
+            if self.derived.program.variables[name].role in ("weight", "vector", "cache"):
+                check(array, sizes, strategy.mesh)
+        self.mesh = mesh or strategy_mesh(strategy)
+        self.compiler = compiler_options(self.mesh)
+        self.unrolled = platform_of(self.mesh.devices.flat[0]) == "cpu"
+        self._compiled: dict[PackedShape, jax.stages.Compiled] = {}
+
+    # -- what a user calls -------------------------------------------------------------------------
+
+    def place(self, params: Mapping[str, Any]) -> Params:
+        """Puts weights on their devices as `HeldArrays.place` does, those of layers by themselves if unrolled."""
+        return self._placed_by_layer(super().place(params), self.param_specs)
+
+    def init_cache(self) -> Cache:
+        """Returns empty pages, made on their devices."""
+        return self._placed_by_layer(super().init_cache(), self.cache_specs)
+
+    def step(self, params: Params, cache: Cache, latest: Array, rows: PackedRows, longest: int) -> tuple[Array, Cache]:
+        """Returns logits [O, V] of rows ``last``, and the cache.
+
+        A row is a token at a position of its sequence: ``tokens``[R], or with ``sources``[R] >= 0 that entry of
+        ``latest``[max_seqs], which is on the devices. Its key goes to ``slots``[R] of the pool, beyond it for padding.
+        Sequences have ``counts``[Q] rows from ``first``[Q] on, at most ``longest``, their last ones of ``lengths``[Q]
+        positions, in ``pages``[Q, Bp]. Each shape is compiled once.
+        """
+        shape = PackedShape(len(rows.tokens), len(rows.first), len(rows.last), longest)
+        flat = np.concatenate([part.ravel() for part in rows], dtype=np.int32)
+        return self.compiled(shape)(params, cache, latest, flat)
+
+    def compiled(self, shape: PackedShape) -> jax.stages.Compiled:
+        """Returns the program of a shape; compiles it once."""
+        if shape not in self._compiled:
+            self._compiled[shape] = self.lower(shape).compile()
+        return self._compiled[shape]
+
+    def lower(self, shape: PackedShape) -> jax.stages.Lowered:
+        """Lowers the program of a shape without data."""
+        params, cache = (
+            jax.eval_shape(partial(self._by_layer, each=_layer_of), shapes)
+            for shapes in (self.param_shapes, self.cache_shapes)
+        )
+        latest = jax.ShapeDtypeStruct((self.max_seqs,), jnp.int32)
+        flat = jax.ShapeDtypeStruct((sum(math.prod(part) for part in self._parts(shape)),), jnp.int32)
+        return lower(self._program(shape), self.mesh, params, cache, latest, flat)
+
+    # -- the programs ------------------------------------------------------------------------------
+
+    def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
+        """Returns the shape of each field of `PackedRows`."""
+        rows, sequences, outputs, _ = shape
+        table = (sequences, self.cache_sizes["Bp"])
+        return [*[(rows,)] * 4, *[(sequences,)] * 3, table, (outputs,)]
+
+    def _program(self, shape: PackedShape) -> Any:
+        """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
+        names = ("tokens", "positions", "slots", "first", "counts", "lengths", PAGES, "last")
+        params, cache = (self._by_layer(specs, _spec_of_layer) for specs in (self.param_specs, self.cache_specs))
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        mapped = jax.shard_map(
+            partial(self.run, self.derived, longest=shape.longest),
+            mesh=self.mesh,
+            in_specs=(params, cache, {name: partition_spec(self.declared[name]) for name in names}),
+            out_specs=(partition_spec(self.declared["logits"]), cache),
+            check_vma=False,
+        )
+
+        def step(params: Params, cache: Cache, latest: Array, flat: Array) -> tuple[Array, Cache]:
+            parts = self._parts(shape)
+            ends = np.cumsum([math.prod(part) for part in parts]).tolist()
+            fields = (flat[end - math.prod(part) : end].reshape(part) for part, end in zip(parts, ends, strict=True))
+            rows = PackedRows(*fields)
+            tokens = jnp.where(rows.sources >= 0, latest[jnp.maximum(rows.sources, 0)], rows.tokens)
+            given = {name: getattr(rows, name) for name in names}
+            given |= {name: array[:, None] for name, array in (("tokens", tokens), ("positions", rows.positions))}
+            logits, cache = mapped(params, cache, given | {"slots": rows.slots[:, None]})
+            return logits[:, : self.model.vocab_size], cache
+
+        formats = self.cache_formats if not self.unrolled else shardings(self.mesh, cache)
+        return jax.jit(
+            step,
+            in_shardings=(shardings(self.mesh, params), formats, whole, whole),
+            out_shardings=(self.logits_sharding, formats),
+            donate_argnums=1,
+            compiler_options=self.compiler.used,
+        )
+
+    @cached_property
+    def _num_layers(self) -> dict[str, int]:
+        """Maps caches, and weights of layers with their scales, to the number of layers in their first dim."""
+        found = {row.name: row.num_layers for row in self.table}
+        weights = {name: repeat for name, (weight, repeat) in weight_variables(self.model).items() if weight.layers}
+        return found | weights | {scale_name(name): repeat for name, repeat in weights.items()}
+
+    def _by_layer(self, given: Mapping[str, Any], each: Callable[[Any, int], Any]) -> dict[str, Any]:
+        """Returns what is given of stacked arrays by name, for each layer if unrolled."""
+        layers = self._num_layers if self.unrolled else {}
+        return {
+            name: tuple(each(one, number) for number in range(layers[name])) if name in layers else one
+            for name, one in given.items()
+        }
+
+    def _placed_by_layer(self, arrays: Mapping[str, Array], specs: Mapping[str, PartitionSpec]) -> dict[str, Any]:
+        if not self.unrolled:
+            return dict(arrays)
+        split = shardings(self.mesh, self._by_layer({name: specs[name] for name in arrays}, _spec_of_layer))
+        return jax.jit(partial(self._by_layer, each=_layer_of), out_shardings=split)(dict(arrays))
+
+
+def _layer_of(array: Array, number: int) -> Array:
+    return array[number]
+
+
+def _spec_of_layer(spec: PartitionSpec, number: int) -> PartitionSpec:
+    return PartitionSpec(*spec[1:])
