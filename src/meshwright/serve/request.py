@@ -60,3 +60,17 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     cached: int = 0
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine holds: requests that run and wait, pages, and counts since it began: requests that lost their
+    pages, tokens of prompts that were looked for and found in a prefix cache, and steps."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    num_pages: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    steps: int = 0

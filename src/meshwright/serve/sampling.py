@@ -18,8 +18,13 @@ from meshwright.core.errors import InputError
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings to sample one sequence. ``temperature`` 0 takes the likeliest token. ``top_k`` 0 and ``top_p`` 1 exclude
-    no token; both apply after the temperature, ``top_k`` first. ``number`` distinguishes samples of one seed.
+    """Settings to sample one sequence. ``temperature`` 0 takes the likeliest token. ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 exclude no token; all apply after the temperature, ``top_k`` first, and ``min_p`` is a share of the
+    likeliest token's probability. ``number`` distinguishes samples of one seed.
+
+    Before the temperature, logits get ``logit_bias`` (pairs of token and addend); those of tokens in prompt or output
+    are divided by ``repetition_penalty``, or multiplied where negative; ``presence_penalty`` is subtracted for tokens
+    in the output, ``frequency_penalty`` once for each time. Source of these rules: vLLM's and OpenAI's APIs.
 
     Raises InputError for a value that is out of range."""
 
@@ -28,6 +33,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     top_p: float = 1.0
     seed: int = 0
     number: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -40,6 +50,22 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InputError(f"seed={self.seed} must be between 0 and {2**32 - 1}.")
         if not 0 <= self.number < 2**31:
             raise InputError(f"number={self.number} must be between 0 and {2**31 - 1}.")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p={self.min_p} must be between 0 (all tokens) and 1.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise InputError(f"repetition_penalty={self.repetition_penalty} must be a positive number; 1 is none.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise InputError(f"{name}={getattr(self, name)} must be between -2 and 2; 0 is none.")
+        for token, bias in self.logit_bias:
+            if token < 0 or not -100 <= bias <= 100:
+                raise InputError(f"logit_bias={token}: {bias} must be of a token, and between -100 and 100.")
+
+    @property
+    def adjusts(self) -> bool:
+        """True if logits change before the temperature."""
+        neutral = self.repetition_penalty == 1 and not self.presence_penalty and not self.frequency_penalty
+        return bool(self.logit_bias) or not neutral
 
 
 LIKELIEST = Sampling()
@@ -48,7 +74,14 @@ LIKELIEST = Sampling()
 SamplingRows = dict[str, Any]
 """Field of `Sampling` -> an array [B] of its value for every row of a batch."""
 
-_DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32, "number": np.int32}
+_DTYPES = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.uint32,
+    "number": np.int32,
+}
 
 
 def as_arrays(rows: Sequence[Sampling]) -> SamplingRows:
@@ -62,13 +95,21 @@ def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B
 
     The argmax of logit / temperature plus Gumbel noise is a sample of the softmax.
     """
-    temperature, top_k, top_p, seed, number = (jnp.asarray(rows[name]) for name in _DTYPES)
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return lax.cond(
+        jnp.any(rows["temperature"] > 0), lambda: _sample(logits, rows, counts, likeliest), lambda: likeliest
+    )
+
+
+def _sample(logits: Array, rows: SamplingRows, counts: Any, likeliest: Array) -> Array:
+    temperature, top_k, top_p, min_p, seed, number = (jnp.asarray(rows[name]) for name in _DTYPES)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     limited = jnp.any((top_k > 0) | (top_p < 1))
     kept = lax.cond(limited, lambda: kept_tokens(scaled, top_k, top_p), lambda: jnp.ones(scaled.shape, bool))
+    kept &= scaled >= scaled.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
     noise = jax.vmap(_noise, in_axes=(0, 0, 0, None))(seed, number, jnp.asarray(counts), logits.shape[1])
-    drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1)
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+    return jnp.where(temperature > 0, drawn, likeliest)
 
 
 def _noise(seed: Array, number: Array, count: Array, size: int) -> Float[Array, " V"]:

@@ -1,0 +1,152 @@
+"""Draws the tokens of a step on the devices, so that the next step can begin before the host has seen them."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from meshwright.serve.request import MOST_LOGPROBS, TokenLogprob, TokenRequest
+from meshwright.serve.sampling import LIKELIEST, SamplingRows, as_arrays, draw
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class TokenHistory(NamedTuple):
+    """For each slot and token: whether the prompt has it, how often the output has, what is added to its logit, and
+    whether it may not be drawn before the fewest tokens are there."""
+
+    in_prompt: Bool[Array, "S V"]
+    in_output: Int[Array, "S V"]
+    bias: Float[Array, "S V"]
+    late: Bool[Array, "S V"]
+
+
+class Drawn(NamedTuple):
+    """What was drawn of each row; the log-probabilities are those of the model's own logits, None if nobody asked.
+
+    ``logprob`` is of the row's target if it has one, else of its token; ``top`` and ``top_logprob`` are [O, 20].
+    """
+
+    token: Any
+    logprob: Any = None
+    top: Any = None
+    top_logprob: Any = None
+
+    def on_host(self) -> "Drawn":
+        """Waits for the step and returns the same as NumPy's arrays."""
+        return Drawn(*(None if array is None else np.asarray(array) for array in self))
+
+    def logprob_of(self, row: int, token: int, num_top: int) -> TokenLogprob:
+        """Returns the log-probability of a row's token or target, with the likeliest tokens."""
+        pairs = zip(self.top[row][:num_top].tolist(), self.top_logprob[row][:num_top].tolist(), strict=True)
+        return TokenLogprob(token=token, logprob=float(self.logprob[row]), top=tuple(pairs))
+
+
+@jax.jit
+def _draw(
+    logits: Array, latest: Array, rows: SamplingRows, counts: Array, slots: Array
+) -> tuple[Array, Int[Array, " O"]]:
+    token = draw(logits, rows, counts)
+    return latest.at[slots].set(token, mode="drop"), token
+
+
+@partial(jax.jit, donate_argnums=2)
+def _draw_adjusted(
+    logits: Array, latest: Array, history: TokenHistory, rows: SamplingRows, more: dict[str, Array]
+) -> tuple[Array, TokenHistory, Drawn]:
+    slots, counts, targets = more["slots"], more["counts"], more["targets"]
+    own = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), history)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    repetition, presence, frequency = (more[name][:, None] for name in _PENALTIES)
+    met = own.in_prompt | (own.in_output > 0)
+    factor = jnp.where(met, repetition, 1.0)
+    adjusted = logits + jnp.where(more["has_bias"][:, None], own.bias, 0.0)
+    adjusted = jnp.where(adjusted > 0, adjusted / factor, adjusted * factor)
+    adjusted -= presence * (own.in_output > 0) + frequency * own.in_output
+    adjusted = jnp.where(own.late & more["early"][:, None], -jnp.inf, adjusted)
+    token = draw(adjusted, rows, counts)
+    wanted = jnp.where(targets >= 0, targets, token)
+    logprob = jnp.take_along_axis(logprobs, wanted[:, None], axis=1)[:, 0]
+    top_logprob, top = jax.lax.top_k(logprobs, min(MOST_LOGPROBS, logits.shape[1]))
+    history = history._replace(in_output=history.in_output.at[slots, token].add(1, mode="drop"))
+    return latest.at[slots].set(token, mode="drop"), history, Drawn(token, logprob, top, top_logprob)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _enter(history: TokenHistory, slot: Array, own: TokenHistory) -> TokenHistory:
+    return jax.tree.map(lambda all, one: all.at[slot].set(one), history, own)
+
+
+class OutputRow(NamedTuple):
+    """A row with logits: the request's slot (beyond all slots: nothing follows from what is drawn), how many tokens
+    it has had, and the token whose log-probability is wanted, -1 for the drawn one."""
+
+    slot: int
+    count: int
+    target: int = -1
+
+
+class TokenDrawer:
+    """The latest token of each of ``num_slots`` requests, on the devices, and what their logits are adjusted by."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self.latest: Array = jnp.zeros(num_slots, jnp.int32)
+        self._size = num_slots, vocab_size
+        self._fields = as_arrays([LIKELIEST] * (num_slots + 1))
+        self._penalties = {name: np.full(num_slots + 1, getattr(LIKELIEST, name), np.float32) for name in _PENALTIES}
+        self._fewest = np.zeros(num_slots + 1, np.int32)
+        self._has_bias = np.zeros(num_slots + 1, bool)
+        self._history: TokenHistory | None = None
+
+    def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
+        """Gives a slot to a request that has had the tokens ``output``."""
+        sampling = request.sampling
+        for name, array in (self._fields | self._penalties).items():
+            array[slot] = getattr(sampling, name)
+        self._fewest[slot], self._has_bias[slot] = request.min_tokens, bool(sampling.logit_bias)
+        if not adjusts(request):
+            return
+        vocab = self._size[1]
+        prompt, late = np.zeros(vocab, bool), np.zeros(vocab, bool)
+        own = TokenHistory(prompt, np.bincount(output, minlength=vocab), np.zeros(vocab), late)
+        prompt[list(request.prompt)] = True
+        for token, bias in sampling.logit_bias:
+            own.bias[token] += bias
+        late[list(request.stop_tokens)] = True
+        history = self._all()
+        own = TokenHistory(*(np.asarray(one, all.dtype) for one, all in zip(own, history, strict=True)))
+        self._history = _enter(history, np.int32(slot), own)
+
+    def _all(self) -> TokenHistory:
+        if self._history is None:
+            shape = self._size
+            self._history = TokenHistory(*(jnp.zeros(shape, dtype) for dtype in (bool, jnp.int32, jnp.float32, bool)))
+        return self._history
+
+    def draw(self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool) -> Drawn:
+        """Returns what is drawn from logits [O, V], on the devices, for the first rows of O; others draw nothing.
+
+        With ``adjusted`` the rules of `adjusts` hold, and there are log-probabilities.
+        """
+        beyond, size = self._size[0], logits.shape[0]
+        slots, counts, targets = np.full(size, beyond, np.int32), np.zeros(size, np.int32), np.full(size, -1, np.int32)
+        if rows:
+            slots[: len(rows)], counts[: len(rows)], targets[: len(rows)] = np.array(rows, np.int32).T
+        fields = {name: array[slots] for name, array in self._fields.items()}
+        if not adjusted:
+            self.latest, token = _draw(logits, self.latest, fields, counts, slots)
+            return Drawn(token)
+        more: dict[str, Any] = {name: array[slots] for name, array in self._penalties.items()}
+        more |= {"slots": slots, "counts": counts, "targets": targets}
+        more |= {"early": counts < self._fewest[slots], "has_bias": self._has_bias[slots]}
+        self.latest, self._history, drawn = _draw_adjusted(logits, self.latest, self._all(), fields, more)
+        return drawn
+
+
+def adjusts(request: TokenRequest) -> bool:
+    """True for a request whose tokens need more than their logits: penalties, a bias, or a fewest number of tokens."""
+    return request.sampling.adjusts or bool(request.min_tokens and request.stop_tokens)
