@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from meshwright.serve.request import MOST_LOGPROBS, TokenLogprob, TokenRequest
 from meshwright.serve.sampling import LIKELIEST, SamplingRows, as_arrays, draw
@@ -16,13 +16,13 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class TokenHistory(NamedTuple):
-    """For each slot and token: whether the prompt has it, how often the output has, what is added to its logit, and
-    whether it may not be drawn before the fewest tokens are there."""
+    """Arrays [S, V], for each slot and token: whether the prompt has it, how often the output has, what is added to its
+    logit, and whether it may not be drawn before the fewest tokens are there."""
 
-    in_prompt: Bool[Array, "S V"]
-    in_output: Int[Array, "S V"]
-    bias: Float[Array, "S V"]
-    late: Bool[Array, "S V"]
+    in_prompt: Any
+    in_output: Any
+    bias: Any
+    late: Any
 
 
 class Drawn(NamedTuple):
@@ -86,7 +86,7 @@ class OutputRow(NamedTuple):
     it has had, and the token whose log-probability is wanted, -1 for the drawn one."""
 
     slot: int
-    count: int
+    num_before: int
     target: int = -1
 
 

@@ -80,9 +80,13 @@ class Engine:
         self._outputs: list[TokenOutput] = []
         self._ended: list[_Live] = []
         self._number = self._num_steps = self._num_preempted = 0
-        self._decode_sizes = _sizes(step.max_seqs)
-        self._chunk_sizes = [size for size in _sizes(limits.token_budget) if size & (size - 1) == 0 and size >= 16]
-        self._chunk_sizes = self._chunk_sizes or [limits.token_budget]
+        most = {
+            "chunked": limits.token_budget,
+            "interleaved": max(limits.token_budget, step.max_len),
+            "static": step.max_seqs * step.max_len,
+        }[limits.policy]
+        self._decode_sizes = _sizes(LEAST_ROWS, step.max_seqs, halves_from=8)
+        self._chunk_sizes = _sizes(16, most)
 
     # -- what a user calls -------------------------------------------------------------------------
 
@@ -328,15 +332,13 @@ class Engine:
         live.slot, live.pages, live.computed = -1, [], 0
 
 
-def _sizes(most: int) -> list[int]:
-    """Returns numbers of rows up to ``most``: powers of two, and from 8 on also those halfway."""
-    found, size = [], LEAST_ROWS
+def _sizes(least: int, most: int, *, halves_from: int = 0) -> list[int]:
+    """Returns numbers of rows up to ``most``: powers of two, and if asked also those halfway to the next one."""
+    found, size = list[int](), least
     while size < most:
-        found.append(size)
-        if size >= 8 and size * 3 // 2 < most:
-            found.append(size * 3 // 2)
+        found += [size, size * 3 // 2] if halves_from and size >= halves_from else [size]
         size *= 2
-    return [*found, max(most, LEAST_ROWS)]
+    return [*(one for one in found if one < most), max(least, most)]
 
 
 def _fitting(sizes: Sequence[int], needed: int) -> int:

@@ -1,0 +1,106 @@
+"""Packed rows of several sequences, in chunks and one by one: the logits of the forward pass, in any split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.algebra.generation import Storage
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.parallel.packed_step import PackedRows, PackedStep
+from meshwright.spec.strategy import Strategy, make_mesh
+from tests.parallel.generate_cases import DEFAULT, FAMILIES, LLAMA, MAX_LEN, assert_close, float_params, rows_of
+
+PAGE_LEN, NUM_SEQS = 4, 3
+STEPS = (
+    [(0, 0, 7), (1, 0, 1)],
+    [(1, 1, 2), (0, 7, 12), (2, 0, 9)],
+    [(2, 9, 10), (0, 12, 13), (1, 2, 3)],
+    [(1, 3, 4), (2, 10, 11)],
+)
+"""Of each step (sequence, from position, to position): a chunk beside a single row, decoding beside chunks, decoding."""
+
+
+def packed_step(model, axes=None, **options):
+    strategy = Strategy(mesh=make_mesh(axes or {}), state="fp32")
+    storage = Storage(page_len=PAGE_LEN, num_pages=40, **{"cache_dtype": "fp32", **options})
+    return PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=NUM_SEQS, storage=storage)
+
+
+def packed(step, parts, rows, pages, size):
+    """The arrays of a step of ``size`` rows and as many sequences; unused slots are beyond the pool."""
+    found = {name: np.zeros(size, np.int32) for name in PackedRows._fields if name != "pages"}
+    found["slots"] += 40 * PAGE_LEN
+    found["sources"] -= 1
+    table, at = np.zeros((size, pages.shape[1]), np.int32), 0
+    for number, (sequence, start, end) in enumerate(parts):
+        positions, here = np.arange(start, end), slice(at, at + end - start)
+        table[number] = pages[sequence]
+        found["tokens"][here], found["positions"][here] = rows[sequence, start:end], positions
+        found["slots"][here] = pages[sequence][positions // PAGE_LEN] * PAGE_LEN + positions % PAGE_LEN
+        found["first"][number], found["counts"][number], found["lengths"][number] = at, end - start, end
+        at += end - start
+        found["last"][number] = at - 1
+    return PackedRows(**found, pages=table)
+
+
+def run(step, params):
+    """The logits of each part of `STEPS`, [parts, V]; pages in no order."""
+    placed, cache, rows = step.place(params), step.init_cache(), rows_of(step.model)
+    pages = np.random.default_rng(3).permutation(40)[: NUM_SEQS * 6].reshape(NUM_SEQS, 6)
+    found = []
+    for parts in STEPS:
+        size = 16 if any(end - start > 1 for _, start, end in parts) else 4
+        longest = 16 if size == 16 else 1
+        given = packed(step, parts, rows, pages, size)
+        logits, cache = step.step(placed, cache, jnp.zeros(NUM_SEQS, jnp.int32), given, longest)
+        found.append(np.asarray(logits)[: len(parts)])
+    return np.concatenate(found)
+
+
+def reference(model, params):
+    from meshwright.nn.forward import logits_fn
+
+    every = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(rows_of(model))))
+    return np.stack([every[sequence, end - 1] for parts in STEPS for sequence, _, end in parts])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_every_family_has_the_logits_of_the_forward_pass(name):
+    model = FAMILIES[name]
+    params = float_params(model)
+    assert_close(run(packed_step(model), params), reference(model, params))
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"context": 2, "tensor": 2}])
+def test_heads_are_split_over_devices(axes):
+    params = float_params(LLAMA)
+    assert_close(run(packed_step(LLAMA, axes), params), reference(LLAMA, params))
+
+
+def test_loops_over_layers_give_the_same(monkeypatch):
+    """The form of accelerators: weights and caches stay stacks."""
+    params, step = float_params(LLAMA), packed_step(LLAMA)
+    monkeypatch.setattr(step, "unrolled", False)
+    assert_close(run(step, params), reference(LLAMA, params))
+
+
+def test_tokens_come_from_the_devices_where_a_row_says_so():
+    params, step = float_params(LLAMA), packed_step(LLAMA)
+    rows, pages = rows_of(LLAMA), np.arange(6)[None]
+    given = packed(step, [(0, 0, 1)], rows, pages, 2)
+    latest = jnp.asarray([0, 0, int(rows[0, 0])], jnp.int32)
+    placed = step.place(params)
+    plain, _ = step.step(placed, step.init_cache(), latest, given, 1)
+    sources = np.array([2, -1], np.int32)
+    drawn, _ = step.step(placed, step.init_cache(), latest, given._replace(sources=sources, tokens=0 * sources), 1)
+    np.testing.assert_array_equal(np.asarray(plain)[0], np.asarray(drawn)[0])
+
+
+def test_what_cannot_run_is_refused():
+    with pytest.raises(CannotRunError, match="not split over devices"):
+        packed_step(LLAMA, {"data": 2})
+    with pytest.raises(InputError, match="page_len"):
+        PackedStep(LLAMA, Strategy(mesh=make_mesh({})), max_len=8, max_seqs=2, storage=Storage())

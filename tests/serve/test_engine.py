@@ -1,0 +1,233 @@
+"""The engine: tokens of the forward pass whatever else is in the batch, slots and pages whole in the end."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwright.algebra.generation import Storage
+from meshwright.batching.limits import POLICIES, SchedulerLimits
+from meshwright.core.errors import InputError
+from meshwright.nn.forward import logits_fn
+from meshwright.parallel.packed_step import PackedStep
+from meshwright.serve.engine import Engine
+from meshwright.serve.request import TokenRequest
+from meshwright.serve.sampling import Sampling
+from meshwright.spec.strategy import Strategy, make_mesh
+from tests.parallel.generate_cases import LLAMA, float_params, likeliest
+
+MAX_LEN, PAGE_LEN, NUM_PAGES = 32, 4, 24
+PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13], list(range(20, 37)), [40, 2], [9] * 6]
+NUM_TOKENS = 9
+
+
+@pytest.fixture(scope="module")
+def params():
+    return float_params(LLAMA)
+
+
+@pytest.fixture(scope="module")
+def step():
+    storage = Storage(cache_dtype="fp32", page_len=PAGE_LEN, num_pages=NUM_PAGES)
+    return PackedStep(LLAMA, Strategy(mesh=make_mesh({}), state="fp32"), max_len=MAX_LEN, max_seqs=4, storage=storage)
+
+
+@pytest.fixture(scope="module")
+def engine_of(step, params):
+    """Engines on one step, whose programs are compiled once."""
+    placed = step.place(params)
+
+    def make(**options) -> Engine:
+        given = {"max_requests": 4, "token_budget": 16, "page_len": PAGE_LEN, "num_pages": NUM_PAGES, **options}
+        return Engine(step, placed, SchedulerLimits(**given))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(params):
+    return [likeliest(LLAMA, params, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def request(prompt, **options) -> TokenRequest:
+    return TokenRequest(prompt=tuple(prompt), **{"max_tokens": NUM_TOKENS, **options})
+
+
+def tokens_of(outputs) -> list[int]:
+    return [one.token for one in outputs if one.token is not None]
+
+
+def assert_whole(engine: Engine) -> None:
+    state = engine.state()
+    assert (state.running, state.waiting, state.pages_used) == (0, 0, 0)
+    assert not engine.has_work
+    assert sorted(engine._free_pages) == list(range(NUM_PAGES))
+    assert sorted(engine._free_slots) == list(range(4))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_greedy_tokens_are_those_of_the_forward_pass(engine_of, expected, policy):
+    """17 tokens of a prompt take two chunks; six requests share four slots."""
+    engine = engine_of(policy=policy)
+    found = engine.run([request(prompt) for prompt in PROMPTS])
+    assert [tokens_of(outputs) for outputs in found] == expected
+    assert [outputs[-1].finish for outputs in found] == ["length"] * len(PROMPTS)
+    assert_whole(engine)
+
+
+def test_a_preempted_request_goes_on_where_it_was(engine_of, expected):
+    """Six pages are few for four requests of up to 26 positions."""
+    engine = engine_of(watermark=0.0)
+    taken = [engine._free_pages.pop() for _ in range(16)]
+    engine._scheduler.pages.take(16)
+    found = engine.run([request(prompt) for prompt in PROMPTS])
+    assert engine.state().preemptions > 0
+    assert [tokens_of(outputs) for outputs in found] == expected
+    engine._free_pages += taken
+    assert_whole(engine)
+
+
+def test_a_stop_token_ends_a_request_before_it(engine_of, expected):
+    stop = expected[0][4]
+    first = expected[0].index(stop)
+    engine = engine_of()
+    one, other = engine.run([request(PROMPTS[0], stop_tokens=frozenset([stop])), request(PROMPTS[1])])
+    assert tokens_of(one) == expected[0][:first]
+    assert (one[-1].finish, one[-1].token) == ("stop", None)
+    assert tokens_of(other) == expected[1]
+    assert_whole(engine)
+
+
+def test_no_stop_token_is_drawn_before_the_fewest_tokens(engine_of, expected):
+    stop = frozenset([expected[0][0]])
+    (found,) = engine_of().run([request(PROMPTS[0], stop_tokens=stop, min_tokens=5)])
+    tokens = tokens_of(found)
+    assert len(tokens) >= 5
+    assert not stop & set(tokens[:5])
+
+
+def test_a_cancelled_request_is_gone_at_once(engine_of, expected):
+    engine = engine_of()
+    numbers = [engine.submit(request(prompt)) for prompt in PROMPTS]
+    found = {number: [] for number in numbers}
+    for count in range(40):
+        if count == 3:
+            engine.cancel(numbers[0])
+            engine.cancel(numbers[5])  # it waits
+            engine.cancel(numbers[0])
+        for output in engine.step():
+            assert count < 3 or output.number not in (numbers[0], numbers[5])
+            found[output.number].append(output)
+    assert not tokens_of(found[numbers[5]])
+    assert [tokens_of(found[n]) for n in numbers[1:5]] == expected[1:5]
+    assert_whole(engine)
+
+
+def test_samples_do_not_depend_on_company(engine_of):
+    sampling = [Sampling(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, seed=n) for n in range(len(PROMPTS))]
+    requests = [request(prompt, sampling=one) for prompt, one in zip(PROMPTS, sampling, strict=True)]
+    together = [tokens_of(outputs) for outputs in engine_of().run(requests)]
+    alone = [tokens_of(engine_of(token_budget=4).run([one])[0]) for one in requests]
+    assert together == alone
+    assert len({tuple(tokens) for tokens in together}) == len(PROMPTS)
+
+
+def logits_after(params, tokens) -> np.ndarray:
+    return np.asarray(jax.jit(logits_fn(LLAMA))(params, np.array([tokens], np.int32)))[0]
+
+
+def test_log_probabilities_are_those_of_the_forward_pass(engine_of, params):
+    (outputs, plain) = engine_of().run([request(PROMPTS[3], logprobs=3, echo=True), request(PROMPTS[0])])
+    tokens = PROMPTS[3] + tokens_of(outputs)
+    every = np.asarray(jax.nn.log_softmax(logits_after(params, tokens)))
+    found = [*outputs[0].prompt, *(one.logprob for one in outputs)]
+    assert [one.token for one in found] == tokens[1:]
+    for place, one in enumerate(found):
+        assert one.logprob == pytest.approx(every[place, one.token], abs=1e-4)
+        assert [token for token, _ in one.top] == np.argsort(-every[place], kind="stable")[:3].tolist()
+    assert all(one.logprob is None and not one.prompt for one in plain)
+
+
+def test_a_prompt_is_scored_without_a_token(engine_of, params):
+    (outputs,) = engine_of().run([request(PROMPTS[0], logprobs=0, echo=True, max_tokens=0)])
+    assert [(one.token, one.finish) for one in outputs] == [(None, "length")]
+    every = np.asarray(jax.nn.log_softmax(logits_after(params, PROMPTS[0])))
+    wanted = [every[place, token] for place, token in enumerate(PROMPTS[0][1:])]
+    assert [one.logprob for one in outputs[0].prompt] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"logit_bias": ((7, 3.0), (9, -100.0))},
+    ],
+)
+def test_penalties_change_logits_as_their_rules_say(engine_of, params, options):
+    sampling = Sampling(**options)
+    (outputs, _) = engine_of().run([request(PROMPTS[0], sampling=sampling), request(PROMPTS[3])])
+    tokens = list(PROMPTS[0])
+    for _ in range(NUM_TOKENS):
+        logits = logits_after(params, tokens)[-1].astype(np.float64)
+        output = tokens[len(PROMPTS[0]) :]
+        for token, bias in sampling.logit_bias:
+            logits[token] += bias
+        for token in set(tokens):
+            logits[token] *= 1 / sampling.repetition_penalty if logits[token] > 0 else sampling.repetition_penalty
+        for token in set(output):
+            logits[token] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token)
+        tokens.append(int(logits.argmax()))
+    assert tokens_of(outputs) == tokens[len(PROMPTS[0]) :]
+
+
+def test_what_can_never_run_is_refused(engine_of):
+    engine = engine_of()
+    for wrong, words in (
+        (request([1] * 30), "need 39 positions; this engine has 32"),
+        (request([LLAMA.vocab_size]), "outside of V"),
+        (request([1], stop_tokens=frozenset([9999])), "token 9999 is outside"),
+    ):
+        with pytest.raises(InputError, match=words):
+            engine.submit(wrong)
+    assert_whole(engine)
+    with pytest.raises(InputError, match="the step has"):
+        engine_of(num_pages=7)
+
+
+def test_nothing_compiles_after_the_warm_up(step, engine_of):
+    engine = engine_of()
+    engine.warm_up()
+    before = set(step._compiled)
+    engine.run([request(prompt, sampling=Sampling(temperature=1.0)) for prompt in PROMPTS])
+    assert set(step._compiled) == before
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_order_of_calls_leaves_the_pool_whole(engine_of, expected, data):
+    """Requests that come, end by tokens, and are cancelled, in any order: the tokens of those that stay are right."""
+    engine = engine_of(watermark=0.0, policy=data.draw(st.sampled_from(POLICIES)))
+    found, whose, gone = {}, {}, set()
+    for _ in range(data.draw(st.integers(5, 25))):
+        action = data.draw(st.sampled_from(["submit", "cancel", "step", "step"]))
+        if action == "submit":
+            index = data.draw(st.integers(0, len(PROMPTS) - 1))
+            number = engine.submit(request(PROMPTS[index], max_tokens=data.draw(st.integers(1, NUM_TOKENS))))
+            whose[number], found[number] = index, []
+        elif action == "cancel" and whose:
+            number = data.draw(st.sampled_from(sorted(whose)))
+            engine.cancel(number)
+            gone.add(number)
+        else:
+            for output in engine.step():
+                found[output.number].append(output)
+    while engine.has_work:
+        for output in engine.step():
+            found[output.number].append(output)
+    for number, outputs in found.items():
+        tokens = tokens_of(outputs)
+        assert tokens == expected[whose[number]][: len(tokens)]
+        assert number in gone or outputs[-1].finish == "length"
+    assert_whole(engine)
