@@ -8,7 +8,7 @@ def test_pages_of_an_idle_prefix_are_room():
     assert (pool.room, pool.kept(1)) == (4, 4)
     pool.unpin(1)
     assert (pool.room, pool.num_free, pool.room_beside(1), pool.room_beside(None)) == (8, 4, 4, 8)
-    pool.pin(1)
+    pool.pin(1, 4)
     assert pool.room == 4
 
 

@@ -62,7 +62,10 @@ def assert_whole(engine: Engine) -> None:
     state = engine.state()
     assert (state.running, state.waiting, state.pages_used) == (0, 0, 0)
     assert not engine.has_work
-    assert sorted(engine._free_pages) == list(range(NUM_PAGES))
+    pool = engine._pages
+    idle = [node.page for node in pool._idle_nodes]
+    assert sorted(pool.free + idle) == list(range(NUM_PAGES))
+    assert (pool.num_free, pool._held, pool._blocks) == (len(pool.free), {}, {})
     assert sorted(engine._free_slots) == list(range(4))
 
 
@@ -79,12 +82,13 @@ def test_greedy_tokens_are_those_of_the_forward_pass(engine_of, expected, policy
 def test_a_preempted_request_goes_on_where_it_was(engine_of, expected):
     """Six pages are few for four requests of up to 26 positions."""
     engine = engine_of(watermark=0.0)
-    taken = [engine._free_pages.pop() for _ in range(16)]
-    engine._scheduler.pages.take(16)
+    taken = [engine._pages.free.pop() for _ in range(16)]
+    engine._pages.take(16)
     found = engine.run([request(prompt) for prompt in PROMPTS])
     assert engine.state().preemptions > 0
     assert [tokens_of(outputs) for outputs in found] == expected
-    engine._free_pages += taken
+    engine._pages.free += taken
+    engine._pages.give(16)
     assert_whole(engine)
 
 
@@ -204,11 +208,41 @@ def test_nothing_compiles_after_the_warm_up(step, engine_of):
     assert set(step._compiled) == before
 
 
+def test_prompts_that_begin_alike_share_pages(engine_of, params):
+    """A page has 4 positions; of a prompt that is known whole, the last page is computed again."""
+    engine, long = engine_of(prefix_cache=True), PROMPTS[3]
+    prompts = [long, [*long[:9], 1, 2, 3], long[:8], [7, *long[1:]]]
+    wanted = [likeliest(LLAMA, params, prompt, NUM_TOKENS) for prompt in prompts]
+    hits = []
+    for prompt, tokens in zip(prompts, wanted, strict=True):
+        (outputs,) = engine.run([request(prompt)])
+        assert tokens_of(outputs) == tokens
+        hits.append(outputs[0].cached)
+    assert hits == [0, 8, 4, 0]
+    assert engine.state().prefix_hits == 12
+    assert_whole(engine)
+    found = engine.run([request(prompt) for prompt in prompts])
+    assert [tokens_of(outputs) for outputs in found] == wanted
+    assert [outputs[0].cached for outputs in found] == [16, 8, 4, 16]
+    assert_whole(engine)
+
+
+def test_pages_of_idle_prefixes_make_room(engine_of, params):
+    engine = engine_of(prefix_cache=True)
+    for first in range(12):
+        prompt = [first, *range(20, 36)]
+        (outputs,) = engine.run([request(prompt, max_tokens=2)])
+        assert tokens_of(outputs) == likeliest(LLAMA, params, prompt, 2)
+        assert_whole(engine)
+    assert engine.state().prefix_hits == 0
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_calls_leaves_the_pool_whole(engine_of, expected, data):
     """Requests that come, end by tokens, and are cancelled, in any order: the tokens of those that stay are right."""
-    engine = engine_of(watermark=0.0, policy=data.draw(st.sampled_from(POLICIES)))
+    policy, shares = data.draw(st.sampled_from(POLICIES)), data.draw(st.booleans())
+    engine = engine_of(watermark=0.0, policy=policy, prefix_cache=shares and policy != "static")
     found, whose, gone = {}, {}, set()
     for _ in range(data.draw(st.integers(5, 25))):
         action = data.draw(st.sampled_from(["submit", "cancel", "step", "step"]))

@@ -45,8 +45,8 @@ class PagePool:
         """Returns the pages of a prefix that the pool holds, 0 if none."""
         return 0 if prefix is None else self._pages.get(prefix, 0)
 
-    def pin(self, prefix: int) -> None:
-        """Counts one more user of a prefix that the pool holds."""
+    def pin(self, prefix: int, num_pages: int) -> None:
+        """Counts one more user of ``num_pages`` of a prefix that the pool holds, and so of all of it."""
         if prefix in self._idle:
             del self._idle[prefix]
             self._num_idle -= self._pages[prefix]

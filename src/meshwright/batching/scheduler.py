@@ -50,10 +50,10 @@ class Scheduler:
     committing n steps costs the same for every n.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, pages: PagePool | None = None) -> None:
         limits.check()
         self.limits = limits
-        self.pages = PagePool(limits.num_pages)
+        self.pages = pages or PagePool(limits.num_pages)
         self.round = 0
         self.waiting: deque[ActiveRequest] = deque()
         self.running: dict[int, ActiveRequest] = {}  # by admission, so that the last is the newest
@@ -264,7 +264,7 @@ class Scheduler:
                 return None
             hit = 0  # there is room if the prefix is evicted, which is longer than what this request shares of it
         if hit and prefix is not None:
-            pool.pin(prefix)
+            pool.pin(prefix, hit)
             active.cached, active.shared_pages = hit * page_len, hit
         # The page for the next token of a request that decodes at once is taken as for all that decode.
         pool.take(self.limits.pages(active.cached) if active.is_ready else needed - hit)

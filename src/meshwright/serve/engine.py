@@ -18,6 +18,7 @@ from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
 from meshwright.parallel.packed_step import PackedRows, PackedShape, PackedStep
 from meshwright.serve.drawing import Drawn, OutputRow, TokenDrawer, adjusts
+from meshwright.serve.prefix_tree import PrefixTree
 from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
 
 LEAST_ROWS = 2
@@ -35,6 +36,7 @@ class _Live:
         self.tokens = list(request.prompt)
         self.computed = self.produced = 0
         self.slot = -1
+        self.num_hit = self.num_shared = 0  # tokens that the prefix tree had; pages that it has, the first ones
         self.pages: list[int] = []
         self.prompt_logprobs: list[Any] = []
         self.is_closed = self.is_done = False  # its output is complete; the scheduler has let it go
@@ -71,15 +73,16 @@ class Engine:
             raise InputError(f"the step has {there} slots, positions of a page and pages. Give limits with these.")
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self._step, self._params, self._cache = step, params, step.init_cache()
-        self._scheduler = Scheduler(limits)
+        self._pages = PrefixTree(limits.num_pages, limits.page_len)
+        self._scheduler = Scheduler(limits, self._pages)
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size)
         self._live: dict[int, _Live] = {}
-        self._free_slots, self._free_pages = list(range(step.max_seqs))[::-1], list(range(limits.num_pages))[::-1]
+        self._free_slots = list(range(step.max_seqs))[::-1]
         self._table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
         self._dispatched: _Dispatched | None = None
         self._outputs: list[TokenOutput] = []
         self._ended: list[_Live] = []
-        self._number = self._num_steps = self._num_preempted = 0
+        self._number = self._num_steps = self._num_preempted = self._num_looked = self._num_hit = 0
         most = {
             "chunked": limits.token_budget,
             "interleaved": max(limits.token_budget, step.max_len),
@@ -104,8 +107,17 @@ class Engine:
             if not 0 <= token < self.vocab_size:
                 raise InputError(f"token {token} is outside of V={self.vocab_size}. Use the model's own tokenizer.")
         number = self._number
-        counted = GenerationRequest(number=number, prompt=prompt, output=max(request.max_tokens, 1))
-        self._live[number] = _Live(number, request, self._scheduler.submit(counted))
+        shares = self.limits.prefix_cache and not request.echo  # echo needs the logits of the whole prompt
+        counted = GenerationRequest(
+            number=number,
+            prompt=prompt,
+            output=max(request.max_tokens, 1),
+            prefix=number if shares else None,
+            prefix_len=prompt if shares else 0,
+        )
+        live = self._live[number] = _Live(number, request, self._scheduler.submit(counted))
+        if shares:
+            self._pages.enter(number, request.prompt, live.pages)
         self._number += 1
         return number
 
@@ -139,9 +151,11 @@ class Engine:
         return EngineState(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            pages_used=self.limits.num_pages - len(self._free_pages),
+            pages_used=self.limits.num_pages - self._pages.room,
             num_pages=self.limits.num_pages,
             preemptions=self._num_preempted,
+            prefix_queries=self._num_looked,
+            prefix_hits=self._num_hit,
             steps=self._num_steps,
         )
 
@@ -191,6 +205,14 @@ class Engine:
             if live.produced > len(live.output):
                 self._read()  # what was drawn before a preemption is prefilled again
             live.slot = self._free_slots.pop()
+            live.computed = active.cached
+            live.pages += self._pages.held_pages(live.number)
+            live.num_shared = len(live.pages)
+            self._table[live.slot, : len(live.pages)] = live.pages
+            if active.request.prefix is not None and not live.produced:
+                live.num_hit = active.cached
+                self._num_looked += len(live.request.prompt)
+                self._num_hit += active.cached
             self._drawer.enter(live.slot, live.request, live.output)
         # under "static" requests that have ended keep their slots
         known = (self._live.get(active.request.number) for active in planned.decode)
@@ -207,7 +229,9 @@ class Engine:
         adjusted = any(adjusts(one.live.request) or one.live.request.logprobs is not None for one in expected)
         drawn = self._drawer.draw(logits, outputs, adjusted=adjusted)
         self._num_steps += 1
-        _, ended = self._scheduler.commit(planned)
+        prefilled, ended = self._scheduler.commit(planned)
+        for active in prefilled:
+            self._live[active.request.number].num_shared = self._pages.num_shared(active.request.number)
         for active in ended:
             if ending := self._live.get(active.request.number):
                 ending.is_done = True
@@ -276,7 +300,7 @@ class Engine:
     def _take_pages(self, live: _Live, end: int) -> None:
         """Gives a request the pages of its first ``end`` positions. The scheduler has counted them."""
         while len(live.pages) * self.limits.page_len < end:
-            page = self._free_pages.pop()
+            page = self._pages.free.pop()
             self._table[live.slot, len(live.pages)] = page
             live.pages.append(page)
 
@@ -309,9 +333,10 @@ class Engine:
                     logprob=drawn.logprob_of(row, token, request.logprobs or 0) if asked else None,
                     prompt=tuple(live.prompt_logprobs),
                     finish=finish,
+                    cached=live.num_hit,
                 )
             )
-            live.prompt_logprobs = []
+            live.prompt_logprobs, live.num_hit = [], 0
             if finish is not None:
                 live.is_closed = True
                 self._ended.append(live)
@@ -323,13 +348,15 @@ class Engine:
         if not live.is_done:
             self._scheduler.stop(live.active)
             self._vacate(live)
+        self._pages.leave(live.number)
 
     def _vacate(self, live: _Live) -> None:
         """Frees the slot and the pages of a request. Steps that are dispatched already write there before others do."""
         if live.slot >= 0:
             self._free_slots.append(live.slot)
-            self._free_pages += reversed(live.pages)
-        live.slot, live.pages, live.computed = -1, [], 0
+            self._pages.free += reversed(live.pages[live.num_shared :])
+        live.pages.clear()
+        live.slot, live.computed, live.num_shared = -1, 0, 0
 
 
 def _sizes(least: int, most: int, *, halves_from: int = 0) -> list[int]:

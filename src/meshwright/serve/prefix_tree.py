@@ -1,0 +1,120 @@
+"""The pages of an engine by number, and the tree of those that hold the beginnings of prompts.
+
+A node is a page of the tokens after those of its parent. Requests that run hold nodes from the root on; nodes that
+nobody holds stay until their room is needed, and the one that has been idle longest goes first. A node becomes idle
+before its parent does, so that what goes is always a leaf.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from meshwright.batching.pages import PagePool
+
+
+class PrefixNode:
+    """A page of the tree: its tokens, its number, its children by their tokens, and how many requests hold it."""
+
+    __slots__ = ("children", "page", "parent", "tokens", "users")
+
+    def __init__(self, tokens: tuple[int, ...], page: int, parent: "PrefixNode | None") -> None:
+        self.tokens, self.page, self.parent = tokens, page, parent
+        self.children: dict[tuple[int, ...], PrefixNode] = {}
+        self.users = 0
+
+
+class PrefixTree(PagePool):
+    """A pool that numbers its pages. A prefix is the number of a request: `enter` says what its prompt is.
+
+    ``free`` are the numbers of pages that nobody has. The scheduler takes pages by count, and the engine then pops as
+    many numbers.
+    """
+
+    def __init__(self, num_pages: int, page_len: int) -> None:
+        super().__init__(num_pages)
+        self.page_len = page_len
+        self.free = list(range(num_pages))[::-1]
+        self.root = PrefixNode((), -1, None)
+        self._blocks: dict[int, list[tuple[int, ...]]] = {}
+        self._owned: dict[int, Sequence[int]] = {}
+        self._held: dict[int, list[PrefixNode]] = {}
+        self._num_shared: dict[int, int] = {}
+        self._idle_nodes: OrderedDict[PrefixNode, None] = OrderedDict()
+
+    def enter(self, prefix: int, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Tells the tokens of a request's prompt, and the list that will have the numbers of its pages."""
+        starts = range(0, len(tokens) - self.page_len + 1, self.page_len)
+        self._blocks[prefix] = [tuple(tokens[start : start + self.page_len]) for start in starts]
+        self._owned[prefix] = pages
+
+    def leave(self, prefix: int) -> None:
+        """Forgets a request, which holds nothing any more."""
+        self._blocks.pop(prefix, None)
+        self._owned.pop(prefix, None)
+        self._num_shared.pop(prefix, None)
+
+    def held_pages(self, prefix: int) -> list[int]:
+        """Returns the numbers of the tree's pages that a request holds, from the first on."""
+        return [node.page for node in self._held.get(prefix, ())]
+
+    def num_shared(self, prefix: int) -> int:
+        """Returns how many pages of a request, the first ones, are the tree's, also when it holds them no more."""
+        return self._num_shared.get(prefix, 0)
+
+    @property
+    def room(self) -> int:
+        """Pages that can be taken: free ones and idle ones of the tree."""
+        return self.num_free + len(self._idle_nodes)
+
+    def room_beside(self, prefix: int | None) -> int:
+        """Returns the pages that can be taken while what the tree has of a prefix is in use."""
+        return self.room - sum(not node.users for node in self._found(prefix))
+
+    def take(self, num_pages: int) -> None:
+        """Takes pages, from idle nodes if need be. The caller has checked `room`."""
+        while self.num_free < num_pages:
+            node, _ = self._idle_nodes.popitem(last=False)
+            if node.parent is not None:
+                del node.parent.children[node.tokens]
+            self.free.append(node.page)
+            self.num_free += 1
+        self.num_free -= num_pages
+
+    def kept(self, prefix: int | None) -> int:
+        """Returns how many pages of a request's prompt the tree has."""
+        return sum(1 for _ in self._found(prefix))
+
+    def pin(self, prefix: int, num_pages: int) -> None:
+        """Lets a request hold the first pages of its prompt that the tree has."""
+        nodes = [node for node, _ in zip(self._found(prefix), range(num_pages), strict=False)]
+        for node in nodes:
+            self._idle_nodes.pop(node, None)
+            node.users += 1
+        self._held[prefix], self._num_shared[prefix] = nodes, len(nodes)
+
+    def unpin(self, prefix: int) -> None:
+        """Lets go of all that a request holds."""
+        for node in reversed(self._held.pop(prefix, [])):
+            node.users -= 1
+            if not node.users:
+                self._idle_nodes[node] = None
+
+    def keep(self, prefix: int, num_pages: int) -> None:
+        """Makes nodes of the next pages of a request, which are computed; the request holds them."""
+        held = self._held.setdefault(prefix, [])
+        for _ in range(num_pages):
+            parent, at = held[-1] if held else self.root, len(held)
+            node = PrefixNode(self._blocks[prefix][at], self._owned[prefix][at], parent)
+            node.users = 1
+            parent.children[node.tokens] = node
+            held.append(node)
+        self._num_shared[prefix] = len(held)
+
+    def _found(self, prefix: int | None) -> Iterator[PrefixNode]:
+        """Yields the nodes of a request's prompt that the tree has, from the root on."""
+        node = self.root
+        for block in self._blocks.get(prefix, ()) if prefix is not None else ():
+            found = node.children.get(block)
+            if found is None:
+                return
+            yield found
+            node = found
