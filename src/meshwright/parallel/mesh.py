@@ -40,16 +40,12 @@ def emulate_devices(count: int) -> None:
         )
 
 
-def keep_compiled_programs(folder: Path, *, all_programs: bool = False) -> None:
-    """Lets JAX keep compiled programs in ``folder/xla``, those that compile in half a second too if asked; an earlier
-    folder stays.
+def keep_compiled_programs(folder: Path) -> None:
+    """Lets JAX keep compiled programs in ``folder/xla``; an earlier setting stays.
 
     Programs on several CPU devices are not kept, see `device_mesh`. If the folder cannot be written, programs are
     compiled again in every process.
     """
-    if all_programs:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if jax.config.values["jax_compilation_cache_dir"]:
         return
     target = folder / "xla"
@@ -58,8 +54,7 @@ def keep_compiled_programs(folder: Path, *, all_programs: bool = False) -> None:
     except OSError:
         return
     jax.config.update("jax_compilation_cache_dir", str(target))
-    if not all_programs:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from meshwright.algebra.generation import (
@@ -28,6 +29,7 @@ from meshwright.nn.attention.platform import platform_of
 from meshwright.nn.weights import Params
 from meshwright.parallel.held_arrays import Cache, HeldArrays
 from meshwright.parallel.mesh import compiler_options, lower, partition_spec, shardings, strategy_mesh
+from meshwright.parallel.program_store import ProgramStore
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
@@ -61,7 +63,7 @@ class PackedStep(HeldArrays):
     """Steps of a model under a strategy, of up to ``max_seqs`` sequences of at most ``max_len`` positions.
 
     Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots. On CPUs weights and caches are
-    tuples of layers and the loops over layers are unrolled.
+    tuples of layers and the loops over layers are unrolled. Compiled programs are kept under the folder ``programs``.
     """
 
     @checked
@@ -73,7 +75,7 @@ class PackedStep(HeldArrays):
         max_len: int,
         max_seqs: int,
         storage: Storage,
-        mesh: Mesh | None = None,
+        programs: Path | None = None,
     ) -> None:
         model = without_mtp(model)
         require_runnable(model)
@@ -103,9 +105,10 @@ class PackedStep(HeldArrays):
         for name, array in self.declared.items():
             if self.derived.program.variables[name].role in ("weight", "vector", "cache"):
                 check(array, sizes, strategy.mesh)
-        self.mesh = mesh or strategy_mesh(strategy)
+        self.mesh = strategy_mesh(strategy)
         self.compiler = compiler_options(self.mesh)
         self.unrolled = platform_of(self.mesh.devices.flat[0]) == "cpu"
+        self.programs = ProgramStore(programs, [model, self.strategy, storage, max_len, max_seqs, self.compiler.used])
         self._compiled: dict[PackedShape, jax.stages.Compiled] = {}
 
     # -- what a user calls -------------------------------------------------------------------------
@@ -133,8 +136,12 @@ class PackedStep(HeldArrays):
     def compiled(self, shape: PackedShape) -> jax.stages.Compiled:
         """Returns the program of a shape; compiles it once."""
         if shape not in self._compiled:
-            self._compiled[shape] = self.lower(shape).compile()
+            self._compiled[shape] = self.programs.get(self.program_name(shape), partial(self.lower, shape))
         return self._compiled[shape]
+
+    def program_name(self, shape: PackedShape) -> str:
+        """Returns the name of the program of a shape in ``programs``."""
+        return "step-" + "-".join(map(str, shape))
 
     def lower(self, shape: PackedShape) -> jax.stages.Lowered:
         """Lowers the program of a shape without data."""

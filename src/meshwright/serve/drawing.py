@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from meshwright.parallel.program_store import ProgramStore
 from meshwright.serve.request import MOST_LOGPROBS, TokenLogprob, TokenRequest
 from meshwright.serve.sampling import LIKELIEST, SamplingRows, as_arrays, draw
 
@@ -47,11 +48,9 @@ class Drawn(NamedTuple):
 
 
 @jax.jit
-def _draw(
-    logits: Array, latest: Array, rows: SamplingRows, counts: Array, slots: Array
-) -> tuple[Array, Int[Array, " O"]]:
-    token = draw(logits, rows, counts)
-    return latest.at[slots].set(token, mode="drop"), token
+def _draw(logits: Array, latest: Array, rows: SamplingRows, more: dict[str, Array]) -> tuple[Array, Int[Array, " O"]]:
+    token = draw(logits, rows, more["counts"])
+    return latest.at[more["slots"]].set(token, mode="drop"), token
 
 
 @partial(jax.jit, donate_argnums=2)
@@ -93,7 +92,9 @@ class OutputRow(NamedTuple):
 class TokenDrawer:
     """The latest token of each of ``num_slots`` requests, on the devices, and what their logits are adjusted by."""
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, sharding: Any, programs: ProgramStore) -> None:
+        self._programs, self._sharding = programs, sharding  # of logits
+        self._compiled: dict[tuple[int, bool], jax.stages.Compiled] = {}
         self.latest: Array = jnp.zeros(num_slots, jnp.int32)
         self._size = num_slots, vocab_size
         self._fields = as_arrays([LIKELIEST] * (num_slots + 1))
@@ -123,28 +124,45 @@ class TokenDrawer:
 
     def _all(self) -> TokenHistory:
         if self._history is None:
-            shape = self._size
-            self._history = TokenHistory(*(jnp.zeros(shape, dtype) for dtype in (bool, jnp.int32, jnp.float32, bool)))
+            self._history = TokenHistory(*(jnp.zeros(one.shape, one.dtype) for one in self._shapes()))
         return self._history
+
+    def _shapes(self) -> TokenHistory:
+        return TokenHistory(*(jax.ShapeDtypeStruct(self._size, each) for each in (bool, np.int32, np.float32, bool)))
 
     def draw(self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool) -> Drawn:
         """Returns what is drawn from logits [O, V], on the devices, for the first rows of O; others draw nothing.
 
         With ``adjusted`` the rules of `adjusts` hold, and there are log-probabilities.
         """
-        beyond, size = self._size[0], logits.shape[0]
-        slots, counts, targets = np.full(size, beyond, np.int32), np.zeros(size, np.int32), np.full(size, -1, np.int32)
+        program, given = self.compiled(logits.shape[0], adjusted), self._given(logits.shape[0], rows)
+        if not adjusted:
+            self.latest, token = program(logits, self.latest, *given)
+            return Drawn(token)
+        self.latest, self._history, drawn = program(logits, self.latest, self._all(), *given)
+        return drawn
+
+    def _given(self, size: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, Any]]:
+        """Returns the settings of ``size`` rows."""
+        slots, counts = np.full(size, self._size[0], np.int32), np.zeros(size, np.int32)
+        targets = np.full(size, -1, np.int32)
         if rows:
             slots[: len(rows)], counts[: len(rows)], targets[: len(rows)] = np.array(rows, np.int32).T
-        fields = {name: array[slots] for name, array in self._fields.items()}
-        if not adjusted:
-            self.latest, token = _draw(logits, self.latest, fields, counts, slots)
-            return Drawn(token)
         more: dict[str, Any] = {name: array[slots] for name, array in self._penalties.items()}
         more |= {"slots": slots, "counts": counts, "targets": targets}
         more |= {"early": counts < self._fewest[slots], "has_bias": self._has_bias[slots]}
-        self.latest, self._history, drawn = _draw_adjusted(logits, self.latest, self._all(), fields, more)
-        return drawn
+        return {name: array[slots] for name, array in self._fields.items()}, more
+
+    def compiled(self, size: int, adjusted: bool) -> jax.stages.Compiled:
+        """Returns the program for a number of rows; compiles it once."""
+        if (size, adjusted) not in self._compiled:
+            logits = jax.ShapeDtypeStruct((size, self._size[1]), np.float32, sharding=self._sharding)
+            latest = jax.ShapeDtypeStruct(self._size[:1], np.int32)
+            function: Any = _draw_adjusted if adjusted else _draw
+            given = (logits, latest, *([self._shapes()] if adjusted else []), *self._given(size, []))
+            name = f"draw-{size}{'-adjusted' if adjusted else ''}"
+            self._compiled[size, adjusted] = self._programs.get(name, lambda: function.lower(*given))
+        return self._compiled[size, adjusted]
 
 
 def adjusts(request: TokenRequest) -> bool:

@@ -8,7 +8,6 @@ the step that follows, whose token is dropped. What is planned depends on the re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from meshwright.batching.limits import SchedulerLimits
@@ -75,7 +74,7 @@ class Engine:
         self._step, self._params, self._cache = step, params, step.init_cache()
         self._pages = PrefixTree(limits.num_pages, limits.page_len)
         self._scheduler = Scheduler(limits, self._pages)
-        self._drawer = TokenDrawer(step.max_seqs, self.vocab_size)
+        self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
         self._live: dict[int, _Live] = {}
         self._free_slots = list(range(step.max_seqs))[::-1]
         self._table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
@@ -170,26 +169,31 @@ class Engine:
     # -- shapes ------------------------------------------------------------------------------------
 
     def shapes(self) -> list[PackedShape]:
-        """Returns every shape that steps have, without those that log-probabilities of prompts need."""
+        """Returns every shape that steps have, the first that a request needs first, without those that
+        log-probabilities of prompts need."""
         decode = [PackedShape(size, size, size, 1) for size in self._decode_sizes]
         chunks = [
             PackedShape(rows, most, most, rows)
             for rows in self._chunk_sizes
             for most in sorted({self._num_sequences(rows, least) for least in (1, rows)})
         ]
-        return decode + chunks
+        return [chunks[0], *decode, *chunks[1:]]
 
     def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
-        """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many."""
+        """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many. May run in
+        a thread of its own while the engine runs."""
         shapes = self.shapes()
         for number, shape in enumerate(shapes):
             on_shape(number, len(shapes))
             self._step.compiled(shape)
-        on_shape(len(shapes), len(shapes))
-        for size in sorted({shape.outputs for shape in shapes}):
-            logits = jax.device_put(np.zeros((size, self.vocab_size), np.float32), self._step.logits_sharding)
             for adjusted in (False, True):
-                jax.block_until_ready(self._drawer.draw(logits, [], adjusted=adjusted).token)
+                self._drawer.compiled(shape.outputs, adjusted)
+        on_shape(len(shapes), len(shapes))
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if the programs of all shapes are kept in files."""
+        return self._step.programs.has(map(self._step.program_name, self.shapes()))
 
     def _num_sequences(self, rows: int, needed: int) -> int:
         """Returns the size of the list of sequences of a step with chunks: a few, or all that it may have."""

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +74,7 @@ def open_engine(
     model or the memory, CannotRunError for a model that cannot be served.
     """
     keep_freed_memory()
-    keep_compiled_programs(cache_folder(), all_programs=True)
+    keep_compiled_programs(cache_folder())
     source = open_model(Path(folder))
     devices = jax.devices()
     mesh = make_mesh(options.mesh or {"tensor": len(devices)})
@@ -90,7 +91,14 @@ def open_engine(
     storage = Storage(
         cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=storage.page_len, num_pages=found.num_pages
     )
-    step = PackedStep(source.model, strategy, max_len=found.max_len, max_seqs=max_requests, storage=storage)
+    step = PackedStep(
+        source.model,
+        strategy,
+        max_len=found.max_len,
+        max_seqs=max_requests,
+        storage=storage,
+        programs=cache_folder() / "programs",
+    )
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
     params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
     limits = SchedulerLimits(
@@ -101,7 +109,11 @@ def open_engine(
         num_pages=found.num_pages,
     )
     engine = Engine(step, params, limits)
-    engine.warm_up(on_shape or (lambda done, all: None))
+    if engine.is_compiled:
+        # programs are read while the first requests run
+        Thread(target=engine.warm_up, name="programs", daemon=True).start()
+    else:
+        engine.warm_up(on_shape or (lambda done, all: None))
     held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(params))
     lines = (
         f"{source.model.name}: {mesh_words(mesh)}, {format_bytes(held)} of weights on each device"

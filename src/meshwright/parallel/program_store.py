@@ -1,0 +1,101 @@
+"""Compiled programs in files, so that a process that has them starts without tracing or compiling.
+
+JAX's own cache of compiled programs saves compiling, not tracing, which takes a second or more of a large step.
+"""
+
+import hashlib
+import json
+import pickle
+import platform
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import jax
+import jaxlib
+import msgspec
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+import meshwright
+from meshwright.core.files import write_whole
+
+
+class ProgramStore:
+    """Programs of this machine, this version and ``about``, what else they depend on, under ``folder``.
+
+    A program that cannot be read is compiled again. Programs on several CPU devices are not kept, see `device_mesh`.
+    """
+
+    def __init__(self, folder: Path | None, about: Any) -> None:
+        devices = jax.devices()
+        keeps = folder is not None and (devices[0].platform != "cpu" or len(devices) == 1)
+        facts = [
+            *(jax.__version__, jaxlib.__version__, sources(), platform.machine(), _processor()),
+            *(devices[0].device_kind, len(devices)),
+            *(str(jax.config.values[name]) for name in ("jax_enable_x64", "jax_default_matmul_precision")),
+        ]
+        words = json.dumps([facts, msgspec.to_builtins(about)], sort_keys=True, default=str)
+        self.folder = folder / hashlib.sha256(words.encode()).hexdigest()[:24] if keeps and folder else None
+        self.num_loaded = self.num_compiled = 0
+        self._locks: dict[str, Lock] = {}
+
+    def has(self, names: Iterable[str]) -> bool:
+        """True if there are files for all of these programs."""
+        return self.folder is not None and all((self.folder / f"{name}.program").exists() for name in names)
+
+    def get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        """Returns the program ``name`` from its file, or compiles and keeps it."""
+        with self._locks.setdefault(name, Lock()):
+            return self._get(name, lower)
+
+    def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        path = self.folder / f"{name}.program" if self.folder else None
+        if path is not None and (found := _read(path)) is not None:
+            self.num_loaded += 1
+            return found
+        compiled = lower().compile()
+        self.num_compiled += 1
+        if path is not None:
+            _write(path, compiled)
+        return compiled
+
+
+def _read(path: Path) -> jax.stages.Compiled | None:
+    try:
+        payload, digest = pickle.loads(path.read_bytes())
+        if hashlib.sha256(payload).hexdigest() != digest:
+            return None
+        return deserialize_and_load(*pickle.loads(payload))
+    except Exception:  # a damaged file, or one of another compiler: compiled again
+        return None
+
+
+def _write(path: Path, compiled: jax.stages.Compiled) -> None:
+    payload = pickle.dumps(serialize(compiled))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda file: file.write_bytes(pickle.dumps((payload, hashlib.sha256(payload).hexdigest()))))
+    except OSError:  # no room, or no right to write: the next process compiles again
+        return
+
+
+@cache
+def sources() -> str:
+    """Returns a digest of the sources that programs are made from."""
+    root = Path(meshwright.__file__).parent
+    digest = hashlib.sha256()
+    for part in ("algebra", "core", "masks", "nn", "parallel", "serve", "spec"):
+        for path in sorted((root / part).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    """Returns the features of the processor, which CPU programs are compiled for, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
