@@ -25,12 +25,16 @@ from meshwright.core.files import write_whole
 class ProgramStore:
     """Programs of this machine, this version and ``about``, what else they depend on, under ``folder``.
 
-    A program that cannot be read is compiled again. Programs on several CPU devices are not kept, see `device_mesh`.
+    A program that cannot be read is compiled again. Not kept are programs on several CPU devices, see `device_mesh`, and
+    those of CPUs while JAX keeps compiled programs: what it has read from its own files lacks its functions when it is
+    written once more (jaxlib 0.10.2).
     """
 
     def __init__(self, folder: Path | None, about: Any) -> None:
         devices = jax.devices()
-        keeps = folder is not None and (devices[0].platform != "cpu" or len(devices) == 1)
+        keeps = folder is not None and (
+            devices[0].platform != "cpu" or (len(devices) == 1 and not jax.config.values["jax_compilation_cache_dir"])
+        )
         facts = [
             *(jax.__version__, jaxlib.__version__, sources(), platform.machine(), _processor()),
             *(devices[0].device_kind, len(devices)),

@@ -1,9 +1,10 @@
 """Opens a folder as an engine: what of the memory its pages get, and the longest request that they allow."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
+from threading import Thread, main_thread
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,6 @@ from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.units import format_bytes
 from meshwright.nn.hf.weights import load_params
-from meshwright.parallel.mesh import keep_compiled_programs
 from meshwright.parallel.packed_step import PackedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.model_folder import ModelFolder, open_model
@@ -74,7 +74,6 @@ def open_engine(
     model or the memory, CannotRunError for a model that cannot be served.
     """
     keep_freed_memory()
-    keep_compiled_programs(cache_folder())
     source = open_model(Path(folder))
     devices = jax.devices()
     mesh = make_mesh(options.mesh or {"tensor": len(devices)})
@@ -110,8 +109,8 @@ def open_engine(
     )
     engine = Engine(step, params, limits)
     if engine.is_compiled:
-        # programs are read while the first requests run
-        Thread(target=engine.warm_up, name="programs", daemon=True).start()
+        # programs are read while the first requests run; a process that ends waits for one of them at most
+        Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     else:
         engine.warm_up(on_shape or (lambda done, all: None))
     held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(params))
@@ -123,6 +122,11 @@ def open_engine(
         f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step",
     )
     return OpenedEngine(source, engine, lines)
+
+
+def _while_running(done: int, all: int) -> None:
+    if not main_thread().is_alive():
+        sys.exit()
 
 
 class _FoundPages(NamedTuple):
