@@ -60,3 +60,17 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     cached: int = 0
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """An engine between two steps: requests that run and wait, pages of its cache in use and in all; and since its
+    start: preemptions, tokens of prompts that were looked up in the prefix cache and found there, steps."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    num_pages: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    steps: int = 0
