@@ -31,7 +31,7 @@ class ChatTemplates(NamedTuple):
     sources: Mapping[str, str]
     special: Mapping[str, str]
 
-    def render(self, messages: list[dict[str, Any]], tools: Any = None, **more: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: Any = None, /, **more: Any) -> str:
         """Returns the text of a chat, in which `BEGIN` and `END` surround what a generation block marks.
 
         Raises InputError for what the template refuses. ``more`` are variables of the template.

@@ -17,7 +17,7 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
     message: str
     type: str
     param: str | None = None
-    code: str | int | None = None
+    code: str | None = None
 
 
 class ErrorAnswer(msgspec.Struct):
@@ -56,7 +56,7 @@ def error_of(error: Exception) -> tuple[int, ErrorAnswer, Mapping[str, str]]:
         if isinstance(error, BusyError):
             headers = {"Retry-After": str(error.retry_after_s)}
     kind = _TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
-    detail = ErrorDetail(message=one_line(message), type=kind, param=param, code=code or status)
+    detail = ErrorDetail(message=one_line(message), type=kind, param=param, code=code)
     return status, ErrorAnswer(detail), headers
 
 

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from meshwright.serve.frontend import Frontend
-from meshwright.serve.http.times import RequestTimes
+from meshwright.serve.request_times import RequestTimes
 
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
 _TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -102,7 +102,7 @@ class ServerMetrics(Collector):
         ends = CounterMetricFamily(
             "vllm:request_success", "Sequences that ended.", labels=["model_name", "finished_reason"]
         )
-        for reason in ("stop", "length"):
+        for reason in ("stop", "length", "abort"):
             ends.add_metric([*self._label, reason], self.finished[reason])
         yield ends
         for name, histogram in self._histograms.items():
