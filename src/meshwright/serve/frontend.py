@@ -235,9 +235,14 @@ class Frontend:
         self.stop_taking()
         for feed in tuple(self._feeds):
             feed.fail(UnavailableError("the server has stopped. Ask another one."))
+        await asyncio.to_thread(self.join, timeout_s)
+
+    def join(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread, waiting that long at most for a step that runs; needs no event loop."""
+        self.stop_taking()
         self.command(self._end)
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, timeout_s)
+            self._thread.join(timeout_s)
 
     def ended(self, feed: Feed, *, all_of_it: bool) -> None:
         """Called by a feed for each request that ended."""

@@ -1,12 +1,14 @@
 """An engine without a model: the token after ``t`` is ``t + 1``. Tests count what it holds."""
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
+import msgspec
 from starlette.applications import Starlette
 from tokenizers import Tokenizer
 
@@ -14,7 +16,7 @@ from meshwright.core.errors import InputError
 from meshwright.nn.hf.chat_template import ChatTemplates, _compiled
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.app import HttpOptions, make_app
-from meshwright.serve.http.run import Listening, server_of
+from meshwright.serve.http.run import DrainingServer, Listening
 from meshwright.serve.http.served import ServedModel
 from meshwright.serve.model_folder import TokenizedText
 from meshwright.serve.request import EngineState, TokenLogprob, TokenOutput, TokenRequest
@@ -30,12 +32,15 @@ TEMPLATE = (
 
 @dataclass
 class FakeEngine:
-    """Runs up to ``slots`` requests at once, in order of arrival; ``fails`` is raised by the next step."""
+    """Runs up to ``slots`` requests at once, in order of arrival; token ``wraps`` is 0 again. ``says`` are the tokens
+    of every request, if there are any; ``fails`` is raised by the next step."""
 
     slots: int = 32
     max_len: int = 512
     vocab_size: int = 258
+    wraps: int = 258
     delay_s: float = 0.0
+    says: list[int] = field(default_factory=list)
     fails: Exception | None = None
     steps: int = 0
     cancelled: list[int] = field(default_factory=list)
@@ -77,7 +82,7 @@ class FakeEngine:
 
     def _next(self, number: int) -> TokenOutput:
         request, made = self.live[number]
-        token = ((made or request.prompt)[-1] + 1) % self.vocab_size
+        token = self.says[len(made)] if self.says else ((made or request.prompt)[-1] + 1) % self.wraps
         prompt = tuple(map(self._logprob, request.prompt[1:])) if request.echo and not made else ()
         if request.max_tokens == 0 or (token in request.stop_tokens and len(made) >= request.min_tokens):
             del self.live[number]
@@ -150,15 +155,41 @@ async def listening(
     engine = engine or FakeEngine()
     frontend = Frontend(engine, **front)
     app = make_app(frontend, served(), options)
-    server = server_of(app, frontend, Listening(port=0, drain_s=5))
-    task = asyncio.create_task(server.serve())
+    where = Listening(port=0, drain_s=5)
+    bound = where.bind()
+    port = bound.getsockname()[1]
+    server = DrainingServer(app, frontend, where)
+    task = asyncio.create_task(server.serve(sockets=[bound]))
     while not server.started:
         await asyncio.sleep(0.005)
-    url = f"http://127.0.0.1:{server.port}"
+    url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         try:
-            yield Bench(engine, frontend, app, client), server.port
+            yield Bench(engine, frontend, app, client), port
         finally:
             await client.aclose()
             server.should_exit = True
             await task
+
+
+def in_loop(test):
+    """Makes a test of a coroutine function."""
+
+    @functools.wraps(test)
+    def run(*given, **named):
+        asyncio.run(asyncio.wait_for(test(*given, **named), 30))
+
+    return run
+
+
+def events(text: str) -> list[dict]:
+    """The objects of a stream, which ends as OpenAI's do."""
+    lines = text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def streamed_text(text: str, index: int = 0) -> str:
+    """What a stream says, of one choice."""
+    choices = [one for event in events(text) for one in event["choices"] if one["index"] == index]
+    return "".join(one["text"] if "text" in one else one["delta"].get("content", "") for one in choices)

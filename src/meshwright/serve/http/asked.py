@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -73,8 +74,10 @@ def chat_text(
 ) -> str:
     """Returns the text of a chat; raises RequestError for what its template refuses, or a text that is not UTF-8."""
     text = served.render(messages, tools, variables)
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise RequestError("the text of the chat is not UTF-8. Mend the messages.", param="messages")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the text of the chat is not UTF-8. Mend the messages.", param="messages") from None
     return text
 
 
@@ -94,10 +97,10 @@ async def encoded(served: ServedModel, text: str, special: bool) -> list[int]:
     return await asyncio.to_thread(served.encode, text, special=special)
 
 
-def require_tokens(tokens: Any, vocab_size: int, param: str) -> None:
+def require_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises RequestError for a token outside the vocabulary."""
-    wrong = next((one for one in tokens if not 0 <= one < vocab_size), None)
-    if wrong is not None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
         raise RequestError(f"{param} has token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param=param)
 
 

@@ -1,11 +1,16 @@
 """Runs the app on a socket until a signal, and ends with what runs finished."""
 
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
+from meshwright.core.errors import InputError
 from meshwright.serve.frontend import Frontend
 
 
@@ -18,43 +23,74 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     uds: str | None = None
     drain_s: int | None = None
 
+    def bind(self) -> socket.socket:
+        """Returns a socket that is bound. Raises InputError if that cannot be."""
+        family = socket.AF_UNIX if self.uds else socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        bound = socket.socket(family)
+        try:
+            if self.uds:
+                if Path(self.uds).is_socket():
+                    Path(self.uds).unlink()
+                bound.bind(self.uds)
+            else:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.bind((self.host, self.port))
+        except (OSError, OverflowError) as error:
+            bound.close()
+            where = self.uds or f"{self.host}:{self.port}"
+            raise InputError(f"cannot listen on {where}: {error}. Give another address.") from None
+        return bound
+
 
 class DrainingServer(uvicorn.Server):
     """Ends after a signal: takes nothing new, finishes what runs. A second signal ends it at once."""
 
-    def __init__(self, config: uvicorn.Config, frontend: Frontend) -> None:
-        super().__init__(config)
-        self.frontend = frontend
+    def __init__(
+        self, app: ASGIApp, frontend: Frontend, listening: Listening, on_ready: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                lifespan="on",
+                ws="none",
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=listening.drain_s,
+            )
+        )
+        self.frontend, self.on_ready = frontend, on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
         self.frontend.stop_taking()
 
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return int(self.servers[0].sockets[0].getsockname()[1])
 
+def serve_app(
+    app: ASGIApp,
+    frontend: Frontend,
+    listening: Listening | None = None,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, and returns when what runs is finished, or at a second signal.
 
-def server_of(app: ASGIApp, frontend: Frontend, listening: Listening) -> DrainingServer:
-    """Returns the server, for an event loop that runs; `serve_app` makes its own."""
-    config = uvicorn.Config(
-        app,
-        host=listening.host,
-        port=listening.port,
-        uds=listening.uds,
-        loop="asyncio",
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=listening.drain_s,
-        ws="none",
-    )
-    return DrainingServer(config, frontend)
-
-
-def serve_app(app: ASGIApp, frontend: Frontend, listening: Listening | None = None) -> None:
-    """Serves until SIGTERM or SIGINT, and returns when what runs is finished, or at a second signal."""
-    server_of(app, frontend, listening or Listening()).run()
+    Raises InputError if it cannot listen there. ``on_ready`` is given the URL, or the path of a Unix socket, once it
+    answers.
+    """
+    listening = listening or Listening()
+    bound = listening.bind()
+    host = f"[{listening.host}]" if ":" in listening.host else listening.host
+    url = listening.uds or f"http://{host}:{bound.getsockname()[1]}"
+    try:
+        DrainingServer(app, frontend, listening, lambda: on_ready(url)).run(sockets=[bound])
+    finally:
+        frontend.join()
+        if listening.uds:
+            with suppress(OSError):
+                Path(listening.uds).unlink()
