@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.serve.http.choice import Choice, Entry
+from meshwright.serve.http.growing import GrowingText, ReportedToken
 from meshwright.serve.http.served import ServedModel
 
 encode = msgspec.json.Encoder().encode
@@ -118,7 +118,7 @@ class Writer:
         self._start = b"data: " + encode(head)[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}
 
-    def event(self, choice: Choice, usage: Usage | None = None) -> bytes:
+    def event(self, choice: GrowingText, usage: Usage | None = None) -> bytes:
         """Returns the event for what a choice has not sent yet; b"" for nothing."""
         if not choice.piece and not choice.finish:
             return b""
@@ -129,7 +129,7 @@ class Writer:
         end = self.usage_null if usage is None else b',"usage":' + encode(usage)
         return b'%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (self._head(choice), text, logprobs, finish, end)
 
-    def first(self, choice: Choice) -> bytes:
+    def first(self, choice: GrowingText) -> bytes:
         """Returns the event that begins a choice; b"" for none."""
         return b""
 
@@ -137,14 +137,14 @@ class Writer:
         """Returns the event that says what was used."""
         return self._start + b'],"usage":' + encode(usage) + b"}\n\n"
 
-    def logprobs(self, choice: Choice, entries: Sequence[Entry]) -> Any:
+    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> Any:
         raise NotImplementedError
 
-    def answer(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def answer(self, choices: Sequence[GrowingText], usage: Usage) -> bytes:
         """Returns the whole answer."""
         raise NotImplementedError
 
-    def _head(self, choice: Choice) -> bytes:
+    def _head(self, choice: GrowingText) -> bytes:
         head = self._heads.get(choice.index)
         if head is None:
             head = self._heads[choice.index] = self._start + b'{"index":%d,' % choice.index
@@ -157,7 +157,7 @@ class CompletionWriter(Writer):
     kind = "text_completion"
     before_text, after_text, no_text = b'"text":', b"", b'"text":""'
 
-    def logprobs(self, choice: Choice, entries: Sequence[Entry]) -> CompletionLogprobs:
+    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs:
         found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token, given in entries:
             text = self._token(token)
@@ -172,7 +172,7 @@ class CompletionWriter(Writer):
             choice.offset += len(text)
         return found
 
-    def answer(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def answer(self, choices: Sequence[GrowingText], usage: Usage) -> bytes:
         rows = []
         for choice in choices:
             text, entries = choice.take()
@@ -197,11 +197,11 @@ class ChatWriter(Writer):
     kind = "chat.completion.chunk"
     before_text, after_text, no_text = b'"delta":{"content":', b"}", b'"delta":{}'
 
-    def first(self, choice: Choice) -> bytes:
+    def first(self, choice: GrowingText) -> bytes:
         delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         return b"%b%b%b}\n\n" % (self._head(choice), delta, self.usage_null)
 
-    def logprobs(self, choice: Choice, entries: Sequence[Entry]) -> ChatLogprobs:
+    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> ChatLogprobs:
         rows = []
         for token, given in entries:
             if given is not None:
@@ -210,7 +210,7 @@ class ChatWriter(Writer):
                 rows.append(ChatToken(token=text, logprob=given.logprob, bytes=list(raw), top_logprobs=top))
         return ChatLogprobs(rows)
 
-    def answer(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def answer(self, choices: Sequence[GrowingText], usage: Usage) -> bytes:
         rows = []
         for choice in choices:
             text, entries = choice.take()
@@ -228,5 +228,5 @@ class ChatWriter(Writer):
         return self._whole.decode([token]), self.served.token_bytes(token)
 
 
-def _end(choice: Choice) -> FinishReason:
+def _end(choice: GrowingText) -> FinishReason:
     return "stop" if choice.finish == "stop" else "length"

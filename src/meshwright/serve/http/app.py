@@ -1,7 +1,7 @@
 """The routes of the server."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from starlette.routing import Route
 from meshwright import __version__
 from meshwright.core.errors import UserError
 from meshwright.serve.frontend import Frontend
-from meshwright.serve.http.answers import ChatWriter, CompletionWriter
+from meshwright.serve.http.answers import ChatAnswer, ChatWriter, CompletionAnswer, CompletionWriter
 from meshwright.serve.http.asked import (
     asked_of_chat,
     asked_of_completion,
@@ -31,7 +31,7 @@ from meshwright.serve.http.border import Border, log_to_stderr
 from meshwright.serve.http.errors import RequestError, error_response
 from meshwright.serve.http.exchange import Exchange
 from meshwright.serve.http.metrics import ServerMetrics
-from meshwright.serve.http.openapi import openapi
+from meshwright.serve.http.openapi import Operation, openapi
 from meshwright.serve.http.served import ServedModel
 from meshwright.serve.model_folder import TokenizedText
 
@@ -102,130 +102,105 @@ class HealthAnswer(msgspec.Struct):
     status: Literal["ok"] = "ok"
 
 
+OPERATIONS = (
+    Operation("/v1/completions", "completions", "Text after prompts", CompletionBody, CompletionAnswer),
+    Operation("/v1/chat/completions", "chat", "The next message of a chat", ChatBody, ChatAnswer),
+    Operation("/tokenize", "tokenize", "Tokens of a text or a chat", TokenizeBody, TokenizeAnswer),
+    Operation("/detokenize", "detokenize", "Text of tokens", DetokenizeBody, DetokenizeAnswer),
+    Operation("/v1/models", "models", "The models that are served", None, ModelCards),
+    Operation("/v1/models/{model}", "model", "One model", None, ModelCard),
+    Operation("/tokenizer_info", "tokenizer_info", "What the tokenizer is", None, TokenizerAnswer),
+    Operation("/health", "health", "Whether requests are taken", None, HealthAnswer),
+    Operation("/version", "version", "The server's version", None, VersionAnswer),
+    Operation("/metrics", "figures", "Figures for Prometheus", None, None),
+    Operation("/openapi.json", "document", "This document", None, dict),
+)
+"""All routes; each is served by the method of `Handlers` that it names."""
+
+
 class Handlers:
-    """The functions behind the routes of one model."""
+    """The functions behind the routes of one model. Each gets a request and its decoded body, and returns an answer."""
 
     def __init__(self, frontend: Frontend, served: ServedModel, options: HttpOptions) -> None:
         self.frontend, self.served, self.options = frontend, served, options
         self.metrics = ServerMetrics(served.name, frontend)
-        self._completion, self._chat = msgspec.json.Decoder(CompletionBody), msgspec.json.Decoder(ChatBody)
-        self._tokenize, self._detokenize = msgspec.json.Decoder(TokenizeBody), msgspec.json.Decoder(DetokenizeBody)
 
-    def routes(self) -> list[Route]:
-        """Returns all routes."""
-        posts: dict[str, Callable[[Request], Awaitable[Any]]] = {
-            "/v1/completions": self.completions,
-            "/v1/chat/completions": self.chat,
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
-        }
-        gets: dict[str, Callable[[Request], Awaitable[Any]]] = {
-            "/v1/models": self.models,
-            "/v1/models/{model:path}": self.model,
-            "/health": self.health,
-            "/metrics": self.figures,
-            "/tokenizer_info": self.tokenizer_info,
-            "/version": self.version,
-            "/openapi.json": self.document,
-        }
-        return [
-            *(Route(path, function, methods=["POST"]) for path, function in posts.items()),
-            *(Route(path, function, methods=["GET"]) for path, function in gets.items()),
-        ]
+    def route(self, row: Operation) -> Route:
+        """Returns the route of an operation."""
+        call, decoder = getattr(self, row.name), msgspec.json.Decoder(row.body) if row.body else None
 
-    async def completions(self, request: Request) -> Exchange:
-        body = await read_body(request, self._completion, self.options.most_body_bytes)
-        self._require_model(body.model)
+        async def endpoint(request: Request) -> Any:
+            body = None
+            if decoder is not None:
+                body = await read_body(request, decoder, self.options.most_body_bytes)
+                self._require_model(body.model)
+            found = await call(request, body)
+            if isinstance(found, msgspec.Struct):
+                return Response(msgspec.json.encode(found), media_type="application/json")
+            return found
+
+        return Route(row.path.replace("{model}", "{model:path}"), endpoint, methods=[row.method.upper()])
+
+    async def completions(self, request: Request, body: CompletionBody) -> Exchange:
         asked = await asked_of_completion(body, self.served, self.frontend)
         writer = CompletionWriter(self.served, f"cmpl-{request.state.request_id}", int(time.time()))
-        return Exchange(asked, writer, self.frontend, self.metrics, request.state.log)
+        return Exchange(asked, writer, self.frontend, self.metrics, request.state.known)
 
-    async def chat(self, request: Request) -> Exchange:
-        body = await read_body(request, self._chat, self.options.most_body_bytes)
-        self._require_model(body.model)
+    async def chat(self, request: Request, body: ChatBody) -> Exchange:
         asked = await asked_of_chat(body, self.served, self.frontend)
         writer = ChatWriter(self.served, f"chatcmpl-{request.state.request_id}", int(time.time()))
-        return Exchange(asked, writer, self.frontend, self.metrics, request.state.log)
+        return Exchange(asked, writer, self.frontend, self.metrics, request.state.known)
 
-    async def tokenize(self, request: Request) -> Response:
-        body = await read_body(request, self._tokenize, self.options.most_body_bytes)
-        self._require_model(body.model)
+    async def tokenize(self, _: Request, body: TokenizeBody) -> TokenizeAnswer:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give a prompt or messages, one of the two.", param="prompt")
-        special = body.add_special_tokens
-        if body.prompt is not None:
-            tokens = await encoded(self.served, body.prompt, special is not False)
-        else:
+        text, special = body.prompt, body.add_special_tokens is not False
+        if text is None:
             text = chat_text(self.served, body.messages or [], body.tools, template_variables(body))
-            tokens = await encoded(self.served, text, bool(special))
-        names = (
-            [self.served.token_bytes(one).decode(errors="replace") for one in tokens]
-            if body.return_token_strs
-            else None
-        )
+            special = bool(body.add_special_tokens)
+        tokens = await encoded(self.served, text, special)
+        names = [self.served.token_bytes(one).decode(errors="replace") for one in tokens]
+        shown = names if body.return_token_strs else None
         length = self.frontend.max_len
-        return _json(TokenizeAnswer(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=names))
+        return TokenizeAnswer(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=shown)
 
-    async def detokenize(self, request: Request) -> Response:
-        body = await read_body(request, self._detokenize, self.options.most_body_bytes)
-        self._require_model(body.model)
+    async def detokenize(self, _: Request, body: DetokenizeBody) -> DetokenizeAnswer:
         require_tokens(body.tokens, self.frontend.vocab_size, "tokens")
-        return _json(DetokenizeAnswer(self.served.whole.decode(body.tokens)))
+        return DetokenizeAnswer(self.served.whole.decode(body.tokens))
 
-    async def models(self, _: Request) -> Response:
-        return _json(ModelCards(data=[self._card]))
+    async def models(self, *_: Any) -> ModelCards:
+        name, length = self.served.name, self.frontend.max_len
+        return ModelCards(data=[ModelCard(id=name, created=self.served.created, root=name, max_model_len=length)])
 
-    async def model(self, request: Request) -> Response:
+    async def model(self, request: Request, _: None) -> ModelCard:
         self._require_model(request.path_params["model"])
-        return _json(self._card)
+        return (await self.models()).data[0]
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, *_: Any) -> HealthAnswer:
         if not self.frontend.available:
             raise RequestError(self.frontend.failure or "the server is stopping.", 503)
-        return _json(HealthAnswer())
+        return HealthAnswer()
 
-    async def figures(self, _: Request) -> Response:
+    async def figures(self, *_: Any) -> Response:
         return Response(self.metrics.text(), media_type=METRICS_TYPE)
 
-    async def tokenizer_info(self, _: Request) -> Response:
-        return _json(
-            TokenizerAnswer(
-                tokenizer_class="tokenizers" if isinstance(self.served.text, TokenizedText) else "numbers",
-                vocab_size=self.frontend.vocab_size,
-                max_model_len=self.frontend.max_len,
-                has_chat_template=self.served.chat is not None,
-            )
+    async def tokenizer_info(self, *_: Any) -> TokenizerAnswer:
+        return TokenizerAnswer(
+            tokenizer_class="tokenizers" if isinstance(self.served.text, TokenizedText) else "numbers",
+            vocab_size=self.frontend.vocab_size,
+            max_model_len=self.frontend.max_len,
+            has_chat_template=self.served.chat is not None,
         )
 
-    async def version(self, _: Request) -> Response:
-        return _json(VersionAnswer(__version__))
+    async def version(self, *_: Any) -> VersionAnswer:
+        return VersionAnswer(__version__)
 
-    async def document(self, _: Request) -> Response:
+    async def document(self, *_: Any) -> Response:
         return Response(self._document, media_type="application/json")
 
     @cached_property
     def _document(self) -> bytes:
-        bodies = {
-            "/v1/completions": CompletionBody,
-            "/v1/chat/completions": ChatBody,
-            "/tokenize": TokenizeBody,
-            "/detokenize": DetokenizeBody,
-        }
-        answers = {
-            "/tokenize": TokenizeAnswer,
-            "/detokenize": DetokenizeAnswer,
-            "/v1/models": ModelCards,
-            "/v1/models/{model}": ModelCard,
-            "/health": HealthAnswer,
-            "/tokenizer_info": TokenizerAnswer,
-            "/version": VersionAnswer,
-        }
-        return msgspec.json.encode(openapi(bodies, answers, with_key=bool(self.options.api_keys)))
-
-    @property
-    def _card(self) -> ModelCard:
-        name, length = self.served.name, self.frontend.max_len
-        return ModelCard(id=name, created=self.served.created, root=name, max_model_len=length)
+        return msgspec.json.encode(openapi(OPERATIONS, with_key=bool(self.options.api_keys)))
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self.served.name:
@@ -249,23 +224,11 @@ def make_app(frontend: Frontend, served: ServedModel, options: HttpOptions | Non
     async def answer_error(_: Request, error: Exception) -> Response:
         return error_response(error)
 
-    async def answer_nothing(_: Request, error: Exception) -> Response:
-        return Response(status_code=400)  # the client has gone before its body was read
-
     app = Starlette(
-        routes=handlers.routes(),
+        routes=[handlers.route(row) for row in OPERATIONS],
         lifespan=lifespan,
         middleware=[Middleware(Border, api_keys=options.api_keys, log=log_to_stderr if options.log else None)],
-        exception_handlers={
-            UserError: answer_error,
-            HTTPException: answer_error,
-            ClientDisconnect: answer_nothing,
-            Exception: answer_error,
-        },
+        exception_handlers=dict.fromkeys((UserError, HTTPException, ClientDisconnect, Exception), answer_error),
     )
     app.router.redirect_slashes = False
     return app
-
-
-def _json(answer: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")

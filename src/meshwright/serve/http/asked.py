@@ -22,7 +22,7 @@ _LONG_TEXT = 16_384
 """Characters from which on a text is encoded in another thread, so that streams go on meanwhile."""
 
 
-class Asked(msgspec.Struct, kw_only=True):
+class AskedText(msgspec.Struct, kw_only=True):
     """Requests for the engine, ``n`` for each prompt in turn, and how to answer. ``echoes`` are the texts of prompts
     that are repeated, ``logprobs`` whether tokens are reported."""
 
@@ -38,7 +38,7 @@ class Asked(msgspec.Struct, kw_only=True):
     continuous_usage: bool = False
 
 
-async def asked_of_completion(body: CompletionBody, served: ServedModel, frontend: Frontend) -> Asked:
+async def asked_of_completion(body: CompletionBody, served: ServedModel, frontend: Frontend) -> AskedText:
     """Returns what a completion asks for. Raises RequestError or InputError for what cannot be answered."""
     if body.suffix:
         raise RequestError("suffix is not supported: text is only generated after a prompt.", param="suffix")
@@ -54,7 +54,7 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
     return asked
 
 
-async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend) -> Asked:
+async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend) -> AskedText:
     """Returns what a chat asks for. Raises RequestError or InputError for what cannot be answered."""
     if body.response_format is not None and body.response_format.type != "text":
         raise RequestError(
@@ -145,7 +145,7 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
 
 def _asked(
     body: GenerationBody, served: ServedModel, frontend: Frontend, prompts: list[tuple[int, ...]], logprobs: int | None
-) -> Asked:
+) -> AskedText:
     n, echo = body.n or 1, isinstance(body, CompletionBody) and bool(body.echo)
     options, vocab_size = body.stream_options, frontend.vocab_size
     if options is not None and not body.stream:
@@ -174,7 +174,7 @@ def _asked(
             for number in range(len(requests), len(requests) + n)
         )
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return Asked(
+    return AskedText(
         prompts=prompts,
         requests=requests,
         text=served.whole if body.skip_special_tokens is False else served.text,

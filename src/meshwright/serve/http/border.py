@@ -1,6 +1,7 @@
 """What surrounds every route: request ids, the API key, a log line for each request."""
 
 import hmac
+import logging
 import re
 import secrets
 import sys
@@ -15,6 +16,7 @@ from meshwright.serve.http.errors import RequestError, error_response
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json"})
 """Paths that need no API key."""
+_LOGGER = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -25,7 +27,8 @@ def log_to_stderr(line: dict[str, Any]) -> None:
 
 class Border:
     """Wraps an app. Every response has the request's ``X-Request-Id``, or a new one; ``log`` is given what is known of
-    each request at its end. What handlers know goes into ``scope["state"]["log"]``."""
+    each request at its end. ``scope["state"]`` has ``request_id``, ``start_s``, and ``known``, to which
+    handlers add."""
 
     def __init__(
         self, app: ASGIApp, *, api_keys: Collection[str] = (), log: Callable[[dict[str, Any]], None] | None = None
@@ -41,8 +44,8 @@ class Border:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         known: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=name, log=known)
         start_s, status = time.perf_counter(), 0
+        scope.setdefault("state", {}).update(request_id=name, start_s=start_s, known=known)
 
         async def send_named(message: Message) -> None:
             nonlocal status
@@ -59,6 +62,9 @@ class Border:
                 await error_response(refusal)(scope, receive, send_named)
             else:
                 await self.app(scope, receive, send_named)
+        except Exception:
+            _LOGGER.exception("%s %s failed", scope["method"], scope["path"])
+            raise
         finally:
             if self.log is not None:
                 line = {"time": round(time.time(), 3), "request_id": name, "method": scope["method"]}

@@ -5,6 +5,7 @@ from http import HTTPStatus
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from meshwright.core.errors import InputError, UserError, one_line
@@ -39,7 +40,7 @@ _TYPES = {
     **{HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error", HTTPStatus.GATEWAY_TIMEOUT: "timeout_error"},
 }
 """Status -> OpenAI's type of error; others are "invalid_request_error" below 500, else "server_error"."""
-_STATUSES = {InputError: 400, BusyError: 429, UnavailableError: 503, DeadlineError: 504}
+_STATUSES = {InputError: 400, BusyError: 429, UnavailableError: 503, DeadlineError: 504, ClientDisconnect: 400}
 
 
 def error_of(error: Exception) -> tuple[int, ErrorAnswer, Mapping[str, str]]:

@@ -10,9 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from meshwright.serve.frontend import AbandonedError, Arrived, Feed, Frontend
 from meshwright.serve.http.answers import CachedTokens, Usage, Writer
-from meshwright.serve.http.asked import Asked
-from meshwright.serve.http.choice import Choice
+from meshwright.serve.http.asked import AskedText
 from meshwright.serve.http.errors import error_of
+from meshwright.serve.http.growing import GrowingText
 from meshwright.serve.http.metrics import ServerMetrics
 
 _STREAM_HEADERS = [
@@ -29,13 +29,14 @@ class Exchange:
     """A request whose body was understood. As a Starlette response, it runs the request and answers it; when the client
     goes, the engine is told at once."""
 
-    def __init__(self, asked: Asked, writer: Writer, frontend: Frontend, metrics: ServerMetrics, log: Log) -> None:
+    def __init__(self, asked: AskedText, writer: Writer, frontend: Frontend, metrics: ServerMetrics, log: Log) -> None:
         self.asked, self.writer, self.frontend, self.metrics, self.log = asked, writer, frontend, metrics, log
-        start_s = time.perf_counter()
-        self.choices = [Choice(asked, index, start_s) for index in range(len(asked.requests))]
+        self.choices = [GrowingText(asked, index) for index in range(len(asked.requests))]
         self.prompt_tokens = sum(map(len, asked.prompts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for choice in self.choices:
+            choice.times.start_s = scope["state"]["start_s"]
         with self.frontend.open(self.asked.requests) as feed:
             watch, accepted = asyncio.create_task(_abandon_when_gone(receive, feed)), False
             try:
@@ -84,9 +85,9 @@ class Exchange:
                 raise
         await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
-    def _absorb(self, feed: Feed, arrived: list[Arrived]) -> list[Choice]:
+    def _absorb(self, feed: Feed, arrived: list[Arrived]) -> list[GrowingText]:
         """Adds outputs to their choices, and returns those that changed."""
-        changed: dict[int, Choice] = {}
+        changed: dict[int, GrowingText] = {}
         choices, metrics = self.choices, self.metrics
         for place, output, at_s in arrived:
             choice = choices[place]

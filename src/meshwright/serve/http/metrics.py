@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from meshwright.serve.frontend import Frontend
-from meshwright.serve.request_times import RequestTimes
+from meshwright.serve.token_times import TokenTimes
 
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
 _TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -59,12 +59,12 @@ class ServerMetrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def started(self, times: RequestTimes) -> None:
+    def started(self, times: TokenTimes) -> None:
         """Notes the first token of a request."""
         if times.ttft_s is not None:
             self._histograms["time_to_first_token_seconds"].add(times.ttft_s)
 
-    def ended(self, times: RequestTimes, reason: str, end_s: float) -> None:
+    def ended(self, times: TokenTimes, reason: str, end_s: float) -> None:
         """Notes the end of a sequence at ``end_s``, for the ``reason`` that its client is told."""
         self.finished[reason] += 1
         self._histograms["e2e_request_latency_seconds"].add(end_s - times.start_s)

@@ -1,27 +1,14 @@
 """The OpenAPI document, made of the types that bodies and answers are read and written with."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from meshwright import __version__
-from meshwright.serve.http.answers import ChatAnswer, CompletionAnswer
+from meshwright.serve.http.border import OPEN_PATHS
 from meshwright.serve.http.errors import ErrorAnswer
 
-_SUMMARIES = {
-    "/v1/completions": "Text after prompts",
-    "/v1/chat/completions": "The next message of a chat",
-    "/tokenize": "Tokens of a text or a chat",
-    "/detokenize": "Text of tokens",
-    "/v1/models": "The models that are served",
-    "/v1/models/{model}": "One model",
-    "/health": "Whether requests are taken",
-    "/tokenizer_info": "What the tokenizer is",
-    "/version": "The server's version",
-    "/metrics": "Figures for Prometheus",
-    "/openapi.json": "This document",
-}
 _ERRORS = {
     400: "What was sent cannot be understood or done",
     401: "No API key, or a wrong one",
@@ -31,54 +18,62 @@ _ERRORS = {
     503: "No requests are taken: the server stops, or its engine failed",
     504: "The request was not done in its time",
 }
-_GENERATES = {"/v1/completions": CompletionAnswer, "/v1/chat/completions": ChatAnswer}
-_OPEN = ("/health", "/version", "/metrics", "/openapi.json")
 
 
-def openapi(bodies: Mapping[str, type], answers: Mapping[str, type], *, with_key: bool) -> dict[str, Any]:
-    """Returns the document for routes that read these bodies and give these answers; ``with_key``: an API key."""
-    given = {**answers, **_GENERATES}
-    kinds = dict.fromkeys([*bodies.values(), *given.values(), ErrorAnswer])
-    refs, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    ref = dict(zip(kinds, refs, strict=True))
+class Operation(NamedTuple):
+    """A route: its path, its name, what it is for, and the types of its body and its answer. It is a POST if it has a
+    body, and without a type of answer it gives text."""
+
+    path: str
+    name: str
+    summary: str
+    body: type[Any] | None
+    answer: type[Any] | None
+
+    @property
+    def method(self) -> str:
+        return "get" if self.body is None else "post"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the engine runs for it; then it may also answer with a stream of events."""
+        return self.path.endswith("completions")
+
+    def errors(self, *, with_key: bool) -> list[int]:
+        """Returns the statuses of the errors that it may answer with."""
+        codes = [400, 404, 413] if self.body else [404] * ("{" in self.path)
+        codes += [429, 503, 504] if self.generates else [503] * (self.name == "health")
+        return sorted(codes + [401] * (with_key and self.path not in OPEN_PATHS))
+
+
+def openapi(operations: Sequence[Operation], *, with_key: bool) -> dict[str, Any]:
+    """Returns the document for these routes; ``with_key``: an API key is needed."""
+    kinds = list(dict.fromkeys(kind for row in operations for kind in (row.body, row.answer, ErrorAnswer) if kind))
+    found, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schema = dict(zip(kinds, found, strict=True))
     paths: dict[str, Any] = {}
-    for path, summary in _SUMMARIES.items():
-        body = bodies.get(path)
-        codes = [*((400, 413) if body else ()), *((429, 503, 504) if path in _GENERATES else ())]
-        codes += [404] if body or "{" in path else []
-        codes += [401] if with_key and path not in _OPEN else []
-        codes += [503] if path == "/health" else []
-        operation: dict[str, Any] = {
-            "summary": summary,
-            "operationId": path.strip("/").replace("/", "_").replace("{", "").replace("}", "").replace(".", "_"),
-            "responses": {"200": {"description": "Done", "content": _content(path, ref.get(given.get(path)))}}  # type: ignore[arg-type]
-            | {str(code): _error(code, ref[ErrorAnswer]) for code in sorted(codes)},
-        }
-        if body is not None:
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref[body]}}}
-        if "{" in path:
+    for row in operations:
+        answer = {"text/plain": {"schema": {"type": "string"}}}
+        if row.answer is not None:
+            events = {"text/event-stream": {"schema": {"type": "string"}}} if row.generates else {}
+            answer = {"application/json": {"schema": schema[row.answer]}} | events
+        responses = {"200": {"description": "Done", "content": answer}}
+        operation: dict[str, Any] = {"summary": row.summary, "operationId": row.name, "responses": responses}
+        for code in row.errors(with_key=with_key):
+            error = {"description": _ERRORS[code], "content": {"application/json": {"schema": schema[ErrorAnswer]}}}
+            wait = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
+            responses[str(code)] = error | ({"headers": wait} if code == 429 else {})
+        if row.body is not None:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema[row.body]}}}
+        if "{" in row.path:
             operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-        if with_key and path not in _OPEN:
+        if "401" in responses:
             operation["security"] = [{"bearer": []}]
-        paths[path] = {"post" if body is not None else "get": operation}
-    components: dict[str, Any] = {"schemas": schemas}
-    if with_key:
-        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-    info = {"title": "meshwright", "version": __version__, "description": "A model served as OpenAI's interface."}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
-
-
-def _content(path: str, schema: Any) -> dict[str, Any]:
-    if path == "/metrics":
-        return {"text/plain": {"schema": {"type": "string"}}}
-    content: dict[str, Any] = {"application/json": {"schema": schema or {"type": "object"}}}
-    if path in _GENERATES:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    return content
-
-
-def _error(code: int, schema: Any) -> dict[str, Any]:
-    described: dict[str, Any] = {"description": _ERRORS[code], "content": {"application/json": {"schema": schema}}}
-    if code == 429:
-        described["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
-    return described
+        paths[row.path] = {row.method: operation}
+    bearer = {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}} if with_key else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "meshwright", "version": __version__, "description": "A model behind OpenAI's interface."},
+        "paths": paths,
+        "components": {"schemas": schemas} | bearer,
+    }

@@ -3,11 +3,14 @@
 import msgspec
 
 
-class RequestTimes(msgspec.Struct):
-    """When a request came, and when its tokens did: at the end of the engine's step that made them, so that a client
-    that reads slowly changes nothing. ``start_s`` is when its body had been read; tokens are those the engine made."""
+class TokenTimes(msgspec.Struct):
+    """When a sequence was asked for, and when its tokens came.
 
-    start_s: float
+    ``start_s`` is when the head of its request was read. A token comes when the engine's step that made it ends, so
+    that a client that reads slowly changes nothing.
+    """
+
+    start_s: float = 0.0
     first_s: float | None = None
     last_s: float = 0.0
     num_tokens: int = 0

@@ -1,26 +1,26 @@
 """One sequence of an answer: its tokens become text, up to a stop string."""
 
-from meshwright.serve.http.asked import Asked
+from meshwright.serve.http.asked import AskedText
 from meshwright.serve.model_folder import TextStream
 from meshwright.serve.request import TokenLogprob, TokenOutput
-from meshwright.serve.request_times import RequestTimes
 from meshwright.serve.stop_strings import StopScan
+from meshwright.serve.token_times import TokenTimes
 
-Entry = tuple[int, TokenLogprob | None]
+ReportedToken = tuple[int, TokenLogprob | None]
 """A token that is reported, with its log-probability; a prompt's first token has none."""
 
 
-class Choice:
+class GrowingText:
     """A sequence while it grows. ``piece`` and ``entries`` are text and reported tokens that are not taken yet;
     ``finish`` is why it ended, "" before."""
 
-    def __init__(self, asked: Asked, index: int, start_s: float) -> None:
+    def __init__(self, asked: AskedText, index: int) -> None:
         request = asked.requests[index]
         self.index = index
-        self.times = RequestTimes(start_s)
+        self.times = TokenTimes()
         self.finish = ""
         self.piece = "" if asked.echoes is None else asked.echoes[index // asked.n]
-        self.entries = list[Entry]()
+        self.entries = list[ReportedToken]()
         self.offset = 0
         self.cached = 0
         self.started = False
@@ -59,7 +59,7 @@ class Choice:
             self.finish = "stop"
         return stopped
 
-    def take(self) -> tuple[str, list[Entry]]:
+    def take(self) -> tuple[str, list[ReportedToken]]:
         """Returns the text and the reported tokens since the last call."""
         piece, self.piece = self.piece, ""
         entries, self.entries = self.entries, []
