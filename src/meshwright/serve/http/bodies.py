@@ -14,10 +14,12 @@ Tokens = list[Annotated[int, Meta(ge=0, lt=2**31)]]
 _Positive32 = Annotated[int, Meta(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=1_000)]
-_PROMPTS = [
-    {"type": "string"},
-    *({"type": "array", "minItems": 1, "items": {"type": kind}} for kind in ("string", "integer")),
-    {"type": "array", "minItems": 1, "items": {"type": "array", "items": {"type": "integer"}}},
+_TOKEN_LIST = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT = [
+    {"type": "string", "minLength": 1},
+    {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+    _TOKEN_LIST,
+    {"type": "array", "minItems": 1, "items": _TOKEN_LIST},
 ]
 
 
@@ -72,7 +74,7 @@ class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
 class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     """The body of ``/v1/completions``."""
 
-    prompt: Annotated[str | list[str | int | Tokens], Meta(extra_json_schema={"anyOf": _PROMPTS})]
+    prompt: Annotated[str | list[str | int | Tokens], Meta(extra_json_schema={"anyOf": _PROMPT})]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -82,7 +84,7 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     """A part of a message; texts alone are taken."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"const": "text"})]
     text: str | None = None
 
 
@@ -106,7 +108,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
 class ResponseFormat(msgspec.Struct, kw_only=True):
     """The form of an answer; text alone is taken."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"const": "text"})]
 
 
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
