@@ -4,6 +4,7 @@ Commands go to the thread by a queue; the outputs of a step come back in one wak
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,6 +18,7 @@ from meshwright.serve.request import EngineState, TokenOutput, TokenRequest
 
 MOST_QUEUED = 1_024
 LONGEST_RETRY_S = 60
+_LOGGER = logging.getLogger(__name__)
 
 
 class TokenEngine(Protocol):
@@ -66,8 +68,7 @@ class Feed:
     def __init__(self, frontend: "Frontend", requests: Sequence[TokenRequest]) -> None:
         self.requests = requests
         self.numbers: dict[int, int] = {}  # place -> the engine's number; the engine's thread alone uses it
-        self.opened_s = time.perf_counter()
-        self._frontend, self._unended, self._unaccepted = frontend, set(range(len(requests))), len(requests)
+        self._frontend, self._unended, self._accepted = frontend, set(range(len(requests))), not requests
         self._arrived: list[Arrived] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -75,7 +76,7 @@ class Feed:
 
     async def accepted(self) -> None:
         """Returns once the engine has taken all requests. Raises InputError for one that can never run."""
-        while self._unaccepted and self._error is None:
+        while not self._accepted and self._error is None:
             await self._wait()
         if self._error is not None:
             raise self._error
@@ -132,13 +133,10 @@ class Feed:
                 self._ended(place)
             self._wake()
 
-    def accept(self, error: InputError | None) -> None:
-        """Called by the front end once the engine has taken or refused a request."""
-        self._unaccepted -= 1
-        if error is not None:
-            self.fail(error)
-        elif self._unaccepted == 0:
-            self._wake()
+    def accept(self) -> None:
+        """Called by the front end once the engine has taken all requests."""
+        self._accepted = True
+        self._wake()
 
     def _ended(self, place: int) -> None:
         self._unended.discard(place)
@@ -267,15 +265,15 @@ class Frontend:
             self.engine.cancel(number)
 
     def _submit(self, feed: Feed) -> None:
-        for place, request in enumerate(feed.requests):
-            try:
+        try:
+            for place, request in enumerate(feed.requests):
                 number = self.engine.submit(request)
-            except InputError as error:
-                self._post(feed.accept, error)
-            else:
                 feed.numbers[place] = number
                 self._places[number] = (feed, place)
-        self._post(self._accept, feed, len(feed.numbers))
+        except InputError as error:
+            self._post(feed.fail, error)
+        else:
+            self._post(feed.accept)
 
     def _end(self) -> None:
         self._stop = True
@@ -289,6 +287,7 @@ class Frontend:
                 outputs = self.engine.step() if self.engine.has_work else []
                 self._post(self._deliver, self._placed(outputs), time.perf_counter(), self.engine.state())
         except BaseException as error:  # whatever it is, nobody may wait for ever
+            _LOGGER.exception("the engine failed")
             self._post(self._fail, f"the engine failed: {as_sentence(first_line(error))}")  # type: ignore[arg-type]
 
     def _obey(self) -> None:
@@ -317,10 +316,6 @@ class Frontend:
             self._stop = True
 
     # -- called in the event loop by the engine's thread --------------------------------------------------------
-
-    def _accept(self, feed: Feed, count: int) -> None:
-        for _ in range(count):
-            feed.accept(None)
 
     def _deliver(self, placed: list[tuple[Feed, int, TokenOutput]], time_s: float, state: EngineState) -> None:
         self.state = state

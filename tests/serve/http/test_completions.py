@@ -163,7 +163,7 @@ async def test_special_tokens():
         ({"beams": 1}, "beams is not a field that this server knows", "beams"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs"),
         ({"seed": -1}, "seed", "seed"),
-        ({"n": 100}, "100 sequences were asked for; this server takes 64", "n"),
+        ({"n": 100}, "100 sequences were asked for; this server takes 64 sequences at once", "n"),
     ],
 )
 @in_loop

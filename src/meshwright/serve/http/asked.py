@@ -46,6 +46,7 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
         raise RequestError("best_of may only equal n. Leave it out.", param="best_of")
     special = body.add_special_tokens is not False
     given = _prompts(body.prompt)
+    _require_room(len(given) * (body.n or 1), frontend)
     prompts = [tuple(await encoded(served, one, special)) if isinstance(one, str) else tuple(one) for one in given]
     asked = _asked(body, served, frontend, prompts, body.logprobs)
     if body.echo:
@@ -63,6 +64,7 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
         )
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
+    _require_room(body.n or 1, frontend)
     more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     text = chat_text(served, body.messages, body.tools, more | template_variables(body))
     prompt = tuple(await encoded(served, text, bool(body.add_special_tokens)))
@@ -130,6 +132,13 @@ def sampling_of(body: GenerationBody, vocab_size: int, *, seed: int, number: int
     return Sampling(**given)
 
 
+def _require_room(count: int, frontend: Frontend) -> None:
+    """Raises RequestError for more sequences than there may ever be."""
+    if count > frontend.max_queued:
+        most = f"this server takes {frontend.max_queued:,} sequences at once"
+        raise RequestError(f"{count:,} sequences were asked for; {most}. Ask for fewer.", param="n")
+
+
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     """Returns the prompts of a text, texts, tokens, or lists of tokens."""
     if isinstance(given, str):
@@ -150,9 +159,6 @@ def _asked(
     options, vocab_size = body.stream_options, frontend.vocab_size
     if options is not None and not body.stream:
         raise RequestError("stream_options needs stream. Set stream to true.", param="stream_options")
-    if n * len(prompts) > frontend.max_queued:
-        most = f"{frontend.max_queued:,} sequences at once"
-        raise RequestError(f"{n * len(prompts):,} sequences were asked for; this server takes {most}.", param="n")
     if body.stop_token_ids:
         require_tokens(body.stop_token_ids, vocab_size, "stop_token_ids")
     ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else served.end_tokens)

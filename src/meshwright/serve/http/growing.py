@@ -27,7 +27,8 @@ class GrowingText:
         self.prompt = request.prompt
         self._min_tokens = request.min_tokens
         self._reports, self._echoes = asked.logprobs, asked.logprobs and asked.echoes is not None
-        self._stream, self._scan = TextStream(asked.text, request.prompt), StopScan(asked.stops)
+        self._stream = TextStream(asked.text, request.prompt[-8:])  # a stream looks no further back
+        self._scan = StopScan(asked.stops)
 
     def push(self, output: TokenOutput) -> bool:
         """Adds an output. Returns True if a stop string ended the text before the engine ended the sequence."""
