@@ -1,9 +1,15 @@
 """Completions: forms of prompts, settings as the engine gets them, texts, tokens and ends."""
 
+import httpx
 import pytest
 
+from meshwright.serve.frontend import Frontend
+from meshwright.serve.http.app import make_app
+from meshwright.serve.http.growing import GrowingText
+from meshwright.serve.http.served import ServedModel
+from meshwright.serve.model_folder import NumberedText
 from meshwright.serve.sampling import Sampling
-from tests.serve.http.fake import bench, events, in_loop, letters, served, streamed_text
+from tests.serve.http.fake import FakeEngine, bench, events, in_loop, letters, served, streamed_text
 
 
 def tokens_of(text):
@@ -120,7 +126,7 @@ async def test_characters_of_several_tokens_come_whole():
         assert "".join(one["text"] for one in chunks) == "é\ufffd"
         names = [one for chunk in chunks for one in chunk["logprobs"]["tokens"]]
         assert names == [r"bytes:\xc3", r"bytes:\xa9", r"bytes:\xc3"]
-        assert [served().token_bytes(one) for one in (first, last)] == [b"\xc3", b"\xa9"]
+        assert [served().piece(one)[1] for one in (first, last)] == [b"\xc3", b"\xa9"]
 
 
 @in_loop
@@ -209,3 +215,41 @@ async def test_penalties_reach_the_engine_or_are_refused(field, value):
         else:
             assert answer.json()["error"]["param"] == field
             assert answer.status_code == 400
+
+
+@in_loop
+async def test_a_model_without_a_tokenizer_takes_numbers():
+    engine = FakeEngine()
+    frontend = Frontend(engine)
+    app = make_app(frontend, ServedModel(name="numbers", text=NumberedText()))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        body = {"prompt": "5, 6", "max_tokens": 3, "logprobs": 1, "stop": " 9"}
+        found = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+        assert (found["text"], found["finish_reason"]) == (" 7 8", "stop")
+        assert found["logprobs"]["tokens"] == ["7", "8", "9"]
+        for prompt in ("x", "9" * 5_000, "-1", "999"):
+            assert (await client.post("/v1/completions", json={"prompt": prompt})).status_code == 400
+        chat = {"messages": [{"role": "user", "content": "5"}]}
+        assert "has no chat template" in (await client.post("/v1/chat/completions", json=chat)).text
+
+
+@in_loop
+async def test_a_fault_of_the_server_is_an_error_of_its_own(monkeypatch, caplog):
+    async with bench() as b:
+        b.client._transport.raise_app_exceptions = False
+
+        def fault(*_):
+            raise RuntimeError("a secret")
+
+        monkeypatch.setattr(GrowingText, "push", fault)
+        answer = await b.complete("a")
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "the server failed; its log says how."
+        assert "a secret" in caplog.text
+        answer = await b.complete("a", stream=True)
+        assert "the server failed" in answer.text
+        await b.rest()

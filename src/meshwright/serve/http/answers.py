@@ -113,7 +113,6 @@ class Writer:
     def __init__(self, served: ServedModel, name: str, created_s: int) -> None:
         self.served, self.name, self.created_s = served, name, created_s
         self.usage_null = b""
-        self._whole = served.whole
         head = {"id": name, "object": self.kind, "created": created_s, "model": served.name}
         self._start = b"data: " + encode(head)[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}
@@ -183,12 +182,8 @@ class CompletionWriter(Writer):
 
     def _token(self, token: int) -> str:
         """Returns a token's text; for a part of a character its bytes, as OpenAI writes them."""
-        text = self._whole.decode([token])
-        return (
-            text
-            if "\ufffd" not in text
-            else "bytes:" + "".join(rf"\x{one:02x}" for one in self.served.token_bytes(token))
-        )
+        text, raw = self.served.piece(token)
+        return text if "\ufffd" not in text else "bytes:" + "".join(rf"\x{one:02x}" for one in raw)
 
 
 class ChatWriter(Writer):
@@ -206,7 +201,7 @@ class ChatWriter(Writer):
         for token, given in entries:
             if given is not None:
                 top = [self._likely(one, value) for one, value in given.top]
-                text, raw = self._text(token)
+                text, raw = self.served.piece(token)
                 rows.append(ChatToken(token=text, logprob=given.logprob, bytes=list(raw), top_logprobs=top))
         return ChatLogprobs(rows)
 
@@ -221,11 +216,8 @@ class ChatWriter(Writer):
         return encode(ChatAnswer(id=self.name, created=created, model=model, choices=rows, usage=usage))
 
     def _likely(self, token: int, value: float) -> LikelyToken:
-        text, raw = self._text(token)
+        text, raw = self.served.piece(token)
         return LikelyToken(token=text, logprob=value, bytes=list(raw))
-
-    def _text(self, token: int) -> tuple[str, bytes]:
-        return self._whole.decode([token]), self.served.token_bytes(token)
 
 
 def _end(choice: GrowingText) -> FinishReason:

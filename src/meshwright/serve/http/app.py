@@ -159,8 +159,7 @@ class Handlers:
             text = chat_text(self.served, body.messages or [], body.tools, template_variables(body))
             special = bool(body.add_special_tokens)
         tokens = await encoded(self.served, text, special)
-        names = [self.served.token_bytes(one).decode(errors="replace") for one in tokens]
-        shown = names if body.return_token_strs else None
+        shown = [self.served.piece(one)[0] for one in tokens] if body.return_token_strs else None
         length = self.frontend.max_len
         return TokenizeAnswer(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=shown)
 

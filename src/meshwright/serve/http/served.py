@@ -1,6 +1,7 @@
 """A model as it is served: its name, its tokenizer, its chat template, and prompts as tokens."""
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,13 +29,15 @@ class WholeText(TokenizedText):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients call a model, and how its text becomes tokens; ``created`` is a Unix time, in s."""
+    """What clients call a model, and how its text becomes tokens; ``created`` is a Unix time, in s,
+    ``pieces`` what `piece` has found."""
 
     name: str
     text: Text
     end_tokens: frozenset[int] = frozenset()
     chat: ChatTemplates | None = None
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
+    pieces: dict[int, tuple[str, bytes]] = {}
 
     @property
     def whole(self) -> Text:
@@ -57,17 +60,21 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         except InputError as error:
             raise RequestError(str(error), param="messages") from None
 
-    def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of a token, also of one that is a part of a character."""
-        if isinstance(self.text, TokenizedText):
-            piece = self.text.tokenizer.id_to_token(token) or ""
-            if len(piece) == 6 and piece.startswith("<0x"):
-                return bytes.fromhex(piece[3:5])
+    def piece(self, token: int) -> tuple[str, bytes]:
+        """Returns a token's text and its bytes, also of one that is a part of a character."""
+        found = self.pieces.get(token)
+        if found is None:
             text = self.whole.decode([token])
-            if "\ufffd" in text and all(one in _BYTE_OF for one in piece):
-                return bytes(_BYTE_OF[one] for one in piece)
-            return text.encode(errors="replace")
-        return str(token).encode()
+            found = self.pieces[token] = (text, self._bytes(token, text))
+        return found
+
+    def _bytes(self, token: int, text: str) -> bytes:
+        name = (self.text.tokenizer.id_to_token(token) or "") if isinstance(self.text, TokenizedText) else ""
+        if "\ufffd" in text and re.fullmatch("<0x[0-9A-F]{2}>", name):
+            return bytes.fromhex(name[3:5])
+        if "\ufffd" in text and name and all(letter in _BYTE_OF for letter in name):
+            return bytes(_BYTE_OF[letter] for letter in name)
+        return text.encode(errors="replace")
 
 
 def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
