@@ -18,6 +18,8 @@ from meshwright.serve.request import EngineState, TokenOutput, TokenRequest
 
 MOST_QUEUED = 1_024
 LONGEST_RETRY_S = 60
+MOST_TAKEN = 256
+"""Outputs that a consumer gets at once, some 5 ms of work, so that one who had fallen behind stalls nobody."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -82,17 +84,19 @@ class Feed:
             raise self._error
 
     async def take(self) -> list[Arrived]:
-        """Waits for outputs and returns all that came since the last call; [] after the last one.
+        """Waits for outputs and returns those that came since the last call, up to `MOST_TAKEN`; [] after the last one.
 
         Raises UnavailableError if the engine fails, DeadlineError, and AbandonedError after `abandon`.
         """
+        if self._arrived:
+            await asyncio.sleep(0)  # whoever has fallen behind lets the others go first
         while not self._arrived:
             if self._error is not None:
                 raise self._error
             if not self._unended:
                 return []
             await self._wait()
-        found, self._arrived = self._arrived, []
+        found, self._arrived = self._arrived[:MOST_TAKEN], self._arrived[MOST_TAKEN:]
         return found
 
     def cancel(self, place: int) -> None:

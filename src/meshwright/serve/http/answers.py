@@ -5,11 +5,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.serve.http.growing import GrowingText, ReportedToken
+from meshwright.serve.http.growing import FinishReason, GrowingText, ReportedToken
 from meshwright.serve.http.served import ServedModel
 
 encode = msgspec.json.Encoder().encode
-FinishReason = Literal["stop", "length"]
 
 
 class CachedTokens(msgspec.Struct):
@@ -107,7 +106,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
 class Writer:
     """Writes one answer. What its events have in common is encoded once."""
 
-    kind = ""
+    kind, whole = "", msgspec.Struct
     before_text, after_text, no_text = b"", b"", b""
 
     def __init__(self, served: ServedModel, name: str, created_s: int) -> None:
@@ -136,11 +135,21 @@ class Writer:
         """Returns the event that says what was used."""
         return self._start + b'],"usage":' + encode(usage) + b"}\n\n"
 
-    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> Any:
-        raise NotImplementedError
-
     def answer(self, choices: Sequence[GrowingText], usage: Usage) -> bytes:
         """Returns the whole answer."""
+        rows = []
+        for choice in choices:
+            text, entries = choice.take()
+            rows.append(self.row(choice, text, self.logprobs(choice, entries) if entries else None))
+        given = {"id": self.name, "created": self.created_s, "model": self.served.name}
+        return encode(self.whole(**given, choices=rows, usage=usage))
+
+    def row(self, choice: GrowingText, text: str, logprobs: Any) -> Any:
+        """Returns a choice of a whole answer."""
+        raise NotImplementedError
+
+    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> Any:
+        """Returns tokens as they are reported."""
         raise NotImplementedError
 
     def _head(self, choice: GrowingText) -> bytes:
@@ -153,7 +162,7 @@ class Writer:
 class CompletionWriter(Writer):
     """Writes a completion."""
 
-    kind = "text_completion"
+    kind, whole = "text_completion", CompletionAnswer
     before_text, after_text, no_text = b'"text":', b"", b'"text":""'
 
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs:
@@ -162,23 +171,17 @@ class CompletionWriter(Writer):
             text = self._token(token)
             found.tokens.append(text)
             found.token_logprobs.append(None if given is None else given.logprob)
+            top = dict[str, float]()
             # Of tokens with the same text the likelier counts; the sampled one is always there.
-            top = {self._token(one): value for one, value in reversed(given.top)} if given else None
-            if given and top is not None:
-                top.setdefault(text, given.logprob)
-            found.top_logprobs.append(top)
+            for one, value in (*given.top, (token, given.logprob)) if given else ():
+                top.setdefault(self._token(one), value)
+            found.top_logprobs.append(top if given else None)
             found.text_offset.append(choice.offset)
             choice.offset += len(text)
         return found
 
-    def answer(self, choices: Sequence[GrowingText], usage: Usage) -> bytes:
-        rows = []
-        for choice in choices:
-            text, entries = choice.take()
-            logprobs = self.logprobs(choice, entries) if entries else None
-            rows.append(CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=_end(choice)))
-        model, created = self.served.name, self.created_s
-        return encode(CompletionAnswer(id=self.name, created=created, model=model, choices=rows, usage=usage))
+    def row(self, choice: GrowingText, text: str, logprobs: Any) -> CompletionChoice:
+        return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish)
 
     def _token(self, token: int) -> str:
         """Returns a token's text; for a part of a character its bytes, as OpenAI writes them."""
@@ -189,7 +192,7 @@ class CompletionWriter(Writer):
 class ChatWriter(Writer):
     """Writes the answer of a chat."""
 
-    kind = "chat.completion.chunk"
+    kind, whole = "chat.completion.chunk", ChatAnswer
     before_text, after_text, no_text = b'"delta":{"content":', b"}", b'"delta":{}'
 
     def first(self, choice: GrowingText) -> bytes:
@@ -205,20 +208,10 @@ class ChatWriter(Writer):
                 rows.append(ChatToken(token=text, logprob=given.logprob, bytes=list(raw), top_logprobs=top))
         return ChatLogprobs(rows)
 
-    def answer(self, choices: Sequence[GrowingText], usage: Usage) -> bytes:
-        rows = []
-        for choice in choices:
-            text, entries = choice.take()
-            logprobs = self.logprobs(choice, entries) if entries else None
-            message = AnswerMessage(content=text)
-            rows.append(ChatChoice(index=choice.index, message=message, logprobs=logprobs, finish_reason=_end(choice)))
-        model, created = self.served.name, self.created_s
-        return encode(ChatAnswer(id=self.name, created=created, model=model, choices=rows, usage=usage))
+    def row(self, choice: GrowingText, text: str, logprobs: Any) -> ChatChoice:
+        message = AnswerMessage(content=text)
+        return ChatChoice(index=choice.index, message=message, logprobs=logprobs, finish_reason=choice.finish)
 
     def _likely(self, token: int, value: float) -> LikelyToken:
         text, raw = self.served.piece(token)
         return LikelyToken(token=text, logprob=value, bytes=list(raw))
-
-
-def _end(choice: GrowingText) -> FinishReason:
-    return "stop" if choice.finish == "stop" else "length"

@@ -18,7 +18,7 @@ from meshwright.serve.stop_strings import StopStrings
 
 COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that does not say it, as OpenAI has it; a chat may go on to the model's limit."""
-_LONG_TEXT = 16_384
+_LONG_TEXT = 4_096
 """Characters from which on a text is encoded in another thread, so that streams go on meanwhile."""
 
 

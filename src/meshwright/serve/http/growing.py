@@ -1,24 +1,27 @@
 """One sequence of an answer: its tokens become text, up to a stop string."""
 
+from typing import Literal
+
 from meshwright.serve.http.asked import AskedText
 from meshwright.serve.model_folder import TextStream
 from meshwright.serve.request import TokenLogprob, TokenOutput
 from meshwright.serve.stop_strings import StopScan
 from meshwright.serve.token_times import TokenTimes
 
+FinishReason = Literal["stop", "length"]
 ReportedToken = tuple[int, TokenLogprob | None]
 """A token that is reported, with its log-probability; a prompt's first token has none."""
 
 
 class GrowingText:
     """A sequence while it grows. ``piece`` and ``entries`` are text and reported tokens that are not taken yet;
-    ``finish`` is why it ended, "" before."""
+    ``finish`` is why it ended, None before."""
 
     def __init__(self, asked: AskedText, index: int) -> None:
         request = asked.requests[index]
         self.index = index
         self.times = TokenTimes()
-        self.finish = ""
+        self.finish: FinishReason | None = None
         self.piece = "" if asked.echoes is None else asked.echoes[index // asked.n]
         self.entries = list[ReportedToken]()
         self.offset = 0

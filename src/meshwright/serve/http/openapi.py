@@ -55,7 +55,7 @@ def openapi(operations: Sequence[Operation], *, with_key: bool) -> dict[str, Any
     for row in operations:
         answer = {"text/plain": {"schema": {"type": "string"}}}
         if row.answer is not None:
-            events = {"text/event-stream": {"schema": {"type": "string"}}} if row.generates else {}
+            events: dict[str, Any] = {"text/event-stream": {"schema": {}}} if row.generates else {}
             answer = {"application/json": {"schema": schema[row.answer]}} | events
         responses = {"200": {"description": "Done", "content": answer}}
         operation: dict[str, Any] = {"summary": row.summary, "operationId": row.name, "responses": responses}

@@ -1,6 +1,7 @@
 """Runs the app on a socket until a signal, and ends with what runs finished."""
 
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,9 @@ from starlette.types import ASGIApp
 
 from meshwright.core.errors import InputError
 from meshwright.serve.frontend import Frontend
+
+SWITCH_S = 0.0005
+"""How long a thread keeps Python's interpreter that another one waits for."""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +87,8 @@ def serve_app(
     Raises InputError if it cannot listen there. ``on_ready`` is given the URL, or the path of a Unix socket, once it
     answers.
     """
+    # The engine's thread and the loop's want the interpreter in turns; Python's 5 ms would show in the pace of tokens.
+    sys.setswitchinterval(SWITCH_S)
     listening = listening or Listening()
     bound = listening.bind()
     host = f"[{listening.host}]" if ":" in listening.host else listening.host
