@@ -31,7 +31,10 @@ BUDGETS = {
 }  # fmt: skip
 """Lines of each package at most; a larger number needs an entry in docs/decisions.md."""
 
-NOT_IMPORTED = {"vl-convert-python": "vl_convert", "orbax-checkpoint": "orbax", "tomli-w": "tomli_w"}
+NOT_IMPORTED = {
+    **{"vl-convert-python": "vl_convert", "orbax-checkpoint": "orbax", "tomli-w": "tomli_w"},
+    "prometheus-client": "prometheus_client",
+}
 """Distribution -> the name that it is imported by, where that is another one."""
 
 

@@ -117,3 +117,15 @@ def test_what_is_left_in_the_middle_of_a_character_comes_in_the_end():
 def test_numbers_come_with_their_spaces():
     stream = TextStream(NumberedText(), [5, 6])
     assert [stream.push(7), stream.push(81)] == [" 7", " 81"]
+
+
+@pytest.mark.parametrize("token", [0, byte_tokenizer("<pad>").encode("é").ids[0]])
+def test_tokens_without_text_do_not_pile_up(token):
+    """Special tokens, and bytes that never become a character, which come as replacements in the end."""
+    text = TokenizedText(byte_tokenizer("<pad>"))
+    stream = TextStream(text, text.encode("a"))
+    pieces = [stream.push(token) for _ in range(100)]
+    assert max(map(len, pieces)) < 10
+    assert len(stream.tokens) - stream.start < 30
+    assert "".join(pieces) + stream.finish() == text.decode([token] * 100)
+    assert stream.push(text.encode("b")[0]) == "b"

@@ -90,9 +90,10 @@ def sources() -> str:
     """Returns a digest of the sources that programs are made from."""
     root = Path(meshwright.__file__).parent
     digest = hashlib.sha256()
-    for part in ("algebra", "core", "masks", "nn", "parallel", "serve", "spec"):
-        for path in sorted((root / part).rglob("*.py")):
-            digest.update(path.read_bytes())
+    for part in ("algebra", "core", "masks", "nn", "parallel", "spec", "serve/sampling.py", "serve/drawing.py"):
+        path = root / part
+        for one in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            digest.update(one.read_bytes())
     return digest.hexdigest()
 
 

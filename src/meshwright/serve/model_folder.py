@@ -105,8 +105,13 @@ def _end_tokens(folder: Path, text: Text) -> frozenset[int]:
     return frozenset() if end is None else frozenset([end])
 
 
+MOST_HELD = 8
+"""Tokens that may wait for a character's end: it has up to 4 bytes, what is still incomplete then is none."""
+
+
 class TextStream:
-    """Decodes the tokens of one sequence one by one; a character of several tokens comes with the last of them."""
+    """Decodes the tokens of one sequence one by one; a character of several tokens comes with the last of them. The
+    time of a token does not depend on how many came before."""
 
     def __init__(self, text: Text, prompt: Sequence[int]) -> None:
         self.text = text
@@ -126,7 +131,10 @@ class TextStream:
     def _new(self, *, last: bool = False) -> str:
         whole = self.text.decode(self.tokens[self.start :])
         before = self.text.decode(self.tokens[self.start : self.shown])
-        if len(whole) <= len(before) or (whole.endswith("\ufffd") and not last):
+        if whole == before and not last:
+            self.tokens.pop()  # a special token, of which the text has nothing
+        held = len(self.tokens) - self.shown
+        if len(whole) <= len(before) or (whole.endswith("\ufffd") and held <= MOST_HELD and not last):
             return ""
         self.start, self.shown = self.shown, len(self.tokens)
         return whole[len(before) :]

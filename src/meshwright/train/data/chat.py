@@ -7,70 +7,36 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.core.files import read_text
-from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG, read_table
+from meshwright.nn.hf.chat_template import (
+    BEGIN,
+    END,
+    REASONING,
+    REFUSES,
+    TEMPLATE,
+    ChatTemplates,
+    as_templates_read,
+    read_chat_templates,
+)
+from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG
 from meshwright.train.data.text import SKIP, TextPiece
 from meshwright.train.data.tokenizer import TextTokenizer
 from meshwright.train.settings import LossOn
 
-TEMPLATE = "chat_template.jinja"
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first or the second."""
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Two codes that no text has, around the text that a template renders in a generation block."""
-
-
-class _Generation(Extension):
-    """The block ``{% generation %} ... {% endgeneration %}`` around text of the assistant."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return f"{BEGIN}{caller()}{END}"
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _compiled(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    # Jinja's own filter escapes HTML.
-    environment.filters["tojson"] = lambda found, ensure_ascii=False, **how: json.dumps(
-        found, ensure_ascii=ensure_ascii, **how
-    )
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(source)
-
 
 class ChatTokenizer(NamedTuple):
-    """A tokenizer with its chat templates and special tokens by name; ``loss_on``: which tokens of a record count."""
+    """A tokenizer with its chat templates; ``loss_on``: which tokens of a record count."""
 
     tokenizer: Tokenizer
     end_id: int
-    templates: Mapping[str, Template]
-    special: Mapping[str, str]
+    chats: ChatTemplates
     loss_on: LossOn
     identity: str
     dtype: str = "int32"
@@ -127,14 +93,13 @@ class ChatTokenizer(NamedTuple):
         self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **asked: bool
     ) -> tuple[list[int], np.ndarray]:
         """Returns tokens, and for each whether it counts: those of the assistant do, or all."""
-        tools, given = record.get("tools"), {"messages": messages, "documents": None, "add_generation_prompt": False}
+        tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
         try:
             tools = json.loads(tools) if isinstance(tools, str) else tools
-            template = self.templates.get("tool_use" if tools else "default", self.templates["default"])
-            more = record.get("chat_template_kwargs") or {}
-            text = template.render({**self.special, **given, **asked, "tools": tools, **more})
-        except Exception as error:  # a template may raise anything
-            raise InputError(f"{where}: the chat template refuses it: {error}. Mend the record.") from None
+            text = self.chats.render(messages, tools, **{**asked, **more})
+        except Exception as error:  # of the tools, or of their names and the template's
+            said = str(error).removesuffix(".").removeprefix(REFUSES)
+            raise InputError(f"{where}: {REFUSES}{said}. Mend the record.") from None
         parts = re.split(f"[{BEGIN}{END}]", text)
         encoding = self.tokenizer.encode("".join(parts), add_special_tokens=False)
         counted = np.full(len(encoding.ids), self.loss_on != "assistant")
@@ -153,16 +118,13 @@ def _messages(found: Any, where: str) -> list[dict[str, Any]]:
             f"{where} is no chat. Give messages=[{{role, content}}, ...], or prompt and completion, both texts or both "
             "such lists (lists for train.loss_on=assistant)."
         )
-    kept = [{name: value for name, value in one.items() if value is not None} for one in found]
+    kept = [as_templates_read(one) for one in found]
     for number, one in enumerate(kept, 1):
         if not _says_something(one):
             raise InputError(
                 f"{where}: message {number}, of role {one.get('role')!r}, has no content that is a text. "
                 "Mend the record."
             )
-        reasoning = next((one[name] for name in REASONING if name in one), None)
-        if reasoning is not None:
-            one |= {"thinking": one.get("thinking", reasoning), "reasoning_content": reasoning}
     return kept
 
 
@@ -182,27 +144,14 @@ def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) ->
     blocks.
     """
     folder = path.expanduser() if path.expanduser().is_dir() else path.expanduser().parent
-    config = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
-    sources = config.get("chat_template")
-    file = folder / TEMPLATE
-    if file.is_file():
-        sources = read_text(file, "Mend it.")
-    listed = sources if isinstance(sources, list) else [{"name": "default", "template": sources}]
-    pairs = ((one.get("name"), one.get("template")) for one in listed if isinstance(one, dict))
-    sources = {name: source for name, source in pairs if isinstance(source, str)}
-    if "default" not in sources:
+    chats = read_chat_templates(folder)
+    if chats is None:
         raise InputError(f"{folder} has no chat template: neither {TEMPLATE} nor one in {TOKENIZER_CONFIG}. Add it.")
-    if loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", sources["default"]):
+    if loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", chats.sources["default"]):
         raise InputError(
             f"the chat template of {folder} does not mark what the assistant says, as train.loss_on=assistant needs. "
             "Put {% generation %} and {% endgeneration %} around that, or leave the setting out."
         )
-    try:
-        templates = {name: _compiled(source) for name, source in sources.items()}
-    except TemplateError as error:
-        raise InputError(f"the chat template of {folder} is not valid: {error}. Mend it.") from None
-    named = {name: config.get(name) for name in SPECIAL}
-    texts = {name: str(one.get("content")) if isinstance(one, dict) else one for name, one in named.items() if one}
-    identity = json.dumps([given.identity, sources, texts, loss_on])
+    identity = json.dumps([given.identity, chats.sources, chats.special, loss_on])
     digest = hashlib.sha256(identity.encode()).hexdigest()
-    return ChatTokenizer(given.tokenizer, given.end_id, templates, texts, loss_on, digest)
+    return ChatTokenizer(given.tokenizer, given.end_id, chats, loss_on, digest)

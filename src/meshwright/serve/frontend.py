@@ -1,0 +1,332 @@
+"""Runs an engine in a thread of its own, and gives asyncio the outputs of its requests as they come.
+
+Commands go to the thread by a queue; the outputs of a step come back in one wake-up of the event loop.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
+
+from meshwright.core.errors import CannotRunError, InputError, as_sentence, first_line
+from meshwright.serve.request import EngineState, TokenOutput, TokenRequest
+
+MOST_QUEUED = 1_024
+LONGEST_RETRY_S = 60
+MOST_TAKEN = 256
+"""Outputs that a consumer gets at once, some 5 ms of work, so that one who had fallen behind stalls nobody."""
+_LOGGER = logging.getLogger(__name__)
+
+
+class TokenEngine(Protocol):
+    """Runs requests step by step. All calls come from one thread; `submit` raises InputError for a request that can
+    never run; after `cancel` no output of a request follows; `step` waits for the step before its own."""
+
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, request: TokenRequest) -> int: ...
+    def cancel(self, number: int) -> None: ...
+    def step(self) -> list[TokenOutput]: ...
+    def state(self) -> EngineState: ...
+
+
+class BusyError(CannotRunError):
+    """The system holds as many requests as it may; there may be room in ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(CannotRunError):
+    """The server takes no requests: it drains, is closed, or its engine failed."""
+
+
+class DeadlineError(CannotRunError):
+    """A request was not done within its time."""
+
+
+class AbandonedError(CannotRunError):
+    """Nobody waits for the request any more."""
+
+
+Arrived = tuple[int, TokenOutput, float]
+"""The place of a request in its feed, an output, and when its step ended, in seconds of `time.perf_counter`."""
+
+
+class Feed:
+    """Outputs of requests that were opened together, in order of arrival. As a context, cancels on leaving it what has
+    not ended. All methods are for the event loop's thread."""
+
+    def __init__(self, frontend: "Frontend", requests: Sequence[TokenRequest]) -> None:
+        self.requests = requests
+        self.numbers: dict[int, int] = {}  # place -> the engine's number; the engine's thread alone uses it
+        self._frontend, self._unended, self._accepted = frontend, set(range(len(requests))), not requests
+        self._arrived: list[Arrived] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def accepted(self) -> None:
+        """Returns once the engine has taken all requests. Raises InputError for one that can never run."""
+        while not self._accepted and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    async def take(self) -> list[Arrived]:
+        """Waits for outputs and returns those that came since the last call, up to `MOST_TAKEN`; [] after the last one.
+
+        Raises UnavailableError if the engine fails, DeadlineError, and AbandonedError after `abandon`.
+        """
+        if self._arrived:
+            await asyncio.sleep(0)  # whoever has fallen behind lets the others go first
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if not self._unended:
+                return []
+            await self._wait()
+        found, self._arrived = self._arrived[:MOST_TAKEN], self._arrived[MOST_TAKEN:]
+        return found
+
+    def cancel(self, place: int) -> None:
+        """Ends one request; no output of it follows. Nothing happens if it has ended."""
+        if place in self._unended:
+            self._ended(place)
+            self._frontend.command(self._frontend.cancel_in_engine, self, place)
+            self._arrived = [one for one in self._arrived if one[0] != place]
+
+    def abandon(self) -> None:
+        """Cancels everything; whoever waits gets an AbandonedError."""
+        self.fail(AbandonedError("the client has gone."))
+
+    def fail(self, error: Exception) -> None:
+        """Cancels everything; whoever waits gets the error."""
+        self._error = self._error or error
+        for place in tuple(self._unended):
+            self.cancel(place)
+        self._wake()
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for place in tuple(self._unended):
+            self.cancel(place)
+
+    def expire_after(self, deadline_s: float) -> None:
+        """Fails with DeadlineError what has not ended in so many seconds from now."""
+        late = DeadlineError(f"the request was not done in {deadline_s:g} s. Ask for fewer tokens, or try again later.")
+        self._timer = asyncio.get_running_loop().call_later(deadline_s, self.fail, late)
+
+    def add(self, place: int, output: TokenOutput, time_s: float) -> None:
+        """Called by the front end for each output."""
+        if place in self._unended:
+            self._arrived.append((place, output, time_s))
+            if output.finish is not None:
+                self._ended(place)
+            self._wake()
+
+    def accept(self) -> None:
+        """Called by the front end once the engine has taken all requests."""
+        self._accepted = True
+        self._wake()
+
+    def _ended(self, place: int) -> None:
+        self._unended.discard(place)
+        if not self._unended and self._timer is not None:
+            self._timer.cancel()
+        self._frontend.ended(self, all_of_it=not self._unended)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Frontend:
+    """An engine for asyncio. At most ``max_queued`` requests are in the system; each may take ``deadline_s`` seconds.
+
+    ``state`` is the engine's after its last step, ``failure`` says why it takes no requests any more (""): it failed.
+    """
+
+    def __init__(self, engine: TokenEngine, *, max_queued: int = MOST_QUEUED, deadline_s: float | None = None) -> None:
+        self.engine, self.max_queued, self.deadline_s = engine, max_queued, deadline_s
+        self.max_len, self.vocab_size = engine.max_len, engine.vocab_size
+        self.state = engine.state()
+        self.failure = ""
+        self.draining = False
+        self.in_system = 0
+        self._commands: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+        self._feeds: set[Feed] = set()
+        self._places: dict[int, tuple[Feed, int]] = {}  # the engine's thread alone uses it
+        self._stop = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._last_end_s, self._end_gap_s = time.perf_counter(), 1.0
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether new requests are taken."""
+        return self._loop is not None and not self.failure and not self.draining
+
+    def start(self) -> None:
+        """Starts the engine's thread; its outputs come to the running event loop."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
+
+    def open(self, requests: Sequence[TokenRequest]) -> Feed:
+        """Gives requests to the engine. Use what it returns as a context.
+
+        Raises BusyError if they are too many with those in the system, UnavailableError if none are taken now, and
+        InputError for more than there may ever be.
+        """
+        if not self.available:
+            raise UnavailableError(self.failure or "the server is stopping. Ask another one.")
+        if len(requests) > self.max_queued:
+            raise InputError(f"{len(requests)} sequences were asked for at once and {self.max_queued} are allowed.")
+        excess = self.in_system + len(requests) - self.max_queued
+        if excess > 0:
+            wait_s = min(max(1, math.ceil(excess * self._end_gap_s)), LONGEST_RETRY_S)
+            raise BusyError(f"{self.in_system:,} requests are in the system. Try again in {wait_s} s.", wait_s)
+        feed = Feed(self, requests)
+        if not requests:
+            return feed
+        self.in_system += len(requests)
+        self._idle.clear()
+        self._feeds.add(feed)
+        if self.deadline_s is not None:
+            feed.expire_after(self.deadline_s)
+        self.command(self._submit, feed)
+        return feed
+
+    async def stream(self, request: TokenRequest) -> AsyncIterator[TokenOutput]:
+        """Yields the outputs of one request; closing the generator cancels it."""
+        with self.open([request]) as feed:
+            while arrived := await feed.take():
+                for _, output, _ in arrived:
+                    yield output
+
+    def stop_taking(self) -> None:
+        """Refuses new requests from now on; those in the system go on."""
+        self.draining = True
+
+    async def drain(self) -> None:
+        """Refuses new requests, and returns when those in the system have ended."""
+        self.stop_taking()
+        await self._idle.wait()
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Cancels everything and ends the thread, waiting that long at most for a step that runs."""
+        self.stop_taking()
+        for feed in tuple(self._feeds):
+            feed.fail(UnavailableError("the server has stopped. Ask another one."))
+        await asyncio.to_thread(self.join, timeout_s)
+
+    def join(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread, waiting that long at most for a step that runs; needs no event loop."""
+        self.stop_taking()
+        self.command(self._end)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def ended(self, feed: Feed, *, all_of_it: bool) -> None:
+        """Called by a feed for each request that ended."""
+        now = time.perf_counter()
+        self._end_gap_s += 0.1 * (min(now - self._last_end_s, 10.0) - self._end_gap_s)
+        self._last_end_s = now
+        self.in_system -= 1
+        if all_of_it:
+            self._feeds.discard(feed)
+        if self.in_system == 0:
+            self._idle.set()
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    def command(self, function: Callable[..., Any], *given: Any) -> None:
+        """Has the engine's thread call a function between two steps."""
+        self._commands.put((function, given))
+
+    def cancel_in_engine(self, feed: Feed, place: int) -> None:
+        number = feed.numbers.get(place)
+        if number is not None and self._places.pop(number, None) is not None:
+            self.engine.cancel(number)
+
+    def _submit(self, feed: Feed) -> None:
+        try:
+            for place, request in enumerate(feed.requests):
+                number = self.engine.submit(request)
+                feed.numbers[place] = number
+                self._places[number] = (feed, place)
+        except InputError as error:
+            self._post(feed.fail, error)
+        else:
+            self._post(feed.accept)
+
+    def _end(self) -> None:
+        self._stop = True
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._obey()
+                if self._stop:
+                    return
+                outputs = self.engine.step() if self.engine.has_work else []
+                self._post(self._deliver, self._placed(outputs), time.perf_counter(), self.engine.state())
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            _LOGGER.exception("the engine failed")
+            self._post(self._fail, f"the engine failed: {as_sentence(first_line(error))}")  # type: ignore[arg-type]
+
+    def _obey(self) -> None:
+        """Calls what was commanded; waits for a command if the engine has no work."""
+        waits = not self.engine.has_work
+        with suppress(Empty):
+            while not self._stop:
+                function, given = self._commands.get(block=waits)
+                function(*given)
+                waits = False
+
+    def _placed(self, outputs: list[TokenOutput]) -> list[tuple[Feed, int, TokenOutput]]:
+        placed = []
+        for output in outputs:
+            at = self._places.get(output.number) if output.finish is None else self._places.pop(output.number, None)
+            if at is not None:
+                placed.append((at[0], at[1], output))
+        return placed
+
+    def _post(self, function: Callable[..., None], *given: Any) -> None:
+        """Has the event loop call a function; ends the thread if the loop is closed."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *given)
+        except RuntimeError:
+            self._stop = True
+
+    # -- called in the event loop by the engine's thread --------------------------------------------------------
+
+    def _deliver(self, placed: list[tuple[Feed, int, TokenOutput]], time_s: float, state: EngineState) -> None:
+        self.state = state
+        for feed, place, output in placed:
+            feed.add(place, output, time_s)
+
+    def _fail(self, why: str) -> None:
+        self.failure = why
+        for feed in tuple(self._feeds):
+            feed.fail(UnavailableError(why))

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface to an engine."""

@@ -1,0 +1,217 @@
+"""The bodies of answers, whole or as server-sent events."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.serve.http.growing import FinishReason, GrowingText, ReportedToken
+from meshwright.serve.http.served import ServedModel
+
+encode = msgspec.json.Encoder().encode
+
+
+class CachedTokens(msgspec.Struct):
+    """How many tokens of the prompts a prefix cache held."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens of the prompts, each counted once, and of what was generated."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Tokens of a text, with the likeliest at their places; ``text_offset`` counts characters from its start."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One text of a completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class CompletionAnswer(msgspec.Struct, kw_only=True):
+    """The answer of ``/v1/completions``; ``created`` is a Unix time."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class LikelyToken(msgspec.Struct, kw_only=True):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class ChatToken(LikelyToken, kw_only=True):
+    """A token of a message, with the likeliest at its place."""
+
+    top_logprobs: list[LikelyToken] = []
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Tokens of a message."""
+
+    content: list[ChatToken]
+
+
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    """What the assistant says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One message of a chat's answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatAnswer(msgspec.Struct, kw_only=True):
+    """The answer of ``/v1/chat/completions``; ``created`` is a Unix time."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Writer:
+    """Writes one answer. What its events have in common is encoded once."""
+
+    kind, whole = "", msgspec.Struct
+    before_text, after_text, no_text = b"", b"", b""
+
+    def __init__(self, served: ServedModel, name: str, created_s: int) -> None:
+        self.served, self.name, self.created_s = served, name, created_s
+        self.usage_null = b""
+        head = {"id": name, "object": self.kind, "created": created_s, "model": served.name}
+        self._start = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._heads: dict[int, bytes] = {}
+
+    def event(self, choice: GrowingText, usage: Usage | None = None) -> bytes:
+        """Returns the event for what a choice has not sent yet; b"" for nothing."""
+        if not choice.piece and not choice.finish:
+            return b""
+        piece, entries = choice.take()
+        text = self.before_text + encode(piece) + self.after_text if piece else self.no_text
+        logprobs = encode(self.logprobs(choice, entries)) if entries else b"null"
+        finish = b'"%b"' % choice.finish.encode() if choice.finish else b"null"
+        end = self.usage_null if usage is None else b',"usage":' + encode(usage)
+        return b'%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (self._head(choice), text, logprobs, finish, end)
+
+    def first(self, choice: GrowingText) -> bytes:
+        """Returns the event that begins a choice; b"" for none."""
+        return b""
+
+    def last(self, usage: Usage) -> bytes:
+        """Returns the event that says what was used."""
+        return self._start + b'],"usage":' + encode(usage) + b"}\n\n"
+
+    def answer(self, choices: Sequence[GrowingText], usage: Usage) -> bytes:
+        """Returns the whole answer."""
+        rows = []
+        for choice in choices:
+            text, entries = choice.take()
+            rows.append(self.row(choice, text, self.logprobs(choice, entries) if entries else None))
+        given = {"id": self.name, "created": self.created_s, "model": self.served.name}
+        return encode(self.whole(**given, choices=rows, usage=usage))
+
+    def row(self, choice: GrowingText, text: str, logprobs: Any) -> Any:
+        """Returns a choice of a whole answer."""
+        raise NotImplementedError
+
+    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> Any:
+        """Returns tokens as they are reported."""
+        raise NotImplementedError
+
+    def _head(self, choice: GrowingText) -> bytes:
+        head = self._heads.get(choice.index)
+        if head is None:
+            head = self._heads[choice.index] = self._start + b'{"index":%d,' % choice.index
+        return head
+
+
+class CompletionWriter(Writer):
+    """Writes a completion."""
+
+    kind, whole = "text_completion", CompletionAnswer
+    before_text, after_text, no_text = b'"text":', b"", b'"text":""'
+
+    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs:
+        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token, given in entries:
+            text = self._token(token)
+            found.tokens.append(text)
+            found.token_logprobs.append(None if given is None else given.logprob)
+            top = dict[str, float]()
+            # Of tokens with the same text the likelier counts; the sampled one is always there.
+            for one, value in (*given.top, (token, given.logprob)) if given else ():
+                top.setdefault(self._token(one), value)
+            found.top_logprobs.append(top if given else None)
+            found.text_offset.append(choice.offset)
+            choice.offset += len(text)
+        return found
+
+    def row(self, choice: GrowingText, text: str, logprobs: Any) -> CompletionChoice:
+        return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish)
+
+    def _token(self, token: int) -> str:
+        """Returns a token's text; for a part of a character its bytes, as OpenAI writes them."""
+        text, raw = self.served.piece(token)
+        return text if "\ufffd" not in text else "bytes:" + "".join(rf"\x{one:02x}" for one in raw)
+
+
+class ChatWriter(Writer):
+    """Writes the answer of a chat."""
+
+    kind, whole = "chat.completion.chunk", ChatAnswer
+    before_text, after_text, no_text = b'"delta":{"content":', b"}", b'"delta":{}'
+
+    def first(self, choice: GrowingText) -> bytes:
+        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        return b"%b%b%b}\n\n" % (self._head(choice), delta, self.usage_null)
+
+    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> ChatLogprobs:
+        rows = []
+        for token, given in entries:
+            if given is not None:
+                top = [self._likely(one, value) for one, value in given.top]
+                text, raw = self.served.piece(token)
+                rows.append(ChatToken(token=text, logprob=given.logprob, bytes=list(raw), top_logprobs=top))
+        return ChatLogprobs(rows)
+
+    def row(self, choice: GrowingText, text: str, logprobs: Any) -> ChatChoice:
+        message = AnswerMessage(content=text)
+        return ChatChoice(index=choice.index, message=message, logprobs=logprobs, finish_reason=choice.finish)
+
+    def _likely(self, token: int, value: float) -> LikelyToken:
+        text, raw = self.served.piece(token)
+        return LikelyToken(token=text, logprob=value, bytes=list(raw))

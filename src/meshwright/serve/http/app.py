@@ -1,0 +1,233 @@
+"""The routes of the server."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from meshwright import __version__
+from meshwright.core.errors import UserError
+from meshwright.serve.frontend import Frontend
+from meshwright.serve.http.answers import ChatAnswer, ChatWriter, CompletionAnswer, CompletionWriter
+from meshwright.serve.http.asked import (
+    asked_of_chat,
+    asked_of_completion,
+    chat_text,
+    encoded,
+    require_tokens,
+    template_variables,
+)
+from meshwright.serve.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from meshwright.serve.http.border import Border, log_to_stderr
+from meshwright.serve.http.errors import RequestError, error_response
+from meshwright.serve.http.exchange import Exchange
+from meshwright.serve.http.metrics import ServerMetrics
+from meshwright.serve.http.openapi import Operation, openapi
+from meshwright.serve.http.served import ServedModel
+from meshwright.serve.model_folder import TokenizedText
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``api_keys``: one of them must be sent, if there are any. ``most_body_bytes``: largest body that is read.
+    ``log``: whether a line of JSON on standard error says of each request what it was and took."""
+
+    api_keys: tuple[str, ...] = ()
+    most_body_bytes: int = 2**24
+    log: bool = False
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """A model that is served; ``max_model_len`` are its positions."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "meshwright"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelCards(msgspec.Struct, kw_only=True):
+    """All models that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class TokenizerAnswer(msgspec.Struct, kw_only=True):
+    """What the server's tokenizer is."""
+
+    tokenizer_class: str
+    vocab_size: int
+    max_model_len: int
+    has_chat_template: bool
+
+
+class VersionAnswer(msgspec.Struct):
+    """The server's version."""
+
+    version: str
+
+
+class HealthAnswer(msgspec.Struct):
+    """Whether requests are taken."""
+
+    status: Literal["ok"] = "ok"
+
+
+OPERATIONS = (
+    Operation("/v1/completions", "completions", "Text after prompts", CompletionBody, CompletionAnswer),
+    Operation("/v1/chat/completions", "chat", "The next message of a chat", ChatBody, ChatAnswer),
+    Operation("/tokenize", "tokenize", "Tokens of a text or a chat", TokenizeBody, TokenizeAnswer),
+    Operation("/detokenize", "detokenize", "Text of tokens", DetokenizeBody, DetokenizeAnswer),
+    Operation("/v1/models", "models", "The models that are served", None, ModelCards),
+    Operation("/v1/models/{model}", "model", "One model", None, ModelCard),
+    Operation("/tokenizer_info", "tokenizer_info", "What the tokenizer is", None, TokenizerAnswer),
+    Operation("/health", "health", "Whether requests are taken", None, HealthAnswer),
+    Operation("/version", "version", "The server's version", None, VersionAnswer),
+    Operation("/metrics", "figures", "Figures for Prometheus", None, None),
+    Operation("/openapi.json", "document", "This document", None, dict),
+)
+"""All routes; each is served by the method of `Handlers` that it names."""
+
+
+class Handlers:
+    """The functions behind the routes of one model. Each gets a request and its decoded body, and returns an answer."""
+
+    def __init__(self, frontend: Frontend, served: ServedModel, options: HttpOptions) -> None:
+        self.frontend, self.served, self.options = frontend, served, options
+        self.metrics = ServerMetrics(served.name, frontend)
+
+    def route(self, row: Operation) -> Route:
+        """Returns the route of an operation."""
+        call, decoder = getattr(self, row.name), msgspec.json.Decoder(row.body) if row.body else None
+
+        async def endpoint(request: Request) -> Any:
+            body = None
+            if decoder is not None:
+                body = await read_body(request, decoder, self.options.most_body_bytes)
+                self._require_model(body.model)
+            found = await call(request, body)
+            if isinstance(found, msgspec.Struct):
+                return Response(msgspec.json.encode(found), media_type="application/json")
+            return found
+
+        return Route(row.path.replace("{model}", "{model:path}"), endpoint, methods=[row.method.upper()])
+
+    async def completions(self, request: Request, body: CompletionBody) -> Exchange:
+        asked = await asked_of_completion(body, self.served, self.frontend)
+        writer = CompletionWriter(self.served, f"cmpl-{request.state.request_id}", int(time.time()))
+        return Exchange(asked, writer, self.frontend, self.metrics, request.state.known)
+
+    async def chat(self, request: Request, body: ChatBody) -> Exchange:
+        asked = await asked_of_chat(body, self.served, self.frontend)
+        writer = ChatWriter(self.served, f"chatcmpl-{request.state.request_id}", int(time.time()))
+        return Exchange(asked, writer, self.frontend, self.metrics, request.state.known)
+
+    async def tokenize(self, _: Request, body: TokenizeBody) -> TokenizeAnswer:
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give a prompt or messages, one of the two.", param="prompt")
+        text, special = body.prompt, body.add_special_tokens is not False
+        if text is None:
+            text = chat_text(self.served, body.messages or [], body.tools, template_variables(body))
+            special = bool(body.add_special_tokens)
+        tokens = await encoded(self.served, text, special)
+        shown = [self.served.piece(one)[0] for one in tokens] if body.return_token_strs else None
+        length = self.frontend.max_len
+        return TokenizeAnswer(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=shown)
+
+    async def detokenize(self, _: Request, body: DetokenizeBody) -> DetokenizeAnswer:
+        require_tokens(body.tokens, self.frontend.vocab_size, "tokens")
+        return DetokenizeAnswer(self.served.whole.decode(body.tokens))
+
+    async def models(self, *_: Any) -> ModelCards:
+        name, length = self.served.name, self.frontend.max_len
+        return ModelCards(data=[ModelCard(id=name, created=self.served.created, root=name, max_model_len=length)])
+
+    async def model(self, request: Request, _: None) -> ModelCard:
+        self._require_model(request.path_params["model"])
+        return (await self.models()).data[0]
+
+    async def health(self, *_: Any) -> HealthAnswer:
+        if not self.frontend.available:
+            raise RequestError(self.frontend.failure or "the server is stopping.", 503)
+        return HealthAnswer()
+
+    async def figures(self, *_: Any) -> Response:
+        return Response(self.metrics.text(), media_type=METRICS_TYPE)
+
+    async def tokenizer_info(self, *_: Any) -> TokenizerAnswer:
+        return TokenizerAnswer(
+            tokenizer_class="tokenizers" if isinstance(self.served.text, TokenizedText) else "numbers",
+            vocab_size=self.frontend.vocab_size,
+            max_model_len=self.frontend.max_len,
+            has_chat_template=self.served.chat is not None,
+        )
+
+    async def version(self, *_: Any) -> VersionAnswer:
+        return VersionAnswer(__version__)
+
+    async def document(self, *_: Any) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    @cached_property
+    def _document(self) -> bytes:
+        return msgspec.json.encode(openapi(OPERATIONS, with_key=bool(self.options.api_keys)))
+
+    def _require_model(self, name: str | None) -> None:
+        if name is not None and name != self.served.name:
+            message = f"the model {name!r} is not served here; {self.served.name!r} is."
+            raise RequestError(message, 404, param="model", code="model_not_found")
+
+
+def make_app(frontend: Frontend, served: ServedModel, options: HttpOptions | None = None) -> Starlette:
+    """Returns the app that serves a model. Its lifespan starts the front end and closes it."""
+    options = options or HttpOptions()
+    handlers = Handlers(frontend, served, options)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        frontend.start()
+        try:
+            yield
+        finally:
+            await frontend.close()
+
+    async def answer_error(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    app = Starlette(
+        routes=[handlers.route(row) for row in OPERATIONS],
+        lifespan=lifespan,
+        middleware=[Middleware(Border, api_keys=options.api_keys, log=log_to_stderr if options.log else None)],
+        exception_handlers=dict.fromkeys((UserError, HTTPException, ClientDisconnect, Exception), answer_error),
+    )
+    app.router.redirect_slashes = False
+    return app

@@ -1,0 +1,206 @@
+"""What a body asks for: the requests for the engine, and how their tokens become the answer."""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.serve.frontend import Frontend
+from meshwright.serve.http.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from meshwright.serve.http.errors import RequestError
+from meshwright.serve.http.served import ServedModel
+from meshwright.serve.model_folder import Text
+from meshwright.serve.request import TokenRequest
+from meshwright.serve.sampling import Sampling
+from meshwright.serve.stop_strings import StopStrings
+
+COMPLETION_TOKENS = 16
+"""``max_tokens`` of a completion that does not say it, as OpenAI has it; a chat may go on to the model's limit."""
+_LONG_TEXT = 4_096
+"""Characters from which on a text is encoded in another thread, so that streams go on meanwhile."""
+
+
+class AskedText(msgspec.Struct, kw_only=True):
+    """Requests for the engine, ``n`` for each prompt in turn, and how to answer. ``echoes`` are the texts of prompts
+    that are repeated, ``logprobs`` whether tokens are reported."""
+
+    prompts: list[tuple[int, ...]]
+    requests: list[TokenRequest]
+    text: Text
+    stops: StopStrings
+    n: int
+    logprobs: bool
+    echoes: list[str] | None = None
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+async def asked_of_completion(body: CompletionBody, served: ServedModel, frontend: Frontend) -> AskedText:
+    """Returns what a completion asks for. Raises RequestError or InputError for what cannot be answered."""
+    if body.suffix:
+        raise RequestError("suffix is not supported: text is only generated after a prompt.", param="suffix")
+    if body.best_of not in (None, body.n or 1):
+        raise RequestError("best_of may only equal n. Leave it out.", param="best_of")
+    special = body.add_special_tokens is not False
+    given = _prompts(body.prompt)
+    _require_room(len(given) * (body.n or 1), frontend)
+    prompts = [tuple(await encoded(served, one, special)) if isinstance(one, str) else tuple(one) for one in given]
+    asked = _asked(body, served, frontend, prompts, body.logprobs)
+    if body.echo:
+        decode = asked.text.decode
+        asked.echoes = [one if isinstance(one, str) else decode(one) for one in given]
+    return asked
+
+
+async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend) -> AskedText:
+    """Returns what a chat asks for. Raises RequestError or InputError for what cannot be answered."""
+    if body.response_format is not None and body.response_format.type != "text":
+        raise RequestError(
+            f"response_format {body.response_format.type!r} is not supported. Leave it out, or give the type text.",
+            param="response_format",
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
+    _require_room(body.n or 1, frontend)
+    more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    text = chat_text(served, body.messages, body.tools, more | template_variables(body))
+    prompt = tuple(await encoded(served, text, bool(body.add_special_tokens)))
+    return _asked(body, served, frontend, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
+
+
+def chat_text(
+    served: ServedModel, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+) -> str:
+    """Returns the text of a chat; raises RequestError for what its template refuses, or a text that is not UTF-8."""
+    text = served.render(messages, tools, variables)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the text of the chat is not UTF-8. Mend the messages.", param="messages") from None
+    return text
+
+
+def template_variables(body: Any) -> dict[str, Any]:
+    """Returns the variables of a chat template that a body sets."""
+    variables = dict(body.chat_template_kwargs or {})
+    taken = sorted({"messages", "tools"} & variables.keys())
+    if taken:
+        raise RequestError(f"chat_template_kwargs has {taken[0]}. Give it beside it.", param="chat_template_kwargs")
+    return {"add_generation_prompt": body.add_generation_prompt is not False} | variables
+
+
+async def encoded(served: ServedModel, text: str, special: bool) -> list[int]:
+    """Returns the tokens of a text."""
+    if len(text) < _LONG_TEXT:
+        return served.encode(text, special=special)
+    return await asyncio.to_thread(served.encode, text, special=special)
+
+
+def require_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises RequestError for a token outside the vocabulary."""
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+        raise RequestError(f"{param} has token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param=param)
+
+
+def sampling_of(body: GenerationBody, vocab_size: int, *, seed: int, number: int) -> Sampling:
+    """Returns how a body samples. Raises RequestError for a setting that samples cannot have."""
+    bias = list[tuple[int, float]]()
+    for name, value in (body.logit_bias or {}).items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 11 and int(name) < vocab_size):
+            raise RequestError(f"logit_bias has {name!r}, which is no token of the model.", param="logit_bias")
+        bias.append((int(name), value))
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        seed=seed,
+        number=number,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=tuple(bias),
+    )
+
+
+def _require_room(count: int, frontend: Frontend) -> None:
+    """Raises RequestError for more sequences than there may ever be."""
+    if count > frontend.max_queued:
+        most = f"this server takes {frontend.max_queued:,} sequences at once"
+        raise RequestError(f"{count:,} sequences were asked for; {most}. Ask for fewer.", param="n")
+
+
+def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+    """Returns the prompts of a text, texts, tokens, or lists of tokens."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(one) for one in given}
+    if kinds == {int}:
+        return [given]
+    if len(kinds) != 1:
+        said = "mixes texts and tokens" if kinds else "is an empty list"
+        raise RequestError(f"prompt {said}. Give a text, texts, tokens, or lists of tokens.", param="prompt")
+    return given
+
+
+def _asked(
+    body: GenerationBody, served: ServedModel, frontend: Frontend, prompts: list[tuple[int, ...]], logprobs: int | None
+) -> AskedText:
+    n, echo = body.n or 1, isinstance(body, CompletionBody) and bool(body.echo)
+    options, vocab_size = body.stream_options, frontend.vocab_size
+    if options is not None and not body.stream:
+        raise RequestError("stream_options needs stream. Set stream to true.", param="stream_options")
+    if body.stop_token_ids:
+        require_tokens(body.stop_token_ids, vocab_size, "stop_token_ids")
+    ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else served.end_tokens)
+    seed = secrets.randbits(32) if body.seed is None else body.seed
+    requests = list[TokenRequest]()
+    for prompt in prompts:
+        require_tokens(prompt, vocab_size, "prompt")
+        limit = _max_tokens(body, len(prompt), frontend.max_len)
+        requests += (
+            TokenRequest(
+                prompt=prompt,
+                max_tokens=limit,
+                min_tokens=body.min_tokens or 0,
+                sampling=sampling_of(body, vocab_size, seed=seed, number=number),
+                stop_tokens=ends,
+                logprobs=logprobs,
+                echo=echo and (logprobs is not None or limit == 0),
+            )
+            for number in range(len(requests), len(requests) + n)
+        )
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return AskedText(
+        prompts=prompts,
+        requests=requests,
+        text=served.whole if body.skip_special_tokens is False else served.text,
+        stops=StopStrings(tuple(dict.fromkeys(stop)), keep=bool(body.include_stop_str_in_output)),
+        n=n,
+        logprobs=logprobs is not None,
+        stream=bool(body.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+    )
+
+
+def _max_tokens(body: GenerationBody, prompt_len: int, max_len: int) -> int:
+    """Returns the most tokens after a prompt. Raises RequestError if they are more than the model's positions."""
+    asked, room = body.max_tokens, max_len - prompt_len
+    if isinstance(body, ChatBody):
+        asked = body.max_completion_tokens if body.max_completion_tokens is not None else asked
+        asked = max(1, room) if asked is None else asked
+    elif asked is None:
+        asked = min(COMPLETION_TOKENS, max(1, room))
+    if asked > room:
+        raise RequestError(
+            f"the model has {max_len:,} positions; the prompt has {prompt_len:,} tokens and {asked:,} more are asked "
+            "for. Shorten the prompt, or lower max_tokens.",
+            param="messages" if isinstance(body, ChatBody) else "prompt",
+            code="context_length_exceeded",
+        )
+    return asked

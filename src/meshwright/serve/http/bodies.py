@@ -1,0 +1,185 @@
+"""Bodies of requests. A field that is null is as one that is not given; an unknown one is refused."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+
+from meshwright.core.files import DAMAGED_JSON
+from meshwright.serve.http.errors import RequestError
+from meshwright.serve.request import MOST_LOGPROBS
+
+Tokens = list[Annotated[int, Meta(ge=0, lt=2**31)]]
+_Positive32 = Annotated[int, Meta(ge=0, lt=2**31)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=1_000)]
+_TOKEN_LIST = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT = [
+    {"type": "string", "minLength": 1},
+    {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+    _TOKEN_LIST,
+    {"type": "array", "minItems": 1, "items": _TOKEN_LIST},
+]
+
+
+class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The table of fields that clients send and that change nothing here: accepted whatever they say, and ignored."""
+
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    parallel_tool_calls: Any = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether a stream ends with what was used, and whether every chunk says it."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chats are asked for alike: OpenAI's fields, then those that vLLM adds."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=64)] | None = None
+    max_tokens: _Positive32 | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1_024)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: _Positive32 | None = None
+    stop_token_ids: Tokens | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``/v1/completions``."""
+
+    prompt: Annotated[str | list[str | int | Tokens], Meta(extra_json_schema={"anyOf": _PROMPT})]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    suffix: str | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A part of a message; texts alone are taken."""
+
+    type: Annotated[str, Meta(extra_json_schema={"const": "text"})]
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A message of a chat; its template decides which of the fields count."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """The form of an answer; text alone is taken."""
+
+    type: Annotated[str, Meta(extra_json_schema={"const": "text"})]
+
+
+class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    max_completion_tokens: _Positive32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    reasoning_effort: str | None = None
+    response_format: ResponseFormat | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``/tokenize``: a ``prompt``, or the ``messages`` of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: Tokens
+
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most_bytes: int) -> _Body:
+    """Reads and decodes a body of JSON. Raises RequestError, with the name of a field at fault."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(f"Content-Type is {kind!r}. Send JSON, with Content-Type: application/json.")
+    too_large = RequestError(f"the body has more than {most_bytes:,} bytes. Send a smaller one.", 413)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > most_bytes:
+        raise too_large
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > most_bytes:
+            raise too_large
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _misfit(str(error)) from None
+    except DAMAGED_JSON as error:
+        raise RequestError(f"the body is not JSON in UTF-8: {error}. Mend it.") from None
+
+
+def _misfit(said: str) -> RequestError:
+    """Returns the error for what msgspec says: "Expected `int`, got `str` - at `$.n`"."""
+    what, _, path = said.partition(" - at `")
+    path = path.removesuffix("`").removeprefix("$").removeprefix(".")
+    if what.startswith("Object contains unknown field"):
+        name = what.split("`")[1]
+        where = f"{path}.{name}" if path else name
+        return RequestError(f"{where} is not a field that this server knows. Leave it out.", param=where)
+    param = path.partition("[")[0] or None
+    if what.startswith("Object missing required field"):
+        param = param or what.split("`")[1]
+    return RequestError(f"{path or 'the body'}: {what[:1].lower()}{what[1:]}. Mend it.", param=param)

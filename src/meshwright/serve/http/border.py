@@ -1,0 +1,75 @@
+"""What surrounds every route: request ids, the API key, a log line for each request."""
+
+import hmac
+import logging
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meshwright.serve.http.errors import RequestError, error_response
+
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json"})
+"""Paths that need no API key."""
+_LOGGER = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+def log_to_stderr(line: dict[str, Any]) -> None:
+    """Writes what is known of a request as one line of JSON."""
+    sys.stderr.write(msgspec.json.encode(line).decode() + "\n")
+
+
+class Border:
+    """Wraps an app. Every response has the request's ``X-Request-Id``, or a new one; ``log`` is given what is known of
+    each request at its end. ``scope["state"]`` has ``request_id``, ``start_s``, and ``known``, to which
+    handlers add."""
+
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Collection[str] = (), log: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        self.app, self.log = app, log
+        self.keys = [b"Bearer " + key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        known: dict[str, Any] = {}
+        start_s, status = time.perf_counter(), 0
+        scope.setdefault("state", {}).update(request_id=name, start_s=start_s, known=known)
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            if self.keys and scope["path"] not in OPEN_PATHS and not self._knows(headers.get(b"authorization", b"")):
+                refusal = RequestError(
+                    "the API key is missing or wrong. Send Authorization: Bearer KEY.", 401, code="invalid_api_key"
+                )
+                await error_response(refusal)(scope, receive, send_named)
+            else:
+                await self.app(scope, receive, send_named)
+        except Exception:
+            _LOGGER.exception("%s %s failed", scope["method"], scope["path"])
+            raise
+        finally:
+            if self.log is not None:
+                line = {"time": round(time.time(), 3), "request_id": name, "method": scope["method"]}
+                took_s = time.perf_counter() - start_s
+                self.log({**line, "path": scope["path"], "status": status, "seconds": took_s, **known})
+
+    def _knows(self, given: bytes) -> bool:
+        return any(hmac.compare_digest(given, key) for key in self.keys)

@@ -1,0 +1,148 @@
+"""One request of a client: from the engine's outputs to an answer, whole or streamed."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from meshwright.serve.frontend import AbandonedError, Arrived, Feed, Frontend
+from meshwright.serve.http.answers import CachedTokens, Usage, Writer
+from meshwright.serve.http.asked import AskedText
+from meshwright.serve.http.errors import error_of
+from meshwright.serve.http.growing import GrowingText
+from meshwright.serve.http.metrics import ServerMetrics
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+Log = dict[str, Any]
+"""What the log line of a request says."""
+
+
+class Exchange:
+    """A request whose body was understood. As a Starlette response, it runs the request and answers it; when the client
+    goes, the engine is told at once."""
+
+    def __init__(self, asked: AskedText, writer: Writer, frontend: Frontend, metrics: ServerMetrics, log: Log) -> None:
+        self.asked, self.writer, self.frontend, self.metrics, self.log = asked, writer, frontend, metrics, log
+        self.choices = [GrowingText(asked, index) for index in range(len(asked.requests))]
+        self.prompt_tokens = sum(map(len, asked.prompts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for choice in self.choices:
+            choice.times.start_s = scope["state"]["start_s"]
+        with self.frontend.open(self.asked.requests) as feed:
+            watch, accepted = asyncio.create_task(_abandon_when_gone(receive, feed)), False
+            try:
+                await feed.accepted()
+                accepted = True
+                await (self._stream(feed, send) if self.asked.stream else self._whole(feed, send))
+            except AbandonedError:
+                self.log["error"] = "the client went"
+            finally:
+                watch.cancel()
+                if accepted:
+                    self._note_end()
+
+    async def _whole(self, feed: Feed, send: Send) -> None:
+        while arrived := await feed.take():
+            self._absorb(feed, arrived)
+        body = self.writer.answer(self.choices, self.usage())
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, feed: Feed, send: Send) -> None:
+        writer, continuous = self.writer, self.asked.continuous_usage
+        if self.asked.include_usage:
+            writer.usage_null = b',"usage":null'
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        events = b"".join(map(writer.first, self.choices))
+        try:
+            if events:
+                await _send(send, events)
+            while arrived := await feed.take():
+                changed = self._absorb(feed, arrived)
+                usage = self.usage() if continuous else None
+                events = b"".join([writer.event(choice, usage) for choice in changed])
+                if events:
+                    await _send(send, events)
+            last = writer.last(self.usage()) if self.asked.include_usage else b""
+        except AbandonedError:
+            raise
+        except Exception as error:  # the status is sent: the stream says it
+            status, answer, _ = error_of(error)
+            self.log["error"] = answer.error.message
+            last = b"data: " + msgspec.json.encode(answer) + b"\n\n"
+            if status == 500:
+                await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+                raise
+        await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+
+    def _absorb(self, feed: Feed, arrived: list[Arrived]) -> list[GrowingText]:
+        """Adds outputs to their choices, and returns those that changed."""
+        changed: dict[int, GrowingText] = {}
+        choices, metrics = self.choices, self.metrics
+        for place, output, at_s in arrived:
+            choice = choices[place]
+            if choice.finish:
+                continue
+            if not choice.started:
+                metrics.prompt_tokens += len(choice.prompt)
+            if output.token is not None:
+                metrics.generation_tokens += 1
+                gap = choice.times.token(at_s)
+                if gap is None:
+                    metrics.started(choice.times)
+                else:
+                    metrics.inter_token.add(gap)
+            if choice.push(output):
+                feed.cancel(place)
+            if choice.finish:
+                metrics.ended(choice.times, choice.finish, at_s)
+            changed[place] = choice
+        return list(changed.values())
+
+    def usage(self) -> Usage:
+        """Returns the tokens until now."""
+        made = sum(choice.times.num_tokens for choice in self.choices)
+        # Sequences of one prompt share it: what the first found in the cache is what was cached of it.
+        cached = sum(choice.cached for choice in self.choices[:: self.asked.n])
+        details = CachedTokens(cached) if cached else None
+        total = self.prompt_tokens + made
+        return Usage(
+            prompt_tokens=self.prompt_tokens, completion_tokens=made, total_tokens=total, prompt_tokens_details=details
+        )
+
+    def _note_end(self) -> None:
+        """Notes what was not finished, and writes down what the log line says."""
+        now = time.perf_counter()
+        for choice in self.choices:
+            if not choice.finish:
+                self.metrics.ended(choice.times, "abort", now)
+        firsts = [one.times.ttft_s for one in self.choices if one.times.ttft_s is not None]
+        means = [one.times.tpot_s for one in self.choices if one.times.tpot_s is not None]
+        self.log |= {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": sum(one.times.num_tokens for one in self.choices),
+            "finish_reasons": [one.finish or "abort" for one in self.choices],
+            "ttft_s": min(firsts) if firsts else None,
+            "tpot_s": sum(means) / len(means) if means else None,
+        }
+
+
+def _send(send: Send, events: bytes) -> Awaitable[None]:
+    return send({"type": "http.response.body", "body": events, "more_body": True})
+
+
+async def _abandon_when_gone(receive: Callable[[], Awaitable[Any]], feed: Feed) -> None:
+    """Abandons the feed when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    feed.abandon()

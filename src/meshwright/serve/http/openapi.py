@@ -1,0 +1,79 @@
+"""The OpenAPI document, made of the types that bodies and answers are read and written with."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from meshwright import __version__
+from meshwright.serve.http.border import OPEN_PATHS
+from meshwright.serve.http.errors import ErrorAnswer
+
+_ERRORS = {
+    400: "What was sent cannot be understood or done",
+    401: "No API key, or a wrong one",
+    404: "There is no such model",
+    413: "The body is too large",
+    429: "Too many requests; Retry-After says when to try again",
+    503: "No requests are taken: the server stops, or its engine failed",
+    504: "The request was not done in its time",
+}
+
+
+class Operation(NamedTuple):
+    """A route: its path, its name, what it is for, and the types of its body and its answer. It is a POST if it has a
+    body, and without a type of answer it gives text."""
+
+    path: str
+    name: str
+    summary: str
+    body: type[Any] | None
+    answer: type[Any] | None
+
+    @property
+    def method(self) -> str:
+        return "get" if self.body is None else "post"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the engine runs for it; then it may also answer with a stream of events."""
+        return self.path.endswith("completions")
+
+    def errors(self, *, with_key: bool) -> list[int]:
+        """Returns the statuses of the errors that it may answer with."""
+        codes = [400, 404, 413] if self.body else [404] * ("{" in self.path)
+        codes += [429, 503, 504] if self.generates else [503] * (self.name == "health")
+        return sorted(codes + [401] * (with_key and self.path not in OPEN_PATHS))
+
+
+def openapi(operations: Sequence[Operation], *, with_key: bool) -> dict[str, Any]:
+    """Returns the document for these routes; ``with_key``: an API key is needed."""
+    kinds = list(dict.fromkeys(kind for row in operations for kind in (row.body, row.answer, ErrorAnswer) if kind))
+    found, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schema = dict(zip(kinds, found, strict=True))
+    paths: dict[str, Any] = {}
+    for row in operations:
+        answer = {"text/plain": {"schema": {"type": "string"}}}
+        if row.answer is not None:
+            events: dict[str, Any] = {"text/event-stream": {"schema": {}}} if row.generates else {}
+            answer = {"application/json": {"schema": schema[row.answer]}} | events
+        responses = {"200": {"description": "Done", "content": answer}}
+        operation: dict[str, Any] = {"summary": row.summary, "operationId": row.name, "responses": responses}
+        for code in row.errors(with_key=with_key):
+            error = {"description": _ERRORS[code], "content": {"application/json": {"schema": schema[ErrorAnswer]}}}
+            wait = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
+            responses[str(code)] = error | ({"headers": wait} if code == 429 else {})
+        if row.body is not None:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema[row.body]}}}
+        if "{" in row.path:
+            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if "401" in responses:
+            operation["security"] = [{"bearer": []}]
+        paths[row.path] = {row.method: operation}
+    bearer = {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}} if with_key else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "meshwright", "version": __version__, "description": "A model behind OpenAI's interface."},
+        "paths": paths,
+        "components": {"schemas": schemas} | bearer,
+    }

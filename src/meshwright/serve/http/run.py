@@ -1,0 +1,102 @@
+"""Runs the app on a socket until a signal, and ends with what runs finished."""
+
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+
+from meshwright.core.errors import InputError
+from meshwright.serve.frontend import Frontend
+
+SWITCH_S = 0.0005
+"""How long a thread keeps Python's interpreter that another one waits for."""
+
+
+class Listening(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to listen: ``host`` and ``port``, 0 for a free one, or the Unix socket ``uds``. ``drain_s``: how long what
+    runs may go on after a signal; None for ever."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    drain_s: int | None = None
+
+    def bind(self) -> socket.socket:
+        """Returns a socket that is bound. Raises InputError if that cannot be."""
+        family = socket.AF_UNIX if self.uds else socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        bound = socket.socket(family)
+        try:
+            if self.uds:
+                if Path(self.uds).is_socket():
+                    Path(self.uds).unlink()
+                bound.bind(self.uds)
+            else:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.bind((self.host, self.port))
+        except (OSError, OverflowError) as error:
+            bound.close()
+            where = self.uds or f"{self.host}:{self.port}"
+            raise InputError(f"cannot listen on {where}: {error}. Give another address.") from None
+        return bound
+
+
+class DrainingServer(uvicorn.Server):
+    """Ends after a signal: takes nothing new, finishes what runs. A second signal ends it at once."""
+
+    def __init__(
+        self, app: ASGIApp, frontend: Frontend, listening: Listening, on_ready: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                lifespan="on",
+                ws="none",
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=listening.drain_s,
+            )
+        )
+        self.frontend, self.on_ready = frontend, on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self.frontend.stop_taking()
+
+
+def serve_app(
+    app: ASGIApp,
+    frontend: Frontend,
+    listening: Listening | None = None,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, and returns when what runs is finished, or at a second signal.
+
+    Raises InputError if it cannot listen there. ``on_ready`` is given the URL, or the path of a Unix socket, once it
+    answers.
+    """
+    # The engine's thread and the loop's want the interpreter in turns; Python's 5 ms would show in the pace of tokens.
+    sys.setswitchinterval(SWITCH_S)
+    listening = listening or Listening()
+    bound = listening.bind()
+    host = f"[{listening.host}]" if ":" in listening.host else listening.host
+    url = listening.uds or f"http://{host}:{bound.getsockname()[1]}"
+    try:
+        DrainingServer(app, frontend, listening, lambda: on_ready(url)).run(sockets=[bound])
+    finally:
+        frontend.join()
+        if listening.uds:
+            with suppress(OSError):
+                Path(listening.uds).unlink()

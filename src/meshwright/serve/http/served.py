@@ -1,0 +1,120 @@
+"""A model as it is served: its name, its tokenizer, its chat template, and prompts as tokens."""
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.core.errors import InputError
+from meshwright.nn.hf.adapter import base_folder, is_adapter
+from meshwright.nn.hf.chat_template import BEGIN, END, ChatTemplates, as_templates_read, read_chat_templates
+from meshwright.serve.http.bodies import ChatMessage
+from meshwright.serve.http.errors import RequestError
+from meshwright.serve.model_folder import ModelFolder, Text, TokenizedText
+
+_UNMARKED = str.maketrans("", "", BEGIN + END)
+
+
+class WholeText(TokenizedText):
+    """A tokenizer's text with its special tokens."""
+
+    __slots__ = ()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients call a model, and how its text becomes tokens; ``created`` is a Unix time, in s,
+    ``pieces`` what `piece` has found."""
+
+    name: str
+    text: Text
+    end_tokens: frozenset[int] = frozenset()
+    chat: ChatTemplates | None = None
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+    pieces: dict[int, tuple[str, bytes]] = {}
+
+    @property
+    def whole(self) -> Text:
+        """The text with special tokens, where the tokenizer has them."""
+        return WholeText(self.text.tokenizer) if isinstance(self.text, TokenizedText) else self.text
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Returns the tokens of a text; ``special``: with those that the tokenizer puts around it."""
+        if isinstance(self.text, TokenizedText):
+            return list(self.text.tokenizer.encode(text, add_special_tokens=special).ids)
+        return self.text.encode(text)
+
+    def render(self, messages: Sequence[ChatMessage], tools: Any, variables: Mapping[str, Any]) -> str:
+        """Returns the text of a chat. Raises RequestError without a chat template, or for what it refuses."""
+        if self.chat is None:
+            raise RequestError(f"{self.name} has no chat template. Use /v1/completions.", param="messages")
+        given = [_as_template_reads(one, number) for number, one in enumerate(messages)]
+        try:
+            return self.chat.render(given, tools, **variables).translate(_UNMARKED)
+        except InputError as error:
+            raise RequestError(str(error), param="messages") from None
+
+    def piece(self, token: int) -> tuple[str, bytes]:
+        """Returns a token's text and its bytes, also of one that is a part of a character."""
+        found = self.pieces.get(token)
+        if found is None:
+            text = self.whole.decode([token])
+            found = self.pieces[token] = (text, self._bytes(token, text))
+        return found
+
+    def _bytes(self, token: int, text: str) -> bytes:
+        name = (self.text.tokenizer.id_to_token(token) or "") if isinstance(self.text, TokenizedText) else ""
+        if "\ufffd" in text and re.fullmatch("<0x[0-9A-F]{2}>", name):
+            return bytes.fromhex(name[3:5])
+        if "\ufffd" in text and name and all(letter in _BYTE_OF for letter in name):
+            return bytes(_BYTE_OF[letter] for letter in name)
+        return text.encode(errors="replace")
+
+
+def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
+    """Returns what a folder's model is served as: ``name``, or its folder's name.
+
+    Raises InputError for a chat template that is not valid.
+    """
+    folder: Path = found.folder
+    chat = read_chat_templates(folder)
+    if chat is None and is_adapter(folder):
+        chat = read_chat_templates(base_folder(folder))
+    return ServedModel(name=name or found.model.name, text=found.text, end_tokens=found.end_tokens, chat=chat)
+
+
+def _as_template_reads(message: ChatMessage, number: int) -> dict[str, Any]:
+    """Returns a message for a template: one text as content, arguments of calls as tables."""
+    given = as_templates_read(msgspec.to_builtins(message))
+    if isinstance(message.content, list):
+        texts = [part.text for part in message.content if part.type == "text" and part.text is not None]
+        if len(texts) < len(message.content):
+            where = f"messages[{number}].content"
+            raise RequestError(f"{where} has a part that is no text. This server takes text alone.", param="messages")
+        given["content"] = "\n".join(texts)
+    for call in given.get("tool_calls", ()):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"])
+            except (ValueError, RecursionError):
+                arguments = None
+            if isinstance(arguments, dict):
+                function["arguments"] = arguments
+    return given
+
+
+def _bytes_by_letter() -> dict[str, int]:
+    """Returns the byte of each letter of GPT-2's alphabet, in which byte-level tokens are written."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _bytes_by_letter()
