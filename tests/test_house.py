@@ -33,7 +33,7 @@ BUDGETS = {
 
 NOT_IMPORTED = {
     **{"vl-convert-python": "vl_convert", "orbax-checkpoint": "orbax", "tomli-w": "tomli_w"},
-    "prometheus-client": "prometheus_client",
+    **{"prometheus-client": "prometheus_client", "httptools": "uvicorn"},  # which uses it if it is there
 }
 """Distribution -> the name that it is imported by, where that is another one."""
 

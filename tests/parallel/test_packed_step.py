@@ -18,7 +18,7 @@ STEPS = (
     [(2, 9, 10), (0, 12, 13), (1, 2, 3)],
     [(1, 3, 4), (2, 10, 11)],
 )
-"""Of each step (sequence, from position, to position): a chunk beside a single row, decoding beside chunks, decoding."""
+"""Of each step (sequence, from position, to position): a chunk beside one row, decoding beside chunks, decoding."""
 
 
 def packed_step(model, axes=None, **options):

@@ -44,6 +44,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "convert": ("cli", "Weights of a run or a model as a Hugging Face folder."),
     "launch": ("cli", "Run a verb in several processes on this machine."),
     "generate": ("cli", "Go on from prompts with a trained or published model."),
+    "serve": ("cli", "Serve a trained or published model over HTTP, with OpenAI's routes."),
+    "compile": ("cli", "Compile what `serve` needs ahead of its start."),
     "demo": ("calculators", "Measure this machine, plan for it, train, compare."),
 }
 """Verb -> (package of its module, its line in `--help`). A verb's module is imported when it runs."""

@@ -25,9 +25,9 @@ from meshwright.core.files import write_whole
 class ProgramStore:
     """Programs of this machine, this version and ``about``, what else they depend on, under ``folder``.
 
-    A program that cannot be read is compiled again. Not kept are programs on several CPU devices, see `device_mesh`, and
-    those of CPUs while JAX keeps compiled programs: what it has read from its own files lacks its functions when it is
-    written once more (jaxlib 0.10.2).
+    A program that cannot be read is compiled again. Programs on several CPU devices are not kept (see `device_mesh`),
+    nor those of CPUs while JAX keeps compiled programs: what it has read from its own files lacks its functions when it
+    is written once more (jaxlib 0.10.2).
     """
 
     def __init__(self, folder: Path | None, about: Any) -> None:

@@ -16,6 +16,7 @@ from meshwright.batching.scheduler import EngineStep, Scheduler
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
 from meshwright.parallel.packed_step import PackedRows, PackedShape, PackedStep
+from meshwright.parallel.program_store import ProgramStore
 from meshwright.serve.drawing import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.prefix_tree import PrefixTree
 from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
@@ -191,9 +192,14 @@ class Engine:
         on_shape(len(shapes), len(shapes))
 
     @property
+    def programs(self) -> ProgramStore:
+        """The files of compiled programs."""
+        return self._step.programs
+
+    @property
     def is_compiled(self) -> bool:
         """True if the programs of all shapes are kept in files."""
-        return self._step.programs.has(map(self._step.program_name, self.shapes()))
+        return self.programs.has(map(self._step.program_name, self.shapes()))
 
     def _num_sequences(self, rows: int, needed: int) -> int:
         """Returns the size of the list of sequences of a step with chunks: a few, or all that it may have."""

@@ -33,7 +33,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``cache_bytes`` of each device
     hold pages of ``page_len`` positions: by default 90% of what the weights leave of an accelerator's memory, or half
     of a machine's free memory, but no more than all requests need at their longest. ``weights`` is "int8" or "".
-    ``mesh`` is {"tensor": devices} by default.
+    ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see `batching.limits.SchedulerLimits`.
     """
 
     max_len: int = 0
@@ -44,6 +44,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     cache_dtype: str = ""
     weights: str = ""
     policy: Policy = "chunked"
+    prefix_cache: bool = True
     mesh: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -66,11 +67,16 @@ class OpenedEngine(NamedTuple):
 
 
 def open_engine(
-    folder: Path | str, options: EngineOptions = USUAL_ENGINE, *, on_shape: Callable[[int, int], None] | None = None
+    folder: Path | str,
+    options: EngineOptions = USUAL_ENGINE,
+    *,
+    on_shape: Callable[[int, int], None] | None = None,
+    in_background: bool = True,
 ) -> OpenedEngine:
     """Loads a folder, a finished run or a Hugging Face model, and compiles every shape of its steps.
 
-    ``on_shape`` is told how many shapes are compiled, of how many. Raises InputError for options that contradict the
+    ``on_shape`` is told how many shapes are compiled, of how many. Programs that are in files are read while the engine
+    runs already, if that may be done ``in_background``. Raises InputError for options that contradict the
     model or the memory, CannotRunError for a model that cannot be served.
     """
     keep_freed_memory()
@@ -106,9 +112,10 @@ def open_engine(
         token_budget=budget,
         page_len=options.page_len,
         num_pages=found.num_pages,
+        prefix_cache=options.prefix_cache,
     )
     engine = Engine(step, params, limits)
-    if engine.is_compiled:
+    if in_background and engine.is_compiled:
         # programs are read while the first requests run; a process that ends waits for one of them at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     else:

@@ -44,7 +44,7 @@ def command(given: Given) -> Answer:
     The text of one prompt is printed as it grows, those of several prompts when all are done.
     """
     prompts = _prompts(given)
-    mesh = _devices(given)
+    mesh = devices_of(given.on, given.axes)
     from meshwright.serve.sampling import Sampling
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
@@ -114,12 +114,11 @@ def _prompts(given: Given) -> list[str]:
     return texts
 
 
-def _devices(given: Given) -> dict[str, int] | None:
+def devices_of(cluster: Cluster | None, axes: dict[str, int] | None) -> dict[str, int] | None:
     """Returns the mesh asked for, None for the default, and emulates devices for ``--on cpu:N``.
 
     Raises InputError if ``--axes`` and ``--on`` differ, CannotRunError if this machine has too few devices.
     """
-    cluster, axes = given.on, given.axes
     wanted = math.prod(axes.values()) if axes else None
     words = f"--on {cluster.short_name}" if cluster else ""
     if axes:

@@ -1,0 +1,26 @@
+"""`meshwright compile`: the programs of a server, compiled ahead of its start."""
+
+from meshwright.cli.output import say
+from meshwright.cli.verb import verb
+from meshwright.cli.verbs.serve import EngineGiven, open_given
+from meshwright.core.errors import CannotRunError
+
+
+class Given(EngineGiven):
+    pass
+
+
+@verb(Given)
+def command(given: Given) -> None:
+    """Compile every program that serving the model of a FOLDER needs, so that `serve` starts at once.
+
+    Give the options that `serve` is given: programs depend on them, and on the devices and versions of this machine.
+    """
+    opened = open_given(given, in_background=False)
+    programs = opened.engine.programs
+    if programs.folder is None:
+        raise CannotRunError(
+            "programs on several CPU devices, and of a JAX that keeps compiled programs itself, are not kept. Use one "
+            "device, and unset JAX_COMPILATION_CACHE_DIR."
+        )
+    say(f"{programs.num_compiled} programs compiled, {programs.num_loaded} were there: {programs.folder}")

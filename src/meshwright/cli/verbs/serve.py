@@ -1,0 +1,124 @@
+"""`meshwright serve`: a model over HTTP, with OpenAI's routes."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.cli.output import say
+from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option, verb
+from meshwright.core.units import format_seconds
+from meshwright.spec.cluster import Cluster
+
+if TYPE_CHECKING:
+    from meshwright.serve.opening import EngineOptions, OpenedEngine
+
+
+class EngineGiven(Options):
+    """Options of every verb that opens an engine; those of vLLM are other names of ours."""
+
+    what: Path = argument(metavar="FOLDER")
+    on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
+    axes: MeshSizes | None = option("Mesh axes, such as tensor=2. Default: every device on tensor.")
+    max_len: Count | None = option("Most positions of a request. Default: the model's.", "--max-len", "--max-model-len")
+    max_requests: Count | None = option(
+        "Requests that run at once. Default: 256, 32 on CPUs.", "--max-requests", "--max-num-seqs"
+    )
+    token_budget: Count | None = option(
+        "Tokens of a step. Default: 2,048, 256 on CPUs.", "--token-budget", "--max-num-batched-tokens"
+    )
+    page_len: Count = option("Positions of a page of the cache.", "--page-len", "--block-size", default=16)
+    cache_bytes: Bytes | None = option(
+        "Memory of the cache on each device, such as 4GB. Default: what is left.", "--cache-bytes", "--kv-cache-memory"
+    )
+    cache_dtype: Literal["bf16", "fp32", "int8"] | None = option(
+        "Dtype of keys and values. Default: the weights'.", "--cache-dtype", "--kv-cache-dtype"
+    )
+    weights: Literal["as they are", "int8"] = option(
+        "How weights are stored.", "--weights", "--quantization", default="as they are"
+    )
+    policy: Literal["chunked", "interleaved", "static"] = option("How requests share steps.", default="chunked")
+    no_prefix_cache: bool = option(
+        "Compute the beginnings that prompts share again.", "--no-prefix-cache", "--no-enable-prefix-caching"
+    )
+
+
+class Given(EngineGiven):
+    host: str = option("Address to listen on; 0.0.0.0 is every network of this machine.", default="127.0.0.1")
+    port: int = option("Port to listen on; 0 takes a free one.", default=8000)
+    uds: str | None = option("Unix socket to listen on in place of a port.")
+    name: str | None = option("What clients call the model. Default: its folder.", "--name", "--served-model-name")
+    api_key: tuple[str, ...] = option("Key that clients must send; give it again for more.", "--api-key")
+    max_queued: Count = option("Requests that wait or run at most; more get a 429.", default=1024)
+    deadline: float | None = option("Seconds that a request may take. Default: any.")
+    drain: Count = option("Seconds that what runs may go on after SIGTERM.", default=60)
+    log_requests: bool = option("Write a line of JSON for each request to standard error.")
+
+
+@verb(Given)
+def command(given: Given) -> None:
+    """Serve the model of a FOLDER over HTTP: a finished run, or config.json with safetensors files.
+
+    Routes are OpenAI's: /v1/completions, /v1/chat/completions, /v1/models; also /metrics for Prometheus, /health,
+    /tokenize, /openapi.json. SIGTERM finishes what runs.
+    """
+    opened = open_given(given)
+    from meshwright.serve.frontend import Frontend
+    from meshwright.serve.http.app import HttpOptions, make_app
+    from meshwright.serve.http.run import Listening, serve_app
+    from meshwright.serve.http.served import served_model
+
+    frontend = Frontend(opened.engine, max_queued=given.max_queued, deadline_s=given.deadline)
+    served = served_model(opened.source, given.name)
+    app = make_app(frontend, served, HttpOptions(api_keys=given.api_key, log=given.log_requests))
+    listening = Listening(host=given.host, port=given.port, uds=given.uds, drain_s=given.drain)
+    serve_app(app, frontend, listening, lambda url: say(f"serving {served.name} at {url}"))
+
+
+def open_given(given: EngineGiven, **more: bool) -> "OpenedEngine":
+    """Opens the engine that was asked for, and says what it has."""
+    from meshwright.cli.verbs.generate import devices_of
+
+    mesh = devices_of(given.on, given.axes)
+    from meshwright.serve.opening import open_engine
+
+    opened = open_engine(given.what, engine_options(given, mesh), on_shape=progress(), **more)
+    for line in opened.lines:
+        say(line)
+    return opened
+
+
+def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOptions":
+    """Returns the options of an engine."""
+    from meshwright.serve.opening import EngineOptions
+
+    return EngineOptions(
+        max_len=given.max_len or 0,
+        max_requests=given.max_requests or 0,
+        token_budget=given.token_budget or 0,
+        page_len=given.page_len,
+        cache_bytes=given.cache_bytes or 0,
+        cache_dtype=given.cache_dtype or "",
+        weights="int8" if given.weights == "int8" else "",
+        policy=given.policy,
+        prefix_cache=not given.no_prefix_cache and given.policy != "static",
+        mesh=mesh,
+    )
+
+
+def progress() -> Callable[[int, int], None]:
+    """Returns what says how many programs are compiled: a line that grows on a terminal, else one a quarter."""
+    from time import perf_counter
+
+    start, said = perf_counter(), set[int]()
+
+    def show(done: int, all: int) -> None:
+        text = f"compiling {done} of {all} programs, {format_seconds(perf_counter() - start)}"
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{text} " + ("\n" if done == all else ""))
+            sys.stderr.flush()
+        elif 4 * done // all not in said:
+            said.add(4 * done // all)
+            say(text)
+
+    return show
