@@ -118,6 +118,17 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
     return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
 
 
+def write_rows(
+    pool: Array, values: Array, page: Int[Array, " R"], slot: Int[Array, " R"], *, heads_first: bool = False
+) -> Array:
+    """Writes values[R, K, ...] into slots of pages of one layer; pages past the last are dropped.
+
+    The pool is [Pg, Pl, K, ...], or [Pg, K, Pl, ...] with ``heads_first``; donated, it is changed in place.
+    """
+    at = pool.at[page, :, slot] if heads_first else pool.at[page, slot]
+    return at.set(values.astype(pool.dtype), mode="drop")
+
+
 def held_positions(last: Int[Array, " B"], num_slots: int, slots: OwnSlots | None = None) -> Int[Array, "B S"]:
     """Returns the position in each of a device's slots after ``last`` has been written; negative in an empty slot."""
     slots = slots or OwnSlots(0, num_slots)
