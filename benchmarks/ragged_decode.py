@@ -53,6 +53,19 @@ def dense(q, positions, keys, values):
     return q, *kept
 
 
+def dense_chunk(q, keys, values):
+    """Rows of one sequence, its last, on contiguous caches [S, K, H]."""
+    num_rows, length, kept = len(q), len(keys[0]), ([], [])
+    seen = jnp.arange(length)[None] <= length - num_rows + jnp.arange(num_rows)[:, None]
+    for k, v in zip(keys, values, strict=True):
+        k, v = (x.at[length - num_rows :].set(q[:, :KV_HEADS]) for x in (k, v))
+        scores = jnp.einsum("RKH,SKH->KRS", q, k) * WIDTH**-0.5
+        q = q + jnp.einsum("KRS,SKH->RKH", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
+        kept[0].append(k)
+        kept[1].append(v)
+    return q, *kept
+
+
 class Run:
     """A compiled step with its own caches, which each call takes and gives back."""
 
@@ -91,6 +104,11 @@ def dense_run(lengths):
     return Run(dense, (len(lengths), max(lengths), KV_HEADS, WIDTH), jnp.asarray(q), positions)
 
 
+def dense_chunk_run(num_rows, length):
+    q = np.random.default_rng(0).normal(size=(num_rows, HEADS, WIDTH)).astype(np.float32)
+    return Run(dense_chunk, (length, KV_HEADS, WIDTH), jnp.asarray(q))
+
+
 def side_by_side(calls: dict, rounds: int = ROUNDS) -> dict[str, float]:
     """Returns the least seconds of each call; one of each runs in turn, so that a busy machine slows all alike."""
     for call in calls.values():
@@ -127,6 +145,15 @@ def main() -> None:
             took = side_by_side(calls, 8 if num_seqs * mean > 20000 else ROUNDS)
             words = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in took.items())
             print(f"{num_seqs} sequences, {mean} positions: {words}", flush=True)
+    for num_rows, length in ((64, 64), (256, 256), (256, 1024)):
+        calls = {
+            "dense": dense_chunk_run(num_rows, length),
+            "paged": paged_run([length], [num_rows], 64, True),
+            "32 sequences of 128": paged_run([128] * 32, [1] * 32, 64, True),
+            "both": paged_run([128] * 32 + [length], [1] * 32 + [num_rows], 64, True),
+        }
+        words = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in side_by_side(calls, 8).items())
+        print(f"chunk of {num_rows} of {length} positions, heads first: {words}", flush=True)
 
 
 if __name__ == "__main__":

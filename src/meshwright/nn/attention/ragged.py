@@ -32,9 +32,9 @@ QUERY_BLOCK = 32
 LANES = 64
 """Tiles of one iteration, in whose products all processors of a chip share."""
 
-CPU_TILE_SLOTS, CPU_SLOTS, CPU_ROWS = (32, 128), (1024, 128), 128
-"""On CPUs slots of a tile at least and of an iteration at most, for blocks of one query and of several, and rows of a
-block of several, queries x heads of a key head."""
+CPU_TILE_SLOTS, CPU_SLOTS, CPU_ROWS = (32, 128), 1024, 128
+"""On CPUs slots of a tile at least, for blocks of one query and of several, slots of an iteration at most, and rows of
+a block of several, queries x heads of a key head."""
 
 LN2, NO_PEAK = math.log(2.0), -(2.0**22)
 """On CPUs largest scores are whole numbers, of powers of two, and at least this."""
@@ -101,7 +101,10 @@ def ragged_attention(
     most = max(8, CPU_ROWS * values.shape[2] // out.shape[1]) if on_cpu else QUERY_BLOCK
     for block in (1,) if call.longest == 1 else (1, min(call.longest, most)):
         tiles = _tiles(call, block, out.shape[0], values.shape[1])
-        run = _by_turns if on_cpu else _by_kernel if _kernel_takes(call, tiles, out.shape[1]) else _by_lanes
+        if on_cpu:
+            out = _by_turns(call, tiles, parts, mixed, out)
+            continue
+        run = _by_kernel if _kernel_takes(call, tiles, out.shape[1]) else _by_lanes
         found = run(call, tiles, parts, mixed)
         row, exists = _rows(call, tiles, jnp.arange(len(tiles.starts)))
         row = jnp.where(exists & (tiles.ends > tiles.starts)[:, None], row, len(out))
@@ -289,28 +292,30 @@ def _merged(kept: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftm
 # -- CPU ---------------------------------------------------------------------------------------------------
 
 
-def _by_turns(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> _Found:
-    """Returns the attention of each block by XLA, where each iteration costs some microseconds an operation.
+def _by_turns(
+    call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues, out: Float[Array, "R N Hv"]
+) -> Float[Array, "R N Hv"]:
+    """Writes the attention of each block by XLA, where each iteration costs some microseconds an operation.
 
+    Blocks of one query share iterations. Those of several follow one another, as only few of those that could exist do.
     A tile's weights are relative to a power of two, so that sums are scaled without rounding: a block adds its tiles
     one after the other and has the same result whichever tiles share an iteration.
     """
     num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
-    group, dtype, slots = parts[0].queries.shape[1] // kv_heads, parts[0].queries.dtype, tiles.num_pages * tiles.page_len
-    lanes = max(1, min(CPU_SLOTS[block > 1] // slots, max(2, num_blocks)))
+    group, dtype, slots = out.shape[1] // kv_heads, parts[0].queries.dtype, tiles.num_pages * tiles.page_len
+    lanes = 1 if block > 1 else max(1, min(CPU_SLOTS // slots, max(2, num_blocks)))
     latent = mixed.values is parts[0].keys
     # what an iteration needs to know of its tiles is the same in all layers, which then share it
     most = -(-num_blocks * -(-call.pages.shape[1] // tiles.num_pages) // lanes) * lanes
     tile = jnp.arange(most, dtype=jnp.int32)
-    own = jnp.searchsorted(tiles.ends, tile, side="right").astype(jnp.int32)
-    place, own = own, jnp.minimum(own, num_blocks - 1)
+    place = jnp.searchsorted(tiles.ends, tile, side="right").astype(jnp.int32)
+    own = jnp.minimum(place, num_blocks - 1)
     sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
     ahead = (call.lengths - call.counts)[sequence] + tiles.row[own] - index * slots
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     page = jnp.clip(call.pages.at[sequence[:, None], number].get(mode="clip"), 0, len(mixed.values) - 1)
-    row = jnp.minimum(_rows(call, tiles, jnp.arange(num_blocks))[0], len(parts[0].queries) - 1)
-    queries = [part.queries[row].reshape(num_blocks, block, kv_heads, group, -1) for part in parts]
-    queries = [jnp.moveaxis(each, 2, 1).reshape(num_blocks, kv_heads, block * group, -1) for each in queries]
+    known = place, ahead, page
+    back = ((jnp.arange(block * group) // group)[:, None] - jnp.arange(slots)[None])[None]
 
     def read(pool: Array, page: Array) -> Array:
         """Returns [lanes, K, slots, width] of whole pages, which are copied as such before they are transposed."""
@@ -319,8 +324,7 @@ def _by_turns(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
         found = flat.at[page].get(mode="promise_in_bounds").reshape(sizes)
         if not call.heads_first and kv_heads > 1:
             found = lax.optimization_barrier(found)
-        found = jnp.moveaxis(found, 2 if call.heads_first else 3, 1)
-        return found.reshape(lanes, kv_heads, slots, -1)
+        return jnp.moveaxis(found, 2 if call.heads_first else 3, 1).reshape(lanes, kv_heads, slots, -1)
 
     def operand(pool: Array, page: Array) -> Array:
         # XLA's library for CPUs takes products from one array in this order, else a slow loop runs
@@ -329,42 +333,56 @@ def _by_turns(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
     def scaled(array: Array, scale: Array | None, page: Array) -> Array:
         return array if scale is None else array * jnp.swapaxes(read(scale, page), 2, 3)
 
-    def step(number: Array, state: RunningSoftmax) -> RunningSoftmax:
-        known = place, own, ahead, page
-        at, of, ahead_of, pages = (lax.dynamic_slice_in_dim(each, number * lanes, lanes) for each in known)
-        keys = [operand(part.keys, pages) for part in parts]
+    def step(blocks: Array, queries: list[Array], tile: Array, state: RunningSoftmax) -> RunningSoftmax:
+        at, ahead, page = (lax.dynamic_slice_in_dim(each, tile, lanes) for each in known)
+        at = at - blocks[0]
+        of = jnp.minimum(at, len(blocks) - 1)
+        keys = [operand(part.keys, page) for part in parts]
         products = [
-            scaled(jnp.einsum("WKRH,WKCH->WKRC", q[of], k, preferred_element_type=jnp.float32), part.scale, pages)
+            scaled(jnp.einsum("WKRH,WKCH->WKRC", q[of], k, preferred_element_type=jnp.float32), part.scale, page)
             for q, k, part in zip(queries, keys, parts, strict=True)
         ]
         scores = capped(call.scale * sum(products[1:], start=products[0]), call.softcap)
-        back = (jnp.arange(block * group) // group)[:, None] - jnp.arange(slots)[None]
-        back = ahead_of[:, None, None] + back[None]
-        seen = (back >= 0) if call.window is None else (back >= 0) & (back < call.window)
+        distance = ahead[:, None, None] + back
+        seen = (distance >= 0) if call.window is None else (distance >= 0) & (distance < call.window)
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
         own_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
         weights = jnp.exp(scores - own_peak[..., None] * LN2)
-        values = keys[0] if latent else operand(mixed.values, pages)
-        own_total, weights = weights.sum(axis=-1), scaled(weights, mixed.scale, pages).astype(dtype)
+        values = keys[0] if latent else operand(mixed.values, page)
+        own_total, weights = weights.sum(axis=-1), scaled(weights, mixed.scale, page).astype(dtype)
         sums = jnp.einsum("WKRC,WKCH->WKRH", weights, values, preferred_element_type=jnp.float32)
         peak = state.peak.at[at].max(own_peak, mode="drop")
         fade, rise = _two_to(state.peak - peak), _two_to(own_peak - peak[of])
         total = (state.total * fade).at[at].add(own_total * rise, mode="drop")
-        return RunningSoftmax(
-            peak, total, (state.mixed * fade[..., None]).at[at].add(sums * rise[..., None], mode="drop")
-        )
+        sums = (state.mixed * fade[..., None]).at[at].add(sums * rise[..., None], mode="drop")
+        return RunningSoftmax(peak, total, sums)
 
-    zeros = jnp.zeros((num_blocks, kv_heads, block * group), jnp.float32)
-    state = RunningSoftmax(zeros + NO_PEAK, zeros, jnp.zeros((*zeros.shape, width), jnp.float32))
-    peak, total, sums = lax.fori_loop(0, -(-tiles.ends[-1] // lanes), step, state)
-    if call.sinks is not None:
-        sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
-        top = jnp.maximum(peak, jnp.ceil(sinks / LN2))
-        sums = sums * _two_to(peak - top)[..., None]
-        total = total * _two_to(peak - top) + jnp.exp(sinks - top * LN2)
-    found = sums / jnp.where(total > 0, total, 1.0)[..., None]
-    found = jnp.moveaxis(found.reshape(num_blocks, kv_heads, block, group, width), 2, 1)
-    return found.reshape(num_blocks, block, -1, width)
+    def attend(blocks: Array, first: Array | int, num_tiles: Array, out: Array) -> Array:
+        row, exists = _rows(call, tiles, blocks)
+        queries = [part.queries.at[row].get(mode="clip") for part in parts]
+        queries = [each.reshape(len(blocks), block, kv_heads, group, -1) for each in queries]
+        queries = [jnp.moveaxis(each, 2, 1).reshape(len(blocks), kv_heads, block * group, -1) for each in queries]
+        zeros = jnp.zeros(queries[0].shape[:3], jnp.float32)
+        state = RunningSoftmax(zeros + NO_PEAK, zeros, jnp.zeros((*zeros.shape, width), jnp.float32))
+        peak, total, sums = lax.fori_loop(
+            0, -(-num_tiles // lanes), lambda i, state: step(blocks, queries, first + i * lanes, state), state
+        )
+        if call.sinks is not None:
+            sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
+            top = jnp.maximum(peak, jnp.ceil(sinks / LN2))
+            sums = sums * _two_to(peak - top)[..., None]
+            total = total * _two_to(peak - top) + jnp.exp(sinks - top * LN2)
+        found = sums / jnp.where(total > 0, total, 1.0)[..., None]
+        found = jnp.moveaxis(found.reshape(len(blocks), kv_heads, block, group, width), 2, 1)
+        row = jnp.where(exists & (tiles.ends > tiles.starts)[blocks][:, None], row, len(out))
+        return out.at[row].set(found.reshape(len(blocks), block, -1, width).astype(out.dtype), mode="drop")
+
+    if block == 1:
+        return attend(jnp.arange(num_blocks, dtype=jnp.int32), 0, tiles.ends[-1], out)
+    count = tiles.ends - tiles.starts
+    return lax.fori_loop(
+        0, jnp.sum(count > 0), lambda i, out: attend(i[None], tiles.starts[i], count[i], out), out
+    )
 
 
 def _two_to(power: Array) -> Array:
