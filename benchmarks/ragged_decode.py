@@ -85,14 +85,20 @@ def paged_run(lengths, counts, page_len, heads_first, function=paged):
     random = np.random.default_rng(0)
     lengths, counts = np.asarray(lengths, np.int32), np.asarray(counts, np.int32)
     used = -(-lengths // page_len)
-    order, pages = random.permutation(used.sum() + 1), np.zeros((len(lengths), -(-max(TABLE, max(lengths)) // page_len)), np.int32)
+    order, pages = (
+        random.permutation(used.sum() + 1),
+        np.zeros((len(lengths), -(-max(TABLE, max(lengths)) // page_len)), np.int32),
+    )
     for row, (count, end) in enumerate(zip(used, np.cumsum(used), strict=True)):
         pages[row, :count] = order[end - count : end]
     positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]).astype(np.int32)
     of_row = np.repeat(np.arange(len(lengths)), counts)
     q = random.normal(size=(len(positions), HEADS, WIDTH)).astype(np.float32)
     first = (np.cumsum(counts) - counts).astype(np.int32)
-    given = [jnp.asarray(x) for x in (q, pages, first, counts, lengths, pages[of_row, positions // page_len], positions % page_len)]
+    given = [
+        jnp.asarray(x)
+        for x in (q, pages, first, counts, lengths, pages[of_row, positions // page_len], positions % page_len)
+    ]
     num_pages, order = max(int(used.sum()) + 1, 1024 * 16 // page_len), (KV_HEADS, page_len)
     shape = (num_pages, *(order if heads_first else order[::-1]), WIDTH)
     return Run(partial(function, heads_first, int(counts.max())), shape, *given)

@@ -44,11 +44,13 @@ def test_pages_change_nothing(name, options):
     """5 does not divide the 24 positions: the last page of each sequence has a slot that nothing fills."""
     params = float_params(FAMILIES[name])
     wanted = logits_of(step_of(FAMILIES[name], {}, **options), params)
+    # between two integers, a value of an int8 cache may be rounded to either
+    close = 2e-2 if options else 1e-5
     for page_len in (4, 5):
         step = step_of(FAMILIES[name], {}, page_len=page_len, **options)
         assert step.cache_sizes["Bp"] == -(-24 // page_len)
         for pages in (None, shuffled(step)):
-            np.testing.assert_allclose(logits_of(step, params, pages), wanted, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(logits_of(step, params, pages), wanted, rtol=1e-5, atol=close)
 
 
 def test_only_layers_without_a_window_have_pages():

@@ -216,7 +216,8 @@ def test_rows_of_one_layer_are_written_and_attended_with_heads_first():
     turned, again = run(call, True, *(jnp.swapaxes(x, 1, 2) for x in pools))
     np.testing.assert_array_equal(jnp.swapaxes(again, 1, 2), written)
     np.testing.assert_array_equal(turned, plain)
-    assert np.abs(np.asarray(plain) - expected).max() > 0 and (np.asarray(written)[3, 1] == 1).all()
+    assert np.abs(np.asarray(plain) - expected).max() > 0
+    assert (np.asarray(written)[3, 1] == 1).all()
 
 
 # -- compiled for chips -----------------------------------------------------------------------------------

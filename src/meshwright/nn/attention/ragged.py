@@ -380,9 +380,7 @@ def _by_turns(
     if block == 1:
         return attend(jnp.arange(num_blocks, dtype=jnp.int32), 0, tiles.ends[-1], out)
     count = tiles.ends - tiles.starts
-    return lax.fori_loop(
-        0, jnp.sum(count > 0), lambda i, out: attend(i[None], tiles.starts[i], count[i], out), out
-    )
+    return lax.fori_loop(0, jnp.sum(count > 0), lambda i, out: attend(i[None], tiles.starts[i], count[i], out), out)
 
 
 def _two_to(power: Array) -> Array:
