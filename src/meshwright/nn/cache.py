@@ -7,7 +7,7 @@ slots of a sequence are the pages, of Pl slots each, that its row of the page ta
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -28,15 +28,20 @@ Pages = Int[Array, "B Bp"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer of an array of all layers of a kind; a write changes entries of this layer in that array, in place."""
+    """One layer of an array of all layers of a kind; a write changes entries of this layer in that array, in place.
+
+    With ``heads_first`` pages are [K, Pl, ...] in the array, as products on CPUs read them, not [Pl, K, ...].
+    """
 
     stack: Array
     layer: Int[Array, ""]
+    heads_first: bool = field(default=False, metadata={"static": True})
 
     def entries(self, *, paged: bool = False) -> Array:
         """Returns the layer, [B, S, ...]; of a paged cache the pages of all layers, [L Pg, Pl, ...], without a copy."""
         if paged:
-            return self.stack.reshape(-1, *self.stack.shape[2:])
+            pages = self.stack.reshape(-1, *self.stack.shape[2:])
+            return jnp.swapaxes(pages, 1, 2) if self.heads_first else pages
         return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
 
     def in_pool(self, pages: Pages) -> Pages:
@@ -120,10 +125,12 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
 
 def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"]) -> LayerCache:
     """Writes values[R, ...] into slots of the pages of a layer, counted through; those beyond the pages are dropped."""
-    num_pages, page_len = cache.stack.shape[1:3]
-    page = jnp.where(slots < num_pages * page_len, slots // page_len, num_pages)
-    at = cache.stack.at[cache.layer, page, slots % page_len]
-    return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
+    num_pages, page_len = cache.stack.shape[1], cache.stack.shape[3 if cache.heads_first else 2]
+    # past the last page of a layer is past the last of all, not the next layer's first
+    page, slot = jnp.where(slots < num_pages * page_len, slots // page_len, num_pages), slots % page_len
+    values = values.astype(cache.stack.dtype)
+    at = cache.stack.at[cache.layer, page, :, slot] if cache.heads_first else cache.stack.at[cache.layer, page, slot]
+    return LayerCache(at.set(values, mode="drop"), cache.layer, cache.heads_first)
 
 
 def held_positions(last: Int[Array, " B"], num_slots: int, slots: OwnSlots | None = None) -> Int[Array, "B S"]:

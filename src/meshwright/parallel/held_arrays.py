@@ -1,6 +1,6 @@
 """Weights and caches of generation as they lie on devices: shapes, shardings, orders in memory; how they get there."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
@@ -43,6 +43,8 @@ class HeldArrays:
     quantised: bool
     declared: Mapping[str, ShardedArray]
     max_len: int
+    heads_first: Collection[str] = ()
+    """Caches, in tuples of layers, whose pages have heads before slots."""
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
@@ -163,7 +165,7 @@ class HeldArrays:
 
         def layer(steps: BlockSteps, number: Any, values: Mapping[str, Any], cache: Cache) -> tuple[Array, Cache]:
             held = {
-                name: LayerCache(array[number][None], jnp.int32(0))
+                name: LayerCache(array[number][None], jnp.int32(0), name in self.heads_first)
                 if isinstance(array, tuple)
                 else LayerCache(array, number)
                 for name, array in cache.items()

@@ -1,7 +1,7 @@
 """The step of a server: rows of any sequences on caches in pages, in few compiled shapes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,6 +108,7 @@ class PackedStep(HeldArrays):
         self.mesh = strategy_mesh(strategy)
         self.compiler = compiler_options(self.mesh)
         self.unrolled = platform_of(self.mesh.devices.flat[0]) == "cpu"
+        self.heads_first = [row.name for row in self.table if row.dims[2][0] == "K"] if self.unrolled else []
         self.programs = ProgramStore(programs, [model, self.strategy, storage, max_len, max_seqs, self.compiler.used])
         self._compiled: dict[PackedShape, jax.stages.Compiled] = {}
 
@@ -115,11 +116,19 @@ class PackedStep(HeldArrays):
 
     def place(self, params: Mapping[str, Any]) -> Params:
         """Puts weights on their devices as `HeldArrays.place` does, those of layers by themselves if unrolled."""
-        return self._placed_by_layer(super().place(params), self.param_specs)
+        arrays = super().place(params)
+        if not self.unrolled:
+            return arrays
+        specs = {name: self.param_specs[name] for name in arrays}
+        return jax.jit(self._by_layer, out_shardings=shardings(self.mesh, self._by_layer(specs)))(arrays)
 
     def init_cache(self) -> Cache:
         """Returns empty pages, made on their devices."""
-        return self._placed_by_layer(super().init_cache(), self.cache_specs)
+        if not self.unrolled:
+            return super().init_cache()
+        shapes, split = jax.eval_shape(self._by_layer, self.cache_shapes), self._by_layer(self.cache_specs)
+        zeros = partial(jax.tree.map, lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+        return jax.jit(zeros, out_shardings=shardings(self.mesh, split))()
 
     def step(self, params: Params, cache: Cache, latest: Array, rows: PackedRows, longest: int) -> tuple[Array, Cache]:
         """Returns logits [O, V] of rows ``last``, and the cache.
@@ -145,10 +154,7 @@ class PackedStep(HeldArrays):
 
     def lower(self, shape: PackedShape) -> jax.stages.Lowered:
         """Lowers the program of a shape without data."""
-        params, cache = (
-            jax.eval_shape(partial(self._by_layer, each=_layer_of), shapes)
-            for shapes in (self.param_shapes, self.cache_shapes)
-        )
+        params, cache = (jax.eval_shape(self._by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
         latest = jax.ShapeDtypeStruct((self.max_seqs,), jnp.int32)
         flat = jax.ShapeDtypeStruct((sum(math.prod(part) for part in self._parts(shape)),), jnp.int32)
         return lower(self._program(shape), self.mesh, params, cache, latest, flat)
@@ -164,7 +170,7 @@ class PackedStep(HeldArrays):
     def _program(self, shape: PackedShape) -> Any:
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
         names = ("tokens", "positions", "slots", "first", "counts", "lengths", PAGES, "last")
-        params, cache = (self._by_layer(specs, _spec_of_layer) for specs in (self.param_specs, self.cache_specs))
+        params, cache = (self._by_layer(specs) for specs in (self.param_specs, self.cache_specs))
         whole = NamedSharding(self.mesh, PartitionSpec())
         mapped = jax.shard_map(
             partial(self.run, self.derived, longest=shape.longest),
@@ -201,24 +207,21 @@ class PackedStep(HeldArrays):
         weights = {name: repeat for name, (weight, repeat) in weight_variables(self.model).items() if weight.layers}
         return found | weights | {scale_name(name): repeat for name, repeat in weights.items()}
 
-    def _by_layer(self, given: Mapping[str, Any], each: Callable[[Any, int], Any]) -> dict[str, Any]:
-        """Returns what is given of stacked arrays by name, for each layer if unrolled."""
+    def _by_layer(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns stacked arrays, or their shardings, by name: tuples of layers if unrolled."""
         layers = self._num_layers if self.unrolled else {}
+
+        def layer(name: str, one: Any, number: int) -> Any:
+            """Returns one layer, of a cache with heads before slots."""
+            own = PartitionSpec(*one[1:]) if isinstance(one, PartitionSpec) else one[number]
+            if name not in self.heads_first:
+                return own
+            if isinstance(own, PartitionSpec):
+                pages, slots, heads, *more = own
+                return PartitionSpec(pages, heads, slots, *more)
+            return jnp.swapaxes(own, 1, 2)
+
         return {
-            name: tuple(each(one, number) for number in range(layers[name])) if name in layers else one
+            name: tuple(layer(name, one, number) for number in range(layers[name])) if name in layers else one
             for name, one in given.items()
         }
-
-    def _placed_by_layer(self, arrays: Mapping[str, Array], specs: Mapping[str, PartitionSpec]) -> dict[str, Any]:
-        if not self.unrolled:
-            return dict(arrays)
-        split = shardings(self.mesh, self._by_layer({name: specs[name] for name in arrays}, _spec_of_layer))
-        return jax.jit(partial(self._by_layer, each=_layer_of), out_shardings=split)(dict(arrays))
-
-
-def _layer_of(array: Array, number: int) -> Array:
-    return array[number]
-
-
-def _spec_of_layer(spec: PartitionSpec, number: int) -> PartitionSpec:
-    return PartitionSpec(*spec[1:])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.nn.attention import ragged
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
-from meshwright.nn.cache import LayerCache, cache_layout, write_pages
+from meshwright.nn.cache import LayerCache, cache_layout, write_pages, write_slots
 from meshwright.nn.quantisation import absmax_scale, quantise
 from meshwright.spec.cluster import parse_cluster
 from meshwright.verify.targets import target_of
@@ -179,8 +179,45 @@ def test_tiles_are_those_that_queries_see(window, expected):
     """300, 7 and 129 positions in tiles of 128, whatever the page table could hold."""
     for more in (0, 50):
         call, *_ = drawn(Case(DECODE, 16, {"window": window}))
-        call = dataclasses.replace(call, pages=jnp.pad(call.pages, ((0, 0), (0, more))))
+        call = dataclasses.replace(call, pages=jnp.pad(call.pages, ((0, 0), (0, more))), platform="cuda")
         assert int(ragged._tiles(call, 1, 8, 16).ends[-1]) == expected
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_on_a_cpu_a_row_is_the_same_bit_by_bit_whatever_the_batch(heads_first):
+    """Sequences of several tiles, alone and among others: the tiles of an iteration are others."""
+    lengths = [300, 7, 1100, 64, 129, 33, 640, 2]
+    case = Case([(length, 1) for length in lengths], 16, SINKS, heads=(4, 2))
+    call, parts, values, _ = drawn(case)
+    call = dataclasses.replace(call, heads_first=heads_first)
+    found = np.asarray(attended(call, parts, values, None))
+    for b in range(len(lengths)):
+        for others in ([b], [b, 0], [2, b, 6]):
+            own = {name: getattr(call, name)[jnp.array(others)] for name in ("first", "counts", "lengths", "pages")}
+            again = attended(dataclasses.replace(call, **own), parts, values, None)
+            row = int(call.first[b])
+            np.testing.assert_array_equal(again[row], found[row])
+
+
+def test_rows_of_one_layer_are_written_and_attended_with_heads_first():
+    call, parts, values, _ = drawn(Case(DECODE, 16, {}))
+    expected = attended(call, parts, values, None)
+    slots = jnp.array([3 * 16 + 1, 5 * 16 + 15, len(values) * 16])  # the last one is beyond the pages
+    new = jnp.ones((3, *values.shape[2:]))
+
+    def run(call, heads_first, keys, values):
+        values = write_slots(LayerCache(values[None], jnp.int32(0), heads_first), new, slots).stack[0]
+        view = functools.partial(jnp.swapaxes, axis1=1, axis2=2) if heads_first else (lambda x: x)
+        call = dataclasses.replace(call, heads_first=heads_first)
+        return ragged_attention(call, [parts[0]._replace(keys=view(keys))], view(values)), values
+
+    pools = parts[0].keys, values
+    plain, written = run(call, False, *pools)
+    turned, again = run(call, True, *(jnp.swapaxes(x, 1, 2) for x in pools))
+    np.testing.assert_array_equal(jnp.swapaxes(again, 1, 2), written)
+    np.testing.assert_array_equal(turned, plain)
+    assert np.abs(np.asarray(plain) - expected).max() > 0
+    assert (np.asarray(written)[3, 1] == 1).all()
 
 
 # -- compiled for chips -----------------------------------------------------------------------------------

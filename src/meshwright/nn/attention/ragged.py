@@ -3,9 +3,11 @@
 A tile is a block of queries of one sequence and a few of its pages. The tiles of a call form one list, which is split
 over lanes in equal runs, as in flash-decoding: a lane carries the running softmax of its block from tile to tile, and
 a block of several lanes is merged by its largest scores and sums. So the number of iterations follows the positions
-that queries see, whatever the lengths of sequences are, and no page is copied but those of the tiles at work.
+that queries see, whatever the lengths of sequences are, and no page is copied but those of the tiles at work. A CPU
+takes the tiles in the order of the list, and a row's result does not depend on the other rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +29,15 @@ TILE_SLOTS = 128
 QUERY_BLOCK = 32
 """Queries of a block of a sequence that has several; those of one query have blocks of one."""
 
-LANES, CPU_LANES = 64, 4
+LANES = 64
 """Tiles of one iteration, in whose products all processors of a chip share."""
+
+CPU_TILE_SLOTS, CPU_SLOTS, CPU_ROWS = (32, 128), 1024, 128
+"""On CPUs slots of a tile at least, for blocks of one query and of several, slots of an iteration at most, and rows of
+a block of several, queries x heads of a key head."""
+
+LN2, NO_PEAK = math.log(2.0), -(2.0**22)
+"""On CPUs largest scores are whole numbers, of powers of two, and at least this."""
 
 LANE = 128
 """Entries of a row of registers on a TPU."""
@@ -75,6 +84,8 @@ class RaggedCall:
     pages: Int[Array, "B Bp"]
     longest: int
     platform: str = field(default_factory=default_platform)
+    heads_first: bool = False
+    """On CPUs, that pools are views of arrays [Pg, K, Pl, ...], as a CPU multiplies them without transposing."""
 
 
 def ragged_attention(
@@ -86,8 +97,13 @@ def ragged_attention(
     """
     out = jnp.zeros((*parts[0].queries.shape[:2], values.shape[-1]), parts[0].queries.dtype)
     mixed = PagedValues(values, value_scale)
-    for block in (1,) if call.longest == 1 else (1, min(call.longest, QUERY_BLOCK)):
+    on_cpu = call.platform == "cpu"
+    most = max(8, CPU_ROWS * values.shape[2] // out.shape[1]) if on_cpu else QUERY_BLOCK
+    for block in (1,) if call.longest == 1 else (1, min(call.longest, most)):
         tiles = _tiles(call, block, out.shape[0], values.shape[1])
+        if on_cpu:
+            out = _by_turns(call, tiles, parts, mixed, out)
+            continue
         run = _by_kernel if _kernel_takes(call, tiles, out.shape[1]) else _by_lanes
         found = run(call, tiles, parts, mixed)
         row, exists = _rows(call, tiles, jnp.arange(len(tiles.starts)))
@@ -113,12 +129,13 @@ class _Tiles(NamedTuple):
 def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles:
     """Lists the tiles of sequences with one query for a block of 1, and of those with several for others."""
     num_seqs, table = call.pages.shape
-    num_pages = min(table, -(-TILE_SLOTS // page_len))
+    least = CPU_TILE_SLOTS[block > 1] if call.platform == "cpu" else TILE_SLOTS
+    num_pages = min(table, -(-least // page_len))
     slots = num_pages * page_len
     counts = jnp.where((call.counts == 1) == (block == 1), call.counts, 0)
     until = jnp.cumsum(-(-counts // block))
     own = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
-    own = own[: num_seqs * -(-call.longest // block)]
+    own = own[: num_seqs * (1 if block == 1 else -(-call.longest // block))]
     exists = own < until[-1]
     sequence = jnp.minimum(jnp.searchsorted(until, own, side="right").astype(jnp.int32), num_seqs - 1)
     row = block * (own - (until - (-(-counts // block)))[sequence])
@@ -140,7 +157,7 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
     In a running softmax, [M, K, R], the G heads of a block's queries are the rows of one matrix for each key head.
     """
     num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
-    lanes, group = CPU_LANES if call.platform == "cpu" else LANES, parts[0].queries.shape[1] // kv_heads
+    lanes, group = LANES, parts[0].queries.shape[1] // kv_heads
     latent, order = mixed.values is parts[0].keys, partial(_in_memory, call.platform)
     parts = [part._replace(**jax.tree.map(order, {"keys": part.keys, "scale": part.scale})) for part in parts]
     mixed = jax.tree.map(order, mixed)
@@ -184,7 +201,7 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
 
 
 def _heads_first(platform: str, pool: Array) -> bool:
-    return platform != "cpu" and (platform != "tpu" or pool.ndim == 3)
+    return platform != "tpu" or pool.ndim == 3
 
 
 def _in_memory(platform: str, pool: Array) -> Array:
@@ -221,9 +238,7 @@ def _attend(
         return found.reshape(len(page), kv_heads, slots, -1)
 
     def operand(pool: Array) -> Array:
-        # XLA's library for CPUs takes products from one array in this order, else a slow loop runs
-        found = read(pool).astype(dtype)
-        return lax.optimization_barrier(found) if call.platform == "cpu" else found
+        return read(pool).astype(dtype)
 
     def scaled(array: Array, scale: Array | None) -> Array:
         return array if scale is None else array * jnp.swapaxes(read(scale), 2, 3)
@@ -272,6 +287,106 @@ def _merged(kept: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftm
     total = (own.total * fade).at[began].add(more.total * further)
     mixed = (own.mixed * fade[..., None]).at[began].add(more.mixed * further[..., None])
     return RunningSoftmax(peak, total, mixed)
+
+
+# -- CPU ---------------------------------------------------------------------------------------------------
+
+
+def _by_turns(
+    call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues, out: Float[Array, "R N Hv"]
+) -> Float[Array, "R N Hv"]:
+    """Writes the attention of each block by XLA, where each iteration costs some microseconds an operation.
+
+    Blocks of one query share iterations. Those of several follow one another, as only few of those that could exist do.
+    A tile's weights are relative to a power of two, so that sums are scaled without rounding: a block adds its tiles
+    one after the other and has the same result whichever tiles share an iteration.
+    """
+    num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
+    group, dtype, slots = out.shape[1] // kv_heads, parts[0].queries.dtype, tiles.num_pages * tiles.page_len
+    lanes = 1 if block > 1 else max(1, min(CPU_SLOTS // slots, max(2, num_blocks)))
+    latent = mixed.values is parts[0].keys
+    # what an iteration needs to know of its tiles is the same in all layers, which then share it
+    most = -(-num_blocks * -(-call.pages.shape[1] // tiles.num_pages) // lanes) * lanes
+    tile = jnp.arange(most, dtype=jnp.int32)
+    place = jnp.searchsorted(tiles.ends, tile, side="right").astype(jnp.int32)
+    own = jnp.minimum(place, num_blocks - 1)
+    sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
+    ahead = (call.lengths - call.counts)[sequence] + tiles.row[own] - index * slots
+    number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
+    page = jnp.clip(call.pages.at[sequence[:, None], number].get(mode="clip"), 0, len(mixed.values) - 1)
+    known = place, ahead, page
+    back = ((jnp.arange(block * group) // group)[:, None] - jnp.arange(slots)[None])[None]
+
+    def read(pool: Array, page: Array) -> Array:
+        """Returns [lanes, K, slots, width] of whole pages, which are copied as such before they are transposed."""
+        sizes = (lanes, tiles.num_pages, *((kv_heads, tiles.page_len) if call.heads_first else pool.shape[1:3]), -1)
+        flat = (jnp.swapaxes(pool, 1, 2) if call.heads_first else pool).reshape(len(pool), -1)
+        found = flat.at[page].get(mode="promise_in_bounds").reshape(sizes)
+        if not call.heads_first and kv_heads > 1:
+            found = lax.optimization_barrier(found)
+        return jnp.moveaxis(found, 2 if call.heads_first else 3, 1).reshape(lanes, kv_heads, slots, -1)
+
+    def operand(pool: Array, page: Array) -> Array:
+        # XLA's library for CPUs takes products from one array in this order, else a slow loop runs
+        return lax.optimization_barrier(read(pool, page).astype(dtype))
+
+    def scaled(array: Array, scale: Array | None, page: Array) -> Array:
+        return array if scale is None else array * jnp.swapaxes(read(scale, page), 2, 3)
+
+    def step(blocks: Array, queries: list[Array], tile: Array, state: RunningSoftmax) -> RunningSoftmax:
+        at, ahead, page = (lax.dynamic_slice_in_dim(each, tile, lanes) for each in known)
+        at = at - blocks[0]
+        of = jnp.minimum(at, len(blocks) - 1)
+        keys = [operand(part.keys, page) for part in parts]
+        products = [
+            scaled(jnp.einsum("WKRH,WKCH->WKRC", q[of], k, preferred_element_type=jnp.float32), part.scale, page)
+            for q, k, part in zip(queries, keys, parts, strict=True)
+        ]
+        scores = capped(call.scale * sum(products[1:], start=products[0]), call.softcap)
+        distance = ahead[:, None, None] + back
+        seen = (distance >= 0) if call.window is None else (distance >= 0) & (distance < call.window)
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        own_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
+        weights = jnp.exp(scores - own_peak[..., None] * LN2)
+        values = keys[0] if latent else operand(mixed.values, page)
+        own_total, weights = weights.sum(axis=-1), scaled(weights, mixed.scale, page).astype(dtype)
+        sums = jnp.einsum("WKRC,WKCH->WKRH", weights, values, preferred_element_type=jnp.float32)
+        peak = state.peak.at[at].max(own_peak, mode="drop")
+        fade, rise = _two_to(state.peak - peak), _two_to(own_peak - peak[of])
+        total = (state.total * fade).at[at].add(own_total * rise, mode="drop")
+        sums = (state.mixed * fade[..., None]).at[at].add(sums * rise[..., None], mode="drop")
+        return RunningSoftmax(peak, total, sums)
+
+    def attend(blocks: Array, first: Array | int, num_tiles: Array, out: Array) -> Array:
+        row, exists = _rows(call, tiles, blocks)
+        queries = [part.queries.at[row].get(mode="clip") for part in parts]
+        queries = [each.reshape(len(blocks), block, kv_heads, group, -1) for each in queries]
+        queries = [jnp.moveaxis(each, 2, 1).reshape(len(blocks), kv_heads, block * group, -1) for each in queries]
+        zeros = jnp.zeros(queries[0].shape[:3], jnp.float32)
+        state = RunningSoftmax(zeros + NO_PEAK, zeros, jnp.zeros((*zeros.shape, width), jnp.float32))
+        peak, total, sums = lax.fori_loop(
+            0, -(-num_tiles // lanes), lambda i, state: step(blocks, queries, first + i * lanes, state), state
+        )
+        if call.sinks is not None:
+            sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
+            top = jnp.maximum(peak, jnp.ceil(sinks / LN2))
+            sums = sums * _two_to(peak - top)[..., None]
+            total = total * _two_to(peak - top) + jnp.exp(sinks - top * LN2)
+        found = sums / jnp.where(total > 0, total, 1.0)[..., None]
+        found = jnp.moveaxis(found.reshape(len(blocks), kv_heads, block, group, width), 2, 1)
+        row = jnp.where(exists & (tiles.ends > tiles.starts)[blocks][:, None], row, len(out))
+        return out.at[row].set(found.reshape(len(blocks), block, -1, width).astype(out.dtype), mode="drop")
+
+    if block == 1:
+        return attend(jnp.arange(num_blocks, dtype=jnp.int32), 0, tiles.ends[-1], out)
+    count = tiles.ends - tiles.starts
+    return lax.fori_loop(0, jnp.sum(count > 0), lambda i, out: attend(i[None], tiles.starts[i], count[i], out), out)
+
+
+def _two_to(power: Array) -> Array:
+    """Returns two to the power of whole numbers that are not positive, exactly."""
+    bits = jnp.maximum(power.astype(jnp.int32) + 127, 0) << 23
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 # -- TPU ---------------------------------------------------------------------------------------------------

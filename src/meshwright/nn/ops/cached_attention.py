@@ -74,6 +74,7 @@ def paged_call(
         lengths=lengths,
         pages=cached.in_pool(pages),
         longest=longest,
+        heads_first=cached.heads_first,
     )
     return call, tuple(more)
 
