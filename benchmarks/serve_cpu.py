@@ -26,7 +26,6 @@ from train_cpu import CONFIG
 
 PROMPT_LEN, NUM_TOKENS = 32, 128
 BATCHES = (1, 8, 32)
-PAGE_LEN = 16
 Generation = Callable[[list[list[int]], int], list[list[int]]]
 """Prompts and a number of tokens -> so many greedy tokens after each."""
 
@@ -78,7 +77,7 @@ def meshwright_generation(folder: Path) -> Generation:
     from meshwright.serve.opening import EngineOptions, open_engine
     from meshwright.serve.request import TokenRequest
 
-    engine = open_engine(folder, EngineOptions(max_requests=max(BATCHES), page_len=PAGE_LEN)).engine
+    engine = open_engine(folder, EngineOptions(max_requests=max(BATCHES))).engine
 
     def run(given: list[list[int]], num_tokens: int) -> list[list[int]]:
         requests = [TokenRequest(prompt=tuple(prompt), max_tokens=num_tokens) for prompt in given]

@@ -31,7 +31,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
 
     ``max_len``: positions of a request, at most the model's. ``max_requests``: requests that run at once, by default
     256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``cache_bytes`` of each device
-    hold pages of ``page_len`` positions: by default 90% of what the weights leave of an accelerator's memory, or half
+    hold pages of ``page_len`` positions (32 on CPUs, 128 on TPUs, 16 on GPUs): by default 90% of what the weights leave of an accelerator's memory, or half
     of a machine's free memory, but no more than all requests need at their longest. ``weights`` is "int8" or "".
     ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see `batching.limits.SchedulerLimits`.
     """
@@ -39,7 +39,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     max_len: int = 0
     max_requests: int = 0
     token_budget: int = 0
-    page_len: int = 16
+    page_len: int = 0
     cache_bytes: float = 0
     cache_dtype: str = ""
     weights: str = ""
@@ -49,11 +49,14 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        zero = ("max_len", "max_requests", "token_budget", "cache_bytes")
+        zero = ("max_len", "max_requests", "token_budget", "cache_bytes", "page_len")
         check_figures(self, "EngineOptions", may_be_zero=zero)
         if self.cache_dtype not in ("", *CACHE_DTYPES):
             raise InputError(f"cache dtype {self.cache_dtype!r} is not known.{nearest(self.cache_dtype, CACHE_DTYPES)}")
 
+
+PAGE_LENS = {"cpu": 32, "tpu": 128}
+"""Positions of a page by platform: what its attention reads at once."""
 
 USUAL_ENGINE = EngineOptions()
 
@@ -90,7 +93,7 @@ def open_engine(
     storage = Storage(
         cache_dtype=options.cache_dtype or source.dtype,  # type: ignore[arg-type]
         weights=options.weights,  # type: ignore[arg-type]
-        page_len=options.page_len,
+        page_len=options.page_len or PAGE_LENS.get(devices[0].platform, 16),
     )
     found = _pages(source.model, options, strategy, storage, max_requests)
     storage = Storage(
@@ -110,7 +113,7 @@ def open_engine(
         policy=options.policy,
         max_requests=max_requests,
         token_budget=budget,
-        page_len=options.page_len,
+        page_len=storage.page_len,
         num_pages=found.num_pages,
         prefix_cache=options.prefix_cache,
     )
@@ -124,7 +127,7 @@ def open_engine(
     lines = (
         f"{source.model.name}: {mesh_words(mesh)}, {format_bytes(held)} of weights on each device"
         f"{without_mtp_words(source.model)}",
-        f"cache: {found.num_pages:,} pages of {options.page_len} positions, {format_bytes(found.bytes)} of "
+        f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}",
         f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step",
     )
@@ -151,7 +154,7 @@ def _pages(
         raise InputError(
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
-    longest, page_len = options.max_len or model.max_positions, options.page_len
+    longest, page_len = options.max_len or model.max_positions, storage.page_len
     one = Storage(cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=page_len, num_pages=1)
     table = cache_table(model, batch_seqs=1, max_len=page_len, storage=one, strategy=strategy, phase="packed")
     split = strategy.mesh["tensor"] if not model.latent_attention else 1

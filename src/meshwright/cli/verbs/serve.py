@@ -27,7 +27,9 @@ class EngineGiven(Options):
     token_budget: Count | None = option(
         "Tokens of a step. Default: 2,048, 256 on CPUs.", "--token-budget", "--max-num-batched-tokens"
     )
-    page_len: Count = option("Positions of a page of the cache.", "--page-len", "--block-size", default=16)
+    page_len: Count | None = option(
+        "Positions of a page of the cache. Default: 32 on CPUs, 128 on TPUs, 16 on GPUs.", "--page-len", "--block-size"
+    )
     cache_bytes: Bytes | None = option(
         "Memory of the cache on each device, such as 4GB. Default: what is left.", "--cache-bytes", "--kv-cache-memory"
     )
@@ -96,7 +98,7 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
         max_len=given.max_len or 0,
         max_requests=given.max_requests or 0,
         token_budget=given.token_budget or 0,
-        page_len=given.page_len,
+        page_len=given.page_len or 0,
         cache_bytes=given.cache_bytes or 0,
         cache_dtype=given.cache_dtype or "",
         weights="int8" if given.weights == "int8" else "",
