@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
+from msgspec.structs import replace
 
 from meshwright.algebra.generation import (
     PAGES,
@@ -109,7 +110,9 @@ class PackedStep(HeldArrays):
         self.compiler = compiler_options(self.mesh)
         self.unrolled = platform_of(self.mesh.devices.flat[0]) == "cpu"
         self.heads_first = [row.name for row in self.table if row.dims[2][0] == "K"] if self.unrolled else []
-        self.programs = ProgramStore(programs, [model, self.strategy, storage, max_len, max_seqs, self.compiler.used])
+        self.programs = ProgramStore(
+            programs, [replace(model, name=""), self.strategy, storage, max_len, max_seqs, self.compiler.used]
+        )
         self._compiled: dict[PackedShape, jax.stages.Compiled] = {}
 
     # -- what a user calls -------------------------------------------------------------------------

@@ -173,11 +173,8 @@ class Engine:
         """Returns every shape that steps have, the first that a request needs first, without those that
         log-probabilities of prompts need."""
         decode = [PackedShape(size, size, size, 1) for size in self._decode_sizes]
-        chunks = [
-            PackedShape(rows, most, most, rows)
-            for rows in self._chunk_sizes
-            for most in sorted({self._num_sequences(rows, least) for least in (1, rows)})
-        ]
+        sequences = (min(self.limits.max_requests, rows) for rows in self._chunk_sizes)
+        chunks = [PackedShape(rows, most, most, rows) for rows, most in zip(self._chunk_sizes, sequences, strict=True)]
         return [chunks[0], *decode, *chunks[1:]]
 
     def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
@@ -200,11 +197,6 @@ class Engine:
     def is_compiled(self) -> bool:
         """True if the programs of all shapes are kept in files."""
         return self.programs.has(map(self._step.program_name, self.shapes()))
-
-    def _num_sequences(self, rows: int, needed: int) -> int:
-        """Returns the size of the list of sequences of a step with chunks: a few, or all that it may have."""
-        most = min(self.limits.max_requests, rows)
-        return min(4, most) if needed <= 4 else most
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -261,7 +253,7 @@ class Engine:
             longest = 1
         else:
             size = longest = _fitting(self._chunk_sizes, num_rows)
-            length = self._num_sequences(size, num_parts)
+            length = min(limits.max_requests, size)
         first = np.cumsum(counts) - counts
         owner = np.repeat(np.arange(num_parts), counts)
         positions = np.arange(num_rows) - first[owner] + (ends - counts)[owner]

@@ -30,10 +30,11 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     """How a folder is served; 0 and "" stand for a value that suits the devices.
 
     ``max_len``: positions of a request, at most the model's. ``max_requests``: requests that run at once, by default
-    256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``cache_bytes`` of each device
-    hold pages of ``page_len`` positions (32 on CPUs, 128 on TPUs, 16 on GPUs): by default 90% of what the weights leave of an accelerator's memory, or half
-    of a machine's free memory, but no more than all requests need at their longest. ``weights`` is "int8" or "".
-    ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see `batching.limits.SchedulerLimits`.
+    256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``page_len``: positions of a page,
+    by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of what
+    the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
+    at their longest. ``weights`` is "int8" or "". ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see
+    `batching.limits.SchedulerLimits`.
     """
 
     max_len: int = 0
